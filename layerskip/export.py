@@ -1,31 +1,42 @@
-"""Exports: a search's best configuration with its evidence, as versioned JSON (``layerskip.export/1``)."""
+"""Exports: a search's best configuration with its evidence, as versioned JSON (``layerskip.export/2``).
+
+The trained modules that a configuration names are copied next to the file, into folders named after the digest of their
+contents. An interrupted copy is never mistaken for a complete one, and an older export keeps its own folders.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from layerskip.attachments import copy_attachments, resolve_attachments
-from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.config import ConfigError, SpeculativeConfig, check_text
 from layerskip.decoding.sampling import Sampling, SamplingError
 from layerskip.engines.deployment import Deployment
 from layerskip.engines.registry import describe_engines
-from layerskip.files import write_json
+from layerskip.files import beside, write_json
 from layerskip.hugging_face import custom_generate
 from layerskip.models.target import Target
 from layerskip.models.trained_module import check_trained, has_trained
-from layerskip.rules import check_text
 
-SCHEMA = "layerskip.export/1"
+SCHEMA = "layerskip.export/2"
+_SCHEMA_1 = "layerskip.export/1"
+RENAMED: Mapping[str, str] = {}
+"""Names in ``config`` and ``evidence`` of schema 1, with today's. A kind precedes a name that it alone changed:
+``medusa.candidates``."""
 PROVISIONAL = "provisional"
 """Field of ``search``: true until the search has confirmed the configuration on held-out prompts."""
 _SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search", "engines")
+_TRAINED = ("bridge", "draft_head", "head")
+_TRAINED_FILES = ("head.json", "head.safetensors", "config.json", "model.safetensors", "pytorch_model.bin")
 _log = logging.getLogger(__name__)
 _TARGET_FIELDS = {"name": str, "architecture": str, "layers": int, "dtype": str}
 
@@ -111,8 +122,10 @@ class Export:
             raise ExportError(f"export: cannot read {path}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             raise ExportError(f"export: {path} is not JSON: {error}") from None
-        if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
-            schema = fields.get("schema") if isinstance(fields, dict) else None
+        schema = fields.get("schema") if isinstance(fields, dict) else None
+        if schema == _SCHEMA_1:
+            fields = convert_schema_1(fields)
+        elif schema != SCHEMA:
             raise ExportError(f"schema: {path} has {schema!r}; this program reads {SCHEMA!r}")
         for name in ("target", "config"):
             if name not in fields:
@@ -178,3 +191,95 @@ class Export:
             tokenizer: the model's tokenizer; required if the draft model has another one.
         """
         return custom_generate(self.config, self.check, tokenizer)
+
+
+def convert_schema_1(fields: Mapping[str, Any], renamed: Mapping[str, str] = RENAMED) -> dict[str, Any]:
+    """Return the plain values of an export of schema 1 as those of today's schema.
+
+    Args:
+        fields: the contents of its file.
+        renamed: names with today's, as in :data:`RENAMED`.
+    """
+
+    def rename(value: Any, kind: str = "") -> Any:
+        if isinstance(value, list):
+            return [rename(part, kind) for part in value]
+        if not isinstance(value, dict):
+            return value
+        kind = str(value.get("kind", kind))
+        names = {name: renamed.get(f"{kind}.{name}", renamed.get(name, name)) for name in value}
+        return {names[name]: rename(part, kind) for name, part in value.items()}
+
+    return {**fields, "schema": SCHEMA} | {name: rename(fields[name]) for name in ("config", "evidence") if name in fields}
+
+
+def copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
+    """Copy the trained modules of a configuration next to an export's file.
+
+    Returns:
+        The configuration with folder names relative to the file.
+
+    Raises:
+        ConfigError: a folder that the configuration names has no trained module.
+    """
+
+    def copy(field: str, name: str) -> str:
+        source = Path(name)
+        files = _files(source)
+        if not files:
+            raise ConfigError(f"{field}: there is nothing in {source} to export")
+        folder = file.parent / f"{file.stem}.{field}-{_digest(files)}"
+        if not folder.exists():
+            partial = beside(folder, str(os.getpid()))
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same id
+            partial.mkdir(parents=True)
+            try:
+                for path in files:
+                    shutil.copyfile(path, partial / path.name)
+                partial.replace(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        return folder.name
+
+    return _with_folders(config, copy)
+
+
+def resolve_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
+    """Replace the names of folders next to an export's file by absolute paths."""
+
+    def resolve(_: str, name: str) -> str:
+        folder = file.parent / name
+        return str(folder.resolve()) if folder.is_dir() else name
+
+    return _with_folders(config, resolve)
+
+
+def attached_folders(file: Path) -> list[Path]:
+    """Return the folders next to an export's file that its configuration names."""
+    config = SpeculativeConfig.from_dict(json.loads(file.read_text(encoding="utf-8"))["config"])
+    return [file.parent / name for name in _names(config) if (file.parent / name).is_dir()]
+
+
+def attachment_digests(config: SpeculativeConfig) -> list[str]:
+    """Return digests of the trained modules that a configuration names; they identify the folders' present contents."""
+    return [_digest(_files(Path(name))) for name in _names(config)]
+
+
+def _names(config: SpeculativeConfig) -> list[str]:
+    names = [getattr(part, field) for part in (config, *config.members) for field in _TRAINED]
+    return [name for name in dict.fromkeys(names) if name]
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder / name for name in _TRAINED_FILES if (folder / name).is_file()]
+
+
+def _digest(files: Sequence[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+
+
+def _with_folders(config: SpeculativeConfig, rename: Callable[[str, str], str]) -> SpeculativeConfig:
+    """Apply ``rename(field, name)`` to all folder names of a configuration and its members."""
+    changes = {field: rename(field, getattr(config, field)) for field in _TRAINED if getattr(config, field)}
+    members = tuple(_with_folders(member, rename) for member in config.members)
+    return replace(config, members=members, **changes)  # type: ignore[arg-type]

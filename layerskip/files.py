@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-UNUSABLE = (*DISK_FULL, errno.EROFS, errno.ENAMETOOLONG, errno.EIO, errno.ESTALE)
+_NOT_REACHED = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)
+UNUSABLE = (*DISK_FULL, *_NOT_REACHED, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 """Errors of a file system, which no program causes."""
+_log = logging.getLogger(__name__)
 _LONGEST_NAME = 200  # bytes; file systems take 255
 _PROBE_BYTES = 2**16  # a disk that interrupted a write has no room for them
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # in messages of Rust libraries, which may have removed their file
@@ -34,6 +37,17 @@ def write_json(path: Path, value: Any) -> None:
     """
     with atomic_write(path, str(os.getpid())) as partial:
         partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds; None without the file, and with a warning if it is damaged, as by a loss of power."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        _log.warning("%s is damaged, and left out", path)
+        return None
 
 
 def beside(path: Path, mark: str) -> Path:

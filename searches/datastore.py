@@ -1,10 +1,145 @@
-"""Build or inspect a datastore that ``retrieval`` drafts from.
+"""Datastores of earlier texts for ``kind: retrieval``: building and inspection.
 
-Usage: ``python -m searches.datastore [field=value]``
+Usage: ``python -m searches.datastore corpus=notes output=store``
+
+It reads every text in a folder, or one file. ``own=true`` adds the target's own continuations of prompts, which are stored
+and generated once. A datastore must not be measured on those prompts, because its drafts would be the answers.
+``inspect=store`` describes a datastore, and ``ngram="..."`` lists what follows a phrase in it.
 """
 
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from layerskip import PromptSet, Target
+from layerskip.drafters.datastore import Datastore
+from layerskip.files import digest
+from layerskip.texts.continuations import continue_prompts
 from searches.app.application import run
-from searches.training.datastores import datastore
+from searches.app.checks import InputError, check_flag, check_folder, check_seed, check_whole
+
+_SUFFIXES = (".txt", ".md", ".jsonl")
+_SHOWN = 5  # continuations of a phrase
+_LENGTH = 8  # tokens per continuation
+
+
+def datastore(config: DictConfig) -> Datastore:
+    """Build or inspect a datastore; see ``conf/datastore.yaml``."""
+    check_whole("max_new_tokens", config.max_new_tokens)
+    check_seed(config.seed)
+    check_flag("own", config.own)
+    for name in ("corpus", "output", "inspect"):
+        if config[name] is not None and not isinstance(config[name], str):
+            raise InputError(f"{name}: {config[name]!r} is not a path")
+    target: Target = instantiate(config.target)
+    store = Datastore.load(config.inspect, target) if config.inspect is not None else _build(config, target)
+    print(describe(store))
+    if config.ngram is not None:
+        print(followers(store, str(config.ngram), target))
+    return store
+
+
+def _build(config: DictConfig, target: Target) -> Datastore:
+    if config.output is None:
+        raise InputError("output: names no folder for the datastore")
+    if Path(config.output).exists():
+        raise InputError(f"output: {config.output} exists already")
+    check_folder("output", str(config.output))
+    if config.corpus is None and not config.own:
+        raise InputError("corpus: names neither a file nor a folder, and own is false; there is nothing to build from")
+    if target.tokenizer is None:
+        raise InputError("target: has no tokenizer to read a corpus with")
+    texts, sources, answered = [], [], []
+    if config.corpus is not None:
+        sources.append(str(config.corpus))
+        files = corpus_files(Path(config.corpus))
+        for file in tqdm(files, unit="file", desc="corpus", disable=None):
+            texts += [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in read_texts(file)]
+    if config.own:
+        sources.append("the target's own outputs")
+        prompts: PromptSet = instantiate(config.prompts)
+        answered = [digest(item.content()) for item in prompts]
+        folder = Path(config.outputs) / "continuations"
+        with tqdm(total=len(prompts), unit="prompt", desc="own outputs", disable=None) as bar:
+            continuations = continue_prompts(
+                target, prompts, instantiate(config.sampling), config.max_new_tokens, config.seed, folder, bar.update
+            )
+        texts += [continuation.tokens for continuation in continuations]
+    store = Datastore.build(texts, target, " and ".join(sources), answered)
+    store.save(Path(config.output))
+    print(f"wrote {config.output}")
+    return store
+
+
+def corpus_files(path: Path) -> list[Path]:
+    """Return the files of a corpus; refuse one that has none."""
+    if path.is_file():
+        return [path]
+    if not path.exists():
+        raise InputError(f"corpus: there is no {path}")
+    files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+    if not files:
+        raise InputError(f"corpus: {path} has no {', '.join(_SUFFIXES)} files")
+    return files
+
+
+def read_texts(file: Path) -> Iterator[str]:
+    """Yield the texts of a file: the ``text`` of each line of JSON Lines, or else the whole file.
+
+    A file that cannot be read and a line without a text are refused.
+    """
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"corpus: cannot read {file}: {error}") from None
+    if file.suffix != ".jsonl":
+        yield content
+        return
+    for number, line in enumerate(content.split("\n"), start=1):
+        if line.strip():
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                raise InputError(f"corpus: {file}, line {number}: is not a JSON object with a text") from None
+            if not isinstance(text, str):
+                raise InputError(f"corpus: {file}, line {number}: text is not a string")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # a lone surrogate, as in truncated files
+                raise InputError(f"corpus: {file}, line {number}: text is no Unicode: {error}") from None
+            yield text
+
+
+def describe(store: Datastore) -> str:
+    """Describe a datastore in one line."""
+    size = (store.tokens.nbytes + store.suffixes.nbytes) / 2**20
+    about = store.about
+    return f"{about['tokens']:,} tokens of {about['texts']:,} texts from {about['source']}, {size:,.1f} MiB"
+
+
+def followers(store: Datastore, phrase: str, target: Target) -> str:
+    """Return a Markdown table of the most frequent continuations of a phrase."""
+    if target.tokenizer is None:
+        raise InputError("ngram: the target has no tokenizer to read it with")
+    # A word after a space is another token than at the beginning of a text.
+    readings = {tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (phrase, f" {phrase}")}
+    if () in readings:
+        raise InputError("ngram: has no tokens")
+    # If the space is a token of its own, one reading ends with the other and would count the same places again.
+    readings -= {one for one in readings for other in readings if one != other and one[-len(other) :] == other}
+    times = sum(len(store.places(ngram)) for ngram in readings)
+    counts = Counter(tuple(part) for ngram in readings for part in store.continuations(ngram, _LENGTH, 10_000))
+    lines = [f"{phrase!r} occurs {times} times", "", "| followed by | times |", "|---|---|"]
+    lines += [f"| {target.tokenizer.decode(list(part))!r} | {count} |" for part, count in counts.most_common(_SHOWN)]
+    return "\n".join(lines if times else lines[:1])
+
 
 if __name__ == "__main__":
     run("datastore", datastore, is_printed=True)

@@ -19,14 +19,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from layerskip import SpeculativeConfig
+from layerskip.config import contexts_of
+from layerskip.device.memory import within_memory
 from layerskip.measure.measurement import LEAST_RESAMPLED
 from layerskip.models.environment import environment
-from layerskip.rules import contexts_of
 from searches.app.application import instantiate_part
 from searches.app.interrupt import is_interrupt
-from searches.app.memory import within_memory
-from searches.app.progress import Progress, say
-from searches.app.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
 from searches.predict.contexts import spread_contexts
@@ -34,36 +32,39 @@ from searches.predict.predictor import Limits
 from searches.predict.preparation import prepare_predictor
 from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
-from searches.report.live import LiveView
-from searches.report.publish import log_results, publish, publish_provisional
-from searches.report.study_report import summary
+from searches.progress import Progress, say
+from searches.report.markdown import summary
+from searches.report.page import LiveView
+from searches.report.publish import Publisher
 from searches.space.bridge_spec import bridge_specs
 from searches.space.search_space import SearchSpace
 from searches.study import machine
 from searches.study.bench import ModelBench
 from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget
 from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
-from searches.study.finals import Finals, measure_finals
+from searches.study.finals import Finals, RunControl, measure_finals
 from searches.study.first_comparison import cheap_arms, compare_arms
 from searches.study.leaderboard import LeaderboardEntry, contenders, leader_line, ranking, trial_line
 from searches.study.objective import Objective
 from searches.study.opening import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
-from searches.study.requeue import fail_orphans, requeue_unfinished
 from searches.study.starting_points import starting_points
 from searches.study.study import (
     STUDY_ID,
     StudySettings,
     counting_preparation,
+    fail_orphans,
     finished,
     open_study,
+    requeue_unfinished,
     run_trials,
     with_stored_kinds,
 )
+from searches.study.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
 from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
-from searches.workers.alone import Workers
+from searches.workers.crew import Workers
 from searches.workers.slots import wait_for_slots
 
 _THREADS = "threads"
@@ -182,6 +183,7 @@ class Sweep:
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.load)
         self.view = LiveView(study, folder, plan.target.layers, plan.settings.n_trials, crew)
+        self.publisher = Publisher(plan, study, tracker, folder)
         self.ledgers = TimeLedger(study, FITS), TimeLedger(study, SHARED)
         if plan.bridge_store is not None:
             plan.bridge_store.report_cost, plan.bridge_store.report_texts_cost = (ledger.use for ledger in self.ledgers)
@@ -209,12 +211,10 @@ class Sweep:
 
     def _compared(self, objective: Objective) -> dict[SpeculativeConfig, list[Row]]:
         """Return the rows of the first comparison; none if one of them cannot be run beside the others."""
-        prompts, before = objective.first, objective.warming
-        parts = self.plan.seed, self.folder, self.budget, self.crew
-        with self.progress.counting(len(prompts), "prompts") as count:
+        with self.progress.counting(len(objective.first), "prompts") as count:
             after = self.view.after(count)
             try:
-                found = within_memory(lambda: compare_arms(self.arms, self.bench, prompts, before, *parts, after))
+                found = within_memory(lambda: compare_arms(self.arms, objective, self.folder, self.budget, self.crew, after))
             except BackendError as error:
                 say(f"{OPENING}: {error.reason}; each is measured by itself")
                 return {}
@@ -274,10 +274,8 @@ class Sweep:
 
     def _export_leader(self) -> None:
         """Export the leader provisionally, and name it in the progress."""
-        path = self.folder / "best.json"
-        seconds, run_id = self.budget.spent, self.tracker.run_id
-        if publish_provisional(self.plan, self.study, self.tune, seconds, path, run_id) and not self.progress.leader:
-            say(f"wrote {path}, provisional until the finals")
+        if self.publisher.publish_provisional(self.tune, self.budget.spent) and not self.progress.leader:
+            say(f"wrote {self.folder / 'best.json'}, provisional until the finals")
         self.progress.leader = leader_line(self.study)
 
     def _begin(self, stage: str, is_alone: bool = False) -> None:
@@ -290,20 +288,20 @@ class Sweep:
         wait_for_slots(crew)
         fail_orphans(study, crew.orphans(study.get_trials(deepcopy=False), is_idle=True))
         trials = finished(study)
-        parts = predictions.predictor, self.plan, study, self.held_out, self.tracker, self.folder
+        predictor, held_out = predictions.predictor, self.held_out
 
         def work(check: Callable[[], None]) -> Finals:
             self.tracker.reconcile(trials)
             finals = self._measure_finalists(predictions, check)
-            publish(finals, *parts)
+            self.publisher.publish(finals, predictor, held_out)
             return finals
 
         finals = share_finals(crew, trials, work)
         if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
-            publish(finals, *parts, log=False)
+            self.publisher.publish(finals, predictor, held_out, log=False)
         with crew.claim("mirror"):  # a store that was away for the worker with the finals may be back
             self.tracker.reconcile(trials)
-            log_results(finals, study, self.tracker, self.folder, again=False)
+            self.publisher.log(finals, again=False)
         return finals
 
     def _measure_finalists(self, predictions: Predictions, check: Callable[[], None]) -> Finals:
@@ -322,17 +320,8 @@ class Sweep:
                 self.view.refresh()
                 self.budget.save()
 
-            return measure_finals(
-                self.study,
-                self.bench,
-                self.held_out,
-                measuring,
-                self.plan.seed,
-                self.folder,
-                on_prompt,
-                trained,
-                lambda: self.budget.left(FINALS),
-            )
+            control = RunControl(self.folder, on_prompt, lambda: self.budget.left(FINALS))
+            return measure_finals(self.study, self.bench, self.held_out, measuring, self.plan.seed, control, trained)
 
     def _prepare_predictor(self) -> ScanPredictor | None:
         """Return the predictor of masks without bridges, if layer skipping is searched and scanned."""

@@ -1,13 +1,579 @@
-"""Measure an export again on this machine.
+"""An export measured again, on this machine and today.
 
 Usage: ``python -m searches.verify outputs/<study>/best.json [field=value]``
+
+The export's configuration and plain decoding take turns on held-out prompts, repeat by repeat, until the verdict is clear or
+the repeats are used up. An interrupted run resumes. The exit code states the verdict: 0 confirmed, 3 weaker, 4 refuted. A
+lossy export is refused unless ``allow_lossy=true``.
+
+A configuration that drafts claims three things: to keep the output, to be faster than plain decoding, and to be as fast as
+its evidence states, up to the difference between machines and days.
+
+- ``confirmed``: all three hold.
+- ``refuted``: something that noise cannot explain. The output changed, the interval lies wholly below plain decoding, the
+  claim is further above the interval than machines differ, or the evidence contradicts itself.
+- ``weaker``: everything else. This includes an interval that still contains 1 when the budget ends, and a claim above the
+  interval if its evidence is of other prompts, because categories differ more than machines do.
+
+A lossy configuration does not claim to keep the output and is ``weaker`` at best. A changed output refutes it only if its
+evidence states that the output was kept on these prompts.
 """
 
-import sys
+from __future__ import annotations
 
-from searches.app.application import run
-from searches.app.exported import command_line
-from searches.verification.verification import verify
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from layerskip import Export, Measurement, PromptSet, SpeculativeConfig, Target
+from layerskip.export import attachment_digests
+from layerskip.files import digest, write_json
+from layerskip.measure.measurement import CONFIDENCE, LEAST_RESAMPLED
+from layerskip.models.environment import machine
+from searches.app.application import NOT_CONFIRMED, run
+from searches.app.checks import InputError, check_flag, check_number, check_seed, check_whole
+from searches.app.interrupt import interrupt_code
+from searches.app.targets import command_line, load_exported_target
+from searches.backends.selection import closing, described, exported_backend
+from searches.report.tables import empty_note
+from searches.results import RESULTS_VERSION, ResultLog, record_header
+from searches.study.bench import BASELINE, Bench, ModelBench, Row, resumed_rows
+from searches.study.plan import check_prompts
+from searches.train.texts import refuse_answers_of
+
+EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_CONFIRMED}
+_CANDIDATE = "export"
+_MAX_NEW_TOKENS = 48
+_STALE = 6 * 3600  # seconds after which the rows of an interrupted run are discarded
+_SEED_STEP = 1000  # between the seeds of two repeats, each of which counts up prompt by prompt
+_ROUNDING = 1e-6
+_MAX_SPEEDUP_PER_TOKEN = 1.1
+"""Highest ratio of speedup to tokens per round. Noise and other kernels may make a round slightly faster than a step."""
+_TOLERATED_ERROR = 0.01
+"""Share by which figures of one greedy measurement may differ, by rounding and by outputs that a near-tie ended."""
+_TOLERATED_ROUNDS = 0.1
+"""Share by which tokens per round may fall, if near-ties change the texts. The speed of a machine does not change them."""
+_CHANGED = 1.2  # factor; on one machine the ratio usually repeats within an eighth
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """Settings of measuring an export.
+
+    Args:
+        max_new_tokens: new tokens per prompt and turn; None takes the evidence's, or 48 if it does not state them.
+        held_out_prompts: number of held-out prompts; None takes all.
+        most_repeats: how often each of them is decoded if the verdict does not become clear.
+        tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
+    """
+
+    max_new_tokens: int | None = None
+    held_out_prompts: int | None = None
+    most_repeats: int = 3
+    tolerance: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "held_out_prompts", "most_repeats"):
+            value = getattr(self, name)
+            if value is not None or name == "most_repeats":
+                check_whole(f"measure.{name}", value)
+        check_number("measure.tolerance", self.tolerance, or_zero=True)
+        if self.tolerance >= 1:
+            raise InputError(f"measure.tolerance: {self.tolerance!r} is not below 1")
+
+    def new_tokens(self, evidence: Mapping[str, Any]) -> int:
+        """Return the new tokens per prompt and turn, by default those of the evidence."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        count = evidence.get("max_new_tokens", _MAX_NEW_TOKENS)
+        check_whole("evidence.max_new_tokens", count)
+        return int(count)
+
+
+def verify(config: DictConfig) -> None:
+    """Verify an export; ``conf/verify.yaml`` is the configuration.
+
+    Exits with one of ``EXIT_CODES`` unless the export is confirmed.
+    """
+    check_seed(config.seed)
+    check_flag("allow_lossy", config.allow_lossy)
+    settings = VerifySettings(**config.measure)
+    export = _load_export(config)
+    max_new_tokens = settings.new_tokens(export.evidence)
+    all_prompts: PromptSet = instantiate(config.prompts)
+    held_out = all_prompts.split()[1]
+    prompts = held_out.take(settings.held_out_prompts)
+    claim = Claim.of(export, held_out, prompts, max_new_tokens)
+    if len(prompts) < LEAST_RESAMPLED:
+        raise InputError(f"prompts: {len(prompts)} held-out prompts are too few; {LEAST_RESAMPLED} are the least")
+    target = load_exported_target(config.target, export)
+    export.check(target)
+    claim = dataclasses.replace(claim, repeatable=claim.repeatable and _is_alike(export, target))
+    refuse_answers_of("config", export.config, target, prompts)
+    check_prompts(prompts, target, max_new_tokens)
+    backend, load = exported_backend(config, export, target)
+    engine = described(backend, load)
+    asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed, engine]
+    asked += [target.digest, machine(target), attachment_digests(export.config), RESULTS_VERSION]
+    unfinished = Path(config.outputs) / f"verify-{digest(asked)[:12]}.jsonl"
+    rows: list[Row] = []
+    if export.config.kind == "none":
+        verdict = judge_plain(claim.speedup)
+    else:
+        bench = ModelBench(backend, export.sampling, max_new_tokens, load)
+        with closing(backend):
+            verdict = _measure(bench, export, claim, prompts, settings, config.seed, unfinished, rows)
+    measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
+    header = record_header("layerskip.verification/1", target)
+    record = header | {
+        "environment": header["environment"] | engine,
+        "verdict": verdict.name,
+        "reason": verdict.reason,
+        "export": str(config.export),
+        "config": export.config.to_dict(),
+        "sampling": export.sampling.to_dict(),
+        "claimed": dataclasses.asdict(claim.speedup) if claim.speedup is not None else None,
+        "measured": measurement.to_dict() if measurement is not None else None,
+        "tolerance": settings.tolerance,
+        "repeats": len(rows) // len(prompts),
+        "looks": settings.most_repeats,  # the interval holds for all of them together
+        "seed": config.seed,
+        "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
+        "max_new_tokens": max_new_tokens,
+    }
+    record["differences"] = differences(export, record)
+    print(report(record, export, measurement))
+    file = Path(config.record or Path(config.outputs) / "verify.json")
+    try:
+        write_json(file, record)
+    except OSError as error:
+        raise InputError(f"{'record' if config.record else 'outputs'}: cannot write {file}: {error.strerror}") from error
+    print(f"wrote {file}")
+    unfinished.unlink(missing_ok=True)  # the next run measures again
+    if verdict.name != "confirmed":
+        sys.exit(EXIT_CODES[verdict.name])
+
+
+def _load_export(config: DictConfig) -> Export:
+    """Return the export, unless it is lossy and that is not allowed."""
+    if OmegaConf.is_missing(config, "export"):
+        raise InputError("export: is missing; name the file, as in python -m searches.verify best.json")
+    path = str(config.export)
+    export = Export.load(path)
+    if not (export.config.lossless or config.allow_lossy):
+        rule = export.config.accept.kind
+        raise InputError(f"config.accept: {rule} may change the output (in {path}); allow_lossy=true measures it, too")
+    return export
+
+
+def _is_alike(export: Export, target: Target) -> bool:
+    """Return whether the export's outputs must repeat: same model, and in half precision a device of the same name."""
+    device_name = export.environment.get("device_name")
+    exact = target.dtype == "float32" or device_name == machine(target)["device_name"]
+    return exact and dict(export.target) == Export.describe(target)
+
+
+def _measure(
+    bench: ModelBench,
+    export: Export,
+    claim: Claim,
+    prompts: PromptSet,
+    settings: VerifySettings,
+    seed: int,
+    unfinished: Path,
+    rows: list[Row],
+) -> Verdict:
+    """Measure an export with a progress bar; Ctrl-C prints the figures so far.
+
+    ``unfinished`` keeps rows as they are measured. The other arguments are those of :func:`measure_claim`.
+    """
+    if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
+        unfinished.unlink()
+    log = ResultLog(unfinished)
+    try:
+        resumed = f"; {len(log)} of them were before an interruption ({unfinished})" if len(log) else ""
+        asked = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.most_repeats} x"
+        print(f"measuring {asked}{resumed}", flush=True)
+        with tqdm(total=len(prompts) * settings.most_repeats, unit="prompt", disable=None) as bar:
+
+            def on_row(row: Row) -> None:
+                rows.append(row)
+                bar.update()
+
+            return measure_claim(bench, export.config, claim, prompts, settings, seed, log, on_row)
+    except KeyboardInterrupt as error:
+        if rows:
+            print("\n".join(table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.most_repeats)))
+        print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
+        sys.exit(interrupt_code(error))
+
+
+def measure_claim(
+    bench: Bench,
+    config: SpeculativeConfig,
+    claim: Claim,
+    prompts: PromptSet,
+    settings: VerifySettings,
+    seed: int,
+    log: ResultLog,
+    on_row: Callable[[Row], object],
+) -> Verdict:
+    """Measure a configuration against plain decoding until its claim can be judged or the repeats are used up.
+
+    Args:
+        bench: measures it.
+        config: the configuration of the export.
+        claim: the claim of the export.
+        prompts: all of them are decoded before anything is judged.
+        settings: the number of repeats and the tolerance.
+        seed: the seed of the measurement.
+        log: rows of an interrupted run, which are not measured again; takes the new ones.
+        on_row: called with the row of each prompt.
+    """
+    rows: list[Row] = []
+    for repeat in range(settings.most_repeats):
+        measure = partial(bench.compare, {_CANDIDATE: config}, repeats=1, seed=seed + _SEED_STEP * repeat)
+        for row in resumed_rows(measure, prompts, log, str(repeat)):
+            rows.append(row)
+            on_row(row)
+        measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
+        measured = Speedup.measured(measurement, settings.most_repeats)
+        per_round = measurement.stats.tokens_per_round
+        lossless, decoded = measurement.lossless.verdict, measurement.decoded.prompts
+        verdict = judge(claim, measured, lossless, settings.tolerance, per_round, decoded)
+        if verdict.clear:
+            break
+    return verdict
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """A ratio of tokens/s to plain decoding's, with its 95 % interval, which holds for all looks at it together."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def measured(cls, measurement: Measurement, looks: int) -> Speedup:
+        """Return the speedup of a measurement that any of several looks may end, which widens the interval (Bonferroni)."""
+        return cls(measurement.speedup, *measurement.interval(confidence=1 - (1 - CONFIDENCE) / looks))
+
+    @classmethod
+    def claimed(cls, evidence: Mapping[str, Any]) -> Speedup | None:
+        """Return the speedup in an export's evidence; None if there is none. A value without interval is its interval."""
+        names = ("speedup", "speedup_low", "speedup_high")
+        present = [name for name in names if evidence.get(name) is not None]
+        if not present:
+            return None
+        if present == ["speedup"]:
+            value = _number(evidence, "speedup")
+            return cls(value, value, value)
+        value, low, high = (_number(evidence, name) for name in names)
+        if low > high:
+            raise InputError(f"evidence.speedup_low: {low} is above speedup_high, {high}")
+        return cls(value, low, high)
+
+    @property
+    def consistent(self) -> bool:
+        """True if the value lies in its interval."""
+        return self.low * (1 - _ROUNDING) <= self.value <= self.high * (1 + _ROUNDING)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The claim of an export.
+
+    Args:
+        speedup: the claimed speedup; None claims only to be faster than plain decoding.
+        tokens_per_round: from its evidence, if stated. A round takes no less time than a step of plain decoding, so no
+            speedup can exceed it.
+        lossy: whether its acceptance rule may change the output.
+        kept_output: whether its evidence states that the output was kept nevertheless.
+        other_work: whether its evidence is of other held-out prompts than those measured now, or of another output length.
+        repeatable: whether greedy decoding of the same prompts must give as many tokens per round, up to near-ties and to
+            drafters that learn from prompts in another order.
+        implied: names and speedups that follow from other figures of its evidence; empty if tokens are sampled, because the
+            lengths of the outputs differ then.
+    """
+
+    speedup: Speedup | None = None
+    tokens_per_round: float | None = None
+    lossy: bool = False
+    kept_output: bool = False
+    other_work: bool = False
+    repeatable: bool = False
+    implied: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, export: Export, held_out: PromptSet, prompts: PromptSet, max_new_tokens: int) -> Claim:
+        """Return the claim of an export.
+
+        Evidence is of the same work if it is of all held-out prompts, of the measured ones, or of as many as it states.
+        Evidence that does not name its prompts is assumed to be of the same work.
+
+        Args:
+            export: the export.
+            held_out: all held-out prompts.
+            prompts: those that are measured now.
+            max_new_tokens: tokens per prompt and turn, as measured now.
+
+        Raises:
+            InputError: as :meth:`Speedup.claimed`.
+        """
+        evidence = export.evidence
+        names = ("tokens_per_round", "losslessness", "prompts_digest", "prompts")
+        per_round, output, prompts_digest, count = (evidence.get(name) for name in names)
+        same_length = evidence.get("max_new_tokens", max_new_tokens) == max_new_tokens
+        same_work = [held_out, prompts, *([held_out.take(count)] if type(count) is int else [])]
+        is_same = prompts_digest is None or prompts_digest in [part.digest for part in same_work]
+        return cls(
+            Speedup.claimed(evidence),
+            float(per_round) if isinstance(per_round, (int, float)) and not isinstance(per_round, bool) else None,
+            lossy=not export.config.lossless,
+            kept_output=isinstance(output, Mapping) and output.get("verdict") in ("exact", "near_tie"),
+            other_work=not (same_length and is_same),
+            repeatable=same_length and export.sampling.greedy and prompts_digest == prompts.digest,
+            implied=_implied(evidence) if export.sampling.greedy else (),
+        )
+
+    @property
+    def contradiction(self) -> str | None:
+        """A contradiction within the evidence; None if there is none."""
+        claimed, per_round = self.speedup, self.tokens_per_round
+        if claimed is None:
+            return None
+        if not claimed.consistent:
+            return f"the speedup {claimed} lies outside its own interval"
+        if per_round is not None and claimed.value > _MAX_SPEEDUP_PER_TOKEN * per_round:
+            return f"{claimed.value:.2f} x is more than {per_round:.2f} tokens per round allow"
+        for name, value in self.implied:
+            if abs(value / claimed.value - 1) > _TOLERATED_ERROR:
+                return f"it states {claimed.value:.2f} x, but its {name} give {value:.2f} x"
+        return None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict with its reason in one sentence; it is not clear while further repeats may change it."""
+
+    name: Literal["confirmed", "weaker", "refuted"]
+    reason: str
+    clear: bool = True
+
+
+def judge(
+    claim: Claim,
+    measured: Speedup,
+    losslessness: str,
+    tolerance: float,
+    tokens_per_round: float | None = None,
+    prompts: int = LEAST_RESAMPLED,
+) -> Verdict:
+    """Compare a claim with a new measurement.
+
+    Args:
+        claim: the claim of the export.
+        measured: the new speedup.
+        losslessness: verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs.
+        tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
+        tokens_per_round: the new ones; None skips their comparison.
+        prompts: the number of prompts that the new speedup rests on.
+    """
+    claimed = claim.speedup
+    if losslessness == "different" and (not claim.lossy or (claim.kept_output and not claim.other_work)):
+        return Verdict("refuted", "the output differs from plain decoding.")
+    if losslessness not in ("exact", "near_tie", "different"):
+        reason = "every output ended with its first token, so that nothing was compared with plain decoding."
+        return Verdict("weaker", reason, clear=False)
+    if claim.contradiction is not None:
+        return Verdict("refuted", f"the evidence contradicts itself: {claim.contradiction}.")
+    per_round = claim.tokens_per_round if claim.repeatable else None
+    if per_round is not None and tokens_per_round is not None and tokens_per_round < per_round * (1 - _TOLERATED_ROUNDS):
+        rounds = f"{per_round:.2f} tokens per round claimed, {tokens_per_round:.2f} measured on the same prompts"
+        return Verdict("refuted", f"{rounds}; the machine cannot cause this difference.")
+    if 0 < prompts < LEAST_RESAMPLED:
+        few = f"the outputs of only {prompts} prompts go on after their first token; {LEAST_RESAMPLED} are the least."
+        return Verdict("weaker", few, clear=False)
+    found = f"measured {measured}"
+    if claim.other_work:
+        found += " on other prompts or lengths than the evidence's (prompts= and measure.max_new_tokens= choose them)"
+    if measured.high < 1:
+        return Verdict("refuted", f"slower than plain decoding: {found}.")
+    if claimed is not None and measured.high < claimed.low * (1 - tolerance) and not claim.other_work:
+        return Verdict("refuted", f"the claim is out of reach: {found}, claimed {claimed}.")
+    if measured.low <= 1:
+        return Verdict("weaker", f"not significantly faster than plain decoding: {found}.", clear=False)
+    if claim.lossy:
+        output = losslessness.replace("_", "-")
+        return Verdict("weaker", f"faster than plain decoding, but lossy (the output here: {output}): {found}.")
+    if claimed is None:
+        return Verdict("confirmed", f"faster than plain decoding, as claimed: {found}.")
+    if measured.high < claimed.low:
+        return Verdict("weaker", f"faster than plain decoding, but less than claimed: {found}, claimed {claimed}.")
+    if measured.value < claimed.value * (1 - tolerance):
+        # Few or mixed prompts give intervals that are wide enough for nearly any claim.
+        reason = f"faster than plain decoding, but more than {tolerance:.0%} below the claim"
+        return Verdict("weaker", f"{reason}: {found}, claimed {claimed}.", clear=False)
+    return Verdict("confirmed", f"{found}, claimed {claimed}.")
+
+
+def judge_plain(claim: Speedup | None) -> Verdict:
+    """Return the verdict on an export without drafting, which needs no measurement."""
+    if claim is not None and not (claim.consistent and abs(claim.value - 1) <= _ROUNDING):
+        return Verdict("refuted", f"the evidence contradicts itself: it states a speedup of {claim} for plain decoding.")
+    return Verdict("confirmed", "no drafting is plain decoding itself: its output cannot differ, nothing is measured.")
+
+
+def _implied(evidence: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """Return the speedups that follow from rates, and from seconds if both outputs were the same tokens."""
+    pairs = {"tokens per second": ("tokens_per_second", "baseline_tokens_per_second")}
+    output = evidence.get("losslessness")
+    if isinstance(output, Mapping) and output.get("verdict") == "exact":
+        pairs["seconds"] = ("baseline_decode_seconds", "decode_seconds")
+    figures = {name: [evidence.get(field) for field in fields] for name, fields in pairs.items()}
+    return tuple((name, one / other) for name, (one, other) in figures.items() if _is_positive(one) and _is_positive(other))
+
+
+def _is_positive(value: object) -> TypeGuard[float]:
+    """Return whether a value is a number above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
+
+
+def _number(evidence: Mapping[str, Any], name: str) -> float:
+    value = evidence.get(name)
+    if value is None:
+        raise InputError(f"evidence.{name}: is missing; a speedup needs both ends of an interval, or none")
+    if not _is_positive(value):
+        raise InputError(f"evidence.{name}: {value!r} is not a number above 0")
+    return float(value)
+
+
+def differences(export: Export, conditions: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the conditions that differ from the export's: ``field``, ``exported`` and ``now`` of each."""
+    now = {
+        "target": conditions["target"],
+        "environment": conditions["environment"],
+        "evidence": {"prompts_digest": conditions["prompts"]["digest"], "max_new_tokens": conditions["max_new_tokens"]},
+    }
+    evidence = {name: export.evidence[name] for name in now["evidence"] if name in export.evidence}
+    exported = {"quantization": None} | dict(export.target)
+    before = {"target": exported, "environment": export.environment, "evidence": evidence}
+    return [{"field": name, "exported": str(old), "now": str(new)} for name, old, new in _differing(before, now)]
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name, old in before.items():
+        new = now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differing(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield prefix + name, old, new
+
+
+def compute_speed_change(export: Export, record: Mapping[str, Any]) -> str | None:
+    """Return a sentence if the machine's arithmetic, compared with its memory, is faster or slower than for the export.
+
+    A step of plain decoding is bound by memory bandwidth. Prefill and the verification of drafts are bound by arithmetic. If
+    only arithmetic is slower, for example because of other load on the machine, drafts gain less, but plain decoding's
+    tokens/s do not show it.
+    """
+    work = export.evidence.get("prompts_digest"), export.evidence.get("max_new_tokens")
+    if work != (record["prompts"]["digest"], record["max_new_tokens"]):
+        return None
+    before, now = _prefill_share(export.evidence), _prefill_share(record["measured"])
+    if before is None or now is None or 1 / _CHANGED < now / before < _CHANGED:
+        return None
+    speed, gain = ("faster", "more") if now < before else ("slower", "less")
+    return (
+        f"Prefill took {before:.3f} of plain decoding's time for the export, and {now:.3f} now. Compared with its memory, "
+        f"this machine computes {speed}, and drafts gain {gain}."
+    )
+
+
+def _prefill_share(figures: Mapping[str, Any]) -> float | None:
+    """Return the time of prefill as a share of plain decoding's; None if the figures do not contain both."""
+    prefill, decoding = figures.get("baseline_prefill_seconds"), figures.get("baseline_decode_seconds")
+    if isinstance(prefill, float) and isinstance(decoding, float) and prefill > 0 and decoding > 0:
+        return prefill / decoding
+    return None
+
+
+def report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:
+    """Return a record as Markdown: the verdict, claimed and measured figures, and changed conditions."""
+    lines = [f"{record['verdict']}: {record['reason']}", ""]
+    if measurement is not None:
+        lines += [*table(export, measurement, record["looks"]), *empty_note(record["measured"]), ""]
+        where, prompts, versions = record["environment"], record["prompts"], record["environment"]["versions"]
+        lines += [
+            f"{export.config.label()} on {record['target']['name']} in {record['target']['dtype']} on {where['device']} "
+            f"({where['device_name']}, {where['threads']} threads), {prompts['count']} prompts ({prompts['name']}) "
+            f"x {record['repeats']}, {record['max_new_tokens']} new tokens, torch {versions['torch']}, "
+            f"transformers {versions['transformers']}, {record['date']}.",
+            "",
+        ]
+        if (change := compute_speed_change(export, record)) is not None:
+            lines += [change, ""]
+    changed = [f"- {each['field']}: {each['exported']}, now {each['now']}" for each in record["differences"]]
+    if changed:
+        lines += ["Different from the export:", "", *changed]
+    elif export.environment:
+        lines.append("Same model, machine, versions and prompts as the export's.")
+    if not export.environment:
+        lines.append("The export does not state where it was measured.")
+    return "\n".join(lines) + "\n"
+
+
+def table(export: Export, measurement: Measurement, looks: int) -> list[str]:
+    """Return claimed and measured figures as the lines of a Markdown table."""
+    figures, evidence = measurement.to_dict(), export.evidence
+    rows: list[tuple[str, Any, Any]] = [
+        (
+            "speedup",
+            Speedup.claimed(evidence),
+            Speedup.measured(measurement, looks) if measurement.decoded.candidate else None,
+        ),
+        *((name.replace("_", " "), evidence.get(key), figures[key]) for name, key in _FIGURES.items()),
+        ("output", _part(evidence, "losslessness").get("verdict"), figures["losslessness"]["verdict"]),
+    ]
+    for category, value in figures["speedup_by_category"].items():
+        rows.append((f"speedup, {category}", _part(evidence, "speedup_by_category").get(category), value))
+    lines = ["| | claimed | measured |", "|---|---|---|"]
+    return lines + [f"| {name} | {_shown(claimed)} | {_shown(measured)} |" for name, claimed, measured in rows]
+
+
+_FIGURES = {
+    "tokens/s": "tokens_per_second",
+    "plain tokens/s": "baseline_tokens_per_second",
+    "acceptance": "acceptance_rate",
+    "tokens/round": "tokens_per_round",
+}
+
+
+def _part(evidence: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a mapping in the evidence; empty if the evidence has something else there."""
+    part = evidence.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value).replace("_", "-")
+
 
 if __name__ == "__main__":
     sys.argv[1:] = command_line(sys.argv[1:])

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from layerskip import Export, ExportError, Sampling, SpeculativeConfig, StopRule, Target
+from layerskip.export import convert_schema_1
 from layerskip.models.trained_module import save_trained
 from tests.families import build
 
 CONFIG = SpeculativeConfig("layer_skip", mask="layers:1", draft_length=5, stop=StopRule("threshold", threshold=0.4))
+RECORDS = Path(__file__).parents[1] / "notebooks" / "records"
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
 
@@ -71,7 +73,7 @@ def test_the_file_has_the_layout_of_its_schema(file: Path, tiny_target: Target, 
     assert next(iter(fields)) == "schema"
     assert set(fields.pop("engines")) == {"vllm", "sglang", "tensorrt_llm", "llama_cpp", "openvino_genai", "transformers"}
     assert fields == {
-        "schema": "layerskip.export/1",
+        "schema": "layerskip.export/2",
         "target": {
             "name": str(tiny_folder),
             "revision": None,
@@ -110,7 +112,7 @@ def test_sampling_and_evidence_are_optional(file: Path) -> None:
 
 
 def test_engines_are_not_read(export: Export, file: Path) -> None:
-    """They follow from the other fields; exports of earlier versions have none."""
+    """They follow from the other fields."""
     stored = json.loads(file.read_text())["engines"]
     assert Export.load(file).engines(file) == stored
     assert Export.load(_edit(file, engines={"vllm": {"command": ["other"]}})).engines(file) == stored
@@ -169,7 +171,7 @@ def test_a_killed_process_leaves_a_complete_file(export: Export, file: Path) -> 
 
 REFUSED = [
     ({"schema": None}, "schema: "),
-    ({"schema": "layerskip.export/2"}, r"schema: .*layerskip.export/2.*layerskip.export/1"),
+    ({"schema": "layerskip.export/3"}, r"schema: .*layerskip.export/3.*layerskip.export/2"),
     ({"schema": "other"}, "schema: .*'other'"),
     ({"target": None}, "target: is missing"),
     ({"config": None}, "config: is missing"),
@@ -209,6 +211,32 @@ def test_a_bad_field_is_refused_by_its_name(file: Path, changes: dict[str, Any],
         Export.load(_edit(file, **changes))
     assert str(file) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_an_export_of_schema_1_is_converted(tmp_path: Path) -> None:
+    stored = json.loads((RECORDS / "best-packed-smollm2-2-cores.json").read_text(encoding="utf-8"))
+    assert stored["schema"] == "layerskip.export/1"
+    export = Export.load(RECORDS / "best-packed-smollm2-2-cores.json")
+    assert export.config.to_dict() == convert_schema_1(stored)["config"]
+    assert export.evidence == convert_schema_1(stored)["evidence"]
+    export.save(tmp_path / "best.json")
+    assert json.loads((tmp_path / "best.json").read_text())["schema"] == "layerskip.export/2"
+    assert Export.load(tmp_path / "best.json") == export
+
+
+def test_a_conversion_renames_the_fields_of_members_and_of_one_kind_alone() -> None:
+    members = [{"kind": kind, "length": 4, "few": 2, "stop": {"kind": "length"}} for kind in ("lookup", "heads")]
+    fields = {"schema": "layerskip.export/1", "target": {"length": 1}, "config": {"kind": "cascade", "members": members}}
+    converted = convert_schema_1(fields, {"length": "tokens", "heads.few": "top", "members": "parts"})
+    parts = [
+        {"kind": "lookup", "tokens": 4, "few": 2, "stop": {"kind": "length"}},
+        {"kind": "heads", "tokens": 4, "top": 2, "stop": {"kind": "length"}},
+    ]
+    assert converted == {
+        "schema": "layerskip.export/2",
+        "target": {"length": 1},
+        "config": {"kind": "cascade", "parts": parts},
+    }
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"schema": "layerskip.export/1"'])

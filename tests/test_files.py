@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from layerskip import SkipMask, Target, files, save_draft_checkpoint
 from layerskip.drafters.datastore import Datastore
-from layerskip.files import atomic_write, short_name, write_json
+from layerskip.files import atomic_write, read_json, short_name, write_json
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
 from layerskip.heads.feature_store import FeatureStore
 from layerskip.models.trained_module import save_trained
@@ -58,6 +58,16 @@ def test_errors_are_converted_only_if_the_disk_is_full(tmp_path: Path, monkeypat
     with pytest.raises(expected, match="No space left" if full else "broken"):
         write()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", '{"half": '])
+def test_a_damaged_file_counts_as_missing(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read_json(tmp_path / "file") is None
+    (tmp_path / "file").write_text(text, encoding="utf-8")
+    assert read_json(tmp_path / "file") is None
+    assert f"{tmp_path}/file is damaged" in caplog.text
+    write_json(tmp_path / "file", [1])
+    assert read_json(tmp_path / "file") == [1]
 
 
 def test_other_errors_are_not_converted(tmp_path: Path) -> None:

@@ -30,10 +30,9 @@ from layerskip.heads.training import fit_linear
 from layerskip.models.bridge import BridgeShape, save_bridges
 from layerskip.models.compiled_layers import compiled_layers, set_compiling
 from layerskip.models.draft_head import save_draft_tokens
-from layerskip.models.loading import load_draft
+from layerskip.models.loading import WheelError, find_weights, load_draft
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.trained_module import save_trained
-from layerskip.models.wheels import WheelError, find_weights
 from layerskip.texts.continuations import Continuation
 from tests.exhaustive import EXHAUSTIVE, representative
 

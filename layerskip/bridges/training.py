@@ -23,8 +23,7 @@ from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.target import Target
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.text_batch import TextBatch, runs_of
-from layerskip.scan.text_cache import TextCache
+from layerskip.scan.text_batch import TextBatch, TextCache, runs_of
 from layerskip.texts.continuations import Continuation
 
 _DISCOUNT = 0.8  # weight of each further token of a draft, relative to the one before

@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from layerskip.config import StopRule
+from layerskip.config import Costs, StopRule
 from layerskip.mask import SkipMask
 from layerskip.models.bridge import BridgeShape
-from layerskip.rules import Costs
 from layerskip.scan.replay import Counts
 from layerskip.scan.trace import CHAIN, Branching
 

@@ -20,13 +20,12 @@ from torch import nn
 
 from layerskip.config import ConfigError, StopRule
 from layerskip.costs.cost_model import CostProfile, DraftExtras
-from layerskip.costs.verify_timing import VerifyPass
+from layerskip.costs.timing import VerifyPass
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import Stopper, confidence
 from layerskip.decoding.tree_growth import reads_while_growing
-from layerskip.device.clock import now
-from layerskip.drafters.chain import draft_chain
-from layerskip.drafters.siblings import SiblingCollector
+from layerskip.device.transfer import now
+from layerskip.drafters.chain import SiblingCollector, draft_chain
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import architecture
 from layerskip.models.bridge import Bridges, BridgeShape

@@ -13,24 +13,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerskip.config import EXACT, AcceptRule
 from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, FeatureReader, PlainDecoding, VerifyOutput
-from layerskip.decoding.lossy import accept_lossy
+from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
 from layerskip.decoding.sampling import Chooser, Sampling, largest_logits
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.decoding.tree import TreeModel, tree_depth, tree_model
-from layerskip.decoding.verify import Verdict, verify
+from layerskip.decoding.verify import Verdict, accept_lossy, verify
 from layerskip.device.transfer import begin_reading, copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, generation_lock, release_cache
-from layerskip.models.features import NO_FEATURES, Features
-from layerskip.models.forward import forward
+from layerskip.models.forward import NO_FEATURES, Features, forward
 from layerskip.models.positions import check_positions, check_rope_scaling
 from layerskip.models.prefill import Prefill, run_prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import NotFinite, Target
-from layerskip.rules import EXACT, AcceptRule
 
 
 @dataclass(frozen=True)
@@ -143,20 +141,19 @@ class _Loop:
         self._name, self._model, self._view = target.name, target.model, decoding_view(target.model)
         self._device, self._drafter, self._cache = target.device, drafter, cache
         self._chooser, self._end, self._accept = chooser, end, accept
-        self._reader = drafter if isinstance(drafter, FeatureReader) and drafter.modules else None
-        self._features = NO_FEATURES if self._reader is None else Features(self._reader.modules)
+        self._features = Features(drafter.modules) if drafter.modules else NO_FEATURES
         self._trees: TreeModel | None = None
         # Of plain decoding with static shapes: the logits of the next pass, which is launched before a token is read.
         self._ahead: Tensor | None = None
-        plain = isinstance(drafter, PlainDecoding) and drafter.never_drafts
-        self._runs_ahead = plain and cache.may_be_static and accept.lossless and not chooser.sampling.needs_seen
+        ahead = drafter.never_drafts and cache.may_be_static and accept.lossless
+        self._runs_ahead = ahead and not chooser.sampling.needs_seen
 
     def prefill(self, prompt: Sequence[int], known: Prefill | None) -> list[int]:
         """Read the prompt, commit the target's first token and start the drafter."""
         chooser, cache = self._chooser, self._cache
         chooser.observe(prompt)
         block = copy_to_device(prompt, self._device)
-        if known is None or self._reader is not None:
+        if known is None or self._drafter.modules:
             logits = run_prefill(self._view, block, cache, features=self._features)
         else:
             logits = known.restore(cache)
@@ -168,8 +165,8 @@ class _Loop:
         committed = self._end.commit(self.context.tokens, [verdict.next_token])
         if self._end.reason is None:
             self._drafter.start(prompt, cache, chooser)
-            if self._reader is not None:
-                self._reader.observe_features(self._features.read())
+            if self._drafter.modules:
+                self._drafter.observe_features(self._features.read())
         chooser.observe(committed)
         return committed
 
@@ -181,43 +178,47 @@ class _Loop:
         """
         if self._runs_ahead:
             return self._run_plain_round()
-        context, cache, chooser, features, reader = self.context, self._cache, self._chooser, self._features, self._reader
+        context, cache, chooser, drafter = self.context, self._cache, self._chooser, self._drafter
         # Every round adds one token of the target, so a draft may fill all remaining places but one.
         limit = self._end.max_length - len(context.tokens) - 1
-        draft = self._drafter.draft(context, limit) if limit > 0 else Draft.empty(self._device)
+        draft = drafter.draft(context, limit) if limit > 0 else Draft.empty(self._device)
         block = torch.cat((context.last, draft.tokens))
-        if draft.parents is None:
-            logits = forward(self._view, block, cache, last=block.shape[0], features=features)
-            distribution = chooser.distribution(logits, block)
-        else:
-            self._trees = self._trees or tree_model(self._model)
-            logits = self._trees.run(block, draft.parents, cache, features)
-            distribution = chooser.distribution(logits, block, draft.parents)
-        late = self._drafter.observe_logits(VerifyOutput(block, logits))
+        logits = self._run_target(block, draft)
+        distribution = chooser.distribution(logits, block, draft.parents)
+        late = drafter.observe_logits(VerifyOutput(block, logits))
         values = [largest_logits(logits, distribution), *(read.values for read in late)]
         if self._accept.lossless:
             verdict = verify(draft, distribution, chooser.generator, values)
         else:
             verdict = accept_lossy(draft, distribution, logits, self._accept, chooser.generator, values)
-        rows = None if verdict.path is None else [0, *(node + 1 for node in verdict.path)]  # of the block, if a tree
         largest, *late_values = verdict.late
-        self._check_finite(largest[: verdict.accepted + 1] if rows is None else [largest[row] for row in rows])
-        if rows is not None:
-            cache.gather(rows)
+        self._check_finite([largest[row] for row in verdict.rows])
+        if verdict.path is not None:
+            cache.gather(verdict.rows)
         cache.length += verdict.accepted + 1
         committed = self._end.commit(context.tokens, verdict.committed)
         context.last = verdict.last
         chooser.observe(committed)
         if self._end.reason is None:
-            if reader is not None:
-                hidden = features.read()
-                reader.observe_features(
-                    hidden[: verdict.accepted + 1] if rows is None else hidden[copy_to_device(rows, self._device)]
-                )
-            self._drafter.observe(verdict)
+            self._observe_features(verdict)
+            drafter.observe(verdict)
             for read, read_values in zip(late, late_values, strict=True):
                 read.receive(verdict, read_values)
         return committed, _count(verdict, len(committed))
+
+    def _run_target(self, block: Tensor, draft: Draft) -> Tensor:
+        """Return ``[K + 1, V]`` logits after the last token of the sequence and each of the K drafted ones."""
+        if draft.parents is None:
+            return forward(self._view, block, self._cache, last=block.shape[0], features=self._features)
+        self._trees = self._trees or tree_model(self._model)
+        return self._trees.run(block, draft.parents, self._cache, self._features)
+
+    def _observe_features(self, verdict: Verdict) -> None:
+        """Give the drafter the hidden states of the tokens that stay, if it reads any."""
+        if self._features.modules:
+            hidden = self._features.read()
+            rows = slice(verdict.accepted + 1) if verdict.path is None else copy_to_device(verdict.rows, self._device)
+            self._drafter.observe_features(hidden[rows])
 
     def _run_plain_round(self) -> tuple[list[int], Round]:
         """Choose the next token of plain decoding, and launch the pass after it before the host reads it.

@@ -1,21 +1,20 @@
-"""The interface between the decoding loop and drafters, and the drafter that proposes nothing.
-
-:class:`Drafter` is required. The other protocols are optional abilities, which callers find with ``isinstance``.
-"""
+"""The base class of drafters, which is what the decoding loop knows of them, and the drafter that proposes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from layerskip.config import PLAIN, Kind, SpeculativeConfig, declare
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import draft_depth
 from layerskip.decoding.verify import Verdict
 from layerskip.models.cache import KVCache
+from layerskip.models.target import Target
 
 
 @dataclass
@@ -58,7 +57,7 @@ class LateRead:
     receive: Callable[[Verdict, list[Any]], None]
 
 
-class Drafter(Protocol):
+class Drafter:
     """The proposer of tokens for the target to verify. A drafter serves any number of prompts, one at a time.
 
     The loop calls ``start`` once per prompt after the target's prefill, and then ``draft``, ``observe_logits`` and
@@ -66,11 +65,52 @@ class Drafter(Protocol):
     tokens are drawn, ``Draft.probs`` must be the exact distributions that they were drawn from, and whether a token is
     proposed must depend on the tokens before it only, not on its own value.
 
+    A subclass defines ``draft``; all other methods do nothing here. A subclass that declares a ``kind`` becomes available to
+    configurations, programs and documentation by being imported.
+
     Attributes:
+        kind: the declaration of the kind of configuration that the class drafts for.
         tree_tokens: the most tokens of its trees; 0 if it drafts chains.
+        modules: names of the target's sub-modules whose outputs it reads; empty if it reads no hidden states.
+        lookup: whether it finds its drafts without running a model, so that requesting one costs next to nothing; as the
+            kind declares.
+        runs_model: whether it runs a model or a trained head for a draft.
+        single_pass: whether it drafts all levels of a tree in one pass, so that depth does not add to its cost.
+        keeps_state: whether it keeps something from one prompt to the next, until it is reset.
+        never_drafts: whether it proposes nothing, so that the next pass of the target needs nothing from it.
     """
 
-    tree_tokens: int
+    kind: ClassVar[Kind]
+
+    tree_tokens: int = 0
+    modules: tuple[str, ...] = ()
+    lookup: bool = False
+    runs_model: bool = False
+    single_pass: bool = False
+    never_drafts: bool = False
+
+    @property
+    def keeps_state(self) -> bool:
+        """False unless a subclass keeps something."""
+        return False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in cls.__dict__:
+            before = _CLASSES.get(cls.kind.name)
+            again = before is not None and (before.__module__, before.__qualname__) == (cls.__module__, cls.__qualname__)
+            declare(cls.kind, again)
+            _CLASSES[cls.kind.name] = cls
+            cls.lookup = cls.kind.lookup
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, target: Target) -> Drafter:  # noqa: ARG003
+        """Return the drafter of a configuration: by default, the class called with the values of the kind's fields.
+
+        Raises:
+            ConfigError: the configuration does not fit the target.
+        """
+        return cls(**config.values)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt.
@@ -88,124 +128,58 @@ class Drafter(Protocol):
             context: the sequence to continue.
             limit: at least 1.
         """
-        ...
+        raise NotImplementedError
 
-    def observe(self, verdict: Verdict) -> None:
-        """Learn from the verdict on the last draft. Not called in the round that ends the sequence."""
+    def follow(self, context: Context) -> None:
+        """Learn from the text of a round in which another drafter may draft.
+
+        Args:
+            context: the sequence so far. Its list of tokens keeps growing until the next prompt begins.
+        """
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Return what to read of the target's logits of the round, also if another drafter drafted; computed on the device.
 
         Not called for the prefill.
         """
-        ...
-
-
-@runtime_checkable
-class CrossPromptState(Protocol):
-    """A drafter that may keep state from one prompt to the next, and can be reset."""
-
-    @property
-    def keeps_state(self) -> bool:
-        """True if it keeps state as configured."""
-        ...
-
-    def reset_state(self) -> None:
-        """Drop everything kept from earlier prompts."""
-
-
-@runtime_checkable
-class ContextFollower(Protocol):
-    """A drafter that learns from the text itself, also in rounds in which it does not draft."""
-
-    def follow(self, context: Context) -> None:
-        """Observe the context of a round. Its list of tokens keeps growing until the next prompt begins."""
-
-
-@runtime_checkable
-class PlainDecoding(Protocol):
-    """A drafter that may never propose anything, so that the next pass needs nothing from it."""
-
-    @property
-    def never_drafts(self) -> bool:
-        """True if it proposes nothing."""
-        ...
-
-
-@runtime_checkable
-class Lookup(Protocol):
-    """A drafter that may find its drafts without running a model, so that requesting one costs next to nothing.
-
-    Attributes:
-        lookup: whether it does.
-    """
-
-    lookup: bool
-
-
-@runtime_checkable
-class SinglePass(Protocol):
-    """A drafter that may draft all levels of a tree in one pass, so that depth does not add to its cost.
-
-    Attributes:
-        single_pass: whether it does.
-    """
-
-    single_pass: bool
-
-
-def is_single_pass(drafter: Drafter) -> bool:
-    """Return whether a drafter drafts all levels in one pass."""
-    return isinstance(drafter, SinglePass) and drafter.single_pass
-
-
-def draft_steps(drafter: Drafter, draft: Draft) -> int:
-    """Return the number of steps in which a drafter made a draft; 1 for an empty draft."""
-    return 1 if is_single_pass(drafter) else max(1, draft_depth(draft))
-
-
-@runtime_checkable
-class FeatureReader(Protocol):
-    """A drafter that drafts from the target's hidden states.
-
-    Attributes:
-        modules: names of the target's sub-modules whose outputs it reads; empty if it reads none.
-    """
-
-    modules: tuple[str, ...]
+        return ()
 
     def observe_features(self, features: Tensor) -> None:
-        """Receive the hidden states of committed tokens.
+        """Receive the hidden states of committed tokens, if the drafter names ``modules``.
 
         Args:
             features: ``[n, F]``, the outputs of all ``modules`` concatenated. Right after ``start``, those of the prompt;
                 then, before every ``observe``, those of the last token of the sequence and of the accepted tokens.
         """
 
-
-class BaseDrafter:
-    """Base class of drafters: drafts chains, needs no preparation and learns nothing. Subclasses define ``draft``."""
-
-    tree_tokens = 0
-
-    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin a prompt; see :class:`Drafter`."""
-
     def observe(self, verdict: Verdict) -> None:
-        """Learn from the verdict on the last draft; see :class:`Drafter`."""
+        """Learn from the verdict on the last draft. Not called in the round that ends the sequence."""
 
-    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
-        """Return what to read of the target's logits of the round, here nothing; see :class:`Drafter`."""
-        return ()
+    def reset_state(self) -> None:
+        """Drop everything kept from earlier prompts."""
+
+    def steps(self, draft: Draft) -> int:
+        """Return the number of steps in which a draft was made; 1 for an empty draft."""
+        return 1 if self.single_pass else max(1, draft_depth(draft))
 
 
-class NoDraft(BaseDrafter):
+_CLASSES: dict[str, type[Drafter]] = {}
+
+
+def drafter_classes() -> dict[str, type[Drafter]]:
+    """Return the classes of all kinds that have a drafter, by kind."""
+    return dict(_CLASSES)
+
+
+class NoDraft(Drafter):
     """A drafter that proposes nothing, which makes the loop plain decoding, the baseline of every comparison."""
 
-    @property
-    def never_drafts(self) -> bool:
-        """True unless a subclass drafts."""
-        return type(self).draft is NoDraft.draft
+    kind = PLAIN
+    never_drafts = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.never_drafts = cls.draft is NoDraft.draft
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Return the empty draft."""

@@ -120,7 +120,8 @@ class Sampling:
             return scores
         if seen is None:
             raise ValueError("seen: is required by the repetition penalty")
-        penalised = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
+        penalty = min(max(self.repetition_penalty, _FLOAT32.tiny), _FLOAT32.max)  # beyond it, 0 becomes 0 / 0
+        penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
         return torch.where(seen, penalised.clamp_max(_FLOAT32.max), scores)  # an extreme penalty overflows
 
     def _filter(self, scores: Tensor) -> Tensor:

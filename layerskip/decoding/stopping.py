@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layerskip.config import StopRule
-from layerskip.decoding.drafter import BaseDrafter
+from layerskip.decoding.drafter import Drafter
 from layerskip.device.transfer import read_to_host
 
 _ROWS = 8
@@ -29,7 +29,7 @@ def portions(rows: Tensor) -> Sequence[Tensor]:
     return [rows[first : first + size] for first in range(0, max(1, rows.shape[0]), size)]
 
 
-class StopRuleDrafter(BaseDrafter):
+class StopRuleDrafter(Drafter):
     """Base class of drafters whose drafts a stop rule may end.
 
     Attributes:
@@ -37,6 +37,7 @@ class StopRuleDrafter(BaseDrafter):
     """
 
     stopper: Stopper
+    runs_model = True
 
     @property
     def keeps_state(self) -> bool:

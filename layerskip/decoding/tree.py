@@ -23,8 +23,7 @@ from layerskip.device.transfer import copy_to_device
 from layerskip.models.architecture import UnsupportedModel, architecture, check_finite, hidden_states
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only
-from layerskip.models.features import NO_FEATURES, Features
-from layerskip.models.forward import forward
+from layerskip.models.forward import NO_FEATURES, Features, forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.placement import input_device
 from layerskip.models.skip_view import OncePerModel, shared_copy

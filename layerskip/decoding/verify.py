@@ -1,9 +1,9 @@
-"""The exact acceptance rule: it decides which drafted tokens the target accepts, and which token comes next.
+"""The acceptance rules: they decide which drafted tokens the target accepts, and which token comes next.
 
-A pure function of distributions: Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), algorithm 1.
-A drafted token x is accepted with probability min(1, p(x) / q(x)); after the first rejection a token is drawn from
-max(0, p - q), and after a fully accepted block from p. The result is distributed exactly as tokens drawn from p one by one.
-A deterministic draft is a one-hot q; if p is one-hot too, the rule reduces to comparing tokens.
+The exact rule is a pure function of distributions: Fast Inference from Transformers via Speculative Decoding (arXiv
+2211.17192), algorithm 1. A drafted token x is accepted with probability min(1, p(x) / q(x)); after the first rejection a
+token is drawn from max(0, p - q), and after a fully accepted block from p. The result is distributed exactly as tokens
+drawn from p one by one. A deterministic draft is a one-hot q; if p is one-hot too, the rule reduces to comparing tokens.
 
 In a tree the children of a token are tried one after the other, each against the residual that the rejections of its
 siblings have left of p: SpecInfer (arXiv 2305.09781), algorithm 2.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.config import AcceptRule
 from layerskip.decoding.draft import DeviceTree, Draft, chain_or_tree
 from layerskip.decoding.sampling import draw
 from layerskip.device.transfer import read_to_host
@@ -46,6 +47,11 @@ class Verdict:
     late: Sequence[list[Any]] = field(default=(), compare=False, repr=False)
 
     @property
+    def rows(self) -> list[int]:
+        """The rows of the verified block that stay: the last token of the sequence, and the accepted ones."""
+        return list(range(self.accepted + 1)) if self.path is None else [0, *(node + 1 for node in self.path)]
+
+    @property
     def committed(self) -> list[int]:
         """The accepted tokens and the target's own token after them."""
         accepted = self.drafted[: self.accepted] if self.path is None else [self.drafted[node] for node in self.path]
@@ -71,10 +77,11 @@ def verify(
     Returns:
         The verdict; its ``committed`` tokens are distributed as the target's own.
     """
-    if isinstance(draft.parents, DeviceTree):
-        return _verify_device_tree(draft, draft.parents, target_probs, generator, late)
-    if draft.parents is not None:
-        return _verify_tree(draft, draft.parents, target_probs, generator, late)
+    accept = _accept_chain if draft.parents is None else _accept_tree
+    return accept(draft, target_probs, generator, late)
+
+
+def _accept_chain(draft: Draft, target_probs: Tensor, generator: torch.Generator | None, late: Sequence[Tensor]) -> Verdict:
     size = draft.tokens.shape[0]
     if target_probs.dtype == torch.int64:
         # Compared on the host, because every kernel costs host time.
@@ -82,64 +89,58 @@ def verify(
         drafted, expected = tokens[:size], tokens[size:]
         count = next((i for i in range(size) if drafted[i] != expected[i]), size)
         return Verdict(tuple(drafted), count, expected[count], target_probs[count, None], late=values)
-    accepted, next_token = _sample(draft, target_probs, generator)
-    (*drafted, count, token), *values = read_to_host(torch.cat((draft.tokens, accepted, next_token)), *late)
-    return Verdict(tuple(drafted), count, token, next_token, late=values)
+    chosen, vocabulary = draft.tokens[:, None], target_probs.shape[1]
+    draft_probs = draft.probs
+    if draft_probs is None:
+        draft_probs = target_probs.new_zeros(size, vocabulary).scatter_(1, chosen, 1.0)
+    p = target_probs[:size].gather(1, chosen)[:, 0]
+    q = draft_probs.gather(1, chosen)[:, 0]
+    # u * q < p is u < p / q without the division. It is strict so that p = 0 is never accepted at u = 0.
+    uniform = torch.rand(size, device=p.device, generator=generator)
+    accepted = (uniform * q < p).cumprod(0).sum(0, keepdim=True)
+    # A row of zeros after the draft's rows makes the bonus token a residual like any other.
+    q_row = torch.cat((draft_probs, draft_probs.new_zeros(1, vocabulary))).index_select(0, accepted)
+    p_row = target_probs.index_select(0, accepted)
+    residual = (p_row - q_row).clamp_min_(0.0)
+    # p - q can vanish by rounding if p is close to q; the residual is then p itself.
+    following = draw(torch.where(residual.sum(1, keepdim=True) > 0, residual, p_row), generator)
+    (*drafted, count, token), *values = read_to_host(torch.cat((draft.tokens, accepted, following)), *late)
+    return Verdict(tuple(drafted), count, token, following, late=values)
 
 
-def _verify_tree(
-    draft: Draft,
-    parents: tuple[int, ...],
-    target_probs: Tensor,
-    generator: torch.Generator | None,
-    late: Sequence[Tensor],
-) -> Verdict:
-    if target_probs.dtype != torch.int64:
-        if draft.probs is not None:
-            return _verify_drawn_tree(draft.tokens, draft.probs, parents, target_probs, generator, late)
+def _accept_tree(draft: Draft, target_probs: Tensor, generator: torch.Generator | None, late: Sequence[Tensor]) -> Verdict:
+    tree, count = draft.parents, draft.tokens.shape[0]
+    assert tree is not None
+    drawn = draft.probs is not None and target_probs.dtype != torch.int64
+    if drawn and isinstance(tree, tuple):
+        return _accept_drawn_on_host(draft, tree, target_probs, generator, late)
+    on_device = (tree.parents, tree.size) if isinstance(tree, DeviceTree) else ()
+    chosen: Sequence[Tensor] = ()
+    following = target_probs  # the token after each row, if no child of its token is accepted
+    if drawn:
+        following, *chosen = _accept_drawn_on_device(draft, target_probs, generator)
+    elif target_probs.dtype != torch.int64:
         # A deterministic token is accepted with probability p, which is how often a draw from p gives that token.
-        target_probs = draw(target_probs, generator)
-    tokens, *values = read_to_host(torch.cat((draft.tokens, target_probs)), *late)
-    drafted, expected = tokens[: len(parents)], tokens[len(parents) :]
-    path, row = _matching_branch(drafted, parents, expected)
-    return Verdict(tuple(drafted), len(path), expected[row], target_probs[row, None], path, parents, values)
-
-
-def _verify_device_tree(
-    draft: Draft, tree: DeviceTree, target_probs: Tensor, generator: torch.Generator | None, late: Sequence[Tensor]
-) -> Verdict:
-    count = draft.tokens.shape[0]
-    parts = [draft.tokens, tree.parents, tree.size]
-    if draft.probs is None or target_probs.dtype == torch.int64:
-        following = target_probs if target_probs.dtype == torch.int64 else draw(target_probs, generator)
-        parts.append(following)
+        following = draw(target_probs, generator)
+    read, *values = read_to_host(torch.cat((draft.tokens, following, *on_device, *chosen)), *late)
+    drafted, expected, rest = read[:count], read[count : 2 * count + 1], read[2 * count + 1 :]
+    if isinstance(tree, DeviceTree):
+        size, choices = rest[count], rest[count + 1 :]
+        drafted, parents = drafted[:size], tuple(rest[:size])
+        shape = chain_or_tree(parents)
     else:
-        chosen, following = _accept_drawn(draft.tokens, draft.probs, tree, target_probs, generator)
-        parts += [following, chosen]
-    read, *values = read_to_host(torch.cat(parts), *late)
-    size = read[2 * count]
-    drafted, parents = read[:size], tuple(read[count : count + size])
-    expected, choices = read[2 * count + 1 : 3 * count + 2], read[3 * count + 2 :]
-    if choices:
-        nodes, row = list[int](), 0
-        while choices[row] >= 0:
-            nodes.append(choices[row])
-            row = nodes[-1] + 1
-        path = tuple(nodes)
-    else:
-        path, row = _matching_branch(drafted, parents, expected)
-    return Verdict(tuple(drafted), len(path), expected[row], following[row, None], path, chain_or_tree(parents), values)
-
-
-def _matching_branch(drafted: Sequence[int], parents: Sequence[int], expected: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Return the nodes of the branch that the target's tokens take, and the row after the last of them."""
+        parents = shape = tree
+    path, row = list[int](), 0
     children = _children(parents)
-    path: list[int] = []
-    row = 0
-    while (child := next((c for c in children.get(row - 1, ()) if drafted[c] == expected[row]), None)) is not None:
-        path.append(child)
-        row = child + 1
-    return tuple(path), row
+    while True:
+        if drawn:
+            node = choices[row]
+        else:
+            node = next((child for child in children.get(row - 1, ()) if drafted[child] == expected[row]), -1)
+        if node < 0:
+            return Verdict(tuple(drafted), len(path), expected[row], following[row, None], tuple(path), shape, values)
+        path.append(node)
+        row = node + 1
 
 
 def _children(parents: Sequence[int]) -> dict[int, list[int]]:
@@ -149,23 +150,23 @@ def _children(parents: Sequence[int]) -> dict[int, list[int]]:
     return children
 
 
-def _verify_drawn_tree(
-    tokens: Tensor,
-    draft_probs: Tensor,
+def _accept_drawn_on_host(
+    draft: Draft,
     parents: tuple[int, ...],
     target_probs: Tensor,
     generator: torch.Generator | None,
     late: Sequence[Tensor],
 ) -> Verdict:
-    """Try one token after the other on the host; on a CPU this is faster, as most tokens are not tried."""
-    drafted, *values = read_to_host(tokens, *late)
+    """Try one token after the other on the host; on a CPU this is faster, because most tokens are not tried."""
+    assert draft.probs is not None
+    drafted, *values = read_to_host(draft.tokens, *late)
     children = _children(parents)
     path: list[int] = []
     while True:
         node = path[-1] if path else -1
         remaining = target_probs[node + 1]
         for child in children.get(node, []):
-            token, row = drafted[child], draft_probs[child]
+            token, row = drafted[child], draft.probs[child]
             uniform = torch.rand((), device=remaining.device, generator=generator)
             if bool(uniform * row[token] < remaining[token]):  # strict, as for a chain
                 path.append(child)
@@ -178,18 +179,18 @@ def _verify_drawn_tree(
             return Verdict(tuple(drafted), len(path), int(last), last, tuple(path), parents, values)
 
 
-def _accept_drawn(
-    tokens: Tensor, draft_probs: Tensor, tree: DeviceTree, target_probs: Tensor, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
+def _accept_drawn_on_device(draft: Draft, target_probs: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Decide for every row of the target which child of its token is accepted if it is reached, and which token follows.
 
     All rows try their first child at once, then their second, and so on.
 
     Returns:
-        ``[K + 1]`` int64: the accepted child of each row's token, -1 for none; ``[K + 1]`` int64: a token drawn from what
-        the rejections have left of each row.
+        ``[K + 1]`` int64: a token drawn from what the rejections have left of each row; ``[K + 1]`` int64: the accepted
+        child of each row's token, -1 for none.
     """
-    count = tokens.shape[0]
+    tokens, draft_probs, tree, count = draft.tokens, draft.probs, draft.parents, draft.tokens.shape[0]
+    assert draft_probs is not None
+    assert isinstance(tree, DeviceTree)
     node = torch.arange(count, device=tokens.device)
     counts, above = node < tree.size, tree.parents + 1
     rank = (above[:, None] == above).tril(-1).sum(1)  # the number of earlier siblings
@@ -208,24 +209,48 @@ def _accept_drawn(
         total = residual.sum(1, keepdim=True)
         rejected = (tried & ~accepted)[:, None] & (total > 0)
         remaining = torch.where(rejected, residual / total, remaining)
-    return chosen, draw(remaining, generator)
+    return draw(remaining, generator), chosen
 
 
-def _sample(draft: Draft, target_probs: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    size, vocabulary = draft.tokens.shape[0], target_probs.shape[1]
-    chosen = draft.tokens[:, None]
-    draft_probs = draft.probs
-    if draft_probs is None:
-        draft_probs = target_probs.new_zeros(size, vocabulary).scatter_(1, chosen, 1.0)
-    p = target_probs[:size].gather(1, chosen)[:, 0]
-    q = draft_probs.gather(1, chosen)[:, 0]
-    # u * q < p is u < p / q without the division. It is strict so that p = 0 is never accepted at u = 0.
-    uniform = torch.rand(size, device=p.device, generator=generator)
-    accepted = (uniform * q < p).cumprod(0).sum(0, keepdim=True)
-    # A row of zeros after the draft's rows makes the bonus token a residual like any other.
-    q_row = torch.cat((draft_probs, draft_probs.new_zeros(1, vocabulary))).index_select(0, accepted)
-    row = target_probs.index_select(0, accepted)
-    residual = (row - q_row).clamp_min_(0.0)
-    # p - q can vanish by rounding if p is close to q; the residual is then p itself.
-    weights = torch.where(residual.sum(1, keepdim=True) > 0, residual, row)
-    return accepted, draw(weights, generator)
+def accept_lossy(
+    draft: Draft,
+    target_probs: Tensor,
+    logits: Tensor,
+    rule: AcceptRule,
+    generator: torch.Generator | None = None,
+    late: Sequence[Tensor] = (),
+) -> Verdict:
+    """Accept tokens that the target finds likely enough, along the deepest such branch, and add one token of the target.
+
+    Such rules are faster and change the output. They exist for comparison with published systems: a threshold on the
+    target's probability, and typical acceptance, Medusa (arXiv 2401.10774), section 2.3.1. Of several branches of that
+    depth the likeliest is accepted.
+
+    Args:
+        draft: K tokens, a chain or a tree.
+        target_probs: as for :func:`verify`.
+        logits: ``[K + 1, V]``: the target's, before any warping.
+        rule: any rule but ``exact``.
+        generator: the source of randomness.
+        late: tensors to read in the same wait.
+    """
+    probs = logits.float().softmax(-1)
+    limits = torch.full_like(probs[:, 0], rule.threshold)
+    if rule.kind == "typical":
+        entropy = torch.special.entr(probs).sum(-1)
+        limits = (rule.delta * (-entropy).exp()).clamp_max(rule.epsilon)
+    draft = draft.read_shape()
+    assert not isinstance(draft.parents, DeviceTree)
+    tokens, *values = read_to_host(draft.tokens, *late)
+    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
+    node_probs = [float(probs[parent + 1, token]) for token, parent in zip(tokens, parents, strict=True)]
+    passes = [prob >= float(limits[parent + 1]) for prob, parent in zip(node_probs, parents, strict=True)]
+    branches: dict[int, tuple[float, tuple[int, ...]]] = {-1: (1.0, ())}  # accepted branches by their last node
+    for node, parent in enumerate(parents):
+        if passes[node] and parent in branches:
+            prob, path_above = branches[parent]
+            branches[node] = prob * node_probs[node], (*path_above, node)
+    _, path = max(branches.values(), key=lambda branch: (len(branch[1]), branch[0]))
+    row = target_probs[(path[-1] if path else -1) + 1]
+    last = row[None] if target_probs.dtype == torch.int64 else draw(row[None], generator)
+    return Verdict(tuple(tokens), len(path), int(last), last, None if draft.parents is None else path, draft.parents, values)

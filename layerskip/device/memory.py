@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import resource
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
+Result = TypeVar("Result")
 
 
 class PeakMemory:
@@ -152,7 +153,7 @@ def _reachable(
 
 def total_bytes() -> int:
     """Return the bytes that this process may use: the machine's, or the limit of its control group if that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         total = min(total, int(_LIMIT.read_text()))
     return total
@@ -183,6 +184,17 @@ def is_out_of_memory(error: BaseException) -> bool:
         or "out of memory" in message
         or isinstance(error, (MemoryError, torch.OutOfMemoryError))
     )
+
+
+def within_memory(work: Callable[[], Result]) -> Result | None:
+    """Return the result of some work; None, with memory released, if memory does not suffice."""
+    try:
+        return work()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()  # only here: the handled error refers to the memory
+    return None
 
 
 _releases: list[Callable[[], None]] = []

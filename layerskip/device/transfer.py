@@ -1,9 +1,15 @@
-"""Copies between the host and a device: to the device without waiting, and back in one wait for all values of a round."""
+"""Copies between the host and a device, waits for a device, and the library's only clock.
+
+Copies to a device do not wait. All values of a round come back in one wait.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,3 +65,33 @@ def _read_packed(tensors: Sequence[Tensor]) -> list[Any]:
         (copy.view(torch.float64) if part.is_floating_point() else copy).view(part.shape).tolist()
         for copy, part in zip(copies, tensors, strict=True)
     ]
+
+
+def now(device: torch.device) -> float:
+    """Wait until a device has finished its work, then return the clock in seconds."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+@contextlib.contextmanager
+def waiting(mode: str) -> Iterator[None]:
+    """Refuse operations that wait for a GPU within the ``with`` block, or allow them; all threads are affected.
+
+    Args:
+        mode: ``error`` raises a ``RuntimeError`` in place of waiting; ``default`` waits, also where a caller forbids it.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    _set(mode)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(mode: str | int) -> None:
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that not all waits are found
+        torch.cuda.set_sync_debug_mode(mode)

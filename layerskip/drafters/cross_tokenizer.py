@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule
+from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser, to_full_vocabulary
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device, read_to_host
-from layerskip.drafters.chain import draft_chain
-from layerskip.drafters.reduced_vocabulary import draft_label, draft_view, load_draft_model
-from layerskip.drafters.registry import register
+from layerskip.drafters.chain import draft_chain, draft_label, draft_view, load_draft_model
 from layerskip.drafters.token_translation import Translation, UnalignedTokenizers, common_prefix
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
@@ -51,6 +49,17 @@ class CrossTokenizer(StopRuleDrafter):
         head: the reduced vocabulary of the model's output layer, if any.
     """
 
+    kind = Kind(
+        "cross_tokenizer",
+        (shared("draft"), shared("draft_head"), shared("draft_length", range=(1, 8)), shared("stop")),
+        source="a smaller model of another tokenizer",
+        rank=9,
+        color="#17becf",
+        short="cross-tok.",
+        label=draft_label,
+        method="cross_tokenizer",
+    )
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -64,6 +73,22 @@ class CrossTokenizer(StopRuleDrafter):
         self.model, self.layers, self.vocabulary = model, layers, vocabulary
         self.translation, self.draft_length, self._head = translation, draft_length, head
         self.stopper, self._most = Stopper(stop), max_positions(model)
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, target: Target) -> CrossTokenizer:
+        """Load the draft model of a configuration, and align its tokens with the target's."""
+        draft = load_draft_model(config, target, same_tokenizer=False)
+        assert target.tokenizer is not None
+        assert draft.tokenizer is not None
+        try:
+            translation = Translation(target.tokenizer, draft.tokenizer)
+        except UnalignedTokenizers as error:
+            raise ConfigError(f"draft: {config.draft} cannot draft for {target.name}: {error}") from error
+        view, head = draft_view(draft, config, draft)
+        shared_tokens = {in_draft for own, in_draft in translation.shared if own < target.vocabulary}
+        if head is not None and shared_tokens.isdisjoint(head.tokens.tolist()):  # no token could be drawn
+            raise ConfigError(f"draft_head: {config.draft_head} shares no token with {target.name}")
+        return cls(view, draft.layers, draft.vocabulary, translation, config.draft_length, config.stop, head)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt in the model's tokens."""
@@ -143,29 +168,3 @@ class _SharedTokensChooser(Chooser):
         """Return drawn tokens ``[K]`` and their distributions ``[K, V']`` in the target's tokens."""
         shared_probs = to_full_vocabulary(probs.index_select(1, self._in_draft), self._own, self.width)
         return Draft(self._in_target.index_select(0, tokens), probs=shared_probs)
-
-
-def _build(config: SpeculativeConfig, target: Target) -> CrossTokenizer:
-    draft = load_draft_model(config, target, same_tokenizer=False)
-    assert target.tokenizer is not None
-    assert draft.tokenizer is not None
-    try:
-        translation = Translation(target.tokenizer, draft.tokenizer)
-    except UnalignedTokenizers as error:
-        raise ConfigError(f"draft: {config.draft} cannot draft for {target.name}: {error}") from error
-    view, head = draft_view(draft, config, draft)
-    shared = {in_draft for own, in_draft in translation.shared if own < target.vocabulary}
-    if head is not None and shared.isdisjoint(head.tokens.tolist()):  # no token could be drawn
-        raise ConfigError(f"draft_head: {config.draft_head} shares no token with {target.name}")
-    return CrossTokenizer(view, draft.layers, draft.vocabulary, translation, config.draft_length, config.stop, head)
-
-
-register(
-    Kind(
-        "cross_tokenizer",
-        ("draft", "draft_head", "draft_length", "stop"),
-        label=draft_label,
-        benchmark={"draft": "???", "draft_head": "", "draft_length": 4, "stop": "length"},
-    ),
-    _build,
-)

@@ -10,16 +10,14 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from layerskip.config import Kind, SpeculativeConfig, StopRule
+from layerskip.config import Kind, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device
-from layerskip.drafters.chain import draft_chain
-from layerskip.drafters.reduced_vocabulary import draft_label, draft_view, load_draft_model
-from layerskip.drafters.registry import register
+from layerskip.drafters.chain import draft_chain, draft_label, draft_view, load_draft_model
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.draft_head import DraftHead
@@ -41,6 +39,17 @@ class DraftModel(StopRuleDrafter):
         head: the reduced vocabulary of the model's output layer, if any.
     """
 
+    kind = Kind(
+        "draft_model",
+        (shared("draft"), shared("draft_head"), shared("draft_length", range=(1, 8)), shared("stop")),
+        source="a smaller model of the same tokenizer",
+        rank=8,
+        color="#2ca02c",
+        short="model",
+        label=draft_label,
+        method="draft_model",
+    )
+
     def __init__(
         self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule, head: DraftHead | None = None
     ) -> None:
@@ -49,6 +58,13 @@ class DraftModel(StopRuleDrafter):
         self.draft_length = draft_length
         self.stopper = Stopper(stop)
         self._head, self._most = head, max_positions(model)
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, target: Target) -> DraftModel:
+        """Load the draft model of a configuration."""
+        draft = load_draft_model(config, target)
+        view, head = draft_view(draft, config, target)
+        return cls(view, draft.layers, config.draft_length, config.stop, head)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt."""
@@ -83,20 +99,3 @@ class DraftModel(StopRuleDrafter):
         """Drop the keys and values of rejected tokens, and adapt the stop rule."""
         self._cache.length = min(self._cache.length, self._verified + verdict.accepted)
         self.stopper.observe(len(verdict.drafted), verdict.accepted)
-
-
-def _build(config: SpeculativeConfig, target: Target) -> DraftModel:
-    draft = load_draft_model(config, target)
-    view, head = draft_view(draft, config, target)
-    return DraftModel(view, draft.layers, config.draft_length, config.stop, head)
-
-
-register(
-    Kind(
-        "draft_model",
-        ("draft", "draft_head", "draft_length", "stop"),
-        label=draft_label,
-        benchmark={"draft": "???", "draft_head": "", "draft_length": 4, "stop": "length"},
-    ),
-    _build,
-)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule
+from layerskip.config import Kind, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
@@ -24,7 +24,6 @@ from layerskip.decoding.tree_growth import LevelwiseTree, reads_while_growing
 from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.chain import draft_chain
-from layerskip.drafters.registry import register
 from layerskip.heads.eagle import EagleHead, load_eagle
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
@@ -48,6 +47,33 @@ class Eagle(StopRuleDrafter):
         least_probability: a branch ends where the product of its probabilities falls below this value.
     """
 
+    kind = Kind(
+        "eagle",
+        (
+            shared("head"),
+            shared("draft_length", range=(1, 8), first=3),
+            shared("stop", used=lambda config: config.candidates == 1),
+            shared(
+                "candidates",
+                range=(2, 8),
+                chains=1,
+                meaning="how many branches grow per level, and by how many tokens each; 1 drafts chains",
+            ),
+            shared("tree_tokens", range=(4, 24), used=lambda config: config.candidates > 1),
+            shared("least_probability", range=(0.005, 0.5), used=lambda config: config.candidates > 1),
+        ),
+        source="a trained head",
+        rank=7,
+        color="#8c564b",
+        label=lambda config: (
+            config.head + (f", trees of {config.tree_tokens}, {config.candidates} wide" if config.candidates > 1 else "")
+        ),
+        paired=True,
+        # Tokens after one that the head was unsure of are seldom accepted.
+        also=({"draft_length": 5, "candidates": 1, "stop": StopRule("threshold", 0.5)},),
+        method="eagle",
+    )
+
     def __init__(
         self,
         head: EagleHead,
@@ -66,6 +92,13 @@ class Eagle(StopRuleDrafter):
         self.tree_tokens = tree_tokens if candidates > 1 else 0
         self.stopper = Stopper(stop)
         self._step = _Step(head, embeddings, readout)
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, target: Target) -> Eagle:
+        """Load the head of a configuration."""
+        head = load_eagle(config.head, target)
+        values = config.values | {"head": head, "embeddings": target.model.get_input_embeddings()}
+        return cls(readout=Readout(target, head.tokens), **values)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt with an empty cache; its hidden states are observed next."""
@@ -200,43 +233,3 @@ class _Step(nn.Module):
         if isinstance(cache, CapturingCache) and cache.captures(head, features.shape[0]):
             return cache.replay(head, None, inputs, compute, body=head.body)[0]
         return compute(*inputs)[0]
-
-
-def _build(config: SpeculativeConfig, target: Target) -> Eagle:
-    trained = load_eagle(config.head, target)
-    readout, embeddings = Readout(target, trained.tokens), target.model.get_input_embeddings()
-    tree = config.candidates, config.tree_tokens, config.least_probability
-    return Eagle(trained, embeddings, readout, config.draft_length, config.stop, *tree)
-
-
-def _check(config: SpeculativeConfig) -> None:
-    if config.candidates > 1 and config.stop.kind != "length":
-        raise ConfigError("stop: trees end by least_probability")
-
-
-def _unused(config: SpeculativeConfig) -> Sequence[str]:
-    return ("tree_tokens", "least_probability") if config.candidates == 1 else ()
-
-
-def _label(config: SpeculativeConfig) -> str:
-    return config.head + (f", trees of {config.tree_tokens}, {config.candidates} wide" if config.candidates > 1 else "")
-
-
-register(
-    Kind(
-        "eagle",
-        ("head", "draft_length", "stop", "candidates", "tree_tokens", "least_probability"),
-        check=_check,
-        unused=_unused,
-        label=_label,
-        benchmark={
-            "head": "???",
-            "draft_length": 3,
-            "candidates": 4,
-            "tree_tokens": 8,
-            "least_probability": 0.05,
-            "stop": "length",
-        },
-    ),
-    _build,
-)

@@ -3,7 +3,7 @@
 Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding (arXiv 2309.08168). The draft runs
 on the target's own cache: it reads the verified prefix, so it needs neither a prefill nor memory of its own, and
 verification overwrites what it writes after that prefix. With siblings it drafts trees like SWIFT (arXiv 2410.06916), see
-:mod:`layerskip.drafters.siblings`.
+:mod:`layerskip.drafters.chain`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,33 @@ from pathlib import PurePath
 
 from torch import nn
 
-from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule
+from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter
+from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.tree_growth import reads_while_growing
 from layerskip.decoding.verify import Verdict
-from layerskip.drafters.chain import draft_chain
-from layerskip.drafters.reduced_vocabulary import reduce_output
-from layerskip.drafters.registry import register
-from layerskip.drafters.siblings import SiblingCollector
+from layerskip.drafters.chain import SiblingCollector, draft_chain, reduce_output
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.bridge import load_bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.skip_view import cached_skip_view, skip_view
 from layerskip.models.target import Target
+
+
+def _check(config: SpeculativeConfig) -> None:
+    if config.bridge and not config.mask:
+        raise ConfigError("bridge: the mask skips nothing that a bridge could stand in for")
+
+
+def _label(config: SpeculativeConfig) -> str:
+    parts = [config.mask or "nothing skipped"]
+    parts += [f"bridged by {PurePath(config.bridge).name}"] if config.bridge else []
+    parts += [PurePath(config.draft_head).name] if config.draft_head else []
+    parts += [f"{config.siblings} siblings from {config.least_probability:g}"] if config.siblings else []
+    return ", ".join(parts)
 
 
 class LayerSkip(StopRuleDrafter):
@@ -43,6 +53,31 @@ class LayerSkip(StopRuleDrafter):
         least_probability: the least probability of a sibling in the draft's distribution.
         head: the reduced vocabulary of the view's output layer, if any.
     """
+
+    kind = Kind(
+        "layer_skip",
+        (
+            shared("mask"),
+            shared("bridge"),
+            shared("draft_head"),
+            shared("draft_length", range=(1, 8)),
+            shared("stop", first=StopRule("adaptive")),
+            shared("siblings", range=(0, 2), chains=0, omitted=True),
+            shared(
+                "least_probability",
+                range=(0.005, 0.5),
+                used=lambda config: config.siblings > 0,
+                meaning="the least probability of a sibling",
+            ),
+        ),
+        source="the target with sub-layers skipped",
+        rank=5,
+        color="#1f77b4",
+        label=_label,
+        check=_check,
+        benchmark={"mask": "layers:15-29", "draft_length": 1},
+        method="draft_model",
+    )
 
     def __init__(
         self,
@@ -60,6 +95,19 @@ class LayerSkip(StopRuleDrafter):
         self._head = head
         self.tree_tokens = draft_length * (1 + siblings) if siblings else 0
         self._depth = 0  # of the last draft
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, target: Target) -> LayerSkip:
+        """Make the view of a configuration's mask."""
+        try:
+            mask = SkipMask.parse(config.mask, target.layers)
+        except MaskError as error:
+            raise ConfigError(str(error)) from None
+        bridges = load_bridges(config.bridge, target, mask) if config.bridge else None
+        own_view = bridges is not None or config.draft_head  # a view with another output layer is not shared
+        view = skip_view(target.model, mask, bridges) if own_view else cached_skip_view(target.model, mask)
+        head = reduce_output(view, target.model, config, target)
+        return cls(view, config.draft_length, config.stop, config.siblings, config.least_probability, head)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Use the target's cache; no prefill is needed."""
@@ -89,53 +137,3 @@ class LayerSkip(StopRuleDrafter):
     def observe(self, verdict: Verdict) -> None:
         """Adapt the stop rule."""
         self.stopper.observe(self._depth, verdict.accepted)
-
-
-def _build(config: SpeculativeConfig, target: Target) -> Drafter:
-    try:
-        mask = SkipMask.parse(config.mask, target.layers)
-    except MaskError as error:
-        raise ConfigError(str(error)) from None
-    bridges = load_bridges(config.bridge, target, mask) if config.bridge else None
-    own_view = bridges is not None or config.draft_head  # a view with another output layer is not shared
-    view = skip_view(target.model, mask, bridges) if own_view else cached_skip_view(target.model, mask)
-    head = reduce_output(view, target.model, config, target)
-    return LayerSkip(view, config.draft_length, config.stop, config.siblings, config.least_probability, head)
-
-
-def _check(config: SpeculativeConfig) -> None:
-    if config.bridge and not config.mask:
-        raise ConfigError("bridge: the mask skips nothing that a bridge could stand in for")
-
-
-def _unused(config: SpeculativeConfig) -> Sequence[str]:
-    return () if config.siblings else ("siblings", "least_probability")
-
-
-def _label(config: SpeculativeConfig) -> str:
-    parts = [config.mask or "nothing skipped"]
-    parts += [f"bridged by {PurePath(config.bridge).name}"] if config.bridge else []
-    parts += [PurePath(config.draft_head).name] if config.draft_head else []
-    parts += [f"{config.siblings} siblings from {config.least_probability:g}"] if config.siblings else []
-    return ", ".join(parts)
-
-
-register(
-    Kind(
-        "layer_skip",
-        ("mask", "bridge", "draft_head", "draft_length", "stop", "siblings", "least_probability"),
-        check=_check,
-        unused=_unused,
-        label=_label,
-        benchmark={
-            "mask": "layers:15-29",
-            "draft_length": 1,
-            "stop": {"kind": "adaptive", "threshold": 0.6},
-            "bridge": "",
-            "draft_head": "",
-            "siblings": 0,
-            "least_probability": 0.05,
-        },
-    ),
-    _build,
-)

@@ -12,20 +12,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from layerskip.config import Kind
+from layerskip.config import Kind, shared
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import BaseDrafter, Context, LateRead, VerifyOutput
+from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser, most_likely
 from layerskip.decoding.tree_growth import grow_tree
 from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device
-from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
 
 Ngram = tuple[int, ...]
 
 
-class Lookahead(BaseDrafter):
+class Lookahead(Drafter):
     """A drafter of n-grams from a pool that a window of guesses fills; pool and window start empty with every prompt.
 
     Args:
@@ -34,6 +33,20 @@ class Lookahead(BaseDrafter):
         candidates: how many n-grams are kept, and verified, for each first token.
     """
 
+    kind = Kind(
+        "lookahead",
+        (
+            shared("draft_length", range=(1, 4), first=2),
+            shared("window", range=(1, 8), first=4),
+            shared("candidates", range=(2, 8), meaning="how many n-grams are kept and verified for each first token"),
+        ),
+        source="n-grams from guesses",
+        rank=4,
+        color="#e377c2",
+        label=lambda config: f"window of {config.window}, {config.candidates} candidates",
+        trees_only=True,
+        no_method="no engine generates n-grams in a window beside the text",
+    )
     single_pass = True
 
     def __init__(self, draft_length: int, window: int, candidates: int) -> None:
@@ -106,15 +119,3 @@ class Lookahead(BaseDrafter):
         known[tuple(rest)] = None
         while len(known) > self.candidates:
             del known[next(iter(known))]
-
-
-register(
-    Kind(
-        "lookahead",
-        ("draft_length", "window", "candidates"),
-        label=lambda config: f"window of {config.window}, {config.candidates} candidates",
-        trees_only=True,
-        benchmark={"draft_length": 2, "window": 4, "candidates": 4},
-    ),
-    lambda config, target: Lookahead(config.draft_length, config.window, config.candidates),
-)

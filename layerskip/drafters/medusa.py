@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from layerskip.config import Kind, SpeculativeConfig
+from layerskip.config import Kind, SpeculativeConfig, shared
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import BaseDrafter, Context
+from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree_growth import LevelwiseTree, grow_tree, reads_while_growing
 from layerskip.device.transfer import read_to_host
-from layerskip.drafters.registry import register
 from layerskip.heads.medusa import MedusaHeads, load_medusa
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
@@ -25,7 +24,7 @@ from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.target import Target
 
 
-class Medusa(BaseDrafter):
+class Medusa(Drafter):
     """A drafter with Medusa heads.
 
     Args:
@@ -37,6 +36,24 @@ class Medusa(BaseDrafter):
         least_probability: a branch ends where the product of its probabilities falls below this value.
     """
 
+    kind = Kind(
+        "medusa",
+        (
+            shared("head"),
+            shared("draft_length", range=(1, 8), first=2, meaning="how many heads draft; at most all of them"),
+            shared("candidates", range=(2, 8), meaning="how many tokens of each head are considered"),
+            shared("tree_tokens", range=(4, 24), first=6),
+            shared("least_probability", range=(0.005, 0.5)),
+        ),
+        source="several trained heads",
+        rank=6,
+        color="#ffd700",
+        label=lambda config: f"{config.head}, trees of {config.tree_tokens}, {config.candidates} candidates",
+        trees_only=True,
+        paired=True,
+        method="medusa",
+    )
+    runs_model = True
     single_pass = True
 
     def __init__(
@@ -52,6 +69,14 @@ class Medusa(BaseDrafter):
         self.modules = heads.shape.modules
         self.draft_length, self.candidates = min(draft_length, heads.shape.heads), candidates
         self.tree_tokens, self.least_probability = tree_tokens, least_probability
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, target: Target) -> Medusa:
+        """Load the heads of a configuration."""
+        heads = load_medusa(config.head, target)
+        values = config.values
+        del values["head"]
+        return cls(heads, Readout(target, heads.tokens), **values)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt, whose hidden states are observed next."""
@@ -89,21 +114,3 @@ class Medusa(BaseDrafter):
         for level, successors in zip(probs, tokens, strict=True):
             tree.add_level(level[None], successors[None])
         return tree.draft(self.tree_tokens)
-
-
-def _build(config: SpeculativeConfig, target: Target) -> Medusa:
-    heads = load_medusa(config.head, target)
-    tree = config.candidates, config.tree_tokens, config.least_probability
-    return Medusa(heads, Readout(target, heads.tokens), config.draft_length, *tree)
-
-
-register(
-    Kind(
-        "medusa",
-        ("head", "draft_length", "candidates", "tree_tokens", "least_probability"),
-        label=lambda config: f"{config.head}, trees of {config.tree_tokens}, {config.candidates} candidates",
-        trees_only=True,
-        benchmark={"head": "???", "draft_length": 2, "candidates": 4, "tree_tokens": 6, "least_probability": 0.05},
-    ),
-    _build,
-)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerskip.config import Kind
+from layerskip.config import Kind, shared
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import BaseDrafter, Context
+from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
 from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.expected_acceptance import MAX_MATCH
-from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
 
 
-class PromptLookup(BaseDrafter):
+class PromptLookup(Drafter):
     """A drafter from an index of the context's n-grams, which is updated token by token.
 
     Args:
@@ -29,7 +28,24 @@ class PromptLookup(BaseDrafter):
         draft_length: the most tokens per round.
     """
 
-    lookup = True
+    kind = Kind(
+        "prompt_lookup",
+        (
+            shared("ngram_min", range=(1, 4)),
+            shared("ngram_max", range=(1, 4)),
+            shared("match"),
+            shared("draft_length", range=(2, 16), first=8),
+        ),
+        source="earlier tokens of the same text",
+        rank=1,
+        color="#ff7f0e",
+        short="lookup",
+        label=lambda config: f"{config.ngram_min}-{config.ngram_max}-gram, {config.match} match",
+        lookup=True,
+        second=False,
+        also=({"ngram_max": 2, "draft_length": 4},),
+        method="prompt_lookup",
+    )
 
     def __init__(self, ngram_min: int, ngram_max: int, match: str, draft_length: int) -> None:
         self.sizes = range(ngram_max, ngram_min - 1, -1)
@@ -91,15 +107,3 @@ def _agreement(tokens: Sequence[int], start: int, size: int) -> int:
     while size < min(MAX_MATCH, start) and tokens[start - size - 1] == tokens[end - size - 1]:
         size += 1
     return size
-
-
-register(
-    Kind(
-        "prompt_lookup",
-        ("ngram_min", "ngram_max", "match", "draft_length"),
-        label=lambda config: f"{config.ngram_min}-{config.ngram_max}-gram, {config.match} match",
-        lookup=True,
-        benchmark={"ngram_min": 1, "ngram_max": 3, "match": "last", "draft_length": 8},
-    ),
-    lambda config, target: PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length),
-)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerskip.config import Kind, SpeculativeConfig
+from layerskip.config import Kind, SpeculativeConfig, shared
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import BaseDrafter, Context
+from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree_growth import grow_tree
 from layerskip.drafters.datastore import Datastore
-from layerskip.drafters.registry import register
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 
@@ -28,7 +27,7 @@ _LEAST_SHARE = 0.5  # of the longest match, that the match of another occurrence
 _TOKENS_PER_MATCH = 10  # drafted tokens per matched token, without a datastore
 
 
-class Retrieval(BaseDrafter):
+class Retrieval(Drafter):
     """A drafter of continuations in earlier texts. It keeps the texts that it followed until it is reset.
 
     Args:
@@ -41,8 +40,29 @@ class Retrieval(BaseDrafter):
         memory: how many tokens of earlier texts are kept, at some hundred bytes each; the oldest texts are dropped first.
     """
 
+    kind = Kind(
+        "retrieval",
+        (
+            shared("datastore"),
+            shared("ngram_min", range=(1, 4)),
+            shared("ngram_max", range=(1, 4), first=4),
+            shared("draft_length", range=(2, 16), first=16),
+            shared("tree_tokens", range=(4, 24), first=24),
+            shared("least_probability", range=(0.005, 0.5)),
+        ),
+        source="earlier texts, and a datastore if there is one",
+        rank=2,
+        color="#bcbd22",
+        label=lambda config: (
+            f"{config.ngram_min}-{config.ngram_max}-gram, {config.datastore or 'own texts'}, "
+            f"trees of {config.tree_tokens} from {config.least_probability:g}"
+        ),
+        lookup=True,
+        trees_only=True,
+        method="suffix",
+        no_method="no engine drafts from a datastore, or from earlier answers as it does",
+    )
     keeps_state = True
-    lookup = True
 
     def __init__(
         self,
@@ -59,6 +79,12 @@ class Retrieval(BaseDrafter):
         self.draft_length, self.tree_tokens, self.least_probability = draft_length, tree_tokens, least_probability
         self.memory = memory
         self.reset_state()
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, target: Target) -> Retrieval:
+        """Open the datastore of a configuration, if it names one."""
+        datastore = Datastore.load(config.datastore, target) if config.datastore else None
+        return cls(**config.values | {"datastore": datastore})
 
     def reset_state(self) -> None:
         """Drop the texts of all prompts; the datastore stays."""
@@ -171,34 +197,3 @@ class _Trie:
             if len(row) > self.depth:
                 groups.setdefault(row[self.depth], []).append(row)
         return [(token, len(rows) / len(self.rows), _Trie(rows, self.depth + 1)) for token, rows in groups.items()]
-
-
-def _build(config: SpeculativeConfig, target: Target) -> Retrieval:
-    datastore = Datastore.load(config.datastore, target) if config.datastore else None
-    shape = config.draft_length, config.tree_tokens, config.least_probability
-    return Retrieval(datastore, config.ngram_min, config.ngram_max, *shape)
-
-
-def _label(config: SpeculativeConfig) -> str:
-    ngrams = f"{config.ngram_min}-{config.ngram_max}-gram"
-    return f"{ngrams}, {config.datastore or 'own texts'}, trees of {config.tree_tokens} from {config.least_probability:g}"
-
-
-register(
-    Kind(
-        "retrieval",
-        ("datastore", "ngram_min", "ngram_max", "draft_length", "tree_tokens", "least_probability"),
-        label=_label,
-        lookup=True,
-        trees_only=True,
-        benchmark={
-            "datastore": "",
-            "ngram_min": 1,
-            "ngram_max": 4,
-            "draft_length": 16,
-            "tree_tokens": 24,
-            "least_probability": 0.05,
-        },
-    ),
-    _build,
-)

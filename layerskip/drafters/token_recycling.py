@@ -12,16 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from layerskip.config import Kind, SpeculativeConfig
+from layerskip.config import Kind, shared
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import BaseDrafter, Context, LateRead, VerifyOutput
+from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.tree_growth import grow_tree
 from layerskip.decoding.verify import Verdict
-from layerskip.drafters.registry import register
-from layerskip.models.target import Target
 
 
-class TokenRecycling(BaseDrafter):
+class TokenRecycling(Drafter):
     """A drafter of trees from the table, which is kept from prompt to prompt until it is reset.
 
     Args:
@@ -31,8 +29,27 @@ class TokenRecycling(BaseDrafter):
         least_probability: a branch ends where the product of its probabilities falls below this value.
     """
 
+    kind = Kind(
+        "token_recycling",
+        (
+            shared("draft_length", range=(2, 8), first=6),
+            shared("tree_tokens", range=(4, 24)),
+            shared("candidates", range=(2, 8)),
+            shared("least_probability", range=(0.005, 0.5)),
+        ),
+        source="likely successors seen before",
+        rank=3,
+        color="#9467bd",
+        short="recycling",
+        label=lambda config: (
+            f"trees of {config.tree_tokens}, {config.candidates} candidates, from {config.least_probability:g}"
+        ),
+        lookup=True,
+        trees_only=True,
+        paired=True,
+        no_method="no engine drafts from a table of successors",
+    )
     keeps_state = True
-    lookup = True
 
     def __init__(self, draft_length: int, tree_tokens: int, candidates: int, least_probability: float) -> None:
         self.draft_length = draft_length
@@ -71,24 +88,3 @@ class TokenRecycling(BaseDrafter):
         columns = zip(*rows[:width], strict=True), zip(*rows[width:], strict=True)
         for token, likelihoods, tokens in zip(block, *columns, strict=True):
             self._table[int(token)] = [(int(other), prob) for other, prob in zip(tokens, likelihoods, strict=True)]
-
-
-def _build(config: SpeculativeConfig, target: Target) -> TokenRecycling:
-    return TokenRecycling(config.draft_length, config.tree_tokens, config.candidates, config.least_probability)
-
-
-def _label(config: SpeculativeConfig) -> str:
-    return f"trees of {config.tree_tokens}, {config.candidates} candidates, from {config.least_probability:g}"
-
-
-register(
-    Kind(
-        "token_recycling",
-        ("draft_length", "tree_tokens", "candidates", "least_probability"),
-        label=_label,
-        lookup=True,
-        trees_only=True,
-        benchmark={"draft_length": 6, "tree_tokens": 8, "candidates": 4, "least_probability": 0.05},
-    ),
-    _build,
-)

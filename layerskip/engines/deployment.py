@@ -12,21 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerskip.config import SpeculativeConfig
+from layerskip.config import SpeculativeConfig, kinds
 from layerskip.decoding.sampling import Sampling
 from layerskip.heads.portable import eagle_method, why_not_portable
 from layerskip.heads.published_eagle import is_published
 from layerskip.mask import MaskError, SkipMask
-from layerskip.models.wheels import WHEELS
+from layerskip.models.loading import WHEELS
 
 Commands = list[list[str]]
-_WAYS = ("none", "prompt_lookup", "draft_model", "cross_tokenizer")
-_NO_METHOD = {
-    "retrieval": "no engine drafts from a datastore, or from earlier answers as it does",
-    "token_recycling": "no engine drafts from a table of successors",
-    "lookahead": "no engine generates n-grams in a window beside the text",
-    "cascade": "the engine runs one drafter, and this configuration combines several",
-}
 
 
 class Unsupported(ValueError):
@@ -163,20 +156,14 @@ def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
         raise Unsupported(f"config.accept: the rule {config.accept.kind} changes the output; engines accept exactly")
     if deployment.target.get("quantization") is not None:
         raise Unsupported("target.quantization: weights that are quantised while they are loaded are no model of the engine")
-    if suffix and config.kind == "retrieval" and not config.datastore:
-        return "suffix"
-    if config.kind in _NO_METHOD:
-        raise Unsupported(f"config.kind: {config.kind}: {_NO_METHOD[config.kind]}")
-    if config.kind == "layer_skip":
+    kind = kinds()[config.kind]
+    if not kind.method or (kind.method == "suffix" and (config.datastore or not suffix)):
+        raise Unsupported(f"config.kind: {config.kind}: {kind.no_method}")
+    if "mask" in kind:
         check_kept_layers(config, int(deployment.target["layers"]))
-        return "draft_model"
-    if config.kind in ("eagle", "medusa"):
-        if (reason := why_not_portable(Path(config.head))) is not None:
-            raise Unsupported(f"config.head: {reason}")
-        return eagle_method(Path(config.head)) if config.kind == "eagle" else config.kind
-    if config.kind not in _WAYS:
-        raise Unsupported(f"config.kind: {config.kind}: no engine knows it")
-    return config.kind
+    if "head" in kind and (reason := why_not_portable(Path(config.head))) is not None:
+        raise Unsupported(f"config.head: {reason}")
+    return eagle_method(Path(config.head)) if kind.method == "eagle" else kind.method
 
 
 def check_kept_layers(config: SpeculativeConfig, layers: int) -> None:

@@ -13,6 +13,9 @@ A head with three layers and no lookback has EAGLE-3's form (``side_by_side``): 
 by side, each with a norm. It is simpler than the published one: it feeds back its output after the last norm, theirs before
 it, and the target's output layer reads the result; theirs has a trained one. With lookback, a linear map joins embedding and
 state as in EAGLE.
+
+A decoder layer of transformers hands its attention the output of a norm. Modules of this file take the place of that norm,
+and the attention's linear maps get further inputs for what they append.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from layerskip.config import ConfigError
-from layerskip.heads.attention_input import AppendedEmbeddings, SideBySide, widened
+from layerskip.config import ConfigError, check_integer, check_number, check_type
 from layerskip.heads.published_eagle import is_published, read_published
 from layerskip.models.architecture import architecture
 from layerskip.models.attention import PLAIN
@@ -36,7 +39,63 @@ from layerskip.models.compiled_layers import compile_like
 from layerskip.models.packing import pack_like
 from layerskip.models.target import Target
 from layerskip.models.trained_module import load_trained
-from layerskip.rules import check_integer, check_number, check_type
+
+
+class AppendedEmbeddings(nn.Module):
+    """A layer that appends embeddings ``[B, n, E]`` to the attention's input, in place of a norm.
+
+    Args:
+        width: E; 0 appends nothing.
+
+    Attributes:
+        embeddings: set for one pass; without them zeros are appended, as in a pass that finds out which maps read one input.
+    """
+
+    embeddings: Tensor | None = None
+
+    def __init__(self, width: int = 0) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``[B, n, H + E]`` from ``[B, n, H]``."""
+        if self.width == 0:
+            return hidden
+        if self.embeddings is None:
+            return pad(hidden, (0, self.width))
+        return torch.cat((hidden, self.embeddings.to(hidden.dtype)), -1)
+
+
+class SideBySide(nn.Module):
+    """A layer that normalises a state and the token's embedding, and returns both side by side, as in EAGLE-3.
+
+    Args:
+        width: H, of both.
+        eps: epsilon of the norms.
+
+    Attributes:
+        appended: takes the embeddings; a module without tensors, which copies of this one share.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.appended = AppendedEmbeddings(width)
+        self.state_norm, self.embedding_norm = LlamaRMSNorm(width, eps), LlamaRMSNorm(width, eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return ``[B, n, 2 H]`` from ``[B, n, H]``."""
+        state, embedding = self.appended(hidden).split(hidden.shape[-1], -1)
+        return torch.cat((self.state_norm(state), self.embedding_norm(embedding)), -1)
+
+
+def widened(part: nn.Linear, more: int) -> nn.Linear:
+    """Return the linear map with further inputs, whose weights are zero."""
+    wide = nn.Linear(part.in_features + more, part.out_features, bias=part.bias is not None)
+    wide.weight.data.zero_()[:, : part.in_features] = part.weight.data
+    if part.bias is not None:
+        wide.bias.data.copy_(part.bias.data)
+    return wide
+
 
 KIND = "eagle"
 _LATER = ("attention_bias", "lookback", "side_by_side")  # fields that the first heads did not have

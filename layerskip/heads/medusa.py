@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.config import ConfigError
+from layerskip.config import ConfigError, check_integer
 from layerskip.models.compiled_layers import compile_like, compile_whole
 from layerskip.models.packing import pack_like
 from layerskip.models.target import Target
 from layerskip.models.trained_module import load_trained
-from layerskip.rules import check_integer
 
 KIND = "medusa"
 

@@ -4,24 +4,161 @@ EAGLE and Medusa heads both learn the target's next-token distribution from hidd
 are unrolled: after the target's hidden state they read their own, as they do when they draft several tokens in a row
 (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2). Every step attends to the target's states before it and to its
 own branch.
+
+The distillation loss (arXiv 1503.02531, section 2) is computed a few rows at a time, because logits and their gradients over
+a whole vocabulary are by far the largest tensors of a training. A few rows stay in a processor's caches.
+
+During training a head is rescaled so that all its inputs have a root mean square of about 1. AdamW (arXiv 1711.05101) moves
+every weight by about the same amount, and embeddings are a twentieth as large as hidden states. A rescaled head computes the
+same function. A trained head is scaled back to the target's scale and costs nothing more when it drafts.
+
+The learning rate rises linearly, then falls by a half cosine to zero (arXiv 1608.03983).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from transformers import DynamicCache
 
-from layerskip.heads.distillation import cross_entropy, most_likely_tokens
 from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import TextFeatures
 from layerskip.heads.medusa import MedusaHeads
 from layerskip.heads.readout import Readout
-from layerskip.heads.scaling import UNSCALED, HeadScaling
+
+_OFFSET = 1e-3  # makes the rate of the first step positive
+
+
+def rate_factor(done: float, warming: float) -> float:
+    """Return the factor of the learning rate at a share ``done`` of the training; it rises until the share ``warming``."""
+    return min(1.0, (done + _OFFSET) / warming) * (1 + math.cos(math.pi * done)) / 2
+
+
+_ROWS = 128  # at a time on a CPU
+_ROWS_ON_DEVICES = 2048
+
+
+def cross_entropy(readout: Readout, hidden: Tensor, target_hidden: Tensor) -> Tensor:
+    """Return the mean cross entropy of the predicted token distributions to the target's, a float32 scalar.
+
+    Args:
+        readout: the output layer; takes no gradient.
+        hidden: ``[n, H]`` predicted hidden states, n >= 1; takes a gradient.
+        target_hidden: ``[n, H]`` hidden states of the target; takes no gradient.
+    """
+    loss: Tensor = _CrossEntropy.apply(hidden, target_hidden, readout)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@torch.no_grad()
+def most_likely_tokens(readout: Readout, hidden: Tensor) -> Tensor:
+    """Return ``[n]`` int64: the most likely token of each of ``[n, H]`` hidden states."""
+    places = torch.cat([readout(some).argmax(-1) for (some,) in _portions(readout, hidden)])
+    return places if readout.tokens is None else readout.tokens[places]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss with its gradient, computed together, so that no logits have to be kept or recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, target_hidden: Tensor, readout: Readout) -> Tensor:
+        """Return the mean loss, and keep the gradient of every row."""
+        total = torch.zeros((), device=hidden.device)
+        gradients: list[Tensor] = []
+        for some, target_some in _portions(readout, hidden.detach(), target_hidden):
+            wanted = readout(target_some).float().softmax(-1)
+            with torch.enable_grad():
+                some.requires_grad_()
+                loss = -(wanted * readout(some).float().log_softmax(-1)).sum() / hidden.shape[0]
+                gradients += torch.autograd.grad(loss, some)
+            total += loss.detach()
+        ctx.save_for_backward(torch.cat(gradients).to(hidden.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return the gradient of the predicted hidden states alone."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_outputs[0], None, None
+
+
+def _portions(readout: Readout, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    size = _ROWS if rows[0].device.type == "cpu" else _ROWS_ON_DEVICES
+    return zip(*(torch.split(some.to(readout.weight.dtype), size) for some in rows), strict=True)
+
+
+@dataclass(frozen=True)
+class HeadScaling:
+    """Scales of a head's inputs and outputs.
+
+    Args:
+        embeddings: scale of the target's embeddings.
+        inputs: ``[F]`` or a scalar: scale of the hidden states that the head reads.
+        outputs: scale of the hidden states that the target's output layer reads.
+    """
+
+    embeddings: float
+    inputs: Tensor
+    outputs: float
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, head: EagleHead, embeddings: nn.Module, texts: Iterable[TextFeatures]) -> HeadScaling:
+        """Measure root mean squares over answers, rounded to powers of two, which scale without rounding errors."""
+        width, device = head.shape.hidden, next(head.parameters()).device
+        answers = [(text.tokens[text.begin :].to(device), text.features[text.begin :].to(device).float()) for text in texts]
+        features = torch.cat([states for _, states in answers])
+        modules = features.view(features.shape[0], -1, width).square().mean((0, 2)).sqrt()
+        embedded = embeddings(torch.cat([tokens for tokens, _ in answers])).float().square().mean().sqrt()
+        inputs = modules[: len(head.shape.modules)].repeat_interleave(width)
+        return cls(float(_power_of_two(embedded)), _power_of_two(inputs), float(_power_of_two(modules[-1])))
+
+    @torch.no_grad()
+    def apply(self, head: EagleHead) -> None:
+        """Make a head read and return values divided by these scales."""
+        self._rescale(head, self.embeddings, self.inputs, self.outputs)
+
+    @torch.no_grad()
+    def undo(self, head: EagleHead) -> None:
+        """Undo :meth:`apply`."""
+        self._rescale(head, 1 / self.embeddings, 1 / self.inputs, 1 / self.outputs)
+
+    @staticmethod
+    def _rescale(head: EagleHead, embeddings: float, inputs: Tensor, outputs: float) -> None:
+        layer: Any = head.body.layers[0]
+        attention, mlp = layer.self_attn, layer.mlp
+        if isinstance(head.fuse, nn.Linear):
+            head.fuse.weight *= inputs / outputs
+            norm: Any = head.body.norm
+            norm.weight /= outputs
+            norm.variance_epsilon /= outputs**2
+        if head.shape.side_by_side:
+            layer.input_layernorm.state_norm.variance_epsilon /= outputs**2
+            layer.input_layernorm.embedding_norm.variance_epsilon /= embeddings**2
+        else:
+            head.fc.weight[:, : head.shape.hidden] *= embeddings / outputs
+            for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+                part.weight[:, : head.shape.hidden] *= outputs  # no norm comes before them
+                part.weight[:, head.shape.hidden :] *= embeddings
+        if head.shape.bias:
+            head.fc.bias.mul_(1 / outputs)
+        for part in (attention.o_proj, mlp.down_proj):
+            part.weight /= outputs
+        layer.post_attention_layernorm.variance_epsilon /= outputs**2
+
+
+UNSCALED = HeadScaling(1.0, torch.ones(()), 1.0)  # the target's own scale
+
+
+def _power_of_two(sizes: Tensor) -> Tensor:
+    return sizes.where(sizes > 0, 1.0).log2().round().exp2()
+
 
 _DISCOUNT = 0.8  # weight of each further token of a draft, relative to the one before
 _FEATURE_WEIGHT = 0.1  # weight of the hidden states' own loss

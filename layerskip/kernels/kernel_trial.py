@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layerskip.device.failures import first_line
 from layerskip.device.tolerance import nearly_equal
-from layerskip.device.waiting import waiting
+from layerskip.device.transfer import waiting
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether the kernels' compiler is installed; torch's builds for CUDA bring it along."""

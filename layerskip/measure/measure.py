@@ -8,27 +8,109 @@ tokens after those. Each comparison has its own check of losslessness.
 
 from __future__ import annotations
 
+import contextlib
 import random
+import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
-from layerskip.config import SpeculativeConfig
+import torch
+from torch import Tensor
+
+from layerskip.config import EXACT, AcceptRule, SpeculativeConfig
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.decoding.decode import DecodeResult, decode
-from layerskip.decoding.drafter import CrossPromptState, Drafter
-from layerskip.decoding.sampling import Sampling
-from layerskip.device.clock import now
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
+from layerskip.decoding.sampling import Chooser, Sampling
+from layerskip.decoding.verify import Verdict
 from layerskip.device.memory import PeakMemory, python_bytes, tensor_bytes
+from layerskip.device.transfer import now
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.losslessness import Losslessness, find_divergence
 from layerskip.measure.measurement import Measurement, Sample, check_output
-from layerskip.measure.timed_drafter import TimedDrafter
+from layerskip.models.cache import KVCache
 from layerskip.models.graph_capture import capture_seconds
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import NotFinite, Target
 from layerskip.prompts import PromptError, PromptItem, PromptSet
-from layerskip.rules import EXACT, AcceptRule
+
+
+class TimedDrafter(Drafter):
+    """A wrapper of a drafter that measures the time spent on drafting and learning.
+
+    The time is taken from the device's own clock if it has one, as waiting for the device would slow it down. The time of
+    capturing passes, which happens once, is left out.
+
+    """
+
+    def __init__(self, drafter: Drafter, device: torch.device) -> None:
+        self.drafter, self.device = drafter, device
+        self.tree_tokens = drafter.tree_tokens
+        self.modules, self.never_drafts = drafter.modules, drafter.never_drafts
+        self._readings: list[tuple[Any, Any, float]] = []  # start, end, and seconds of capturing in between
+        self._given: tuple[weakref.ref[Any], ...] = ()
+
+    @property
+    def started_with(self) -> list[object]:
+        """The target's cache and the chooser of the last start, as far as they still exist."""
+        return [value for ref in self._given if (value := ref()) is not None]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent on drafting and learning since the last reset; starting a prompt belongs to its prefill."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return sum(max(0.0, float(start.elapsed_time(end)) / 1000 - lost) for start, end, lost in self._readings)
+        return sum(float(end - start) - lost for start, end, lost in self._readings)
+
+    def reset(self) -> None:
+        """Set the time to 0."""
+        self._readings = []
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Start the drafter."""
+        self._given = weakref.ref(cache), weakref.ref(chooser)
+        self.drafter.start(prompt, cache, chooser)
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """Return the drafter's draft."""
+        with self._timed():
+            return self.drafter.draft(context, limit)
+
+    def observe_features(self, features: Tensor) -> None:
+        """Pass the hidden states on; only called if the drafter reads some."""
+        self.drafter.observe_features(features)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Pass the verdict on."""
+        self.drafter.observe(verdict)
+
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
+        """Pass the target's output on."""
+        with self._timed():
+            return [LateRead(late.values, partial(self._receive, late)) for late in self.drafter.observe_logits(output)]
+
+    def _receive(self, late: LateRead, verdict: Verdict, values: list[Any]) -> None:
+        with self._timed():
+            late.receive(verdict, values)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start, before = self._read(), capture_seconds()
+        yield
+        self._readings.append((start, self._read(), capture_seconds() - before))
+
+    def _read(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
 
 WARMUP_TOKENS = 8
 
@@ -65,13 +147,11 @@ class Decoder:
     @property
     def keeps_state(self) -> bool:
         """True if the drafter keeps state from one prompt to the next."""
-        drafter = self.drafter.drafter
-        return isinstance(drafter, CrossPromptState) and drafter.keeps_state
+        return self.drafter.drafter.keeps_state
 
     def reset_state(self) -> None:
         """Reset the drafter's state from earlier prompts."""
-        if isinstance(self.drafter.drafter, CrossPromptState):
-            self.drafter.drafter.reset_state()
+        self.drafter.drafter.reset_state()
 
     def memory_bytes(self) -> int:
         """Return the bytes of the drafter's weights, caches and tables, without the target's own, after its last prompt."""
@@ -164,7 +244,7 @@ def interleave(
     for repeat in range(repeats):
         # A contender that keeps state must not have decoded a prompt before, as it would not have in use.
         for contender in contenders.values():
-            if isinstance(contender, CrossPromptState):
+            if isinstance(contender, Decoder):
                 contender.reset_state()
         if before is not None:
             _restore_state(target, before, contenders, task)

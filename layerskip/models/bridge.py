@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from layerskip.config import ConfigError
+from layerskip.config import ConfigError, check_integer
 from layerskip.mask import Gap, MaskError, SkipMask
 from layerskip.models.packing import multiply, pack_matrices, uses_packing
 from layerskip.models.placement import check_not_split
 from layerskip.models.target import Target
 from layerskip.models.trained_module import load_trained, save_trained
-from layerskip.rules import check_integer
 
 _KIND = "bridge"
 KINDS = ("mean", "linear", "mlp")

@@ -2,6 +2,8 @@
 
 All of them run through :func:`forward`, so positions and masks are the same for all. The pass writes keys and values after
 ``cache.length`` and does not change the length.
+
+Hidden states can be collected during a pass. EAGLE calls them features (arXiv 2401.15077).
 """
 
 from __future__ import annotations
@@ -9,16 +11,57 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from layerskip.models.features import NO_FEATURES, Features
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.output_rows import OutputLayer
 from layerskip.models.placement import is_split
+
+
+class Features:
+    """A collector of the outputs of some of a model's sub-modules.
+
+    Args:
+        modules: dotted names of the sub-modules; empty to collect nothing.
+
+    Attributes:
+        parts: each module's output in the last pass, ``[B, n, H]``.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self.modules = tuple(modules)
+        self.parts: tuple[Tensor, ...] = ()
+
+    @contextlib.contextmanager
+    def collect(self, model: nn.Module) -> Iterator[None]:
+        """Collect from the passes of a model, or of a view of it, within the ``with`` block."""
+        outputs: dict[str, Tensor] = {}
+
+        def hook_for(name: str) -> Any:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                outputs[name] = output if isinstance(output, Tensor) else output[0]
+
+            return hook
+
+        handles = [model.get_submodule(name).register_forward_hook(hook_for(name)) for name in self.modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.parts = tuple(outputs[name] for name in self.modules)
+
+    def read(self) -> Tensor:
+        """Return the outputs of the last pass for each token, ``[n, F]``, concatenated over the modules."""
+        return torch.cat([part[0] for part in self.parts], dim=-1)
+
+
+NO_FEATURES = Features(())
 
 
 def forward(

@@ -57,7 +57,6 @@ class NotFinite(TargetError):
 
 
 _SAMPLED_VALUES = 256
-_SAMPLED_WEIGHTS = 64
 _NOT_IDENTITY = ("_name_or_path", "transformers_version")
 """Fields of a configuration that do not change the model."""
 
@@ -165,12 +164,6 @@ class Target:
         """Two values of every tensor, in the same places for any dtype. They identify a model in every dtype."""
         return _two_of_each(self._weights())
 
-    @functools.cached_property
-    def legacy_weights_sample(self) -> tuple[float, ...]:
-        """The sample of earlier versions: two values of every n-th tensor, which can be the same tensor of every layer."""
-        weights = self._weights()
-        return _two_of_each(weights[:: max(1, len(weights) // _SAMPLED_WEIGHTS)])
-
     def _weights(self) -> list[Tensor]:
         """Return all plain floating-point tensors, flat; of a quantised weight, these are its scales."""
         plain = (part for name, stored in stored_weights(self.model) for _, part in plain_tensors(name, stored))
@@ -220,10 +213,15 @@ class Target:
         if isinstance(given, str):
             ids = self._tokenize([{"role": "user", "content": given}], field)
         elif isinstance(given, Sequence) and all(isinstance(message, Mapping) for message in given):
+            for message in given:
+                for part in ("role", "content"):
+                    if not isinstance(message.get(part), str):
+                        raise TargetError(f"{field}: {part} {reprlib.repr(message.get(part))} of a message is not a text")
             ids = self._tokenize(list(given), field)
         else:
             try:
-                ids = [] if isinstance(given, bytes) else [operator.index(token) for token in given]
+                is_of_ids = not isinstance(given, bytes) and not any(isinstance(token, bool) for token in given)
+                ids = [operator.index(token) for token in given] if is_of_ids else []
             except TypeError:
                 ids = []
             if not ids:

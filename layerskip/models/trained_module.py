@@ -123,7 +123,7 @@ def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str
     sample = made_for.get("weights")
     if not isinstance(sample, list) or not all(isinstance(value, float) for value in sample):
         raise ConfigError(f"{field}: {folder} is damaged: {_METADATA} has no weights of its target")
-    if not any(same_weights(sample, own_sample) for own_sample in (target.weights_sample, target.legacy_weights_sample)):
+    if not same_weights(sample, target.weights_sample):
         raise ConfigError(f"{mismatch} weights are not the same")
     revisions = made_for.get("revision"), target.revision
     # A copy under another name has no revision to compare.

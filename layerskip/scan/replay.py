@@ -8,7 +8,7 @@ Sampled decoding accepts a token of the continuation with probability min(1, q /
 output (arXiv 2211.17192, theorem 3.5 read backwards), where q is the draft's and p the target's probability. The rounds
 are then a Markov chain over positions, and their expected counts follow without drawing anything.
 
-Greedy drafts may have siblings (:mod:`layerskip.drafters.siblings`): the continuation's token at the first wrong place may
+Greedy drafts may have siblings (:mod:`layerskip.drafters.chain`): the continuation's token at the first wrong place may
 be one of them. The number of siblings after that place, which no pass computed, is assumed to be the mean. It only changes
 how many tokens a round verifies.
 

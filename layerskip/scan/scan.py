@@ -11,17 +11,22 @@
 
 The replay is exact for greedy decoding and an expectation for sampled decoding. A stop rule may also need the confidences
 of a draft after its first wrong token; these are scanned later, when a replay needs them.
+
+A scan also offers candidate masks: those that keep the hidden states most similar to the whole model's. CLaSp (arXiv
+2505.24196), algorithm 1: a dynamic programme keeps, layer by layer and for every number of skipped layers, the hidden states
+closest to the whole model's, with the layer run or skipped. Here similarity is the mean cosine over many positions.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from layerskip.config import StopRule
 from layerskip.decoding.sampling import Sampling
@@ -30,13 +35,46 @@ from layerskip.decoding.stopping import Stopper
 from layerskip.mask import SkipMask
 from layerskip.models.bridge import Bridges
 from layerskip.models.target import Target
-from layerskip.scan.layer_similarity import similar_masks
 from layerskip.scan.parallel_drafts import ParallelDrafts
 from layerskip.scan.replay import Counts, count, expected_counts, replay
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.text_batch import Start, StartPack, TextBatch
 from layerskip.scan.trace import CHAIN, Branching, Trace
 from layerskip.texts.continuations import Continuation
+
+
+@torch.inference_mode()
+def similar_masks(
+    layers: Sequence[Callable[[Tensor], Tensor]], states: Sequence[Tensor], skippable: Collection[int], most: int
+) -> list[SkipMask]:
+    """Find the best mask for every number of skipped layers from 1 to ``most``.
+
+    Args:
+        layers: functions that each run one layer on hidden states ``[1, R, H]``.
+        states: the whole model's hidden states, before the first layer and after each; one more than ``layers``.
+        skippable: the layers that may be skipped.
+        most: the most skipped layers.
+    """
+    best: list[tuple[Tensor, tuple[int, ...]]] = [(states[0], ())]
+    for index, layer in enumerate(layers):
+        following: list[tuple[Tensor, tuple[int, ...]]] = []
+        for size in range(min(len(best) + 1, most + 1)):
+            candidates = []
+            if size < len(best):
+                hidden, skipped = best[size]
+                candidates.append((layer(hidden), skipped))
+            if size > 0 and index in skippable:
+                hidden, skipped = best[size - 1]
+                candidates.append((hidden, (*skipped, index)))
+            if candidates:
+                following.append(max(candidates, key=lambda pair: _similarity(pair[0], states[index + 1])))
+        best = following
+    return [SkipMask.of(len(layers), set(skipped), set(skipped)) for _, skipped in best[1:]]
+
+
+def _similarity(hidden: Tensor, whole: Tensor) -> float:
+    return float(cosine_similarity(hidden.float(), whole.float(), dim=-1).mean())
+
 
 _MARGIN = 0.1
 """The margin below an adaptive threshold's current value to which drafts are scanned, because the threshold moves."""
@@ -145,7 +183,7 @@ class Scanner:
 
     @torch.inference_mode()
     def similar_masks(self, skippable: Collection[int], most: int) -> list[SkipMask]:
-        """Return the masks of :func:`~layerskip.scan.layer_similarity.similar_masks`, from the rows of the first pack."""
+        """Return the masks of :func:`~layerskip.scan.scan.similar_masks`, from the rows of the first pack."""
         pack = self._packs[0]
         tokens = self._texts.tokens(pack.rows)
         draft_ids = torch.arange(len(pack.rows), device=self.target.device)

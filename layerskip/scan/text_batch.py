@@ -1,29 +1,170 @@
 """Continuations with the target's states, laid out one after another in one cache for the passes of a scan.
 
-The target reads every continuation once (:mod:`layerskip.scan.target_pass`). The rows of a later pass may come from several
-continuations (:mod:`layerskip.scan.row_model`). A row attends to its own continuation up to the start of its draft, and to
-its own draft.
+The target reads every continuation once, in a pass that collects everything that drafts start from or attend to. The rows
+of a later pass may come from several continuations (:mod:`layerskip.scan.row_model`). A row attends to its own continuation
+up to the start of its draft, and to its own draft.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import confidence, portions
 from layerskip.device.transfer import copy_to_device
+from layerskip.models.architecture import hidden_states
 from layerskip.models.cache import KVCache
+from layerskip.models.forward import forward
+from layerskip.models.skip_view import decoding_view
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.target_pass import run_target
-from layerskip.scan.text_cache import TextCache, TextStates, TopTokens
 from layerskip.texts.continuations import Continuation
+
+
+class TopTokens(NamedTuple):
+    """The most likely next tokens by the target, most likely first: ``[N, k]`` float32 and ``[N, k]`` int32."""
+
+    probs: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class TextStates:
+    """The target's states of a continuation and its prompt.
+
+    Args:
+        tokens: ``[n]`` int64: prompt, continuation, and padding up to the requested length.
+        cache: the target's keys and values of these tokens.
+        visible: per layer ``[n, n]`` bool or None, see :class:`~layerskip.scan.text_batch.TargetPass`.
+        confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
+        token_probs: ``[N]``: its probability of the token itself; empty for greedy decoding.
+        top_tokens: its most likely tokens after every token of the continuation; None if not requested.
+        layer_inputs: per layer the input hidden states ``[1, N, H]`` at every token of the continuation; empty if not
+            requested.
+    """
+
+    tokens: Tensor
+    cache: KVCache
+    visible: list[Tensor | None]
+    confidence: NDArray[np.float64]
+    token_probs: NDArray[np.float64]
+    top_tokens: TopTokens | None = None
+    layer_inputs: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors. Layers may share a mask, which counts once."""
+        masks = {id(mask): mask for mask in self.visible if mask is not None}
+        tensors = (self.tokens, *masks.values(), *(self.top_tokens or ()), *self.layer_inputs)
+        total: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self.cache.nbytes + total
+
+
+class TextCache:
+    """The states of texts within a budget, kept because reading a text again takes longer than drafting along it.
+
+    Args:
+        most_bytes: budget for their tensors.
+        top_k: how many of the target's most likely tokens to keep at every position. Tokens beyond the default have almost
+            no probability.
+    """
+
+    def __init__(self, most_bytes: int, top_k: int = 256) -> None:
+        self.most_bytes, self.top_k, self.nbytes = most_bytes, top_k, 0
+        self._texts: dict[Continuation, TextStates] = {}
+
+    def get(self, continuation: Continuation, read: Callable[[Continuation], TextStates]) -> TextStates:
+        """Return a continuation's states. Call ``read`` if they are missing, and keep its result if it fits the budget."""
+        text = self._texts.get(continuation)
+        if text is None:
+            text = read(continuation)
+            if self.nbytes + text.nbytes <= self.most_bytes:
+                self._texts[continuation] = text
+                self.nbytes += text.nbytes
+        return text
+
+
+class TargetPass(NamedTuple):
+    """Results of the pass.
+
+    Args:
+        logits: ``[last, V]``.
+        cache: all keys and values; its length is 0.
+        visible: per layer which positions attend to which, ``[n, n]`` bool, or None for plain causal attention.
+        layer_inputs: per layer the input hidden states at the last positions, ``[1, recorded, H]``; empty if none were
+            requested.
+    """
+
+    logits: Tensor
+    cache: KVCache
+    visible: list[Tensor | None]
+    layer_inputs: list[Tensor]
+
+
+def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> TargetPass:
+    """Run the target over a text.
+
+    Args:
+        rows: the target as a model of independent rows.
+        tokens: ``[n]`` int64.
+        last: number of final positions whose logits are returned.
+        recorded: number of final positions whose layer inputs are returned.
+
+    Raises:
+        UnsupportedModel: an attention sub-layer takes no mask by name, or its mask differs between heads.
+    """
+    view = decoding_view(rows.model)
+    blocks = view.get_submodule(rows.architecture.path)
+    masks: dict[int, Tensor | None] = {}
+    layer_inputs: list[Tensor] = []
+
+    def record_input(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        layer_inputs.append(hidden_states(args, kwargs)[:, -recorded:].clone())  # a layer may overwrite its input
+
+    def record_mask(index: int, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        if "attention_mask" not in kwargs:
+            raise rows.unsupported(f"the attention of layer {index} takes no attention_mask")
+        masks[index] = kwargs["attention_mask"]
+
+    hooks = [
+        blocks.get_submodule(f"{index}.{name}").register_forward_pre_hook(partial(record_mask, index), with_kwargs=True)
+        for index, block in enumerate(rows.architecture.blocks)
+        for name in block.attention
+    ]
+    for index in range(rows.layers if recorded else 0):
+        hooks.append(blocks.get_submodule(str(index)).register_forward_pre_hook(record_input, with_kwargs=True))
+    cache = KVCache(rows.layers, tokens.shape[0], device=tokens.device)
+    try:
+        logits = forward(view, tokens, cache, last=last)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    converted: dict[int, Tensor | None] = {}  # by the identity of the model's mask, so that layers go on sharing masks
+    visible = []
+    for index in range(rows.layers):
+        mask = masks[index]
+        if id(mask) not in converted:
+            converted[id(mask)] = None if mask is None else _visible(rows, mask, tokens.shape[0])
+        visible.append(converted[id(mask)])
+    return TargetPass(logits, cache, visible, layer_inputs)
+
+
+def _visible(rows: RowModel, mask: Tensor, count: int) -> Tensor:
+    """Return ``[n, n]`` bool from the model's own mask, which is bool or additive."""
+    if mask.ndim != 4 or mask.shape[1] != 1:
+        raise rows.unsupported(f"its attention mask has the shape {tuple(mask.shape)}")
+    square = mask[0, 0, :, :count]
+    return square.clone() if square.dtype == torch.bool else square > torch.finfo(square.dtype).min / 2
+
 
 Start = tuple[int, int]
 """Index of a continuation, and index of the token in it after which a draft starts."""

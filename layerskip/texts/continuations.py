@@ -16,7 +16,6 @@ from typing import Any
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
-from layerskip.earlier_names import CONTINUATIONS
 from layerskip.files import digest, write_json
 from layerskip.models.environment import machine
 from layerskip.models.target import NotFinite, Target
@@ -133,7 +132,7 @@ def _load(file: Path | None) -> tuple[list[Continuation], float] | None:
         return None
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
-        rows, seconds = stored[CONTINUATIONS], float(stored["seconds"])
+        rows, seconds = stored["continuations"], float(stored["seconds"])
     except (ValueError, KeyError):
         return None
     return [Continuation.from_dict(row) for row in rows], seconds
@@ -142,4 +141,4 @@ def _load(file: Path | None) -> tuple[list[Continuation], float] | None:
 def _save(file: Path | None, request: dict[str, Any], continuations: list[Continuation], seconds: float) -> None:
     if file is not None:
         rows = [asdict(continuation) for continuation in continuations]
-        write_json(file, {"asked": request, CONTINUATIONS: rows, "seconds": seconds})
+        write_json(file, {"asked": request, "continuations": rows, "seconds": seconds})

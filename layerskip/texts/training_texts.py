@@ -86,7 +86,12 @@ def _opening(target: Target) -> list[int]:
     tokenizer = target.tokenizer
     if tokenizer is not None and tokenizer.chat_template is not None:
         messages = [{"role": "user", "content": _MARK}]
-        before, mark, _ = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_MARK)
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception as error:  # a template is code of the model's author, which may raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"target: its chat template refuses a user's message: {reason}") from error
+        before, mark, _ = text.partition(_MARK)
         if not mark:
             raise ConfigError("target: its chat template does not show where a user's words begin")
         return list(tokenizer(before, add_special_tokens=False)["input_ids"])

@@ -11,7 +11,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import hydra
@@ -29,15 +30,16 @@ from layerskip.device.memory import is_out_of_memory
 from layerskip.files import DISK_FULL, UNUSABLE
 from layerskip.models.cache import CacheOverflow
 from searches.app.checks import InputError, check_output_paths
-from searches.app.composition import CONF, prepare_overrides, store_drafters
-from searches.app.defaults import fill_defaults
+from searches.app.composition import CONF, fill_defaults, prepare_overrides, store_drafters
 from searches.app.interrupt import error_chain, guard_exit, interrupt_code, interruptible, is_interrupt, resend_interrupt
-from searches.app.jobs import FINISHED, Job, JobFailed, launched_jobs, table, worst
 from searches.app.streams import lost_output, tolerate_loss
 
 _NO_PRIMITIVE = "could not create a primitive"  # what oneDNN says where it gets no memory
 BAD_INPUT = 2
 NOT_CONFIRMED = 4
+FINISHED = "finished"
+_MILDEST = (0, 3, NOT_CONFIRMED, BAD_INPUT, 1)
+"""Exit codes, worst last: success, weaker, refuted, bad input, unexpected error. Others, such as of signals, are worse."""
 _INPUT_ERRORS = (
     *(InputError, ConfigError, ExportError, MaskError, PromptError, SamplingError, TargetError, UnsupportedModel),
     CacheOverflow,
@@ -126,7 +128,7 @@ def _set_up() -> None:
     tolerate_loss()
     # Optuna marks grouped TPE and the Wilcoxon pruner as experimental.
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    # The best trial may have fewer steps than others, since trials race.
+    # The best trial may have fewer steps than others, because trials race.
     warnings.filterwarnings("ignore", message="WilcoxonPruner finds steps")
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it logs the traceback of what it then raises
@@ -160,7 +162,7 @@ def _report(error: BaseException, resumable: bool) -> tuple[int, str]:
 
 
 def _is_of_launcher(error: BaseException) -> bool:
-    """Return whether an error was raised by a launcher, as without its cluster, or when a job was killed."""
+    """Return whether an error was raised by a launcher, for example without its cluster, or when a job was killed."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(str(frame.f_globals.get("__name__")).startswith("hydra_plugins.") for frame, _ in frames)
 
@@ -187,4 +189,64 @@ def explain(error: BaseException) -> str | None:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    """Return the message of an error in one line. Others' text in it must not control the terminal."""
+    line = " ".join(str(error).split())
+    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in line)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended.
+
+    Args:
+        overrides: the overrides of its configuration.
+        code: the exit code that it would have as a program.
+        outcome: in one line.
+    """
+
+    overrides: tuple[str, ...]
+    code: int
+    outcome: str
+
+
+class JobFailed(Exception):
+    """The failure of a job that a launcher ran elsewhere; it carries everything that ends the command that started it.
+
+    Args:
+        code: the exit code of the job.
+        line: what the job printed, in one line.
+    """
+
+    def __init__(self, code: int, line: str) -> None:
+        super().__init__(code, line)  # the arguments alone are pickled
+        self.code, self.line = code, line
+
+
+def launched_jobs(error: BaseException) -> list[Job]:
+    """Return the jobs that a launcher ran elsewhere, of which Hydra raises the first failure alone."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    sweep = next((frame.f_locals for frame in frames if frame.f_code.co_qualname == "BasicSweeper.sweep"), {})
+    jobs = []
+    for returned in sweep.get("results", ()):
+        code, outcome, failure = 0, FINISHED, returned._return_value
+        if isinstance(failure, JobFailed):
+            code, outcome = failure.code, failure.line
+        elif isinstance(failure, Exception):  # of the launcher, such as a job that was killed
+            code, outcome = 1, type(failure).__name__
+        jobs.append(Job(tuple(returned.overrides), code, outcome))
+    return jobs
+
+
+def worst(codes: Sequence[int]) -> int:
+    """Return the worst of exit codes."""
+    return max(codes, key=[*_MILDEST, *sorted(set(codes).difference(_MILDEST))].index)
+
+
+def table(jobs: Sequence[Job]) -> str:
+    """Return a table in Markdown with the overrides that differ between jobs and with the outcomes."""
+    common = set.intersection(*(set(job.overrides) for job in jobs))
+    rows = ["| job | exit code | outcome |", "|---|---|---|"]
+    for job in jobs:
+        cells = " ".join(each.lstrip("+") for each in job.overrides if each not in common), str(job.code), job.outcome
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(rows)

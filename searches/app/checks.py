@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 
 from layerskip import ConfigError
-from layerskip.rules import check_integer, check_text
+from layerskip.config import check_integer, check_text
 
 _LEAST_FREE_BYTES = 64 * 2**20
 
@@ -29,7 +29,7 @@ def check_whole(name: str, value: object, least: int = 1, most: int | None = Non
     """Check an integer and its bounds, both inclusive.
 
     Args:
-        name: of the field.
+        name: the field's name.
         value: what the user gave.
         least: the lowest value.
         most: the highest value; None for any.
@@ -44,7 +44,7 @@ def check_number(name: str, value: object, most: float = math.inf, or_zero: bool
     """Check a positive number, or 0 if that is allowed, and its inclusive upper bound.
 
     Args:
-        name: of the field.
+        name: the field's name.
         value: what the user gave.
         most: the highest value.
         or_zero: whether 0 is allowed.
@@ -71,7 +71,7 @@ def check_list(name: str, value: object, known: Sequence[str] | None = None, or_
     """Check a list: whether it may be empty, and the values that it may hold, which are any if ``known`` is None.
 
     Args:
-        name: of the field.
+        name: the field's name.
         value: what the user gave.
         known: the values that it may hold; None for any.
         or_empty: whether it may be empty.

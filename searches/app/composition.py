@@ -1,10 +1,16 @@
-"""Composition of configurations: Hydra with this project's ``conf/`` and the benchmark settings of registered drafters."""
+"""Composition of configurations: Hydra with this project's ``conf/`` and the benchmark settings of registered drafters.
+
+``conf/`` shows the fields that most users set. Every further field of the types that its ``_target_`` fields name can be
+overridden by the same syntax, ``space.protect_first=4``; docs/configuration.md lists all of them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import NoneType
 from typing import Any
@@ -14,27 +20,22 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Sweep
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from hydra.utils import get_object
+from omegaconf import DictConfig, open_dict
 
-from layerskip.config import kinds
-from layerskip.rules import check_text
-from searches.app.defaults import allow_unlisted, fill_defaults
+from layerskip.config import check_text, kinds
 
+_OWN = ("layerskip.", "searches.")
+_OVERRIDE = re.compile(r"(?P<key>\w+(\.\w+)+)=")
 _CHOICE = re.compile(r"[+~]?\w+(@[\w.]+)?=[\w-]+$")
 _TEXT = re.compile(r"(?P<start>\+{0,2}(?P<field>[\w.]+)=)(?P<value>.+)", re.DOTALL)
 _ITEM = re.compile(r"""'(\\.|[^'\\])*'(?=,|$)|"(\\.|[^"\\])*"(?=,|$)|[^,]+""")  # of a list; commas in quotes belong to it
 _PATHS = (
     *("outputs", "record", "config", "export", "output", "inspect", "model", "corpus", "begin_like", "warm_start", "path"),
-    *("folder", "python", "head", "draft", "bridge", "datastore", "draft_folder", "draft_head", "cross_draft"),
+    *("folder", "python", "draft_folder", "cross_draft"),
     *("eagle_head", "medusa_head", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
 )
-"""Fields that hold a path, or a name of the user's choice; ``head`` also stands for ``contenders.eagle.head``."""
-_PATH_LISTS = ("datastores", "eagle_heads", "medusa_heads", "drafts", "cross_drafts", "paths")
-_ORDER = (
-    *("prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip"),
-    *("draft_model", "cross_tokenizer", "eagle", "medusa"),
-)
-"""The order of contenders in a benchmark; other kinds follow."""
+"""Fields that hold a path, or a name of the user's choice, in addition to those that drafters declare."""
 
 CONF = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "conf")
 
@@ -67,7 +68,7 @@ def _quote_path(override: str, several: bool) -> str:
     """Return an override, its value quoted if that is a path, or paths, that Hydra would refuse or read as something else.
 
     Args:
-        override: of any field.
+        override: an override of any field.
         several: whether commas separate the jobs of a multirun.
     """
     match = _TEXT.fullmatch(override)
@@ -75,13 +76,15 @@ def _quote_path(override: str, several: bool) -> str:
         return override
     start, field, value = match["start"], match["field"], match["value"]
     last, read = field.rpartition(".")[2], _read(value)
-    if field in _PATHS or last in _PATHS:
+    declared = {each.name for kind in kinds().values() for each in kind.fields if each.path}
+    if last == "paths" or (last in declared and field.startswith("space.ranges.")):
+        is_list = value[0] + value[-1] == "[]" and not all(isinstance(item, str) for item in read or [None])
+        return f"{start}[{_quoted_items(value[1:-1])}]" if is_list else override
+    if field in _PATHS or last in (*_PATHS, *declared):
         check_text(field, value)
         if several and not isinstance(read, Sweep):
             return start + _quoted_items(value)
         return start + (value if several else _quoted(value))
-    if last in _PATH_LISTS and value[0] + value[-1] == "[]" and not all(isinstance(item, str) for item in read or [None]):
-        return f"{start}[{_quoted_items(value[1:-1])}]"
     return override
 
 
@@ -92,6 +95,7 @@ def _quoted_items(values: str) -> str:
 def _quoted(value: str) -> str:
     read = _read(value)
     is_kept = isinstance(read, (str, NoneType, dict)) or (type(read) is int and str(read) == value)
+    is_kept &= value == value.strip()  # Hydra drops spaces at the ends
     return value if is_kept else literal(value)
 
 
@@ -116,9 +120,90 @@ def _choose(name: str, choices: tuple[str, ...]) -> DictConfig:
 
 def store_drafters() -> None:
     """Make ``drafter=<kind>`` a choice for every registered kind, and their benchmark settings the default contenders."""
-    known = {name: kind.benchmark for name, kind in kinds().items() if kind.benchmark is not None}
-    rows = {name: {"kind": name, **known[name]} for name in dict.fromkeys((*_ORDER, *known))}
+    rows = {name: {"kind": name, **kind.row} for name, kind in kinds().items() if kind.benchmark is not None}
     store = ConfigStore.instance()
     for kind, row in rows.items():
         store.store(name=kind, group="drafter", node=row)
     store.store(name="every_kind", group="benchmark_contenders", node=rows)
+
+
+def fields_of(path: str) -> dict[str, Any]:
+    """Return the fields that a configuration may set of a type or function, with their defaults.
+
+    Args:
+        path: its dotted name. Types of other libraries have no fields here.
+
+    Returns:
+        ``...`` for a field without a default.
+    """
+    if not path.startswith(_OWN):
+        return {}
+    made = get_object(path)
+    if not dataclasses.is_dataclass(made):
+        if inspect.isclass(made):
+            return {}
+        parameters = inspect.signature(made).parameters.values()
+        return {p.name: ... if p.default is p.empty else p.default for p in parameters}
+    found = {}
+    for field in dataclasses.fields(made):
+        if field.init and not field.metadata.get("runtime"):
+            factory = field.default_factory
+            default = factory() if factory is not dataclasses.MISSING else field.default
+            found[field.name] = ... if default is dataclasses.MISSING else default
+    return found
+
+
+def allow_unlisted(overrides: Sequence[str], composed: DictConfig) -> list[str]:
+    """Mark the overrides of fields that ``conf/`` does not list as additions for Hydra.
+
+    Args:
+        overrides: the overrides of a command line.
+        composed: the program's configuration without them.
+    """
+    found = []
+    for override in overrides:
+        match = _OVERRIDE.match(override)
+        known = match is not None and _is_field(composed, match["key"].split("."))
+        found.append(f"++{override}" if known else override)
+    return found
+
+
+def _is_field(composed: DictConfig, names: Sequence[str]) -> bool:
+    """Return whether a dotted name is a field of a type that the configuration instantiates."""
+    node: Any = composed
+    fields: Mapping[str, Any] = {}
+    for name in names[:-1]:
+        node = node._get_node(name, validate_access=False) if isinstance(node, DictConfig) else None
+        default = fields.get(name)
+        if default == {}:
+            return True  # a mapping with names of the user's choice, such as space.ranges
+        path = node.get("_target_") if isinstance(node, DictConfig) and not node._is_none() else None
+        fields = fields_of(path or (_path(type(default)) if dataclasses.is_dataclass(default) else ""))
+    return names[-1] in fields
+
+
+def fill_defaults(config: DictConfig) -> DictConfig:
+    """Add the fields that a composed configuration does not set to every dataclass that it instantiates."""
+    with open_dict(config):
+        _fill(config)
+    return config
+
+
+def _fill(node: DictConfig) -> None:
+    for name in list(node):
+        if isinstance(child := node._get_node(name), DictConfig) and not child._is_none() and not child._is_missing():
+            _fill(child)
+    path = node._get_node("_target_")
+    if path is None or not path._value().startswith(_OWN) or not dataclasses.is_dataclass(made := get_object(path._value())):
+        return
+    for name, default in fields_of(_path(made)).items():
+        if dataclasses.is_dataclass(default):
+            node[name] = node.get(name, {})
+            node[name]["_target_"] = _path(type(default))
+            _fill(node[name])
+        elif name not in node and default is not ...:
+            node[name] = list(default) if isinstance(default, tuple) else default
+
+
+def _path(made: Any) -> str:
+    return f"{made.__module__}.{made.__qualname__}"

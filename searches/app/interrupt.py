@@ -26,7 +26,7 @@ class Terminated(KeyboardInterrupt):
     """The end that SIGTERM or SIGHUP asks for.
 
     Args:
-        number: of the signal.
+        number: the number of the signal.
     """
 
     def __init__(self, number: int) -> None:

@@ -1,4 +1,10 @@
-"""An engine that runs as a process of its own, and is ended with everything that it started, whatever happens."""
+"""An engine that runs as a process of its own, and is ended with everything that it started, whatever happens.
+
+The mark of an engine's processes is the name of their log, by which they are found whatever became of their parents. A
+process inherits its standard output from the one that started it, even into a session of its own. It keeps it when it writes
+a title over its environment, as vLLM does. Linux shows the name of a removed file, too. The name states the program that
+started the engine, by number and start, and the namespace of the number, so that engines of other containers are left alone.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +15,70 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from searches.backends.backend import BackendError
-from searches.backends.engine_marks import end_marked, end_orphans, open_log
+from searches.workers.process import start_of
+
+_PREFIX = "layerskip-engine"
+_ENDING_SECONDS = 5.0
+
+
+def open_log() -> IO[bytes]:
+    """Return an empty file for an engine's output. It is removed already, and vanishes with the processes that hold it."""
+    program = os.getpid()
+    mark = f"{_PREFIX}.{_namespace()}.{program}.{start_of(program)}."
+    log = tempfile.NamedTemporaryFile(prefix=mark, delete=False)  # noqa: SIM115  # as long as the engine
+    os.unlink(log.name)
+    return log
+
+
+def end_marked(log: IO[bytes]) -> None:
+    """Kill the processes that write to a log, until there are none."""
+    name, limit = os.path.basename(log.name), time.monotonic() + _ENDING_SECONDS
+    while (found := [process for process, mark in _marked() if mark == name]) and time.monotonic() < limit:
+        _kill(found)
+        time.sleep(0.02)
+
+
+def end_orphans() -> None:
+    """Kill the engines of programs that have ended; their guards were killed, too, or would end them just now."""
+    here, orphans = _namespace(), []
+    for process, mark in _marked():
+        fields = mark.split(".")
+        if len(fields) > 3 and fields[1] == here and fields[2].isdigit() and start_of(int(fields[2])) != fields[3]:
+            orphans.append(process)
+    _kill(orphans)
+
+
+def _marked() -> Iterator[tuple[int, str]]:
+    """Yield the processes whose output is an engine's log, with its name; none where there is no ``/proc``."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        for stream in ("1", "2"):
+            with contextlib.suppress(OSError):
+                name = os.path.basename(os.readlink(folder / "fd" / stream)).removesuffix(" (deleted)")
+                if name.startswith(_PREFIX) and start_of(int(folder.name)):
+                    yield int(folder.name), name
+                    break
+
+
+def _kill(processes: list[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _namespace() -> str:
+    """Return the identity of the namespace of process numbers; empty where there is none."""
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return ""
+
 
 GRACE_SECONDS = 5.0
 """Seconds in which an engine that has to end frees what it holds; then it is killed."""
@@ -61,8 +125,7 @@ class EngineProcess:
     """A running engine, with the last lines of its log.
 
     A guard (:mod:`searches.backends.engine_guard`) starts it, and ends it at :meth:`stop` or when this process is gone.
-    If the guard is killed, the processes are found by their log (:mod:`searches.backends.engine_marks`), at :meth:`stop` or
-    when another engine is started.
+    If the guard is killed, the processes are found by their log, at :meth:`stop` or when another engine is started.
 
     Args:
         command: of the engine.

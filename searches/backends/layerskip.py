@@ -8,15 +8,14 @@ from typing import Any, ClassVar
 
 from layerskip import PromptSet, SpeculativeConfig, Target
 from layerskip.drafters.registry import drafted_kinds
-from layerskip.files import digest
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from layerskip.models.graph_capture import capture_seconds
 from layerskip.models.target import NotFinite
 from searches.app.checks import InputError
-from searches.app.record_header import program_sources
 from searches.backends.backend import BASELINE, Backend, BackendError, Load
+from searches.results import RESULTS_VERSION
 from searches.tracking.names import STARTUP_SECONDS
 
 
@@ -39,8 +38,8 @@ class LayerskipBackend(Backend):
         return self.target.dtype == "float32"
 
     def describe(self) -> dict[str, Any]:
-        """Return the target, the machine and the source code of this program."""
-        return {"target": self.target.digest, "machine": machine(self.target), "program": digest(program_sources())}
+        """Return the target, the machine and the version of results."""
+        return {"target": self.target.digest, "machine": machine(self.target), "version": RESULTS_VERSION}
 
     def supports(self, kind: str) -> str | None:
         """Return None for every kind that has a drafter."""

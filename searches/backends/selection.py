@@ -15,8 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from layerskip import Export, Target
 from searches.app.checks import InputError
-from searches.app.composition import CONF
-from searches.app.defaults import fill_defaults
+from searches.app.composition import CONF, fill_defaults
 from searches.backends.backend import Backend, BackendError, Load
 from searches.backends.layerskip import LayerskipBackend
 from searches.backends.server import ServerBackend

@@ -2,6 +2,8 @@
 
 Either a command starts it, with a place for the speculative configuration, or two running servers are named: one decodes
 plainly, the other with the configuration that the user states.
+
+The search space of running servers is plain decoding and the one configuration that the second server drafts with.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
+
+import optuna
 
 from layerskip import ConfigError, SpeculativeConfig
 from layerskip.engines.deployment import Unsupported
@@ -22,9 +26,38 @@ from searches.backends.backend import BackendError
 from searches.backends.client import Client
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
-from searches.backends.served_space import ServedSpace
-from searches.backends.vllm_speculation import refusal, vllm_config, vllm_space
-from searches.space.search_space import SearchSpace
+from searches.backends.vllm import refusal, vllm_config, vllm_space
+from searches.space.search_space import Params, SearchSpace
+
+
+@dataclass(frozen=True)
+class ServedSpace(SearchSpace):
+    """A space of one configuration beside plain decoding.
+
+    Args:
+        served: the configuration.
+    """
+
+    served: SpeculativeConfig = field(default=SpeculativeConfig(), metadata={"runtime": True})
+
+    @classmethod
+    def of(cls, space: SearchSpace, served: SpeculativeConfig) -> ServedSpace:
+        """Return the space with nothing but a configuration, if it has its kind."""
+        return cls(**{each.name: getattr(space, each.name) for each in fields(SearchSpace)}, served=served)
+
+    def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+        """Return the configuration that a trial proposes."""
+        kind = trial.suggest_categorical("kind", self.available_kinds)
+        return self.served if kind == self.served.kind else SpeculativeConfig()
+
+    def params(self, config: SpeculativeConfig) -> Params:
+        """Return the choices that lead to a configuration of this kind."""
+        return {"kind": config.kind}
+
+    def lookups(self) -> list[SpeculativeConfig]:
+        """Return the configuration if it is a prompt lookup; an empty list otherwise."""
+        return [self.served] if self.served.kind == "prompt_lookup" else []
+
 
 _SPECULATIVE = "speculative_config"
 _PLACES = ("draft_length", "ngram_min", "ngram_max", "draft", "head", _SPECULATIVE)

@@ -1,33 +1,160 @@
 """vLLM as the engine that a study measures: each configuration runs in an engine of its own, ``vllm serve``.
 
 The engine's Python may be another one than this program's, as vLLM pins the versions of its dependencies.
+
+The model is written as a folder in the layout of Hugging Face.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from layerskip import ConfigError, SpeculativeConfig
-from layerskip.engines.deployment import Unsupported
-from layerskip.engines.vllm import API_SERVER
+from huggingface_hub import snapshot_download
+
+from layerskip import ConfigError, Export, SpeculativeConfig, StopRule, Target
+from layerskip.config import kinds
+from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
+from layerskip.engines.vllm import API_SERVER, speculation
+from layerskip.export import attachment_digests
+from layerskip.files import digest, report_full_disk, short_name
+from layerskip.heads.portable import save_portable
+from layerskip.heads.published_eagle import is_published
 from layerskip.models.environment import machine
-from layerskip.models.loading import load_draft
+from layerskip.models.loading import WHEELS, load_draft
 from searches.app.checks import InputError, check_list
 from searches.backends.backend import BackendError
 from searches.backends.client import Client
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
-from searches.backends.served_model import served_folder, served_head
-from searches.backends.vllm_speculation import refusal, vllm_config, vllm_space
 from searches.space.search_space import SearchSpace
+
+
+def served_folder(target: Target, folder: Path) -> str:
+    """Return a folder that an engine can load a model from; a model from a GGUF file is saved to one.
+
+    Args:
+        target: the model.
+        folder: saved models are put into it, one folder each, and found there again.
+
+    Raises:
+        InputError: the model was quantised on loading.
+    """
+    source = Path(target.name)
+    if target.quantization is not None:
+        raise InputError("target.quantization: engines load models themselves; use a checkpoint that is quantised already")
+    if target.name not in WHEELS and source.is_dir():
+        return str(source.resolve())
+    if target.name not in WHEELS and source.suffix != ".gguf":
+        with contextlib.suppress(OSError, ValueError):  # it is in the cache that it was loaded from
+            return snapshot_download(target.name, revision=target.revision, local_files_only=True)
+    saved = folder.resolve() / f"{short_name(source.name.removesuffix('.gguf'))}-{target.digest[:12]}"
+    return _written(saved, lambda partial: _save(target, partial))
+
+
+def served_head(config: SpeculativeConfig, target: Target, folder: Path) -> str:
+    """Return a folder that vLLM can load a configuration's head from; one of this project's layout is saved to one.
+
+    Args:
+        config: with a head.
+        target: that it drafts for.
+        folder: as for :func:`served_folder`.
+
+    Raises:
+        ConfigError: vLLM has no layout for this head, or it belongs to another target.
+    """
+    source = Path(config.head)
+    if is_published(source):
+        return str(source.resolve())
+    identity = digest([attachment_digests(config), target.digest])[:12]
+    saved = folder.resolve() / f"{short_name(source.resolve().name)}-{identity}"
+    return _written(saved, lambda partial: save_portable(source, partial, target))
+
+
+def _written(folder: Path, write: Callable[[Path], object]) -> str:
+    """Return a folder; if it does not exist, write it under another name first, so that it is always complete."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".saving.") as temporary:
+            partial = Path(temporary) / folder.name
+            with report_full_disk(folder, Path(temporary) / "probe"):
+                write(partial)
+            partial.replace(folder)
+    return str(folder)
+
+
+def _save(target: Target, folder: Path) -> None:
+    """Save weights, configuration and tokenizer."""
+    target.model.save_pretrained(folder)
+    if target.tokenizer is not None:
+        target.tokenizer.save_pretrained(folder)
+
+
+_KEPT_LAYERS = (
+    "skips no layers; save the kept ones with layerskip.save_draft_checkpoint as one of space.ranges.draft_model.draft"
+)
+
+
+def refusal(kind: str) -> str | None:
+    """Return None if vLLM drafts with a kind of drafter, else the reason in one line."""
+    known = kinds().get(kind)
+    if known is not None and "mask" in known:
+        return f"vLLM {_KEPT_LAYERS}"
+    return None if known is not None and known.method else f"vLLM has no counterpart of {kind}"
+
+
+def named(config: SpeculativeConfig) -> str:
+    """Return the draft model or the published head of a configuration as it is named.
+
+    Raises:
+        Unsupported: the head is in no layout that vLLM loads.
+    """
+    if config.head and not is_published(Path(config.head)):
+        raise Unsupported(f"config.head: {config.head} has no layout that vLLM loads; searches.export draft= writes it")
+    return config.head or config.draft
+
+
+def vllm_config(
+    target: Target, config: SpeculativeConfig, folder: Callable[[SpeculativeConfig], str] = named
+) -> dict[str, Any]:
+    """Return the speculative configuration of vLLM; empty for plain decoding.
+
+    Args:
+        target: the model that vLLM serves.
+        config: the configuration.
+        folder: returns its draft model or head as vLLM can load it.
+
+    Raises:
+        Unsupported: vLLM cannot do it, or does otherwise.
+    """
+    if (reason := refusal(config.kind)) is not None:
+        raise Unsupported(f"config.kind: {reason}")
+    if config.stop != StopRule():
+        raise Unsupported("config.stop: vLLM has no stop rules")
+    if config.draft_head:
+        raise Unsupported("config.draft_head: vLLM's draft models choose from the whole vocabulary")
+    way = way_of_drafting(Deployment(Export.describe(target), config), suffix=True)
+    return speculation(way, config, lambda: folder(config))
+
+
+def vllm_space(space: SearchSpace) -> SearchSpace:
+    """Return the space without choices that vLLM does not have: stop rules, matches, datastores and lossy rules.
+
+    Its n-grams are copied from their first match. Heads draft chains: trees are left out unless a kind drafts nothing else.
+    """
+    trees = any(kinds()[kind].trees_only for kind in space.available_kinds)
+    found = replace(space, allow_lossy=False).narrowed(stop=("length",), match=("first",), datastore=())
+    return found if trees else replace(found, trees=False)
+
 
 _SERVE = ("vllm.entrypoints.cli.main", "serve")
 _PROBE = """

@@ -1,25 +1,23 @@
-"""Calibration of winners and intervals: how often each is wrong where the truth is known.
+"""Calibration of winners and intervals on simulated decoders: how often each is wrong where the truth is known.
 
-Usage: ``python -m searches.evaluate.calibration [planted.seeds=100] [bench=model] [field=value]``
+Usage: ``python -m searches.evaluate.calibration [planted.seeds=100] [field=value]``
 
 Counts three things and compares each with a criterion:
 
 - A configuration against itself: how often the final rule names one of the two a winner.
 - A configuration of known long-run speedup: how often the interval of a measurement contains that speedup. As in finals,
   prompts on which the machine drifted are measured again first.
-- ``planted.seeds=100``: whole searches on simulated decoders, how often they find the best configuration.
+- ``planted.seeds=100``: whole searches. One succeeds if the true speedup of its export is within 1 % of the best. It must
+  not export a configuration that is slower than plain decoding. Where many are only slightly slower, this may happen as
+  often as intervals are wrong.
 
-The same command resumes whole searches and comparisons on a real model; several processes share the searches. Prints a
-table and writes JSON. The exit code is 4 if a criterion is missed.
+The same command resumes whole searches. Writes JSON and prints a table. The exit code is 4 if a criterion is missed.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -28,78 +26,67 @@ from typing import Any
 import optuna
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from optuna.storages import InMemoryStorage
 from tqdm import tqdm
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
-from layerskip.files import digest, write_json
+from layerskip.files import digest
 from layerskip.measure.measurement import LEAST_RESAMPLED
-from layerskip.models.environment import machine
-from searches.app.application import NOT_CONFIRMED, run
-from searches.app.checks import InputError, check_fraction, check_number, check_seed, check_whole
-from searches.app.file_lock import share_work
-from searches.app.record_header import program_sources
-from searches.app.resume_log import ResultLog
-from searches.backends.layerskip import LayerskipBackend
-from searches.evaluate.criteria import Count, table
-from searches.evaluate.landscape import PROSPECTS, Landscape, Prospect
-from searches.evaluate.planted import Outcome, PlantedSettings, StudyParts, search_planted, summarise
-from searches.evaluate.simulated_decoder import Machine, SimulatedBench
-from searches.evaluate.workload import draw_prompts
-from searches.study.bench import BASELINE, Bench, ModelBench, Row
-from searches.study.finals import Finalist
-from searches.study.objective import MeasureSettings
-from searches.study.remeasure import remeasure_drifted
+from searches.app.application import run
+from searches.app.checks import check_fraction, check_number
+from searches.evaluate.criteria import Count, check_fields, conclude
+from searches.evaluate.simulated import (
+    PROSPECTS,
+    Landscape,
+    Machine,
+    Prospect,
+    SimulatedBench,
+    SimulatedPredictor,
+    draw_prompts,
+)
+from searches.predict.preparation import ScanSettings
+from searches.predict.proposals import propose_all
+from searches.results import RESULTS_VERSION, ResultLog
+from searches.space.search_space import SearchSpace
+from searches.study.bench import BASELINE, Bench, Row
+from searches.study.finals import Finalist, measure_finals, remeasure_drifted
+from searches.study.leaderboard import configuration
+from searches.study.objective import MeasureSettings, Objective
+from searches.study.pruning import BoundEstimator
+from searches.study.starting_points import starting_points
+from searches.study.study import finished, open_study, run_trials
 
+Outcome = dict[str, Any]
+CLOSE = 0.99  # share of the best speedup that counts as found
 _ONE, _OTHER = "one", "other"
 _PACKAGES = ("numpy", "optuna", "scipy")
 
 
-def calibrate(config: DictConfig) -> list[Count]:
-    """Run a calibration and return its counts. See ``conf/calibration.yaml``.
-
-    Raises:
-        SystemExit: a criterion is missed; exit code 4.
-    """
+def calibrate(config: DictConfig) -> None:
+    """Run a calibration and write its record. See ``conf/calibration.yaml``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     _check(config)
-    planting = PlantedSettings(**{str(name): value for name, value in config.planted.items() if name != "search"})
-    counts = [compare_with_itself(config)]
-    if config.bench == "simulated" and config.coverage.resamplings:
-        counts += measure_coverage(config)
-    outcomes: list[Outcome] = []
-    if planting.seeds or planting.hopeless or planting.close:
-        outcomes = _plant(config, planting)
-        counts += summarise(outcomes, planting)
-    print(table(counts))
-    path = Path(config.record or Path(config.outputs) / "calibration.json")
+    counts = [compare_with_itself(config), *measure_coverage(config)]
+    outcomes = _plant(config)
+    counts += summarise(outcomes, config.planted.least_hits, config.planted.most_lost)
     record = {
         "schema": "layerskip.calibration/1",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {package: version(package) for package in _PACKAGES},
-        "sources": digest(program_sources()),
+        "results_version": RESULTS_VERSION,
         "config": OmegaConf.to_container(config, resolve=True),
-        "counts": [asdict(count) | {"share": count.share, "passed": count.passed} for count in counts],
-        "searches": [asdict(outcome) | {"hit": outcome.hit, "slower": outcome.slower} for outcome in outcomes],
+        "searches": outcomes,
     }
-    write_json(path, record)
-    print(f"wrote {path}")
-    if not all(count.passed for count in counts):
-        sys.exit(NOT_CONFIRMED)
-    return counts
+    conclude(record, config.outputs, "calibration.json", config.record, counts)
 
 
 def _check(config: DictConfig) -> None:
-    check_seed(config.seed)
-    if config.bench not in ("simulated", "model"):
-        raise InputError(f"bench: {config.bench!r} is neither simulated nor model")
-    check_whole("itself.comparisons", config.itself.comparisons)
-    check_whole("itself.prompts", config.itself.prompts, LEAST_RESAMPLED)  # fewer never name a winner
-    check_whole("coverage.resamplings", config.coverage.resamplings, 0)
-    for index, count in enumerate(config.coverage.prompts):
-        check_whole(f"coverage.prompts.{index}", count)
+    least = {"itself.comparisons": 1, "itself.prompts": LEAST_RESAMPLED}  # fewer prompts never name a winner
+    least |= {"coverage.resamplings": 0, "coverage.prompts": 1, "planted.layers": 6, "planted.prompts": 10}
+    check_fields(config, least | dict.fromkeys(("planted.seeds", "planted.hopeless", "planted.close"), 0))
     check_number("stalls", config.stalls, most=1, or_zero=True)
-    check_fraction("itself.most_winners", config.itself.most_winners)
-    check_fraction("coverage.least", config.coverage.least)
+    for name in ("itself.most_winners", "coverage.least", "planted.least_hits", "planted.most_lost"):
+        check_fraction(name, OmegaConf.select(config, name))
 
 
 def compare_with_itself(config: DictConfig) -> Count:
@@ -108,18 +95,40 @@ def compare_with_itself(config: DictConfig) -> Count:
     # Plain decoding is always measured, as the baseline.
     one, other = (BASELINE, _OTHER) if same.kind == "none" else (_ONE, _OTHER)
     entries = {name: same for name in (one, other) if name != BASELINE}
-    comparisons, log = _real(config) if config.bench == "model" else (_simulated(config), ResultLog(None))
-    winners = 0
-    with tqdm(total=config.itself.comparisons, unit="comparison", desc="with itself", disable=None) as bar:
-        for seed, (bench, prompts) in enumerate(comparisons, config.seed):
-            if str(seed) not in log:
-                rows = _rows(bench, entries, prompts, seed)
-                # Each of the two may be named the winner.
-                both = [Measurement.of(rows, *pair) for pair in ((one, other), (other, one))]
-                log.add(str(seed), sum(Finalist(same, m.speedup, m.to_dict(), m.interval()[0]).eligible for m in both))
-            winners += log[str(seed)]
-            bar.update()
-    return Count("winners over itself", winners, config.itself.comparisons, most=config.itself.most_winners)
+    bench = _bench(config, config.seed)  # its drift continues from comparison to comparison
+    winners, times = 0, config.itself.comparisons
+    for seed in tqdm(range(config.seed, config.seed + times), unit="comparison", desc="with itself", disable=None):
+        rows = _rows(bench, entries, draw_prompts(config.itself.prompts, seed), seed)
+        # Each of the two may be named the winner.
+        both = [Measurement.of(rows, *pair) for pair in ((one, other), (other, one))]
+        winners += sum(Finalist(same, m.speedup, m.to_dict(), m.interval()[0]).eligible for m in both)
+    return Count("winners over itself", winners, times, most=config.itself.most_winners)
+
+
+def measure_coverage(config: DictConfig) -> list[Count]:
+    """Measure configurations on many draws of prompts, and count the intervals that contain the long-run speedup."""
+    if not config.coverage.resamplings:
+        return []
+    bench = _bench(config, config.seed + 1)
+    fields: dict[str, Any] = OmegaConf.to_container(config.coverage.configs, resolve=True)  # type: ignore[assignment]
+    configs = {name: SpeculativeConfig.from_dict(values) for name, values in fields.items()}
+    truths = {name: bench.landscape.speedup(drafting) for name, drafting in configs.items()}
+    times, counts = config.coverage.resamplings, list[Count]()
+    for size in config.coverage.prompts:
+        covered = dict.fromkeys(configs, 0)
+        for index in tqdm(range(times), unit="resampling", desc=f"coverage, {size} prompts", disable=None):
+            seed = config.seed + 1_000_000 + index
+            rows = _rows(bench, configs, draw_prompts(size, seed), seed)
+            for name in configs:
+                low, high = Measurement.of(rows, BASELINE, name).interval()
+                covered[name] += low <= truths[name] <= high
+        least = config.coverage.least
+        counts += [Count(f"coverage, {name}, {size} prompts", hits, times, least=least) for name, hits in covered.items()]
+    return counts
+
+
+def _bench(config: DictConfig, seed: int) -> SimulatedBench:
+    return SimulatedBench(Landscape.draw(config.seed, config.planted.layers), Machine(seed, stalls=config.stalls))
 
 
 def _rows(bench: Bench, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, seed: int) -> list[Row]:
@@ -129,77 +138,75 @@ def _rows(bench: Bench, configs: Mapping[str, SpeculativeConfig], prompts: Promp
     return [again.get(place, row) for place, row in enumerate(rows)]
 
 
-def _real(config: DictConfig) -> tuple[Iterable[tuple[Bench, PromptSet]], ResultLog]:
-    """Return the same bench and prompts for every comparison, and the log of finished ones, as each takes minutes."""
-    target = instantiate(config.target)
-    bench = ModelBench(LayerskipBackend(target), instantiate(config.sampling), config.max_new_tokens)
-    prompts = instantiate(config.prompts).take(config.itself.prompts)
-    identity = [target.digest, prompts.digest, bench.sampling.to_dict(), bench.max_new_tokens, machine(target)]
-    identity += [OmegaConf.to_container(config.itself.config, resolve=True), *program_sources()]
-    log = ResultLog(Path(config.outputs) / f"itself-{digest(identity)[:12]}.jsonl")
-    return itertools.repeat((bench, prompts), config.itself.comparisons), log
-
-
-def _simulated(config: DictConfig) -> Iterator[tuple[Bench, PromptSet]]:
-    """Yield one simulated bench, whose drift continues, and new prompts for every comparison."""
-    landscape = Landscape.draw(config.seed, config.planted.layers)
-    bench = SimulatedBench(landscape, Machine(config.seed, stalls=config.stalls))
-    for index in range(config.itself.comparisons):
-        yield bench, draw_prompts(config.itself.prompts, config.seed + index)
-
-
-def measure_coverage(config: DictConfig) -> list[Count]:
-    """Measure configurations on many draws of prompts, and count the intervals that contain the long-run speedup."""
-    landscape = Landscape.draw(config.seed, config.planted.layers)
-    bench = SimulatedBench(landscape, Machine(config.seed + 1, stalls=config.stalls))
-    fields: dict[str, Any] = OmegaConf.to_container(config.coverage.configs, resolve=True)  # type: ignore[assignment]
-    configs = {name: SpeculativeConfig.from_dict(values) for name, values in fields.items()}
-    truths = {name: landscape.speedup(drafting) for name, drafting in configs.items()}
-    sizes, times = list(config.coverage.prompts), config.coverage.resamplings
-    counts = []
-    with tqdm(total=len(sizes) * times, unit="resampling", desc="coverage", disable=None) as bar:
-        for size in sizes:
-            covered = dict.fromkeys(configs, 0)
-            for index in range(times):
-                seed = config.seed + 1_000_000 + index
-                rows = _rows(bench, configs, draw_prompts(size, seed), seed)
-                for name in configs:
-                    low, high = Measurement.of(rows, BASELINE, name).interval()
-                    covered[name] += low <= truths[name] <= high
-                bar.update()
-            counts += [
-                Count(f"coverage, {name}, {size} prompts", hits, times, least=config.coverage.least)
-                for name, hits in covered.items()
-            ]
-    return counts
-
-
-def _plant(config: DictConfig, settings: PlantedSettings) -> list[Outcome]:
+def _plant(config: DictConfig) -> list[Outcome]:
     """Search simulated decoders. A search is kept until its settings, this program or its libraries change."""
-    parts = config.planted.search
-    study_parts = StudyParts(
-        space=lambda layers: instantiate(parts.space, layers=layers),
-        sampler=lambda seed: instantiate(parts.sampler, seed=seed),
-        pruner=instantiate(parts.pruner),
-        **{name: instantiate(parts[name]) for name in ("study", "measure", "scan")},
-    )
-    fields: dict[str, Any] = OmegaConf.to_container(config.planted, resolve=True)  # type: ignore[assignment]
+    planted = config.planted
+    fields: dict[str, Any] = OmegaConf.to_container(planted, resolve=True)  # type: ignore[assignment]
     identity = [fields[name] for name in ("layers", "prompts", "search")]
-    identity += [*(version(package) for package in _PACKAGES), *program_sources()]
-    folder = Path(config.outputs) / "planted" / digest(identity)[:12]
-    counts = zip(PROSPECTS, (settings.seeds, settings.hopeless, settings.close), strict=True)
-    jobs = [(prospect, config.seed + seed) for prospect, count in counts for seed in range(count)]
-    files = {(prospect, seed): folder / f"{prospect}-{seed}.json" for prospect, seed in jobs}
-    with tqdm(total=len(jobs), unit="search", desc="planted", disable=None) as bar:
+    identity += [*(version(package) for package in _PACKAGES), RESULTS_VERSION]
+    log = ResultLog(Path(config.outputs) / f"planted-{digest(identity)[:12]}.jsonl")
+    counts = zip(PROSPECTS, (planted.seeds, planted.hopeless, planted.close), strict=True)
+    jobs = {f"{prospect} {seed}": (prospect, config.seed + seed) for prospect, count in counts for seed in range(count)}
+    for name, (prospect, seed) in tqdm(jobs.items(), unit="search", desc="planted", disable=None):
+        if name not in log:
+            log.add(name, search_planted(seed, prospect, planted))
+    return [log[name] for name in jobs]
 
-        def run_search(job: tuple[Prospect, int]) -> Outcome:
-            if not files[job].exists():
-                write_json(files[job], asdict(search_planted(job[1], job[0], settings, study_parts)))
-            bar.update()
-            return Outcome(**json.loads(files[job].read_text(encoding="utf-8")))
 
-        outcomes = share_work(files, run_search)
-    return [outcomes[job] for job in jobs]
+def search_planted(seed: int, prospect: Prospect, planted: DictConfig) -> Outcome:
+    """Search one landscape as a study does, up to the configuration that it would export.
+
+    Args:
+        seed: of the landscape, the prompts and the search.
+        prospect: the kind of landscape.
+        planted: sizes and settings of the search.
+
+    Returns:
+        Labels and true speedups of the best configuration and of the winner, and the highest true speedup that was measured.
+    """
+    start, parts = time.monotonic(), planted.search
+    landscape = Landscape.draw(seed, planted.layers, prospect)
+    space: SearchSpace = instantiate(parts.space, layers=planted.layers)
+    measuring: MeasureSettings = instantiate(parts.measure)
+    scanning: ScanSettings = instantiate(parts.scan)
+    tune, held_out = draw_prompts(planted.prompts, seed).split()
+    bench = SimulatedBench(landscape, Machine(seed))
+    predictor = SimulatedPredictor(landscape, space.values("layer_skip", "draft_length"), tune.take(scanning.prompts))
+    study = open_study(f"planted-{seed}", InMemoryStorage(), instantiate(parts.pruner), {})
+    study.sampler = instantiate(parts.sampler, seed=seed)
+    starts = starting_points(space, propose_all(predictor, space, scanning.proposals))
+    objective = Objective(bench, space, tune, measuring, seed, bounds=BoundEstimator(predictor))
+    run_trials(study, objective, instantiate(parts.study), lambda _: None, starts)
+    winner = measure_finals(study, bench, held_out.take(measuring.held_out_prompts), measuring, seed).winner.config
+    seconds = time.monotonic() - start
+    best, speedup = landscape.best(space)
+    measured = {configuration(trial) for trial in finished(study) if "table" in trial.user_attrs} | {SpeculativeConfig()}
+    reached = landscape.speedup(winner)
+    return {
+        "seed": seed,
+        "prospect": prospect,
+        "best": best.label(),
+        "best_speedup": speedup,
+        "winner": winner.label(),
+        "winner_speedup": reached,
+        "measured_speedup": max(map(landscape.speedup, measured)),
+        "seconds": seconds,
+        "hit": reached >= CLOSE * speedup,
+        "slower": reached < 1.0,
+    }
+
+
+def summarise(outcomes: list[Outcome], least_hits: float | None, most_lost: float | None) -> list[Count]:
+    """Count the searches that found the best configuration, and those that exported one slower than plain decoding."""
+    slower = "exports slower than plain decoding"
+    hopeful, close = ([o for o in outcomes if o["prospect"] == prospect] for prospect in ("hopeful", "close"))
+    clear = [outcome for outcome in outcomes if outcome["prospect"] != "close"]
+    counts = [
+        Count(slower, sum(o["slower"] for o in clear), len(clear), most=0.0),
+        Count("best configuration found", sum(o["hit"] for o in hopeful), len(hopeful), least=least_hits),
+        Count(f"{slower}, close landscapes", sum(o["slower"] for o in close), len(close), most=most_lost),
+    ]
+    return [count for count in counts if count.of]
 
 
 if __name__ == "__main__":

@@ -1,25 +1,35 @@
-"""Pass criteria of the evaluation programs: counts of events, each with the share that it must reach or must not exceed."""
+"""What all evaluation programs share: checks, criteria, the record that they end with, and tables in Markdown."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from layerskip.files import write_json
+from searches.app.application import NOT_CONFIRMED
+from searches.app.checks import check_list, check_seed, check_whole
 
 
 @dataclass(frozen=True)
 class Count:
-    """Number of times that something happened, and the criterion for it.
+    """Number of times that something happened, or a measured figure, and the criterion for it.
 
     Args:
-        name: what was counted.
-        times: how often it happened.
-        of: how often it could have happened.
+        name: what was counted or measured.
+        times: how often it happened, or the figure.
+        of: how often it could have happened; 1 for a figure.
         least: smallest share that passes; None sets no lower limit.
         most: largest share that passes; None sets no upper limit.
     """
 
     name: str
-    times: int
-    of: int
+    times: float
+    of: float = 1
     least: float | None = None
     most: float | None = None
 
@@ -30,23 +40,54 @@ class Count:
 
     @property
     def passed(self) -> bool:
-        """True if the criterion is met."""
+        """True if the criterion is met; False if the figure is not a number."""
         return (self.least is None or self.share >= self.least) and (self.most is None or self.share <= self.most)
 
-    @property
-    def criterion(self) -> str:
-        """The criterion in words."""
-        if self.least is not None and self.least == self.most:
-            return f"exactly {self.least:.0%}"
-        if self.least is not None:
-            return f"at least {self.least:.0%}"
-        return "none" if self.most is None else f"at most {self.most:.0%}"
+    def cells(self) -> list[str]:
+        """Return the count as a row of the table of criteria."""
+        limits = {"at least": self.least, "at most": self.most}
+        asked = ", ".join(f"{limit} {share:g}" for limit, share in limits.items() if share is not None)
+        return [self.name, f"{self.times:g} of {self.of:g}", f"{self.share:.3g}", asked, "met" if self.passed else "MISSED"]
 
 
-def table(counts: list[Count]) -> str:
-    """Return counts as a Markdown table."""
-    lines = ["| counted | times | of | share | criterion | result |", "|---|---|---|---|---|---|"]
-    for count in counts:
-        result = "met" if count.passed else "MISSED"
-        lines.append(f"| {count.name} | {count.times} | {count.of} | {count.share:.1%} | {count.criterion} | {result} |")
-    return "\n".join(lines)
+def check_fields(config: DictConfig, least: Mapping[str, int]) -> None:
+    """Check the seed, and whole numbers or lists of them by their lowest value.
+
+    Raises:
+        InputError: a field is wrong; the message begins with its name.
+    """
+    check_seed(config.seed)
+    for name, lowest in least.items():
+        value = OmegaConf.select(config, name)
+        if isinstance(value, ListConfig):
+            check_list(name, value, or_empty=False)
+        for item in value if isinstance(value, ListConfig) else [value]:
+            check_whole(name, item, lowest)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of cells as a Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def conclude(record: dict[str, Any], outputs: str, name: str, path: str | None, counts: Sequence[Count]) -> None:
+    """Write a record and print its criteria.
+
+    Args:
+        record: of the program; gets ``counts``.
+        outputs: folder of the program's outputs.
+        name: of the file in it.
+        path: of another file; None for that one.
+        counts: judged events and figures.
+
+    Raises:
+        SystemExit: a criterion is missed; exit code 4.
+    """
+    file = Path(path or Path(outputs) / name)
+    record["counts"] = [asdict(count) | {"share": count.share, "passed": count.passed} for count in counts]
+    write_json(file, record)
+    if counts:
+        print(table(["counted", "times", "share", "criterion", "result"], [count.cells() for count in counts]))
+    print(f"wrote {file}")
+    if not all(count.passed for count in counts):
+        sys.exit(NOT_CONFIRMED)

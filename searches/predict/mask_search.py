@@ -60,7 +60,7 @@ class MaskSearch:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
-        self._lengths, self.left = (space.skip_length[0], space.skip_length[1]), budget
+        self._lengths, self.left = space.values("layer_skip", "draft_length"), budget
         self._on_mask, self._on_best, self._is_over = on_mask, on_best, is_over
 
     def screen(self, masks: Iterable[SkipMask]) -> list[float]:

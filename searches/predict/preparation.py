@@ -6,7 +6,6 @@ All results are stored: continuations and cost profiles in the outputs folder fo
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,25 +19,23 @@ import torch
 from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
 from layerskip.costs.cost_model import CostProfile
 from layerskip.costs.profile import LEAST_REPEATS, profile_costs
-from layerskip.earlier_names import CONTINUATIONS
-from layerskip.files import digest, write_json
+from layerskip.device.memory import within_memory
+from layerskip.files import digest, read_json, write_json
 from layerskip.models.environment import machine
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, ReportCost, continue_prompts
 from searches.app.checks import check_flag, check_list, check_number, check_whole
-from searches.app.file_lock import exclusive
-from searches.app.memory import within_memory
-from searches.app.progress import counting, say
 from searches.predict.contexts import timed_contexts
 from searches.predict.predictor import DraftChoices
 from searches.predict.proposals import ProposalSettings
-from searches.predict.scan_predictor import ScanPredictor
-from searches.predict.shared_scans import masks_at_once
-from searches.space.search_space import SearchSpace
-from searches.workers.alone import ALONE, Workers
+from searches.predict.scan_predictor import ScanPredictor, masks_at_once
+from searches.progress import counting, say
+from searches.results import exclusive
+from searches.space.search_space import LOOKUP, SearchSpace
+from searches.workers.crew import ALONE, Workers
 
-_SCAN_VERSION = 2  # of the counts; those of another version are scanned again
-_PROFILE_VERSION = 3  # of stored profiles; version 2 had one file for each number of repeats
+_SCAN_VERSION = 3  # of the counts; those of another version are scanned again
+_PROFILE_VERSION = 4  # of stored profiles and their measurement
 _LEAST_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
 
 
@@ -123,7 +120,8 @@ def prepare_predictor(
     if scanner is None:
         return None
     depth, continuations = scanner.depth, scanner.continuations
-    longest = max(depth, space.lookup_length[1]) if "prompt_lookup" in space.available_kinds else depth
+    copied = space.values(LOOKUP, "draft_length")[1] if LOOKUP in space.available_kinds else 0
+    longest = max(depth, copied)
     parts = space.bridged, scanner.runners > 0
 
     def measure(repeats: int, error: float) -> CostProfile:
@@ -131,17 +129,17 @@ def prepare_predictor(
         return cost_profile(target, continuations, longest, sampling, enough, outputs, *parts, report_cost, crew, is_over)
 
     profile = measure(min(LEAST_REPEATS, settings.profile_repeats), math.inf)
-    stops = scanned_stops(space, settings.thresholds)
+    stops, lengths = scanned_stops(space, settings.thresholds), space.values("layer_skip", "draft_length")
     identity = {
         "target": target.digest,
-        CONTINUATIONS: [dataclasses.astuple(continuation) for continuation in continuations],
+        "continuations": [dataclasses.astuple(continuation) for continuation in continuations],
         "sampling": sampling.to_dict(),
-        "choices": [list(space.skip_length), [stop.to_dict() for stop in stops], scanner.runners],
+        "choices": [list(lengths), [stop.to_dict() for stop in stops], scanner.runners],
         "screened_rows": settings.screened_rows,
         "machine": machine(target),  # another machine may round near-ties differently, and has other costs
         "recipe": _SCAN_VERSION,
     }
-    choices = DraftChoices((space.skip_length[0], space.skip_length[1]), stops, tuple(range(scanner.runners + 1)))
+    choices = DraftChoices(lengths, stops, tuple(range(scanner.runners + 1)))
     place = folder / f"scans-{digest(identity)[:16]}"
     sharpen = partial(measure, settings.profile_repeats, settings.profile_error)
     return ScanPredictor(scanner, scanner.sample(settings.screened_rows), profile, choices, place, crew=crew, costs=sharpen)
@@ -185,7 +183,8 @@ def open_scanner(
         say("scan: every continuation ends at once; there is nothing to scan")
         return None
     try:
-        return make_scanner(target, continuations, sampling, space.skip_length[1], space.siblings, settings)
+        depth, siblings = (space.values("layer_skip", name)[1] for name in ("draft_length", "siblings"))
+        return make_scanner(target, continuations, sampling, depth, siblings, settings)
     except UnsupportedModel as error:
         say(f"scan: {error}")
         return None
@@ -233,8 +232,9 @@ def make_scanner(
 
 def scanned_stops(space: SearchSpace, thresholds: Sequence[float]) -> tuple[StopRule, ...]:
     """Return the stop rules that every scanned mask is combined with."""
-    kinds = [kind for kind in ("threshold", "adaptive") if kind in space.stops]
-    plain = [StopRule()] if "length" in space.stops else []
+    searched = space.values("layer_skip", "stop")
+    kinds = [kind for kind in ("threshold", "adaptive") if kind in searched]
+    plain = [StopRule()] if "length" in searched else []
     return (*plain, *(StopRule(kind, value) for kind in kinds for value in dict.fromkeys(map(float, thresholds))))
 
 
@@ -275,8 +275,6 @@ def cost_profile(
         "target": target.digest,
         "context": contexts[0],
         "longest": longest,
-        # Profiles of earlier versions have other parts; those of one context are the same except for ``others``.
-        "parts": [field.name for field in dataclasses.fields(CostProfile) if field.name != "others"],
         "sampling": sampling.to_dict(),
         "machine": machine(target),
         "bridged": bridged,
@@ -289,8 +287,9 @@ def cost_profile(
     def measure() -> dict[str, Any]:
         with exclusive(file):  # two at the same time would disturb each other
             seconds = 0.0
-            stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"repeats": 0}
-            if stored["repeats"] < repeats and not (file.exists() and is_over()):
+            known: dict[str, Any] | None = read_json(file)
+            stored = known or {"repeats": 0}
+            if stored["repeats"] < repeats and not (known and is_over()):
                 start = time.monotonic()
                 with counting((repeats + 1) * len(contexts), "repeats", "cost profile") as count:
                     parts = longest, sampling, repeats, error, count, bridged, branching, is_over

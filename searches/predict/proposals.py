@@ -182,8 +182,9 @@ def propose_all(
     every = (*plain, *_best_first(with_bridges, settings), *_best_first(with_head, settings))
     ranked = sorted(every, key=lambda prediction: -prediction.speedup)
     configs = [prediction.config for prediction in (*propose_lookups(predictor, space, settings.lookups), *ranked)]
-    if plain and space.siblings:
-        branching = replace(plain[0].config, siblings=space.siblings)
+    siblings = space.values("layer_skip", "siblings")[1]
+    if plain and siblings:
+        branching = replace(plain[0].config, siblings=siblings)
         if not predictor.can_predict(branching):  # trees that cannot be predicted are tried with the best mask
             configs.insert(configs.index(plain[0].config) + 1, branching)
     return configs

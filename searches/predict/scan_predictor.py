@@ -1,6 +1,8 @@
 """Speedups predicted from scans and a cost profile, before anything is decoded with a mask.
 
 Every prediction is stored in a file, mask by mask, so that an interrupted search repeats none of them.
+
+Masks are scanned in batches, each of which one of a study's workers makes for all of them.
 """
 
 from __future__ import annotations
@@ -8,30 +10,120 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
-from layerskip.costs.cost_model import CostProfile, DraftExtras
+from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
-from layerskip.models.bridge import load_bridges
+from layerskip.models.bridge import Bridges, load_bridges
 from layerskip.scan.replay import Counts, count, replay_lookup
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.scan.trace import Branching
-from searches.app.resume_log import ResultLog
-from searches.predict.bridged_drafts import BridgedDrafts
 from searches.predict.contexts import ContextCosts
 from searches.predict.predictor import SCREENED_TOGETHER, DraftChoice, DraftChoices, Prediction
-from searches.predict.shared_scans import SHARED_TOGETHER, share_scans
 from searches.predict.stability import Stability, stability
+from searches.results import ResultLog
 from searches.space.bridge_spec import BridgeSpec
-from searches.training.bridge_store import BridgeStore, training_record
-from searches.workers.alone import ALONE, Workers
+from searches.train.bridge_store import BridgeStore, training_record
+from searches.workers.crew import ALONE, Workers
+
+SHARED_TOGETHER = 256  # masks that several workers screen together, so that all have some
+_ROWS_PER_MASK = 256  # fewer rows of a pass are not worth sharing among masks
+
+
+def masks_at_once(rows: int) -> int:
+    """Return how many masks are scanned together in passes of this many rows: one on a CPU, where more gain nothing."""
+    return max(1, rows // _ROWS_PER_MASK)
+
+
+def share_scans(
+    crew: Workers,
+    identity: Sequence[str],
+    masks: Sequence[SkipMask],
+    rows: int,
+    log: ResultLog,
+    scan: Callable[[Sequence[SkipMask]], dict[str, Any]],
+) -> Iterator[tuple[SkipMask, Any]]:
+    """Yield the results of the masks that a log lacks, batch by batch.
+
+    Args:
+        crew: the workers.
+        identity: everything that the results depend on, except the masks.
+        masks: the masks.
+        rows: of a pass.
+        log: of earlier results, by mask.
+        scan: returns the results of a batch, by mask.
+    """
+    new, size = [mask for mask in dict.fromkeys(masks) if mask.format() not in log], masks_at_once(rows)
+    batches = [new[first : first + size] for first in range(0, len(new), size)]
+    named = {digest([*identity, *(mask.format() for mask in batch)])[:32]: batch for batch in batches}
+    for name, results in crew.share_all(named, lambda name: scan(named[name])):
+        for mask in named[name]:
+            yield mask, results[mask.format()]
+
+
+class BridgedDrafts:
+    """Drafts of masks with one bridge spec.
+
+    Args:
+        bridge_spec: the bridges and the draft head of every mask.
+        bridge_store: the source of bridges and draft heads; None if the spec has none.
+
+    Attributes:
+        tokens: ``[K]`` int64, the tokens of the draft head; None for the whole vocabulary.
+    """
+
+    def __init__(self, bridge_spec: BridgeSpec, bridge_store: BridgeStore | None) -> None:
+        self.bridge_spec, self._store = bridge_spec, bridge_store
+        self.tokens: Tensor | None = None if bridge_store is None else bridge_store.tokens(bridge_spec.tokens)
+
+    def folders(self, mask: SkipMask) -> tuple[str, str]:
+        """Return the folders of a mask's bridges and of the draft head; empty if there are none."""
+        if self._store is None:
+            return "", ""
+        return self._store.bridge(mask, self.bridge_spec), self._store.head(self.bridge_spec.tokens)
+
+    def scan(
+        self, scanner: Scanner, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None
+    ) -> list[Scan]:
+        """Scan masks with their bridges; arguments are those of :meth:`~layerskip.scan.scan.Scanner.scan`.
+
+        Args:
+            scanner: of continuations.
+            masks: to scan.
+            depth: of drafts; None for the scanner's.
+            floor: confidence down to which drafts are followed; None for all.
+        """
+        store, bridges = self._store, None
+        if store is not None:
+            bridges = [store.load(store.bridge(mask, self.bridge_spec), mask) for mask in masks]
+        return scanner.scan(masks, depth=depth, floor=floor, bridges=bridges, tokens=self.tokens)
+
+    def reproducible(self, mask: SkipMask) -> bool:
+        """Return whether another process would scan the mask alike, since no bridges are missing for lack of memory."""
+        return self._store is None or not self._store.failed(mask, self.bridge_spec)
+
+    def extras(self, mask: SkipMask) -> DraftExtras:
+        """Return the bridges and the draft head of a mask's draft, as costs count them."""
+        return NO_EXTRAS if self._store is None else self._store.extras(mask, self.bridge_spec)
+
+    def trained_extras(self, bridges: Bridges) -> DraftExtras:
+        """Return the costs of a mask's draft with bridges that were trained since."""
+        return DraftExtras.of(bridges.shape, 0 if self._store is None else self._store.left_out(self.bridge_spec.tokens))
+
+    def matches(self, config: SpeculativeConfig) -> bool:
+        """Return whether a self-draft's bridges and draft head are those of the spec."""
+        if self._store is None or not (config.bridge or config.draft_head):
+            return self.bridge_spec == BridgeSpec() and not config.bridge and not config.draft_head
+        return self._store.bridge_spec(config) == self.bridge_spec
+
 
 _CACHED_SCANS = 64  # scans kept in memory for further stop rules
 
@@ -176,7 +268,7 @@ class ScanPredictor:
             counts = self._scanner.counts(scan, *own, warmed=True)
             self._trained.add(name, [self._all_counts(scan), [each.to_list() for each in counts]])
         others, own_counts = self._trained[name]
-        every = self._parse(others) | {own: _counts_of(own_counts)}
+        every = self._parse(others) | {own: _read_counts(own_counts)}
         (length, stop, branching), _ = self._fastest(every, mask, self._drafts.trained_extras(bridges))
         siblings, least = astuple(branching)
         return replace(config, draft_length=length, stop=stop, siblings=siblings, least_probability=least)
@@ -263,7 +355,7 @@ class ScanPredictor:
                 self._cache(scan)
             counts = self._scanner.counts(self._scans[mask], draft_length, stop, branching, warmed=True)
             self._others.add(name, [each.to_list() for each in counts], self._drafts.reproducible(mask))
-        return _counts_of(self._others[name])
+        return _read_counts(self._others[name])
 
     def _cache(self, scan: Scan) -> None:
         self._scans[scan.mask] = scan
@@ -307,6 +399,6 @@ class ScanPredictor:
         )
 
 
-def _counts_of(stored: Sequence[Any]) -> list[Counts]:
-    """Return stored counts: a list for each continuation, or one for the sum over all, of an earlier version."""
-    return [Counts.from_list(part) for part in (stored if isinstance(stored[0], list) else [stored])]
+def _read_counts(stored: Sequence[Any]) -> list[Counts]:
+    """Return the counts of each continuation from their stored values."""
+    return [Counts.from_list(part) for part in stored]

@@ -8,7 +8,6 @@ their choices next to their exports. The overlap of two choices is compared with
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from layerskip import SkipMask
-from layerskip.files import digest, write_json
+from layerskip.files import digest, read_json, write_json
 
 _CHOICE = "choice.json"
 _LEAST_PAIRS = 200  # random pairs; fewer estimate chance poorly
@@ -84,7 +83,7 @@ def seed_stability(folder: Path, settings: Mapping[str, Any], mask: SkipMask, su
     """
     like = digest({name: value for name, value in settings.items() if name != "seed"})
     write_json(folder / _CHOICE, {"like": like, "seed": settings["seed"], "mask": mask.format(), "layers": mask.layers})
-    rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.parent.glob(f"*/{_CHOICE}"))]
+    rows = filter(None, map(read_json, sorted(folder.parent.glob(f"*/{_CHOICE}"))))
     chosen = {row["seed"]: SkipMask.parse(row["mask"], row["layers"]) for row in rows if row["like"] == like}
     chosen[settings["seed"]] = mask  # a study of another name may have stored another choice with this seed
     if len(chosen) < 2:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
+from plotly import graph_objects as go
 
-from searches.report.drawing import GREY, INK, Figure, layout, shortened, wrapped
-from searches.report.trial_points import COLORS, OTHER
+from searches.report.charts import GREY, INK, color_of, figure, shortened, wrapped
 from searches.study.leaderboard import FINISHED, configuration
-from searches.study.requeue import DUPLICATE_OF
+from searches.study.study import DUPLICATE_OF
 from searches.tracking.names import ENGINE_FAILED, RETRY_OF, WORKER
 
 _LEAST_PAUSE = 60.0  # seconds without a trial that are cut out, and at least this share of the time with trials:
@@ -32,11 +31,13 @@ class Span:
         trial: the trial.
         start: its start.
         seconds: its duration; 0.0 for a killed one, whose end is unknown.
+        begin: seconds from the study's start to its own, without long times in which nothing ran.
     """
 
     trial: FrozenTrial
     start: datetime
     seconds: float
+    begin: float = 0.0
 
     @property
     def lane(self) -> str:
@@ -65,56 +66,63 @@ class Span:
         return _FAILED if failed else self.trial.state.name.lower()
 
 
-def timeline(trials: Sequence[FrozenTrial], now: datetime) -> Figure | None:
+def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
     """Return the timeline of the trials that have started.
 
     Args:
         trials: finished, failed and running ones.
         now: the end of running trials, with a time zone.
     """
-    spans = _spans(trials, now)
+    spans, pauses = _spans(trials, now)
     if not spans:
         return None
-    offsets, pauses = _cut_pauses(spans)
-    total = max(offset + span.seconds for offset, span in zip(offsets, spans, strict=True))
+    total = max(span.begin + span.seconds for span in spans)
     unit, name = next((unit, name) for least, unit, name in _UNITS if total >= least)
-    axes = layout(f"{name} in which trials ran", "")
-    axes |= {"barmode": "overlay", "annotations": []}
-    axes["xaxis"]["range"] = [-0.01 * total / unit, 1.02 * total / unit or 1.0]
-    _set_lanes(axes, spans)
+    chart = figure(f"{name} in which trials ran", "")
+    chart.update_xaxes(range=[-0.01 * total / unit, 1.02 * total / unit or 1.0])
+    chart.update_layout(barmode="overlay", margin_t=28 if pauses else 10, margin_l=12)
+    _set_lanes(chart, spans)
     for offset, seconds in pauses:
-        at = offset / unit
-        axes["shapes"].append({"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": at, "x1": at})
-        axes["shapes"][-1]["line"] = {"color": INK, "width": 1, "dash": "dash"}
-        note = {"x": at, "yref": "paper", "y": 1, "yanchor": "bottom", "text": _duration(seconds), "showarrow": False}
-        axes["annotations"].append(note | {"xanchor": "right" if 2 * offset > total else "left"})
-    axes["margin"] |= {"t": 28 if pauses else 10, "l": 12}
-    begins = {span.trial.number: offset / unit for offset, span in zip(offsets, spans, strict=True)}
-    groups = sorted({(span.kind, span.outcome) for span in spans if not span.killed})
-    bars = [_bars([s for s in spans if (s.kind, s.outcome) == group and not s.killed], begins, unit) for group in groups]
-    return {"data": [*_takeovers(spans, begins, unit), *bars, *_crosses(spans, begins)], "layout": axes}
+        dashed = {"color": INK, "width": 1, "dash": "dash"}
+        chart.add_vline(x=offset / unit, line=dashed)
+        note = {"text": _duration(seconds), "showarrow": False, "yref": "paper", "y": 1, "yanchor": "bottom"}
+        chart.add_annotation(x=offset / unit, xanchor="right" if 2 * offset > total else "left", **note)
+    ended = [span for span in spans if not span.killed]
+    for group in sorted({(span.kind, span.outcome) for span in ended}):
+        _add_bars(chart, [span for span in ended if (span.kind, span.outcome) == group], unit)
+    if killed := [span for span in spans if span.killed]:
+        chart.add_scatter(
+            mode="markers",
+            name="killed",
+            x=[span.begin / unit for span in killed],
+            y=[span.lane for span in killed],
+            marker={"symbol": "x", "size": 11, "color": INK, "line": {"color": "#ffffff", "width": 1}},
+            text=[_describe(span) for span in killed],
+            hoverinfo="text",
+        )
+    return chart
 
 
 def timeline_notes(trials: Sequence[FrozenTrial], now: datetime) -> str:
     """Return what the timeline shows besides finished trials; the arguments are those of :func:`timeline`."""
-    spans = _spans(trials, now)
-    outcomes, numbers = {span.outcome for span in spans}, {span.trial.number for span in spans}
+    spans, pauses = _spans(trials, now)
+    outcomes = {span.outcome for span in spans}
     sentences = {
         "Faint: stopped early or not run.": TrialState.PRUNED.name.lower() in outcomes,
         "Hatched: the engine failed.": _FAILED in outcomes,
         "Grey: running.": TrialState.RUNNING.name.lower() in outcomes,
         "Grey with a frame: interrupted.": any(s.trial.state == TrialState.FAIL and not s.killed for s in spans),
         "Cross: killed.": any(span.killed for span in spans),
-        "Dotted: to the trial that took over.": any(s.trial.user_attrs.get(RETRY_OF) in numbers for s in spans),
-        "Dashed: a pause that is cut out.": bool(spans and _cut_pauses(spans)[1]),
+        "Dashed: a pause that is cut out.": bool(pauses),
     }
     return " ".join(sentence for sentence, holds in sentences.items() if holds)
 
 
-def _spans(trials: Sequence[FrozenTrial], now: datetime) -> list[Span]:
-    """Return the times of the trials that have started, in the order of their starts.
+def _spans(trials: Sequence[FrozenTrial], now: datetime) -> tuple[list[Span], list[tuple[float, float]]]:
+    """Return the times of the trials that have started, in the order of their starts, and the pauses between them.
 
-    Trials whose configuration another worker measured at that moment are left out.
+    Trials whose configuration another worker measured at that moment are left out. A pause, in which nothing ran for long,
+    has a place and a length, both in seconds.
     """
     spans = []
     for trial in trials:
@@ -128,28 +136,30 @@ def _spans(trials: Sequence[FrozenTrial], now: datetime) -> list[Span]:
         if trial.state == TrialState.RUNNING:
             seconds = (now - start).total_seconds()
         spans.append(Span(trial, start, max(0.0, float(seconds or 0.0))))
-    return sorted(spans, key=lambda span: span.start)
+    spans.sort(key=lambda span: span.start)
+    least = max(_LEAST_PAUSE, _PAUSE_SHARE * sum(span.seconds for span in spans))
+    placed: list[Span] = []
+    pauses: list[tuple[float, float]] = []
+    cut, end = 0.0, spans[0].start if spans else now
+    for span in spans:
+        idle = (span.start - end).total_seconds()
+        if idle > least:
+            pauses.append(((end - spans[0].start).total_seconds() - cut, idle))
+            cut += idle
+        placed.append(replace(span, begin=(span.start - spans[0].start).total_seconds() - cut))
+        end = max(end, span.end)
+    return placed, pauses
 
 
-def _set_lanes(axes: dict[str, Any], spans: Sequence[Span]) -> None:
-    """Give each worker a lane. Names lie in the lanes, as a phone has no place beside."""
+def _set_lanes(chart: go.Figure, spans: Sequence[Span]) -> None:
+    """Give each worker a lane. Names lie in the lanes, because a phone has no place beside them."""
     lanes = sorted({span.lane for span in spans}, key=_natural, reverse=True)
-    axes["yaxis"] |= {"type": "category", "categoryarray": lanes, "categoryorder": "array", "fixedrange": True}
-    axes["yaxis"] |= {"showticklabels": False, "range": [-0.5, len(lanes) - 0.4]}
-    axes["height"] = 110 + 46 * len(lanes)
-    if lanes != [_ONE_LANE]:
-        axes["annotations"] += [
-            {
-                "xref": "paper",
-                "x": 0,
-                "xanchor": "left",
-                "y": place + 0.4,
-                "showarrow": False,
-                "text": shortened(lane),
-                "font": {"size": 12},
-            }
-            for place, lane in enumerate(lanes)
-        ]
+    chart.update_yaxes(type="category", categoryarray=lanes, categoryorder="array", fixedrange=True)
+    chart.update_yaxes(showticklabels=False, range=[-0.5, len(lanes) - 0.4])
+    chart.update_layout(height=110 + 46 * len(lanes))
+    for place, lane in enumerate(lanes if lanes != [_ONE_LANE] else ()):
+        name = {"text": shortened(lane), "font_size": 12, "showarrow": False}
+        chart.add_annotation(xref="paper", x=0, xanchor="left", y=place + 0.4, **name)
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
@@ -157,85 +167,24 @@ def _natural(text: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
-def _cut_pauses(spans: Sequence[Span]) -> tuple[list[float], list[tuple[float, float]]]:
-    """Return the start of each trial in seconds, without long times in which nothing ran, and these times.
-
-    Args:
-        spans: in the order of their starts.
-
-    Returns:
-        The starts, and the place and length of each pause in seconds.
-    """
-    busy = sum(span.seconds for span in spans)
-    least = max(_LEAST_PAUSE, _PAUSE_SHARE * busy)
-    first, end, cut = spans[0].start, spans[0].start, 0.0
-    offsets, pauses = [], []
-    for span in spans:
-        idle = (span.start - end).total_seconds()
-        if idle > least:
-            pauses.append(((end - first).total_seconds() - cut, idle))
-            cut += idle
-        offsets.append((span.start - first).total_seconds() - cut)
-        end = max(end, span.end)
-    return offsets, pauses
-
-
-def _bars(spans: Sequence[Span], begins: Mapping[int, float], unit: float) -> dict[str, Any]:
-    """Return the bars of the trials of one kind and outcome."""
+def _add_bars(chart: go.Figure, spans: Sequence[Span], unit: float) -> None:
+    """Add the bars of the trials of one kind and outcome."""
     kind, outcome, state = spans[0].kind, spans[0].outcome, spans[0].trial.state
-    marker: dict[str, Any] = {
-        "color": COLORS.get(kind, OTHER) if state in FINISHED else GREY,
-        "line": {"color": "#ffffff", "width": 0.5},
-    }
-    if outcome == _FAILED:
-        marker["pattern"] = {"shape": "x", "size": 5, "fgcolor": INK}
-    elif state == TrialState.PRUNED:
-        marker["opacity"] = 0.45
-    elif state == TrialState.FAIL:
-        marker["line"] = {"color": INK, "width": 1}
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "width": 0.45,
-        "name": f"{html.escape(kind.replace('_', ' '))}, {outcome}",
-        "base": [begins[span.trial.number] for span in spans],
-        "x": [span.seconds / unit for span in spans],
-        "y": [span.lane for span in spans],
-        "marker": marker,
-        "hoverinfo": "text",
-        "hovertext": [_describe(span) for span in spans],
-    }
-
-
-def _crosses(spans: Sequence[Span], begins: Mapping[int, float]) -> list[dict[str, Any]]:
-    """Return a marker at the start of each killed trial, whose end is unknown."""
-    killed = [span for span in spans if span.killed]
-    trace = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "killed",
-        "x": [begins[span.trial.number] for span in killed],
-        "y": [span.lane for span in killed],
-        "marker": {"symbol": "x", "size": 11, "color": INK, "line": {"color": "#ffffff", "width": 1}},
-        "text": [_describe(span) for span in killed],
-        "hoverinfo": "text",
-    }
-    return [trace] if killed else []
-
-
-def _takeovers(spans: Sequence[Span], begins: Mapping[int, float], unit: float) -> list[dict[str, Any]]:
-    """Return lines from interrupted trials to the trials that tried their choices again."""
-    known = {span.trial.number: span for span in spans}
-    x: list[float | None] = []
-    y: list[str | None] = []
-    for span in spans:
-        before = known.get(span.trial.user_attrs.get(RETRY_OF, -1))
-        if before is not None:
-            x += [begins[before.trial.number] + before.seconds / unit, begins[span.trial.number], None]
-            y += [before.lane, span.lane, None]
-    line = {"color": INK, "width": 1.5, "dash": "dot"}
-    trace = {"type": "scatter", "mode": "lines", "name": "taken over", "x": x, "y": y, "line": line, "hoverinfo": "skip"}
-    return [trace] if x else []
+    failed, interrupted = outcome == _FAILED, state == TrialState.FAIL
+    chart.add_bar(
+        orientation="h",
+        width=0.45,
+        name=f"{html.escape(kind.replace('_', ' '))}, {outcome}",
+        base=[span.begin / unit for span in spans],
+        x=[span.seconds / unit for span in spans],
+        y=[span.lane for span in spans],
+        marker_color=color_of(kind) if state in FINISHED else GREY,
+        marker_line={"color": INK, "width": 1} if interrupted else {"color": "#ffffff", "width": 0.5},
+        marker_pattern={"shape": "x", "size": 5, "fgcolor": INK} if failed else None,
+        marker_opacity=0.45 if state == TrialState.PRUNED and not failed else 1.0,
+        hoverinfo="text",
+        hovertext=[_describe(span) for span in spans],
+    )
 
 
 _STATES = {

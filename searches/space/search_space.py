@@ -1,74 +1,458 @@
 """The search space of a study: from a trial's choices to a configuration, and back.
 
-The space is conditional: a trial chooses a kind of drafter first, then the parameters of that kind.
+The space is conditional: a trial chooses a kind of drafter first, then the fields of that kind, within the ranges that its
+drafter declares. The members of a cascade are chosen otherwise, and so are masks: one ``suggest_int`` of 0 or 1 per
+sub-layer outside the protected first and last layers, because Optuna's TPE does not learn from the same bits as categorical
+parameters.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import optuna
 
-from layerskip import AcceptRule, SpeculativeConfig
-from searches.app.checks import InputError, check_list
-from searches.space import registry
-from searches.space.choices import Choices, Params
-from searches.space.prompt_lookup import every_lookup
+from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig, StopRule
+from layerskip.config import Costs, Field, Kind, kinds
+from searches.app.checks import InputError, check_flag, check_list, check_number, check_whole
+from searches.space.bridge_spec import BRIDGES, RANKED, BridgeSource, BridgeSpec
+
+Params = dict[str, int | float | str]
+_THRESHOLDS = (0.1, 0.9, 0.05)  # lowest, highest, step
+
+
+def check_values(name: str, field: Field, values: Any) -> None:
+    """Check the values that a user gives a field: two ends of a range, or a list of choices.
+
+    Args:
+        name: the override's name.
+        field: its declaration.
+        values: what the user gave.
+
+    Raises:
+        InputError: they do not fit.
+    """
+    if field.range is None:
+        check_list(name, values, field.choices or None, or_empty=field.path)
+        return
+    pair = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 2
+    if not pair or not all(isinstance(end, (int, float)) for end in values) or values[0] > values[1]:
+        raise InputError(f"{name}: {values!r} is not a range, such as [{field.range[0]:g},{field.range[1]:g}]")
+    for end in values:
+        if isinstance(field.default, float):
+            check_number(name, end, most=1, or_zero=not field.log)
+        else:
+            check_whole(name, end, field.least)
+
+
+def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values: Sequence[Any]) -> Any:
+    """Return the value that a trial chooses.
+
+    Args:
+        trial: the trial.
+        name: the parameter's name.
+        field: the declaration.
+        values: two ends of a range, or the choices.
+    """
+    if field.range is None:
+        value = values[0] if len(values) == 1 else trial.suggest_categorical(name, tuple(values))
+        if not isinstance(field.default, StopRule):
+            return value
+        if value == "length":
+            return StopRule()
+        low, high, step = _THRESHOLDS
+        # Optuna's steps add up to 0.7000000000000001, which would be another rule than the 0.7 of scans.
+        return StopRule(str(value), round(trial.suggest_float(f"{name}.threshold", low, high, step=step), 9))
+    low, high = values
+    if _may_be_chains(field, values) and not trial.suggest_int(f"{name}.trees", 0, 1):
+        return field.chains
+    if low == high:
+        return low
+    if isinstance(field.default, float):
+        return trial.suggest_float(name, low, high, log=field.log)
+    return trial.suggest_int(name, low, high, log=field.log)
+
+
+def value_params(name: str, field: Field, values: Sequence[Any], value: Any) -> Params:
+    """Return the parameters that lead to a value; the reverse of :func:`suggest_value`."""
+    found: Params = {}
+    if field.range is None:
+        if len(values) > 1:
+            found[name] = value.kind if isinstance(value, StopRule) else value
+        if isinstance(value, StopRule) and value.kind != "length":
+            found[f"{name}.threshold"] = value.threshold
+        return found
+    if _may_be_chains(field, values):
+        found[f"{name}.trees"] = int(value != field.chains)
+        if value == field.chains:
+            return found
+    return found if values[0] == values[1] else found | {name: value}
+
+
+def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
+    """Return a value, or the nearest one of a range, or the first of the choices."""
+    if field.range is None:
+        kind = value.kind if isinstance(value, StopRule) else value
+        first = values[0] if values else value
+        return value if kind in values else StopRule(first) if isinstance(value, StopRule) else first
+    if _may_be_chains(field, values) and value == field.chains:
+        return value
+    return min(max(value, values[0]), values[1])
+
+
+def every_value(field: Field, values: Sequence[Any]) -> Sequence[Any]:
+    """Return all values of a whole number, or the choices."""
+    return values if field.range is None else range(values[0], values[1] + 1)
+
+
+def _may_be_chains(field: Field, values: Sequence[Any]) -> bool:
+    return field.chains is not None and not values[0] <= field.chains <= values[1]
+
+
+PARTS = ("mask", "bridge", "draft_head")
+"""The fields that are chosen here."""
+
+
+def check_masks(space: SearchSpace) -> None:
+    """Check the fields of a space that masks, bridges and draft heads are chosen from."""
+    for name in ("protect_first", "protect_last"):
+        check_whole(f"space.{name}", getattr(space, name), 0)
+    check_list("space.bridges", space.bridges, BRIDGES, or_empty=False)
+    for name, least in (("ranks", 0), ("widths", 1), ("draft_heads", 0)):
+        check_list(f"space.{name}", getattr(space, name), or_empty=False)
+        for value in getattr(space, name):
+            check_whole(f"space.{name}", value, least)
+    check_list("space.masks", space.masks)
+    for mask in space.masks:
+        try:
+            parsed = SkipMask.parse(str(mask), space.layers)
+        except MaskError as error:
+            raise InputError(f"space.masks: {mask!r}: {error}") from None
+        outside = [i for i in range(space.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in space.skippable]
+        if outside:
+            raise InputError(f"space.masks: {mask!r} skips layer {outside[0]}, which is protected")
+
+
+def suggest_mask(space: SearchSpace, trial: optuna.trial.BaseTrial) -> str:
+    """Return a trial's mask."""
+    attention = {i for i in space.skippable if trial.suggest_int(f"attention_{i}", 0, 1)}
+    mlp = {i for i in space.skippable if trial.suggest_int(f"mlp_{i}", 0, 1)}
+    return SkipMask.of(space.layers, attention, mlp).format()
+
+
+def mask_params(space: SearchSpace, text: str) -> Params:
+    """Return the parameters that lead to a mask."""
+    mask = SkipMask.parse(text, space.layers)
+    found: Params = {f"attention_{i}": int(mask.attention[i]) for i in space.skippable}
+    return found | {f"mlp_{i}": int(mask.mlp[i]) for i in space.skippable}
+
+
+def suggest_parts(space: SearchSpace, trial: optuna.trial.BaseTrial, config: SpeculativeConfig) -> SpeculativeConfig:
+    """Return a configuration with a trial's bridges and draft head, which are made now unless they exist."""
+    store, kind = space.bridge_store, config.kind
+    if store is None or "draft_head" not in kinds()[kind]:
+        return config
+    tokens = int(trial.suggest_categorical(f"{kind}.draft_head", tuple(space.draft_heads)))
+    if "mask" in kinds()[kind]:
+        bridge = str(trial.suggest_categorical(f"{kind}.bridge", tuple(space.bridges)))
+        rank = int(trial.suggest_categorical(f"{kind}.bridge.rank", tuple(space.ranks))) if bridge in RANKED else 0
+        width = int(trial.suggest_categorical(f"{kind}.bridge.width", tuple(space.widths))) if bridge == "mlp" else 0
+        mask = SkipMask.parse(config.mask, space.layers)
+        config = replace(config, bridge=store.bridge(mask, BridgeSpec(bridge, rank, tokens, width)))
+    own_tokens = kind != "cross_tokenizer"
+    return replace(config, draft_head=store.head(tokens) if own_tokens else store.draft_model_head(config.draft, tokens))
+
+
+def parts_params(space: SearchSpace, config: SpeculativeConfig) -> Params:
+    """Return the parameters that lead to a configuration's bridges and draft head."""
+    kind = config.kind
+    if space.bridge_store is None or "draft_head" not in kinds()[kind]:
+        return {}
+    spec = space.bridge_store.bridge_spec(config)
+    found: Params = {f"{kind}.draft_head": spec.tokens}
+    if "mask" in kinds()[kind]:
+        found[f"{kind}.bridge"] = spec.bridge
+        if spec.bridge in RANKED:
+            found[f"{kind}.bridge.rank"] = spec.rank
+        if spec.bridge == "mlp":
+            found[f"{kind}.bridge.width"] = spec.width
+    return found
+
+
+def structured_masks(space: SearchSpace) -> Iterable[str]:
+    """Yield early single skips, early contiguous runs, and masks of every third or fourth sub-layer."""
+    bits, count = space.skippable, len(space.skippable)
+    early = bits[count // 6]
+    yield f"attention:{early}"
+    yield f"mlp:{bits[count // 4]}"
+    for length in sorted({max(1, round(space.layers * share)) for share in (0.1, 0.25, 0.4)}):
+        yield f"layers:{early}-{min(early + length, bits[-1] + 1) - 1}"
+    yield "attention:" + ",".join(map(str, bits[1::3] or bits[:1]))
+    yield "layers:" + ",".join(map(str, bits[2::4] or bits[:1]))
+
+
+DraftCost = Callable[[Sequence[SpeculativeConfig]], Costs]
+"""The cost that each member of a cascade has for one drafted token, in steps of plain decoding; empty if unknown."""
+LOOKUP = "prompt_lookup"
+"""The first member of a cascade."""
+
+_CASCADE = "cascade"
+_RUNTIME = {"runtime": True}  # measured or made by the program, not configured
+
+
+def searched_fields(kind: Kind) -> list[Field]:
+    """Return the fields of a kind that a study chooses within their declared ranges, choices or paths."""
+    return [each for each in kind.fields if each.name not in PARTS and (each.range or each.choices or each.path)]
 
 
 @dataclass(frozen=True)
-class SearchSpace(Choices):
-    """The configurations that a study may propose; its arguments are those of :class:`~searches.space.choices.Choices`."""
+class SearchSpace:
+    """The configurations that a study may propose for one target.
+
+    Args:
+        layers: the number of decoder layers of the target.
+        kinds: the drafters to choose from; None for all. ``none`` is always among them.
+        protect_first: the number of first layers that are never skipped.
+        protect_last: the number of last layers that are never skipped.
+        ranges: what a study chooses a field from, by kind and field, in place of its declared range or choices. For heads,
+            draft models and datastores, the folders or names; without any, kinds that need one are left out.
+        masks: further masks to try first, in text form.
+        bridges: what may stand in for skipped sub-layers: ``none``, ``mean``, ``linear``, ``mlp``.
+        ranks: the ranks of the maps of ``linear`` and ``mlp`` bridges; 0 is a full-rank map.
+        widths: the widths of the MLPs of ``mlp`` bridges.
+        draft_heads: sizes of the vocabulary that self-drafts and draft models choose from; 0 is the whole vocabulary.
+        allow_lossy: whether acceptance rules that change the output are searched and may win.
+        trees: whether the target can verify trees. Otherwise kinds that draft only trees are left out, and others draft
+            chains.
+        verify_cost: the cost of verification in cascades; empty if it was not measured.
+        draft_cost: the cost of drafting by members of cascades; None if it is not measured.
+        bridge_store: the source of bridges and draft heads; without it there are none.
+    """
+
+    layers: int = field(metadata=_RUNTIME)
+    kinds: Sequence[str] | None = None
+    protect_first: int = 2
+    protect_last: int = 2
+    ranges: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+    masks: Sequence[str] = ()
+    bridges: Sequence[str] = ("none",)
+    ranks: Sequence[int] = (0,)
+    widths: Sequence[int] = (512,)
+    draft_heads: Sequence[int] = (0,)
+    allow_lossy: bool = False
+    trees: bool = field(default=True, metadata=_RUNTIME)
+    verify_cost: Costs = field(default=(), metadata=_RUNTIME)
+    draft_cost: DraftCost | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
+    bridge_store: BridgeSource | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
 
     def __post_init__(self) -> None:
-        known = registry.all_kinds()
-        if self.kinds is None:
-            object.__setattr__(self, "kinds", known)
-        super().__post_init__()
-        check_list("space.kinds", self.kinds, known)
-        kinds = set(self.kinds or ())
-        if kinds <= {"none", "cascade"} and "cascade" in kinds:
+        check_flag("allow_lossy", self.allow_lossy)
+        known = kinds()
+        if self.kinds is not None:
+            check_list("space.kinds", self.kinds, tuple(known))
+        if self.kinds is not None and _CASCADE in self.kinds and set(self.kinds) <= {"none", _CASCADE}:
             raise InputError("space.kinds: a cascade is prompt_lookup and another kind, and those are missing")
-        registry.available_kinds(self)  # refuses kinds that cannot be searched with these choices
+        ranges: dict[str, dict[str, tuple[Any, ...]]] = {}
+        for kind, fields in (self.ranges or {}).items():
+            check_list("space.ranges", [kind], tuple(known))
+            if not isinstance(fields, Mapping):
+                raise InputError(f"space.ranges.{kind}: {fields!r} is not a table of fields")
+            searched = {each.name: each for each in searched_fields(known[kind])}
+            for name, values in fields.items():
+                check_list(f"space.ranges.{kind}", [name], tuple(searched))
+                check_values(f"space.ranges.{kind}.{name}", searched[name], values)
+                ranges.setdefault(kind, {})[name] = tuple(values)
+        object.__setattr__(self, "ranges", ranges)
+        for kind in ranges:
+            for each in known[kind].fields:
+                if each.at_least and self.values(kind, each.name)[1] < self.values(kind, each.at_least)[0]:
+                    raise InputError(f"space.ranges.{kind}.{each.name}: ends below {each.at_least}, which is not above it")
+        check_masks(self)
+        for part, plain in (("bridges", "none"), ("draft_heads", 0)):  # the plain choice is always there
+            object.__setattr__(self, part, tuple(dict.fromkeys([plain, *getattr(self, part)])))
+        if not self.skippable and any("mask" in known[kind] for kind in self.available_kinds):
+            raise InputError(f"space.protect_first, space.protect_last: leave none of {self.layers} layers to skip")
+
+    @property
+    def skippable(self) -> tuple[int, ...]:
+        """The layers that are not protected."""
+        return tuple(range(self.protect_first, self.layers - self.protect_last))
 
     @property
     def available_kinds(self) -> tuple[str, ...]:
         """The kinds that a trial chooses from: those of ``kinds``, without those that lack a head, a model or trees."""
-        return registry.available_kinds(self)
+        found = [
+            kind
+            for kind in kinds().values()
+            if (self.kinds is None or kind.name in ("none", *self.kinds))
+            and (self.trees or not kind.trees_only)
+            and all(self.values(kind.name, each.name) for each in kind.fields if each.required)
+        ]
+        names = [kind.name for kind in found]
+        if LOOKUP not in names or not any(kind.second for kind in found):
+            names = [name for name in names if name != _CASCADE]
+        return tuple(names)
 
     @property
     def second_kinds(self) -> tuple[str, ...]:
         """The kinds that may follow the lookup of a cascade."""
-        return registry.second_kinds(self)
+        return tuple(kind for kind in self.available_kinds if kinds()[kind].second)
 
     @property
     def bridged(self) -> bool:
         """True if drafts may have bridges or a reduced vocabulary."""
-        reduced = any(self.draft_heads) and not {"layer_skip", *self.models}.isdisjoint(self.available_kinds)
-        return reduced or ("layer_skip" in self.available_kinds and set(self.bridges) != {"none"})
+        chosen = [kinds()[kind] for kind in self.available_kinds]
+        reduced = any(self.draft_heads) and any("draft_head" in kind for kind in chosen)
+        return reduced or (set(self.bridges) != {"none"} and any("bridge" in kind for kind in chosen))
+
+    def values(self, kind: str, name: str) -> tuple[Any, ...]:
+        """Return what a field is chosen from: the lowest and highest value of a number, or all choices.
+
+        Args:
+            kind: a kind of drafter.
+            name: a field that its drafter declares with a range, with choices or as a path.
+        """
+        return self._values(kinds()[kind], kinds()[kind][name])
+
+    def _values(self, kind: Kind, declared: Field) -> tuple[Any, ...]:
+        if declared.chains is not None and not self.trees:
+            return declared.chains, declared.chains
+        given = self.ranges.get(kind.name, {}).get(declared.name)
+        if declared.path:
+            return (*(() if declared.required else ("",)), *map(str, given or ()))
+        found = tuple(given) if given is not None else declared.range or declared.choices
+        for other in kind.fields:
+            if other.at_least == declared.name:
+                found = found[0], min(found[1], self._values(kind, other)[1])
+        return found
+
+    def narrowed(self, kinds_of: Collection[str] | None = None, **values: Sequence[Any]) -> SearchSpace:
+        """Return the space with other ranges or choices of some fields.
+
+        Args:
+            kinds_of: the kinds whose fields change; None for all kinds that have such a field.
+            values: the values by field.
+        """
+        ranges = {kind: dict(fields) for kind, fields in self.ranges.items()}
+        for kind in kinds().values():
+            for each in searched_fields(kind) if kinds_of is None or kind.name in kinds_of else ():
+                if each.name in values:
+                    ranges.setdefault(kind.name, {})[each.name] = values[each.name]
+        return replace(self, ranges=ranges)
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         """Return the configuration that a trial proposes."""
-        config = registry.searched(str(trial.suggest_categorical("kind", self.available_kinds))).suggest(self, trial)
-        if not self.allow_lossy or config.kind == "none":
+        kind = str(trial.suggest_categorical("kind", self.available_kinds))
+        if kind == _CASCADE:
+            second = str(trial.suggest_categorical("cascade.second", self.second_kinds))
+            config = self._cascade(self._suggest(LOOKUP, trial), self._suggest(second, trial))
+        else:
+            config = self._suggest(kind, trial)
+        if not self.allow_lossy or kind == "none":
             return config
         rule = str(trial.suggest_categorical("accept", ("exact", "threshold", "typical")))
         if rule == "threshold":
-            return replace(config, accept=AcceptRule(rule, trial.suggest_float("accept_threshold", 0.05, 0.95, step=0.05)))
+            return replace(config, accept=AcceptRule(rule, trial.suggest_float("accept.threshold", 0.05, 0.95, step=0.05)))
         return replace(config, accept=AcceptRule(rule))
 
     def params(self, config: SpeculativeConfig) -> Params:
         """Return the choices that lead to a configuration; the reverse of :meth:`suggest`."""
-        found = dict(registry.searched(config.kind).params(self, config))
+        found: Params = {"kind": config.kind}
+        for member in config.members or (config,):
+            found |= self._params(member)
+        if config.members:
+            found["cascade.second"] = config.members[1].kind
         if self.allow_lossy and config.kind != "none":
             found["accept"] = config.accept.kind
             if config.accept.kind == "threshold":
-                found["accept_threshold"] = config.accept.threshold
-        return found | {"kind": config.kind}
+                found["accept.threshold"] = config.accept.threshold
+        return found
+
+    def _suggest(self, kind: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+        declared = kinds()[kind]
+        values: dict[str, Any] = {"mask": suggest_mask(self, trial)} if "mask" in declared else {}
+
+        def choose(each: Field) -> Any:
+            return suggest_value(trial, f"{kind}.{each.name}", each, self._values(declared, each))
+
+        return suggest_parts(self, trial, _fill(declared, values, choose))
+
+    def _params(self, config: SpeculativeConfig) -> Params:
+        kind = kinds()[config.kind]
+        found = mask_params(self, config.mask) if "mask" in kind else {}
+        for each in searched_fields(kind):
+            if each.used(config):
+                name, value = f"{kind.name}.{each.name}", config.value(each.name)
+                found |= value_params(name, each, self.values(kind.name, each.name), value)
+        return found | parts_params(self, config)
+
+    def nearest(self, kind: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
+        """Return the configuration of a kind with the wanted values, or the nearest ones of the space."""
+
+        def choose(each: Field) -> Any:
+            return nearest_value(each, self.values(kind, each.name), wanted.get(each.name, each.default))
+
+        return _fill(kinds()[kind], {name: wanted[name] for name in PARTS if name in wanted}, choose)
+
+    def starts(self, kind: str) -> list[SpeculativeConfig]:
+        """Return the configurations of a kind to try first, with each head, model or datastore.
+
+        Self-drafts and cascades have none: their masks and members are found otherwise.
+        """
+        declared = kinds()[kind]
+        if kind in ("none", _CASCADE) or "mask" in declared:
+            return []
+        paths = [each.name for each in searched_fields(declared) if each.path]
+        named = [dict(zip(paths, one, strict=True)) for one in itertools.product(*(self.values(kind, p) for p in paths))]
+        found = [self.nearest(kind, declared.first | dict(more) | one) for more in ({}, *declared.also) for one in named]
+        return list(dict.fromkeys(found))
+
+    def skip_starts(self, masks: Sequence[str]) -> list[SpeculativeConfig]:
+        """Return self-drafts of some masks, with the declared first draft length and stop rule."""
+        return [self.nearest("layer_skip", kinds()["layer_skip"].first | {"mask": mask}) for mask in masks]
+
+    def after_lookup(self, seconds: Sequence[SpeculativeConfig]) -> list[SpeculativeConfig]:
+        """Return the first of some configurations after a lookup; an empty list if the study has no cascades."""
+        if _CASCADE not in self.available_kinds:
+            return []
+        first = dict(kinds()[_CASCADE].row["members"][0])
+        lookup = self.nearest(first.pop("kind"), first)
+        return [self._cascade(lookup, second) for second in seconds[:1]]
 
     def lookups(self) -> list[SpeculativeConfig]:
         """Return every prompt lookup of the space; an empty list if it has none."""
-        return every_lookup(self) if "prompt_lookup" in self.available_kinds else []
+        if LOOKUP not in self.available_kinds:
+            return []
+        fields = searched_fields(kinds()[LOOKUP])
+        found = []
+        for values in itertools.product(*(every_value(each, self.values(LOOKUP, each.name)) for each in fields)):
+            chosen = dict(zip((each.name for each in fields), values, strict=True))
+            if all(chosen[each.name] >= chosen[each.at_least] for each in fields if each.at_least):
+                found.append(SpeculativeConfig.of(LOOKUP, chosen))
+        return found
+
+    def _cascade(self, *members: SpeculativeConfig) -> SpeculativeConfig:
+        """Return a cascade with the costs that the space knows."""
+        costs = () if self.draft_cost is None else self.draft_cost(members)
+        return SpeculativeConfig(_CASCADE, members=members, verify_cost=self.verify_cost, draft_cost=costs)
 
 
-registry.load_kinds()
+def _fill(kind: Kind, values: dict[str, Any], choose: Callable[[Field], Any]) -> SpeculativeConfig:
+    """Return a configuration of a kind.
+
+    Fields that are read only with some values of others come last.
+
+    Args:
+        kind: the declaration.
+        values: the values that are known; chosen ones are added.
+        choose: returns the value of a field.
+    """
+    fields = sorted(searched_fields(kind), key=lambda each: each.used is not Field.used)
+    for each in fields:
+        if each.used is Field.used or each.used(SpeculativeConfig.of(kind.name, values)):
+            value = choose(each)
+            values[each.name] = max(value, values[each.at_least]) if each.at_least else value
+    return SpeculativeConfig.of(kind.name, values)

@@ -6,7 +6,7 @@ simulated decoder.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, Protocol
@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from layerskip import PromptSet, Sampling, SpeculativeConfig
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
-from searches.app.resume_log import ResultLog
 from searches.backends.backend import BASELINE, Backend, BackendError, Load, Row
+from searches.results import ResultLog
 
 __all__ = ["BASELINE", "Bench", "ModelBench", "Row", "logged_row", "logged_seconds", "resumed_rows", "surviving_rows"]
 
@@ -126,42 +126,23 @@ def _lasting(sample: Sample) -> int:
 
 
 def resumed_rows(
-    bench: Bench,
-    configs: Mapping[str, SpeculativeConfig],
-    prompts: PromptSet,
-    seed: int,
-    log: ResultLog,
-    prefix: str,
-    without: Collection[str] = (),
-    drop_failed: bool = False,
-    before: PromptSet | None = None,
+    measure: Callable[..., Iterator[Row]], prompts: PromptSet, log: ResultLog, prefix: str, before: PromptSet | None = None
 ) -> Iterator[Row]:
     """Yield one row per prompt, in order; only rows that are not in the log are measured.
 
     Drafters that learn from prompt to prompt decode the logged prompts first, unmeasured.
 
     Args:
-        bench: measures the missing rows.
-        configs: by name, as for :meth:`Bench.compare`.
+        measure: called as ``measure(prompts, before=prompts)``, returns the rows of the first prompts.
         prompts: each is decoded once.
-        seed: as for :meth:`Bench.compare`.
         log: rows of an interrupted run; takes the new ones.
         prefix: distinguishes these rows in the log from others of the same prompts.
-        without: as for :meth:`Bench.compare`.
-        drop_failed: whether a configuration that the engine cannot run is left out of the rows from then on.
         before: prompts that drafters which learn decode before the logged ones.
-
-    Raises:
-        BackendError: the engine cannot run plain decoding, or a configuration that may not be left out.
     """
     known, missing = (
         PromptSet(tuple(item for item in prompts if (f"{prefix} {item.id}" in log) is logged)) for logged in (True, False)
     )
-    known = PromptSet((*(before or ()), *known))
-    if drop_failed:
-        measured = surviving_rows(bench, configs, missing, seed, without, known)
-    else:
-        measured = bench.compare(configs, missing, 1, seed, without, known) if len(missing) else iter(())
+    measured = measure(missing, before=PromptSet((*(before or ()), *known))) if len(missing) else iter(())
     for item in prompts:
         yield logged_row(measured, log, f"{prefix} {item.id}")
 

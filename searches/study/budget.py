@@ -12,7 +12,7 @@ import time
 import optuna
 
 from searches.app.interrupt import defer_interrupt
-from searches.app.progress import say
+from searches.progress import say
 
 OPENING, PREDICTIONS, TRIALS, FINALS = "first comparison", "predictions", "trials", "finals"
 _ENDS = {OPENING: 0.25, PREDICTIONS: 0.45, TRIALS: 0.6, FINALS: 0.97}

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import optuna
 
 from layerskip import Sampling, SpeculativeConfig, Target
+from layerskip.config import Costs, as_lists, as_tuples
 from layerskip.costs.cost_model import in_steps
-from layerskip.costs.draft_timing import draft_costs
-from layerskip.costs.verify_timing import time_verification
-from layerskip.rules import Costs, as_lists, as_tuples
-from searches.app.memory import within_memory
-from searches.space.choices import DraftCost
+from layerskip.costs.timing import draft_costs, time_verification
+from layerskip.device.memory import within_memory
+from searches.space.search_space import DraftCost
 
 _VERIFY_COST = "verify_cost"
 _DRAFT_COST = "draft_cost"
@@ -55,11 +54,10 @@ class CostTimer:
 def verify_cost(study: optuna.Study, measure: Callable[[], Costs]) -> Costs:
     """Return the verification costs that a study's cascades use.
 
-    They are measured once and stored with the study, since other numbers would make other configurations. A study of an
-    earlier version with cascades without costs continues without them.
+    They are measured once and stored with the study, since other numbers would make other configurations.
     """
     if _VERIFY_COST not in study.user_attrs:
-        study.set_user_attr(_VERIFY_COST, [] if _has_cascades(study) else as_lists(measure()))
+        study.set_user_attr(_VERIFY_COST, as_lists(measure()))
     costs: Costs = as_tuples(study.user_attrs[_VERIFY_COST])
     return costs
 
@@ -77,13 +75,11 @@ def draft_cost(
         claim: lets one worker at a time measure and store.
     """
     if _DRAFT_COST not in study.user_attrs:
-        study.set_user_attr(_DRAFT_COST, None if _has_cascades(study) else {})
+        study.set_user_attr(_DRAFT_COST, {})
 
     def costs_of(members: Configs) -> Costs:
         with claim():
             known = study.user_attrs[_DRAFT_COST]
-            if known is None:
-                return ()
             before = len(known)
             costs = within_memory(lambda: measure(members, known))
             if costs is None:
@@ -93,8 +89,3 @@ def draft_cost(
             return costs
 
     return costs_of
-
-
-def _has_cascades(study: optuna.Study) -> bool:
-    configs = (trial.user_attrs.get("config", {}) for trial in study.get_trials(deepcopy=False))
-    return any(config.get("kind") == "cascade" for config in configs)

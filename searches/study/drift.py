@@ -55,9 +55,9 @@ def drifted_since(trials: Sequence[FrozenTrial], rows: Sequence[Mapping[str, Sam
             if rate:
                 earlier.setdefault(prompt, []).append(rate)
     offsets = [
-        math.log(plain.tokens_per_second / statistics.median(earlier[plain.prompt_id]))
-        for plain in (row[BASELINE] for row in rows)
-        if plain.prompt_id in earlier and plain.tokens_per_second
+        math.log(plain.decoded_tokens / plain.decode_seconds / statistics.median(earlier[plain.prompt_id]))
+        for plain in [row[BASELINE] for row in rows]
+        if plain.prompt_id in earlier and plain.decoded_tokens
     ]
     return len(offsets) >= _FEWEST and abs(statistics.median(offsets)) > math.log1p(drift)
 

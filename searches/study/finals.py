@@ -20,23 +20,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
-from layerskip.attachments import attachment_digests
+from layerskip.config import kinds
+from layerskip.export import attachment_digests
 from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, LEAST_RESAMPLED
-from searches.app.resume_log import ResultLog
 from searches.backends.figures import sample_figures
-from searches.study.bench import BASELINE, Bench, Row, logged_seconds, resumed_rows
+from searches.results import ResultLog
+from searches.study.bench import BASELINE, Bench, Row, logged_row, logged_seconds, resumed_rows, surviving_rows
 from searches.study.drift import drifted_rows
-from searches.study.empty_outputs import measured_prompts
 from searches.study.leaderboard import FINISHED, LeaderboardEntry, contenders, drafters, is_lossless
 from searches.study.objective import MeasureSettings
-from searches.study.remeasure import held_out_seed, remeasure_drifted
 from searches.tracking.names import FIGURES
 
 _LOG = "finals-{}.jsonl"
@@ -47,11 +47,8 @@ _GROWTH = 1.25  # rows at the next test, as a multiple of those at the last one
 _DROP_CONFIDENCE = 0.999  # well above the verdict's, as the test is repeated
 _ENOUGH_PROMPTS = 16  # that finalists should be measured on
 _OTHER_WORK = 1.2  # seconds of measuring, prefills and comparisons included, for each second of decoding
+_SEED = 1_000_003
 _TIE = 0.01  # share of speed that simplicity may cost; with few prompts, intervals alone would allow a tenth
-_SIMPLEST = (
-    *("none", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip"),
-    *("medusa", "eagle", "draft_model", "cross_tokenizer"),
-)
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class Finalist:
         """
         parts = self.config.members or (self.config,)
         return (
-            max(_SIMPLEST.index(part.kind) if part.kind in _SIMPLEST else len(_SIMPLEST) for part in parts),
+            max(kinds()[part.kind].rank for part in parts),
             len(parts),
             any(part.bridge or part.draft_head for part in parts),
             sum(sum(mask.count_skipped(part.mask)) for part in parts),
@@ -132,16 +129,41 @@ class Finals:
         return min([*eligible[:1], *tied], key=lambda finalist: finalist.complexity, default=plain)
 
 
+def measured_prompts(figures: Mapping[str, Any]) -> int:
+    """Return the number of prompts that a speedup rests on.
+
+    An output that ends with its first token, which the prefill gives, has no speed; speedups leave it out.
+    """
+    return int(figures["prompts"] - figures.get("empty_prompts", 0))  # earlier versions did not count the latter
+
+
+@dataclass(frozen=True)
+class RunControl:
+    """What a long measurement leaves behind and ends by.
+
+    Args:
+        folder: keeps rows as they are measured, so that an interrupted call resumes; None keeps nothing.
+        on_prompt: called after each prompt.
+        seconds_left: returns the seconds that measuring may still take; rows of an interrupted call cost none.
+    """
+
+    folder: Path | None = None
+    on_prompt: Callable[[], object] = lambda: None
+    seconds_left: Callable[[], float] = lambda: math.inf
+
+    def is_over(self) -> bool:
+        """Return whether time has run out."""
+        return self.seconds_left() <= 0
+
+
 def measure_finals(
     study: optuna.Study,
     bench: Bench,
     prompts: PromptSet,
     settings: MeasureSettings,
     seed: int,
-    folder: Path | None = None,
-    on_prompt: Callable[[], object] = lambda: None,
+    control: RunControl = RunControl(),
     also: Sequence[LeaderboardEntry] = (),
-    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> Finals:
     """Measure the contenders of a study, and further ones, on held-out prompts; see :func:`measure_held_out`.
 
@@ -151,24 +173,22 @@ def measure_finals(
         prompts: held-out prompts, with categories in turn.
         settings: of measuring, the number of finalists included.
         seed: of the study.
-        folder: keeps rows as they are measured, so that an interrupted call resumes; None keeps nothing.
-        on_prompt: called after each prompt.
+        control: its folder and its end. If few seconds are left, fewer configurations are measured.
         also: further entries, with the speedups of the configurations that they were made from.
-        seconds_left: returns the seconds that the finals may still take. If they are few, fewer configurations are measured.
     """
     chosen, left_out = [*contenders(study, settings.finalists), *also], ""
     name = _AFFORDABLE.format(len(study.get_trials(deepcopy=False, states=FINISHED)))
     if name not in study.user_attrs:  # an interrupted call resumes with the same finalists
-        study.set_user_attr(name, _affordable(chosen, seconds_left()))
+        study.set_user_attr(name, _affordable(chosen, control.seconds_left()))
     if (affordable := study.user_attrs[name]) < len(chosen):
         left_out = f"{affordable} of {len(chosen)} finalists were measured, because time was short."
         chosen = _distinct_first(chosen)[:affordable]
     entries = {str(i): entry for i, entry in enumerate(chosen)}
     configs = {name: entry.config for name, entry in entries.items()}
     speedups = {name: entry.speedup for name, entry in entries.items()}
-    finals, _ = measure_held_out(configs, speedups, bench, prompts, settings, seed, folder, on_prompt, True, seconds_left)
+    finals, _ = measure_held_out(configs, speedups, bench, prompts, settings, seed, control)
     finals = replace(finals, left_out=" ".join(filter(None, (left_out, finals.left_out))))
-    if folder is None:
+    if (folder := control.folder) is None:
         return finals
     # Finals of fewer trials, with other finalists, belong to the same search.
     return replace(finals, seconds=sum(logged_seconds(ResultLog(path)) for path in folder.glob(_LOG.format("*"))))
@@ -181,10 +201,8 @@ def measure_held_out(
     prompts: PromptSet,
     settings: MeasureSettings,
     seed: int,
-    folder: Path | None = None,
-    on_prompt: Callable[[], object] = lambda: None,
+    control: RunControl = RunControl(),
     drop_slower: bool = True,
-    seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> tuple[Finals, list[Row]]:
     """Measure configurations on held-out prompts.
 
@@ -196,10 +214,8 @@ def measure_held_out(
             category may not lead in all.
         settings: of measuring.
         seed: of the study.
-        folder: keeps rows as they are measured, so that an interrupted call resumes; None keeps nothing.
-        on_prompt: called after each prompt.
+        control: its folder and its end.
         drop_slower: whether configurations that are significantly slower than the leader are dropped.
-        seconds_left: returns the seconds that measuring may still take; rows of an interrupted call cost none.
 
     Returns:
         The results and the rows that they were computed from.
@@ -210,22 +226,21 @@ def measure_held_out(
         seed,
     ]
     asked += [bench.conditions, *([] if drop_slower else ["all to the end"])]
-    log = ResultLog(None if folder is None else folder / _LOG.format(digest(asked)[:12]))
+    log = ResultLog(None if control.folder is None else control.folder / _LOG.format(digest(asked)[:12]))
     rows: list[Row] = []
     left, dropped, tested, ended = dict(configs), set[str](), 0, ""
     for repeat in range(settings.held_out_repeats):
-        measured = resumed_rows(
-            bench, left, prompts, held_out_seed(seed, repeat), log, str(repeat), dropped, drop_failed=True
-        )
+        measure = partial(surviving_rows, bench, left, seed=_held_out_seed(seed, repeat), without=dropped)
+        measured = resumed_rows(measure, prompts, log, str(repeat))
         for number, item in enumerate(prompts, 1):
             is_logged = f"{repeat} {item.id}" in log
-            if not is_logged and len(rows) >= min(_BLOCK, len(prompts)) and seconds_left() <= 0:
+            if not is_logged and len(rows) >= min(_BLOCK, len(prompts)) and control.is_over():
                 ended = f"Time ran out after {len(rows)} of {len(prompts) * settings.held_out_repeats} held-out decodings."
                 break
             row = next(measured)
             left = {name: config for name, config in left.items() if name in row}  # without those that failed
             rows.append(row)
-            on_prompt()
+            control.on_prompt()
             is_last = number == len(prompts)  # another repeat may follow
             enough = drop_slower and len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
             if enough and (is_last or (number % _BLOCK == 0 and len(rows) >= _GROWTH * tested)):
@@ -237,12 +252,52 @@ def measure_held_out(
                     break
         if ended or (drop_slower and _is_settled(rows, left)):
             break
-    again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log, lambda: seconds_left() <= 0)
+    again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log, control.is_over)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
     finalists, baseline = judge_rows(rows, configs, expected, left), _with_figures(Measurement.of(rows, BASELINE, BASELINE))
     unsteady = sum(drifted for place, drifted in enumerate(drifted_rows(rows, settings.drift)) if place in again)
     left_out = "" if ended == "clear" else ended
     return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady, left_out), rows
+
+
+def remeasure_drifted(
+    bench: Bench,
+    configs: Mapping[str, SpeculativeConfig],
+    rows: Sequence[Row],
+    prompts: PromptSet,
+    settings: MeasureSettings,
+    seed: int,
+    log: ResultLog,
+    is_over: Callable[[], bool] = lambda: False,
+) -> dict[int, Row]:
+    """Measure once more the rows with drift, and return the new ones by their places.
+
+    Drafters that learn first decode the prompts before, as many as in a trial.
+
+    Args:
+        bench: measures them.
+        configs: by name.
+        rows: one per prompt, repeat by repeat.
+        prompts: of the rows.
+        settings: the tolerated drift.
+        seed: of the study.
+        log: takes the new rows.
+        is_over: returns whether time has run out; then no row is measured.
+    """
+    again: dict[int, Row] = {}
+    for place, drifted in enumerate(drifted_rows(rows, settings.drift)):
+        repeat, number = divmod(place, len(prompts))
+        name = f"{repeat} {prompts.items[number].id} again"
+        if drifted and (name in log or not is_over()):
+            item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warming) : number])
+            measured = surviving_rows(bench, configs, PromptSet((item,)), _held_out_seed(seed, repeat) + number, (), before)
+            again[place] = logged_row(measured, log, name)
+    return again
+
+
+def _held_out_seed(seed: int, repeat: int) -> int:
+    """Return a seed that differs from those of all trials and of the other repeats."""
+    return seed + _SEED + 7919 * repeat
 
 
 def judge_rows(

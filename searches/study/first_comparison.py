@@ -6,42 +6,36 @@ They share one measurement of plain decoding, so that a study has a leader after
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from layerskip import PromptSet, SpeculativeConfig
+from layerskip import SpeculativeConfig
+from layerskip.config import kinds
 from layerskip.files import digest
 from layerskip.measure.measurement import Sample
-from searches.app.resume_log import ResultLog
 from searches.backends.backend import BASELINE, CANDIDATE
-from searches.space import registry
-from searches.space.cascade import after_lookup
-from searches.space.search_space import SearchSpace
-from searches.study.bench import Bench, Row, resumed_rows
+from searches.results import ResultLog
+from searches.space.search_space import LOOKUP, SearchSpace
+from searches.study.bench import Row, resumed_rows
 from searches.study.budget import OPENING, Budget
-from searches.workers.alone import Workers
+from searches.study.objective import Objective
+from searches.workers.crew import Workers
 
 _LOG = "first-{}.jsonl"
 _LEAST_PROMPTS = 3  # that are measured however long they take
 
 
 def cheap_arms(space: SearchSpace) -> list[SpeculativeConfig]:
-    """Return the usual prompt lookup and token recycling of a space, and the cascade of a lookup with the latter."""
-    found = {
-        kind: list(registry.searched(kind).starts(space))[:1]
-        for kind in ("prompt_lookup", "token_recycling")
-        if kind in space.available_kinds
-    }
-    cascades = after_lookup(space, found.get("token_recycling", ()))
-    return [*(config for starts in found.values() for config in starts), *cascades]
+    """Return the usual prompt lookup of a space, and drafters that run no model and pair with it, alone and after it."""
+    paired = [kind for kind in space.available_kinds if kinds()[kind].lookup and kinds()[kind].paired]
+    alone = [space.starts(kind)[0] for kind in (LOOKUP, *paired) if kind in space.available_kinds]
+    return [*alone, *(cascade for config in alone if config.kind in paired for cascade in space.after_lookup([config]))]
 
 
 def compare_arms(
     arms: Sequence[SpeculativeConfig],
-    bench: Bench,
-    prompts: PromptSet,
-    before: PromptSet,
-    seed: int,
+    objective: Objective,
     folder: Path,
     budget: Budget,
     crew: Workers,
@@ -51,21 +45,19 @@ def compare_arms(
 
     Args:
         arms: the configurations.
-        bench: measures them.
-        prompts: that each decodes.
-        before: prompts that drafters which learn decode first, unmeasured.
-        seed: of the study.
+        objective: of the trials that take the rows, with its bench and prompts.
         folder: of the study, which keeps rows as they are measured.
         budget: ends the comparison, after three prompts at least.
         crew: the workers that share the rows.
         on_prompt: called after each prompt.
     """
+    bench, prompts, before, seed = objective.bench, objective.first, objective.warming, objective.seed
     names = {str(number): config for number, config in enumerate(arms)}
     asked = digest([[config.to_dict() for config in arms], prompts.digest, before.digest, seed, bench.conditions])[:12]
 
     def work() -> list[dict[str, Any]]:
         log = ResultLog(folder / _LOG.format(asked) if crew.alone else None)
-        rows = resumed_rows(bench, names, prompts, seed, log, "0", before=before)
+        rows = resumed_rows(partial(bench.compare, names, repeats=1, seed=seed), prompts, log, "0", before)
         found: list[Row] = []
         for item in prompts:
             if f"0 {item.id}" not in log and len(found) >= _LEAST_PROMPTS and budget.is_over(OPENING):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
+from layerskip.measure.measurement import Sample
+from searches.tracking.names import ENGINE_FAILED, PREDICTED
 from searches.workers.slots import FINISHED as FINISHED
 
 _OTHER_DRAFTERS = 2  # contenders with other drafters than the best few
@@ -36,6 +39,10 @@ class LeaderboardEntry:
         last: number of the last trial with it, measured or not.
         seconds: by prompt: seconds of decoding, seconds that plain decoding would have taken at the speed of the same pairs,
             and the number of replicates; the first two are sums over the replicates.
+        failures: number of trials that the engine could not run.
+        predicted: the prediction of its speedup by the last complete trial that has one; None without one.
+        predicted_by: the number of that trial; -1 without one.
+        latest: the latest complete trial with a measurement; None without one.
     """
 
     config: SpeculativeConfig
@@ -44,6 +51,10 @@ class LeaderboardEntry:
     first: int = -1
     last: int = -1
     seconds: dict[str, tuple[float, float, int]] = field(default_factory=dict)
+    failures: int = 0
+    predicted: float | None = None
+    predicted_by: int = -1
+    latest: FrozenTrial | None = field(default=None, compare=False)
 
     @property
     def keeps_output(self) -> bool:
@@ -66,8 +77,111 @@ class LeaderboardEntry:
         columns = ("prompt_id", "tokens_per_second", "decode_seconds", "baseline_tokens_per_second")
         for prompt, rate, seconds, baseline in zip(*(table[name] for name in columns), strict=True):
             if rate and baseline:
-                own, plain, replicates = self.seconds.get(prompt, (0.0, 0.0, 0))
-                self.seconds[prompt] = own + seconds, plain + rate * seconds / baseline, replicates + 1
+                self._add_pair(prompt, seconds, rate * seconds / baseline)
+
+    def add_pairs(self, pairs: Iterable[tuple[Sample, Sample]]) -> None:
+        """Pool samples of plain decoding, each with the configuration's on the same prompt."""
+        for plain, own in pairs:
+            if own.decoded_tokens and plain.decoded_tokens:
+                seconds = own.decoded_tokens * plain.decode_seconds / plain.decoded_tokens
+                self._add_pair(own.prompt_id, own.decode_seconds, seconds)
+
+    def _add_pair(self, prompt: str, own_seconds: float, plain_seconds: float) -> None:
+        own, plain, replicates = self.seconds.get(prompt, (0.0, 0.0, 0))
+        self.seconds[prompt] = own + own_seconds, plain + plain_seconds, replicates + 1
+
+
+class Leaderboard:
+    """The finished trials of a study, pooled by configuration. Each trial is read once, however many questions follow.
+
+    Attributes:
+        trials: the finished trials, by number.
+        entries: of their configurations.
+        ranking: the entries that draft, kept the output and were measured to the end at least once, fastest first.
+        leader: the fastest of these; None before there is one.
+        suggested: configurations by the numbers of their trials, which need not be read from the study.
+    """
+
+    def __init__(self) -> None:
+        self.trials: Sequence[FrozenTrial] = ()
+        self.entries: dict[SpeculativeConfig, LeaderboardEntry] = {}
+        self.ranking: list[LeaderboardEntry] = []
+        self.leader: LeaderboardEntry | None = None
+        self.suggested: dict[int, SpeculativeConfig] = {}
+        self._pooled: set[int] = set()
+
+    @property
+    def failures(self) -> int:
+        """The number of trials that the engine could not run."""
+        return sum(entry.failures for entry in self.entries.values())
+
+    def trials_since_leader(self) -> int:
+        """Return the number of finished trials from the leader's last one on; 0 without a leader."""
+        return sum(trial.number >= self.leader.last for trial in self.trials) if self.leader is not None else 0
+
+    def to_beat(self, prompts: Collection[str]) -> float:
+        """Return the speedup to beat: the leader's, or 1.0 if plain decoding is faster.
+
+        The leader's speedup is that on ``prompts``, if it decoded any of them, or else that on all its own.
+        """
+        if (leader := self.leader) is None:
+            return 1.0
+        return max(1.0, leader.speedup_on(leader.seconds.keys() & prompts or leader.seconds))
+
+    def update(self, trials: Sequence[FrozenTrial]) -> None:
+        """Pool the trials that have finished since the last update.
+
+        Args:
+            trials: all finished trials, by number.
+        """
+        if len(trials) == len(self._pooled):
+            return
+        self.trials = trials
+        for trial in trials:
+            if trial.number not in self._pooled:
+                self._pool(trial)
+        eligible = [e for e in self.entries.values() if e.complete and e.keeps_output and e.config.kind != "none"]
+        eligible.sort(key=lambda entry: entry.first)  # without a common prompt two tie
+        self.ranking = sorted(eligible, key=functools.cmp_to_key(_compare), reverse=True)
+        self.leader = next(iter(self.ranking), None)
+
+    def _pool(self, trial: FrozenTrial) -> None:
+        self._pooled.add(trial.number)
+        config = self.suggested.pop(trial.number, None) or configuration(trial)
+        entry = self.entries.setdefault(config, LeaderboardEntry(config, first=trial.number))
+        entry.first, entry.last = min(entry.first, trial.number), max(entry.last, trial.number)
+        entry.failures += str(trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
+        predicted = trial.user_attrs.get(PREDICTED) if trial.state == TrialState.COMPLETE else None
+        if predicted and trial.number > entry.predicted_by:
+            entry.predicted, entry.predicted_by = predicted, trial.number
+        if "table" in trial.user_attrs:
+            entry.add(trial.user_attrs["table"])
+            entry.lossless &= trial.user_attrs["measurement"]["losslessness"]["verdict"] != "different"
+            if trial.state == TrialState.COMPLETE:
+                entry.complete += 1
+                if entry.latest is None or entry.latest.number < trial.number:
+                    entry.latest = trial
+
+
+_LEADERBOARDS: weakref.WeakKeyDictionary[optuna.Study, Leaderboard] = weakref.WeakKeyDictionary()
+
+
+def leaderboard(study: optuna.Study) -> Leaderboard:
+    """Return the leaderboard of a study, which holds the trials that have finished so far."""
+    board = _LEADERBOARDS.setdefault(study, Leaderboard())
+    board.update(study.get_trials(deepcopy=False, states=FINISHED))
+    return board
+
+
+def ranking(study: optuna.Study) -> list[LeaderboardEntry]:
+    """Return the configurations that draft, kept the output and were measured to the end at least once, fastest first."""
+    return leaderboard(study).ranking
+
+
+def leading(study: optuna.Study) -> FrozenTrial | None:
+    """Return the latest whole measurement of the fastest configuration; None before there is one."""
+    leader = leaderboard(study).leader
+    return None if leader is None else leader.latest
 
 
 def configuration(trial: FrozenTrial) -> SpeculativeConfig:
@@ -78,37 +192,6 @@ def configuration(trial: FrozenTrial) -> SpeculativeConfig:
 def is_lossless(measurement: Mapping[str, Any]) -> bool:
     """Return whether the outputs of a measurement equal the baseline's, up to near-ties in half precision."""
     return measurement["losslessness"]["verdict"] in ("exact", "near_tie")
-
-
-def leaderboard(trials: Iterable[FrozenTrial]) -> dict[SpeculativeConfig, LeaderboardEntry]:
-    """Pool the finished trials of each configuration."""
-    entries: dict[SpeculativeConfig, LeaderboardEntry] = {}
-    for trial in trials:
-        if trial.state not in FINISHED:
-            continue
-        config = configuration(trial)
-        entry = entries.setdefault(config, LeaderboardEntry(config, first=trial.number))
-        entry.last = max(entry.last, trial.number)
-        if "table" in trial.user_attrs:
-            entry.add(trial.user_attrs["table"])
-            entry.complete += trial.state == TrialState.COMPLETE
-            entry.lossless &= trial.user_attrs["measurement"]["losslessness"]["verdict"] != "different"
-    return entries
-
-
-def ranking(study: optuna.Study) -> list[LeaderboardEntry]:
-    """Return the configurations that draft, kept the output and were measured to the end at least once, fastest first."""
-    entries = leaderboard(study.get_trials(deepcopy=False, states=FINISHED)).values()
-    eligible = [entry for entry in entries if entry.complete and entry.keeps_output and entry.config.kind != "none"]
-    return sorted(eligible, key=functools.cmp_to_key(_compare), reverse=True)
-
-
-def leading(study: optuna.Study) -> FrozenTrial | None:
-    """Return the latest whole measurement of the fastest configuration; None before there is one."""
-    for entry in ranking(study)[:1]:
-        trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        return next(t for t in reversed(trials) if "measurement" in t.user_attrs and configuration(t) == entry.config)
-    return None
 
 
 def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
@@ -148,15 +231,6 @@ def _compare(one: LeaderboardEntry, other: LeaderboardEntry) -> int:
     common = one.seconds.keys() & other.seconds.keys()
     own, others = one.speedup_on(common), other.speedup_on(common)
     return (own > others) - (own < others)
-
-
-def incumbent(study: optuna.Study, prompts: Collection[str] | None = None) -> float:
-    """Return the speedup to beat: the leader's, or 1.0 if plain decoding is faster.
-
-    The leader's speedup is that on ``prompts``, if it decoded any of them, or else that on all its own.
-    """
-    leaders = ranking(study)[:1]
-    return max([1.0, *(s.speedup_on(s.seconds.keys() & (prompts or ()) or s.seconds) for s in leaders)])
 
 
 def trial_line(trial: FrozenTrial) -> str:

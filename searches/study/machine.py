@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from layerskip import Target
-from layerskip.costs.verify_timing import VerifyPass
-from layerskip.device.clock import now
+from layerskip.costs.timing import VerifyPass
 from layerskip.device.memory import total_bytes
+from layerskip.device.transfer import now
 from layerskip.models.environment import machine
 from layerskip.models.loading import dtype_reason
 

@@ -15,17 +15,16 @@ from dataclasses import dataclass
 import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
-from layerskip.device.memory import is_out_of_memory, release_memory
-from layerskip.measure.measurement import Sample, check_output, pair_speedup
+from layerskip.device.memory import is_out_of_memory, release_memory, within_memory
+from layerskip.measure.measurement import check_output, pair_speedup
 from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
-from searches.app.memory import within_memory
 from searches.backends.backend import CANDIDATE, BackendError
 from searches.backends.figures import sample_figures
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench, Row
 from searches.study.drift import drifted_rows, drifted_since
-from searches.study.leaderboard import FINISHED, LeaderboardEntry, configuration, leaderboard, ranking
+from searches.study.leaderboard import Leaderboard, LeaderboardEntry, leaderboard
 from searches.study.pruning import BoundEstimator, SpeedupBound
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, FIGURES, PREDICTED
 
@@ -104,6 +103,7 @@ class Objective:
 
     Attributes:
         first: the prompts that every trial decodes.
+        further: those that only trials which are level with the leader decode.
         warming: prompts that drafters which learn decode before, unmeasured.
         compared: rows of configurations that were measured together, in place of the measurement of their first trial.
     """
@@ -124,9 +124,10 @@ class Objective:
         self.bench, self.space, self.prompts = bench, space, prompts
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
         self.first = prompts.take(settings.prompts, first_prompt)
-        self._survivors = prompts.take(settings.survivor_prompts, first_prompt)
         self._first_ids = frozenset(item.id for item in self.first)
-        measured = self._first_ids.union(item.id for item in self._survivors)
+        survivors = prompts.take(settings.survivor_prompts, first_prompt)
+        self.further = tuple(item for item in survivors if item.id not in self._first_ids)
+        measured = self._first_ids.union(item.id for item in self.further)
         others = [item for item in prompts.take(None) if item.id not in measured]
         self.warming = PromptSet(tuple(others[: settings.warming]))
 
@@ -143,32 +144,58 @@ class Objective:
         config = self.space.suggest(trial)
         trial.set_user_attr("config", config.to_dict())
         refuse(trial, config)
-        rows: list[dict[str, Sample]] = []
-        not_run = Measurement((), ())
-        before = trial.study.get_trials(deepcopy=False, states=FINISHED)
-        known = leaderboard(before).get(config)
-        failed = [other for other in before if str(other.user_attrs.get("reason")).startswith(ENGINE_FAILED)]
-        if sum(configuration(other) == config for other in failed) >= _REPLICATES:
-            often = f"{ENGINE_FAILED} {_REPLICATES} times before"
-            self._record(trial, config, not_run, often, time.monotonic() - start)
-            raise optuna.TrialPruned(often)
-        enough = _REPLICATES if config.kind != "none" else 1  # every other trial measures plain decoding, too
-        leads = any(leader.config == config for leader in ranking(trial.study)[:1])  # the leader is measured again and again
-        if known is not None and known.complete >= enough and not leads:
-            self._record(trial, config, not_run, _KNOWN, time.monotonic() - start)
-            return known.speedup_on(self._first_ids)
-        measured = known is not None and known.seconds  # a configuration that was only pruned is bounded again
-        bound = None if measured else self._bound(trial.study, config)
-        if bound is not None:
+        board = leaderboard(trial.study)
+        board.suggested[trial.number] = config
+        known = board.entries.get(config, LeaderboardEntry(config))
+        reason: str | None = None
+        if known.failures >= _REPLICATES:
+            reason = f"{ENGINE_FAILED} {_REPLICATES} times before"
+        elif self._is_measured_enough(known, board):
+            reason = _KNOWN
+        elif not known.seconds and (bound := self._bound(trial.study, config)) is not None:
             trial.set_user_attr(PREDICTED, bound.predicted)
-            if bound.cannot_win:
-                self._record(trial, config, not_run, bound.reason(), time.monotonic() - start)
-                raise optuna.TrialPruned(bound.reason())
-        reason, begun, is_compared = None, time.monotonic(), config in self.compared
+            reason = bound.reason() if bound.cannot_win else None
+        if reason is not None:
+            self._record(trial, config, Measurement((), ()), reason, time.monotonic() - start)
+            if reason == _KNOWN:
+                return known.speedup_on(self._first_ids)
+            raise optuna.TrialPruned(reason)
+        race = _Race(self, trial, config, board)
+        reason = self._measure(race)
+        measurement = Measurement.of(race.rows, BASELINE, CANDIDATE)
+        if reason is None:
+            check_output(measurement.baseline)
+        self._record(trial, config, measurement, reason, time.monotonic() - start)
+        if reason is not None:
+            raise optuna.TrialPruned(reason)
+        return race.entry(known).speedup_on(self._first_ids)
+
+    def _is_measured_enough(self, known: LeaderboardEntry, board: Leaderboard) -> bool:
+        """Return whether a configuration needs no further trial; the leader is measured again and again."""
+        leads = board.leader is not None and board.leader.config == known.config
+        enough = _REPLICATES if known.config.kind != "none" else 1  # every other trial measures plain decoding, too
+        return known.complete >= enough and not leads
+
+    def _bound(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
+        """Return the bound of a suggestion; None if there is none, or memory does not suffice to compute it."""
+        bounds = self.bounds
+        return None if bounds is None else within_memory(lambda: bounds.estimate(study, config))
+
+    def _measure(self, race: _Race) -> str | None:
+        """Measure a trial; return the reason why it ended early, or None if it was measured to the end.
+
+        Raises:
+            BackendError: the engine has run no trial so far.
+        """
+        trial, begun = race.trial, time.monotonic()
+        compared = self.compared.pop(race.config, None)
+        if compared is not None:  # measured, and timed, with others
+            race.take(compared)
+            return None
         try:
-            reason = self._measure(trial, config, rows)
+            reason = race.run()
         except BackendError as error:
-            if len(before) == len(failed) >= _REPLICATES:
+            if len(race.board.trials) == race.board.failures >= _REPLICATES:
                 raise  # it can run nothing
             reason = f"{ENGINE_FAILED}: {error.reason}"
             trial.set_user_attr(ENGINE_LOG, error.log_tail)
@@ -178,125 +205,8 @@ class Objective:
             reason = OUT_OF_MEMORY
         if reason == OUT_OF_MEMORY:
             release_memory()  # only here: the handled error refers to the memory
-        if not is_compared:
-            trial.set_user_attr(MEASURING_SECONDS, time.monotonic() - begun)
-        if reason is None:
-            check_output(row[BASELINE] for row in rows)
-        measurement = Measurement.of(rows, BASELINE, CANDIDATE)
-        self._record(trial, config, measurement, reason, time.monotonic() - start)
-        if reason is not None:
-            raise optuna.TrialPruned(reason)
-        pooled = known or LeaderboardEntry(config)
-        pooled.add(measurement.table())
-        return pooled.speedup_on(self._first_ids)
-
-    def _bound(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
-        """Return the bound of a suggestion; None if there is none, or memory does not suffice to compute it."""
-        bounds = self.bounds
-        return None if bounds is None else within_memory(lambda: bounds.estimate(study, config))
-
-    def _measure(self, trial: optuna.Trial, config: SpeculativeConfig, rows: list[dict[str, Sample]]) -> str | None:
-        """Race a trial: measure a few prompts first; if it is level with the leader, more of them, and all again.
-
-        Returns the reason for stopping early, or None for a trial that was measured to the end.
-        """
-        if config in self.compared:  # measured, and timed, with others
-            rows += map(dict, self.compared.pop(config))
-            for number, row in enumerate(rows):
-                trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
-            if figures := sample_figures([row[CANDIDATE] for row in rows]):
-                trial.set_user_attr(FIGURES, figures)
-            return None
-        settings, few = self.settings, len(self._first_ids)
-        survives = config.kind != "none"  # every other trial measures plain decoding, too
-        more = [item for item in self._survivors if survives and item.id not in self._first_ids]
-        prompts = every = PromptSet((*self.first, *more))
-        remeasured: set[int] = set()  # places of rows
-        for repeat in range(settings.repeats + settings.survivor_repeats):
-            if repeat >= settings.repeats and not (survives and self._is_level(trial.study, config, rows)):
-                break
-            # No two trials share a seed, else replicates would repeat the same draws.
-            seed, begin = self.seed + _SEED_STEP * (trial.number + 1) + len(rows), len(rows)
-            # One comparison for all prompts, as some drafters learn from prompt to prompt.
-            for number, row in enumerate(self.bench.compare({CANDIDATE: config}, prompts, 1, seed, (), self.warming), 1):
-                rows.append(row)
-                self.on_prompt()
-                # One step for each prompt of each repeat: the pruner compares trials at the same step.
-                trial.report(pair_speedup(rows[-1][BASELINE], rows[-1][CANDIDATE]), repeat * len(every) + number - 1)
-                is_last, is_first_look = number == len(prompts), repeat == 0 and number == few
-                slower = not is_last and trial.should_prune() and self._is_slower(trial.study, config, rows)
-                if slower or is_last or is_first_look:
-                    if figures := dict(self.bench.figures()):
-                        trial.set_user_attr(FIGURES, figures)
-                    self._remeasure_drifted(trial, config, prompts, rows, begin, seed, remeasured)
-                if is_first_look:
-                    if more and not self._is_level(trial.study, config, rows):
-                        survives = False
-                        break
-                elif slower and self._is_slower(trial.study, config, rows):
-                    return "slower than the best so far"
-            prompts = PromptSet(prompts.items[: len(rows) - begin])
-        return None
-
-    @staticmethod
-    def _is_level(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
-        """Return whether a trial is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
-        own = LeaderboardEntry(config)
-        own.add(Measurement.of(rows, BASELINE, CANDIDATE).table())
-        leader = next(iter(ranking(study)), LeaderboardEntry(config))
-        common = own.seconds.keys() & leader.seconds.keys() or own.seconds.keys()
-        return own.speedup_on(common) >= (1 - _LEVEL) * max(1.0, leader.speedup_on(common))
-
-    @staticmethod
-    def _is_slower(study: optuna.Study, config: SpeculativeConfig, rows: Sequence[dict[str, Sample]]) -> bool:
-        """Return whether a trial is significantly slower than plain decoding or than the leader.
-
-        The pruner compares on how many prompts the leader is ahead, not by how much. A lookup that is far ahead on few
-        prompts may still be faster over all.
-        """
-        if Measurement.of(rows, BASELINE, CANDIDATE).interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0:
-            return True
-        leader = next(iter(ranking(study)), None)
-        if leader is None or leader.config == config:
-            return False
-        against_leader = []
-        for row in rows:
-            own, plain, _ = leader.seconds.get(row[BASELINE].prompt_id, (0.0, 0.0, 0))
-            if own and plain:
-                seconds = row[BASELINE].decode_seconds * own / plain  # at the machine's present speed
-                against_leader.append(row | {BASELINE: dataclasses.replace(row[BASELINE], decode_seconds=seconds)})
-        measured = Measurement.of(against_leader, BASELINE, CANDIDATE)
-        return bool(against_leader) and measured.interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0
-
-    def _remeasure_drifted(
-        self,
-        trial: optuna.Trial,
-        config: SpeculativeConfig,
-        prompts: PromptSet,
-        rows: list[dict[str, Sample]],
-        begin: int,
-        seed: int,
-        remeasured: set[int],
-    ) -> None:
-        """Measure the rows with drift again, each once.
-
-        Drafters that learn first decode as many prompts as before any trial.
-
-        Args:
-            prompts: of the rows from ``begin`` on.
-            begin: place of the first row of the latest comparison.
-            remeasured: places of rows that were measured twice; takes the new ones.
-        """
-        before = trial.study.get_trials(deepcopy=False, states=FINISHED)
-        all_drifted = drifted_since(before, rows[begin:], self.settings.drift)
-        for place, drifted in enumerate(drifted_rows(rows, self.settings.drift)[begin:]):
-            if (drifted or all_drifted) and begin + place not in remeasured:
-                remeasured.add(begin + place)
-                trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
-                earlier = (*self.warming, *prompts.items[:place])[-self.settings.warming or None :]
-                one = PromptSet((prompts.items[place],))
-                (row,) = self.bench.compare({CANDIDATE: config}, one, 1, seed + place, (), PromptSet(earlier))
-                rows[begin + place] = row
+        trial.set_user_attr(MEASURING_SECONDS, time.monotonic() - begun)
+        return reason
 
     @defer_interrupt()
     def _record(
@@ -308,12 +218,136 @@ class Objective:
             trial.set_user_attr("reason", reason)
         changed = False
         if measurement.candidate:
-            changed = measurement.lossless.verdict == "different" and config.lossless
-            trial.set_user_attr("measurement", measurement.to_dict())
+            figures = measurement.to_dict()
+            changed = figures["losslessness"]["verdict"] == "different" and config.lossless
+            trial.set_user_attr("measurement", figures)
             trial.set_user_attr("table", measurement.table())
             if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
-        # Last, because a constraint cannot be overwritten. Studies of earlier versions have the same two constraints.
+        # Last, because a constraint cannot be overwritten.
         failed = reason is not None and reason.startswith((OUT_OF_MEMORY, ENGINE_FAILED))
         trial.set_constraint("out_of_memory", float(failed))
         trial.set_constraint("output_changed", float(changed))
+
+
+class _Race:
+    """The measurement of one trial, prompt by prompt, against plain decoding and the leader so far.
+
+    Args:
+        objective: measures it.
+        trial: takes what is known after each prompt.
+        config: the configuration.
+        board: the leaderboard, which other workers' trials may change meanwhile.
+
+    Attributes:
+        rows: the samples so far, one row per prompt and repeat.
+    """
+
+    def __init__(self, objective: Objective, trial: optuna.Trial, config: SpeculativeConfig, board: Leaderboard) -> None:
+        self.trial, self.config, self.board = trial, config, board
+        self.rows: list[Row] = []
+        self._objective, self._settings = objective, objective.settings
+        self._remeasured: set[int] = set()  # places of rows
+
+    def entry(self, known: LeaderboardEntry | None = None) -> LeaderboardEntry:
+        """Return the rows so far as an entry of the leaderboard, pooled with those that are ``known``."""
+        entry = LeaderboardEntry(self.config, seconds=dict(known.seconds) if known is not None else {})
+        entry.add_pairs([(row[BASELINE], row[CANDIDATE]) for row in self.rows])
+        return entry
+
+    def take(self, compared: Sequence[Row]) -> None:
+        """Take the rows of a comparison with other configurations."""
+        self.rows += compared
+        for number, row in enumerate(compared):
+            self.trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
+        if figures := sample_figures([row[CANDIDATE] for row in compared]):
+            self.trial.set_user_attr(FIGURES, figures)
+
+    def run(self) -> str | None:
+        """Measure a few prompts first; if the trial is level with the leader, more of them, and all again.
+
+        Returns the reason for stopping early, or None for a trial that was measured to the end.
+        """
+        objective, settings = self._objective, self._settings
+        survives = self.config.kind != "none"  # every other trial measures plain decoding, too
+        more = objective.further if survives else ()
+        few, most = len(objective.first.items), len(objective.first.items) + len(more)
+        prompts = PromptSet((*objective.first.items, *more))
+        for repeat in range(settings.repeats + settings.survivor_repeats):
+            if repeat >= settings.repeats and not (survives and self._is_level()):
+                break
+            # No two trials share a seed, else replicates would repeat the same draws.
+            part = _Part(prompts, len(self.rows), objective.seed + _SEED_STEP * (self.trial.number + 1) + len(self.rows))
+            # One comparison for all prompts, as some drafters learn from prompt to prompt.
+            measured = objective.bench.compare({CANDIDATE: self.config}, prompts, 1, part.seed, (), objective.warming)
+            for number, row in enumerate(measured, 1):
+                self.rows.append(row)
+                objective.on_prompt()
+                # One step for each prompt of each repeat: the pruner compares trials at the same step.
+                self.trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), repeat * most + number - 1)
+                is_last, is_first_look = number == len(prompts.items), repeat == 0 and number == few
+                slower = not is_last and self.trial.should_prune() and self._is_slower()
+                if slower or is_last or is_first_look:
+                    if figures := dict(objective.bench.figures()):
+                        self.trial.set_user_attr(FIGURES, figures)
+                    self._remeasure_drifted(part)
+                if is_first_look:
+                    if more and not self._is_level():
+                        survives = False
+                        break
+                elif slower and self._is_slower():
+                    return "slower than the best so far"
+            prompts = PromptSet(prompts.items[: len(self.rows) - part.begin])
+        return None
+
+    def _is_level(self) -> bool:
+        """Return whether a trial is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
+        own = self.entry()
+        leader = self.board.leader or LeaderboardEntry(self.config)
+        common = own.seconds.keys() & leader.seconds.keys() or own.seconds.keys()
+        return own.speedup_on(common) >= (1 - _LEVEL) * max(1.0, leader.speedup_on(common))
+
+    def _is_slower(self) -> bool:
+        """Return whether a trial is significantly slower than plain decoding or than the leader.
+
+        The pruner compares on how many prompts the leader is ahead, not by how much. A lookup that is far ahead on few
+        prompts may still be faster over all.
+        """
+        if Measurement.of(self.rows, BASELINE, CANDIDATE).interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0:
+            return True
+        leader = self.board.leader
+        if leader is None or leader.config == self.config:
+            return False
+        against_leader = []
+        for row in self.rows:
+            own, plain, _ = leader.seconds.get(row[BASELINE].prompt_id, (0.0, 0.0, 0))
+            if own and plain:
+                seconds = row[BASELINE].decode_seconds * own / plain  # at the machine's present speed
+                against_leader.append({**row, BASELINE: dataclasses.replace(row[BASELINE], decode_seconds=seconds)})
+        measured = Measurement.of(against_leader, BASELINE, CANDIDATE)
+        return bool(against_leader) and measured.interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0
+
+    def _remeasure_drifted(self, part: _Part) -> None:
+        """Measure the rows of a comparison with drift again, each once.
+
+        Drafters that learn first decode as many prompts as before any trial.
+        """
+        trial, objective, settings = self.trial, self._objective, self._settings
+        all_drifted = drifted_since(self.board.trials, self.rows[part.begin :], settings.drift)
+        for place, drifted in enumerate(drifted_rows(self.rows, settings.drift)[part.begin :]):
+            if (drifted or all_drifted) and part.begin + place not in self._remeasured:
+                self._remeasured.add(part.begin + place)
+                trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
+                earlier = PromptSet((*objective.warming, *part.prompts.items[:place])[-settings.warming or None :])
+                one = PromptSet((part.prompts.items[place],))
+                compared = objective.bench.compare({CANDIDATE: self.config}, one, 1, part.seed + place, (), earlier)
+                (self.rows[part.begin + place],) = compared
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One comparison of a trial: its prompts, the place of its first row, and its seed."""
+
+    prompts: PromptSet
+    begin: int
+    seed: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,16 +17,15 @@ from optuna.trial import FrozenTrial
 
 from layerskip import SpeculativeConfig, Target
 from layerskip.export import PROVISIONAL
-from layerskip.files import digest
+from layerskip.files import digest, read_json
 from layerskip.models.environment import machine
 from searches.app.checks import InputError, check_folder
-from searches.app.urls import sqlite_url, without_password
+from searches.connections import sqlite_url, without_password
 from searches.study.finals import Finalist, Finals
 from searches.study.storage import locked, open_database, open_journal
 from searches.study.study import StudySettings
 from searches.tracking.tracker import Tracker
-from searches.workers.alone import ALONE, Workers
-from searches.workers.crew import Crew
+from searches.workers.crew import ALONE, Crew, Workers
 
 JOINED = "works on study "
 """In the line that a worker prints when it joins, before the name of the study."""
@@ -139,9 +137,7 @@ def share_finals(crew: Workers, trials: Sequence[FrozenTrial], measure: Callable
 
 def is_exported(path: Path, study: str, trials: int) -> bool:
     """Return whether an export of a study with a number of finished trials exists."""
-    if not path.exists():
-        return False
-    search = json.loads(path.read_text(encoding="utf-8")).get("search") or {}
+    search = (read_json(path) or {}).get("search") or {}
     return (search.get("study"), search.get("trials"), bool(search.get(PROVISIONAL))) == (study, trials, False)
 
 

@@ -16,32 +16,25 @@ from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, Unsupporte
 from layerskip.config import kinds
 from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.decoding.tree import tree_model
+from layerskip.device.memory import within_memory
 from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
 from layerskip.files import digest, short_name
-from layerskip.models.loading import load_draft
+from layerskip.models.loading import WHEELS, load_draft
 from layerskip.models.packing import uses_packing
 from layerskip.models.positions import check_positions
-from layerskip.models.wheels import WHEELS
 from searches.app.checks import InputError, check_list, check_seed
-from searches.app.memory import within_memory
 from searches.backends.backend import Backend, Load
 from searches.backends.layerskip import LayerskipBackend
 from searches.backends.selection import make_backend, supported_space
 from searches.predict.preparation import ScanSettings
-from searches.space.choices import MATCHES
-from searches.space.registry import all_kinds
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
 from searches.study.study import StudySettings
-from searches.training.bridge_settings import BridgingSettings
-from searches.training.bridge_store import BridgeStore
-from searches.training.datastores import refuse_answers
-from searches.training.training_texts import check_draft_vocabulary, opening_texts
+from searches.train.bridge_store import BridgeStore, BridgingSettings
+from searches.train.texts import check_draft_vocabulary, opening_texts, refuse_answers
 
 _BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
-_LISTS = {"eagle": "eagle_heads", "medusa": "medusa_heads", "draft_model": "drafts", "cross_tokenizer": "cross_drafts"}
-"""The field of the space that lists the heads or models of a kind."""
 _WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "load", "worker")
 """Parts of the configuration that do not change the results of trials, or that :func:`describe` describes itself."""
 
@@ -107,11 +100,23 @@ class Plan:
             width = max(space.widths, default=0) if "mlp" in space.bridges else 0
             store = BridgeStore(target, sampling, bridging, Path(config.outputs), config.seed, like, width)
             space = replace(space, bridge_store=store)
-        for name in space.datastores:
-            refuse_answers("space.datastores", name, target, prompts)
-        outputs = Path(config.outputs)
-        parts = settings, measuring, scanning, sampling, target, backend, load, prompts
-        return cls(*parts, space, store, config.seed, outputs)
+        for kind, field, names in _given_paths(config):
+            for name in names if field == "datastore" else ():
+                refuse_answers(f"space.ranges.{kind}.{field}", str(name), target, prompts)
+        return cls(
+            settings=settings,
+            measuring=measuring,
+            scanning=scanning,
+            sampling=sampling,
+            target=target,
+            backend=backend,
+            load=load,
+            prompts=prompts,
+            space=space,
+            bridge_store=store,
+            seed=config.seed,
+            outputs=Path(config.outputs),
+        )
 
 
 def check_prompts(prompts: PromptSet, target: Target, max_new_tokens: int) -> None:
@@ -128,23 +133,37 @@ def check_prompts(prompts: PromptSet, target: Target, max_new_tokens: int) -> No
 
 
 def _resolve(config: DictConfig) -> None:
-    """Name all kinds where none are chosen, and make folders absolute, so that choices hold from any working directory."""
-    if config.space.kinds is None:
-        config.space.kinds = list(all_kinds())
+    """Make folders absolute, so that choices hold from any working directory."""
 
     def absolute(name: str) -> str:
         return str(Path(name).resolve()) if name not in WHEELS and Path(name).exists() else name
 
-    for listed in (*_LISTS.values(), "datastores"):
-        check_list(f"space.{listed}", config.space[listed])
-        config.space[listed] = [absolute(str(name)) for name in config.space[listed]]
+    for kind, field, names in _given_paths(config):
+        check_list(f"space.ranges.{kind}.{field}", names)
+        config.space.ranges[kind][field] = [absolute(str(name)) for name in names]
+
+
+def _given_paths(config: DictConfig) -> list[tuple[str, str, Any]]:
+    """Return the kind, the field and the values of all heads, models and datastores that a configuration names."""
+    given = config.space.ranges or {}
+    return [
+        (kind.name, field.name, given[kind.name][field.name])
+        for kind in kinds().values()
+        if isinstance(given.get(kind.name), DictConfig)
+        for field in kind.fields
+        if field.path and field.name in given[kind.name]
+    ]
 
 
 def _print_left_out(space: SearchSpace) -> None:
     """Print the chosen kinds that have no head or model to draft with, and the fields that would provide one."""
-    listed = space.heads | space.models
-    unavailable = [kind for kind in space.kinds or () if kind in listed and not listed[kind]]
-    missing = [f"{kind} (space.{_LISTS[kind]} is empty)" for kind in unavailable]
+    missing = [
+        f"{kind.name} (space.ranges.{kind.name}.{field.name} is empty)"
+        for kind in kinds().values()
+        if space.kinds is None or kind.name in space.kinds
+        for field in kind.fields
+        if field.required and not space.values(kind.name, field.name)
+    ]
     if missing:
         print(f"space.kinds: left out: {', '.join(missing)}", flush=True)
 
@@ -154,27 +173,33 @@ def _check_drafters(space: SearchSpace, target: Target) -> None:
 
     Draft models stay loaded, as each is among the study's first trials.
     """
-    for kind, names in (space.heads | space.models).items():
-        for name in names if kind in space.available_kinds else ():
-            # Chains, since trees may have been left out for a target that cannot verify them.
-            is_head = kind in space.heads
-            config = SpeculativeConfig(kind, head=name, candidates=1) if is_head else SpeculativeConfig(kind, draft=name)
-            if within_memory(partial(build_drafter, config, target)) is None:
-                raise InputError(f"space.{_LISTS[kind]}: {name} does not fit into memory")
+    for kind in map(kinds().__getitem__, space.available_kinds):
+        # Chains, since trees may have been left out for a target that cannot verify them.
+        chains = {field.name: field.chains for field in kind.fields if field.chains is not None}
+        for field in (field for field in kind.fields if field.required):
+            for name in space.values(kind.name, field.name):
+                config = SpeculativeConfig.of(kind.name, chains | {field.name: name})
+                if within_memory(partial(build_drafter, config, target)) is None:
+                    raise InputError(f"space.ranges.{kind.name}.{field.name}: {name} does not fit into memory")
 
 
 def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
     """Return the space without tree drafts if the target cannot verify them; print which are left out."""
-    trees = [kind for kind in space.available_kinds if kinds()[kind].trees_only]
-    trees += ["trees of eagle"] if "eagle" in space.available_kinds else []
-    trees += ["siblings"] if "layer_skip" in space.available_kinds and space.siblings else []
+    chosen = [kinds()[kind] for kind in space.available_kinds]
+    trees = [kind.name for kind in chosen if kind.trees_only]
+    trees += [
+        f"trees of {kind.name}"
+        for kind in chosen
+        for field in kind.fields
+        if field.chains is not None and space.values(kind.name, field.name)[1] > field.chains
+    ]
     if not trees:
         return space
     try:
         tree_model(target.model)
     except UnsupportedModel as error:
         print(f"space.kinds: {', '.join(trees)} left out: {error}")
-        return replace(space, trees=False, siblings=0)
+        return replace(space, trees=False)
     return space
 
 
@@ -183,7 +208,7 @@ def _check_bridged(space: SearchSpace, target: Target) -> None:
     for rank in space.ranks:
         if rank > target.hidden:
             raise InputError(f"space.ranks: {rank} is not between 0 (full rank) and {target.hidden}")
-    others = space.cross_drafts if "cross_tokenizer" in space.available_kinds else ()
+    others = space.values("cross_tokenizer", "draft") if "cross_tokenizer" in space.available_kinds else ()
     for owner in (target, *(load_draft(target, name, same_tokenizer=False) for name in others)):
         for size in filter(None, space.draft_heads):
             check_draft_vocabulary("space.draft_heads", size, owner)
@@ -206,17 +231,11 @@ def describe(
     if engine is not None:
         parts |= {"backend": {"name": engine.name, **engine.describe()}, "load": _plain(config.get("load"))}
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
-    if not bridged:  # a study without bridges is what it was before there were any
+    if not bridged:  # what has no effect
         flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_BRIDGED))}
-    if "mlp" not in config.space.bridges:  # nor does one without MLPs change as they join
-        flat.pop("space.widths", None)
-    if list(config.space.matches) == list(MATCHES):  # nor does one with all matches
-        flat.pop("space.matches", None)
     flat.pop("target.pack_weights", None)  # what came of it counts
     if uses_packing(target.model):
         flat["target.packed_weights"] = True
-    if flat.get("measure.indifference") is None:  # nor as finals that measure to the end
-        flat.pop("measure.indifference", None)
     flat.pop("scan.text_bytes", None)  # the name of the scans' folder depends on what it leaves out
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
     return flat | {
@@ -225,14 +244,27 @@ def describe(
         "target.device": target.device.type,
         "target.layers": target.layers,
         "prompts.digest": prompts.digest,
-        "space.datastores.digests": [Datastore.load(name, target).about["digest"] for name in config.space.datastores],
-        "space.heads.digests": [_head_digest(name) for name in (*config.space.eagle_heads, *config.space.medusa_heads)],
-        "space.drafts.digests": [
-            load_draft(target, name, kind == "draft_model").digest if engine is None else _head_digest(name)
-            for kind in ("draft_model", "cross_tokenizer")
-            for name in (config.space[_LISTS[kind]] if kind in config.space.kinds else ())
+        "space.digests": [
+            _path_digest(kind, field, str(name), target, engine is None)
+            for kind, field, names in _given_paths(config)
+            for name in (names if config.space.kinds is None or kind in config.space.kinds else ())
         ],
     }
+
+
+def _path_digest(kind: str, field: str, name: str, target: Target, loads: bool) -> str:
+    """Return the digest of what a field names, such as the weights of a head.
+
+    Args:
+        kind: of drafter.
+        field: ``datastore``, ``draft`` or the name of a folder of weights.
+        name: the value.
+        target: the loaded target.
+        loads: whether this program loads draft models, rather than an engine.
+    """
+    if field == "datastore":
+        return str(Datastore.load(name, target).about["digest"])
+    return load_draft(target, name, kind == "draft_model").digest if field == "draft" and loads else _head_digest(name)
 
 
 def _head_digest(folder: str) -> str:

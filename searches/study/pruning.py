@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import optuna
-from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SkipMask, SpeculativeConfig
 from searches.predict.predictor import SpeedupPredictor
-from searches.study.leaderboard import configuration, incumbent, leaderboard
-from searches.tracking.names import PREDICTED
+from searches.study.leaderboard import LeaderboardEntry, leaderboard
 
 CANNOT_WIN = "cannot reach the best"
 _FIRST_ERROR = 0.15
@@ -76,9 +74,9 @@ class BoundEstimator:
         predictable = predictor is not None and predictor.can_predict(config)
         if predictor is None or not (predictable or config.kind == "layer_skip"):
             return None
-        to_beat = incumbent(study, predictor.prompts)
-        finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        error = calibrated_error(finished, predictor.prompts, config.kind)
+        board = leaderboard(study)
+        to_beat = board.to_beat(predictor.prompts)
+        error = calibrated_error(board.entries.values(), predictor.prompts, config.kind)
         if config.kind != "layer_skip":
             predicted = predictor.speedup(config)
             return SpeedupBound(predicted, predicted * math.exp(error), to_beat)
@@ -95,17 +93,17 @@ class BoundEstimator:
         return SpeedupBound(None, min(by_cost, best.speedup) * math.exp(margin), to_beat)
 
 
-def calibrated_error(trials: Iterable[FrozenTrial], prompts: Collection[str], kind: str) -> float:
+def calibrated_error(entries: Iterable[LeaderboardEntry], prompts: Collection[str], kind: str) -> float:
     """Return how far the measured speedup of a configuration may exceed its prediction, as a log ratio.
 
     Only configurations of the same kind count: the rounds of a prompt lookup are known without a scan, and it runs no model.
     Those that decoded none of the predictions' prompts are left out.
     """
-    trials = list(trials)
-    predicted = {configuration(trial): trial.user_attrs[PREDICTED] for trial in trials if trial.user_attrs.get(PREDICTED)}
-    measured = leaderboard(trials)
-    known = [config for config in predicted if config.kind == kind and measured[config].seconds.keys() & prompts]
-    errors = [math.log(measured[config].speedup_on(prompts) / predicted[config]) for config in known]
+    errors = [
+        math.log(entry.speedup_on(prompts) / entry.predicted)
+        for entry in entries
+        if entry.predicted and entry.config.kind == kind and entry.seconds.keys() & prompts
+    ]
     if len(errors) < _LEAST_CONFIGURATIONS:
         return _FIRST_ERROR
     return max(_LEAST_ERROR, float(np.mean(errors) + _DEVIATIONS * np.std(errors, ddof=1)))

@@ -22,11 +22,9 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from layerskip import ConfigError
 from layerskip.device.failures import first_line
 from searches.app.checks import InputError
-from searches.app.file_lock import locked_if_free
 from searches.app.interrupt import error_chain
-from searches.app.resume_log import damage, drop_partial_line, read_lines
-from searches.app.retry import Result, Retry, is_unreachable
-from searches.app.urls import sqlite_file, without_password
+from searches.connections import Result, Retry, is_unreachable, sqlite_file, without_password
+from searches.results import damage, drop_partial_line, locked_if_free, read_lines
 from searches.workers.retrying_storage import RetryingStorage
 
 _JOURNAL = b'{"op_code":'

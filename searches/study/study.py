@@ -27,14 +27,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 from searches.app.checks import InputError, check_number, check_whole
-from searches.app.earlier_names import PREPARATION_SECONDS
 from searches.app.interrupt import defer_interrupt
-from searches.app.time_ledger import TimeLedger, record_shared_seconds, total_seconds_here
 from searches.space.search_space import SearchSpace
-from searches.study.leaderboard import FINISHED, ranking
+from searches.study.leaderboard import FINISHED, leaderboard
 from searches.study.objective import MEASURING_SECONDS, Objective, Refusal
-from searches.study.requeue import DUPLICATE_OF, finish_trial, repair
-from searches.workers.alone import ALONE, Alone, Workers
+from searches.study.time_ledger import TimeLedger, record_shared_seconds, total_seconds_here
+from searches.tracking.names import RETRY_OF
+from searches.workers.board import Look
+from searches.workers.crew import ALONE, Alone, Workers
 from searches.workers.slots import Slot, close_slots, take_slot
 
 OVERHEAD_SECONDS = "between_seconds"
@@ -42,7 +42,12 @@ OVERHEAD_SECONDS = "between_seconds"
 SETTINGS = "settings"
 STUDY_ID = "id"
 """User attribute: the identifier of a study, which differs from that of another study of the same name."""
+DUPLICATE_OF = "duplicate_of"
+"""User attribute of a failed trial: the number of the running trial that measured the same configuration."""
+_LOSSES = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
 _LEAST_TRIALS = 2  # however little time is left: the first may be plain decoding
+PREPARATION_SECONDS = "preparation_seconds"
+"""User attribute of a study: the seconds of profiling, scans and texts."""
 _DUPLICATES = 3  # in a row, after which a worker measures a configuration that another one measures
 
 
@@ -189,7 +194,7 @@ def run_trials(
         seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
 
     Raises:
-        KeyboardInterrupt: the running trial is marked as failed; :func:`~searches.study.requeue.repair` queues it again.
+        KeyboardInterrupt: the running trial is marked as failed; :func:`repair` queues it again.
     """
     ended = time.monotonic()
     remaining, duplicates = iter(starts), 0
@@ -283,10 +288,10 @@ def _accept(trial: optuna.Trial, config: SpeculativeConfig) -> None:
 
 def _requeue_leader(study: optuna.Study, space: SearchSpace, every: int) -> None:
     """Queue the leader again when due. Its replicates are pooled, so that it does not lead by luck."""
-    leaders = ranking(study)[:1]
-    if not leaders or sum(trial.number >= leaders[0].last for trial in finished(study)) <= every:
+    board = leaderboard(study)
+    if board.leader is None or board.trials_since_leader() <= every:
         return
-    params = space.params(leaders[0].config)
+    params = space.params(board.leader.config)
     pending = study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING))
     if all(trial.system_attrs.get("fixed_params") != params for trial in pending):
         study.enqueue_trial(params)
@@ -294,3 +299,76 @@ def _requeue_leader(study: optuna.Study, space: SearchSpace, every: int) -> None
 
 def _waiting(study: optuna.Study) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+
+
+def requeue_unfinished(study: optuna.Study, crew: Workers = ALONE) -> None:
+    """Mark killed trials as failed, and queue the choices of trials that were killed or interrupted again."""
+    while repair(study, crew, study.get_trials(deepcopy=False)):
+        pass
+
+
+def repair(study: optuna.Study, crew: Workers, trials: Sequence[FrozenTrial], look: Look | None = None) -> bool:
+    """Repair some trials as :func:`requeue_unfinished` does; return whether there was anything to do.
+
+    Args:
+        study: the study.
+        crew: its workers.
+        trials: all its trials.
+        look: of the crew, taken after the trials were read; None takes one if needed.
+    """
+    if fail_orphans(study, crew.orphans(trials, look)):
+        return True
+    found = False
+    again = {trial.user_attrs.get(RETRY_OF) for trial in trials}
+    for trial in trials:
+        if trial.state == TrialState.FAIL and trial.number not in again and DUPLICATE_OF not in trial.user_attrs:
+            # A trial that was killed while it was sampled has only its enqueued parameters.
+            choices = trial.params if "config" in trial.user_attrs else trial.system_attrs.get("fixed_params")
+            if choices and _losses(trials, trial) >= _LOSSES:
+                crew.share(f"given up {trial.number}", partial(_print_given_up, trial.number))
+            elif choices:
+                crew.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices))
+                found = True
+    return found
+
+
+def fail_orphans(study: optuna.Study, orphans: Sequence[FrozenTrial]) -> bool:
+    """Mark running trials whose workers are dead as failed; return whether there are any."""
+    for trial in orphans:
+        finish_trial(study, trial.number, TrialState.FAIL)
+    return bool(orphans)
+
+
+def _losses(trials: Sequence[FrozenTrial], last: FrozenTrial) -> int:
+    """Return how often in a row the worker was lost that tried the choices of a failed trial; an interruption is no loss."""
+    count, trial = 0, last
+    while "seconds" not in trial.user_attrs:
+        count += 1
+        if RETRY_OF not in trial.user_attrs:
+            break
+        trial = trials[trial.user_attrs[RETRY_OF]]
+    return count
+
+
+def _print_given_up(number: int) -> None:
+    print(f"trial {number}: not repeated, as its worker was lost {_LOSSES} times in a row", flush=True)
+
+
+def _retry(study: optuna.Study, number: int, choices: dict[str, Any]) -> None:
+    """Queue the choices of a failed trial, unless a worker that was killed then did it."""
+    if all(trial.user_attrs.get(RETRY_OF) != number for trial in study.get_trials(deepcopy=False)):
+        study.enqueue_trial(choices, user_attrs={RETRY_OF: number})
+
+
+@defer_interrupt()
+def finish_trial(
+    study: optuna.Study, trial: optuna.Trial | int, state: TrialState, value: float | None = None
+) -> FrozenTrial | None:
+    """Finish a trial and return it; None if another worker finished it before."""
+    try:
+        return study.tell(trial, value, state)
+    except (ValueError, UpdateFinishedTrialError):
+        number = trial if isinstance(trial, int) else trial.number
+        if study.get_trials(deepcopy=False)[number].state == TrialState.RUNNING:
+            raise
+        return None

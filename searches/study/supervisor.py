@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 
 from searches.app.checks import InputError
 from searches.app.interrupt import INTERRUPTED, interrupt_code
-from searches.app.progress import Progress, say
+from searches.progress import Progress, say
 from searches.study.leaderboard import leader_line, trial_line
 from searches.study.opening import JOINED, storage_url
 from searches.study.storage import open_database
@@ -165,7 +165,7 @@ class Crowd:
         with (self._logs / f"{number}.log").open("wb") as log:
             return subprocess.Popen(
                 command,
-                env=os.environ | place.variables,
+                env=os.environ | place.variables | {"PYTHONIOENCODING": "utf-8"},  # their lines are read here
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

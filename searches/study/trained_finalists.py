@@ -16,22 +16,21 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from layerskip import SkipMask, SpeculativeConfig
-from layerskip.device.memory import is_out_of_memory, release_memory
+from layerskip.device.memory import is_out_of_memory, release_memory, within_memory
 from layerskip.files import digest
 from layerskip.models.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.texts.continuations import Continuation
 from searches.app.checks import InputError
-from searches.app.file_lock import exclusive
-from searches.app.memory import within_memory
 from searches.predict.scan_predictor import ScanPredictor
+from searches.results import exclusive
 from searches.space.bridge_spec import BridgeSpec
-from searches.space.choices import DraftCost
+from searches.space.search_space import DraftCost
 from searches.study.leaderboard import LeaderboardEntry
 from searches.tracking.tracker import Tracker
-from searches.training.bridge_store import BridgeStore, training_record
-from searches.training.bridge_trainer import BridgeTrainer
-from searches.training.trainer import TrainingCheckpoint
-from searches.training.training_texts import continuations_of
+from searches.train.bridge_store import BridgeStore, training_record
+from searches.train.bridge_training import BridgeTexts, BridgeTrainer
+from searches.train.texts import continuations_of
+from searches.train.trainer import TrainingCheckpoint
 
 _RECIPE = 2  # version of training and evaluation; bridges of another version are trained again
 _STEPS = 10**6  # more than time allows
@@ -143,14 +142,15 @@ class TrainedBridges:
             trainer = BridgeTrainer(
                 OmegaConf.create(self._options),
                 shape,
-                self._target,
-                continuations,
-                None,
-                bridge_store.tokens(bridge_spec.tokens or _TOKENS),
+                BridgeTexts(
+                    self._target,
+                    continuations,
+                    tokens=bridge_store.tokens(bridge_spec.tokens or _TOKENS),
+                    calibration=lambda: bridge_store.calibration,
+                    cache=bridge_store.text_cache,
+                ),
                 TrainingCheckpoint(folder / "training.pt", identity),
-                lambda: bridge_store.calibration,
-                bridge_store.text_cache,
-                self._nearest(shape),
+                warm_start=self._nearest(shape),
             )
             try:
                 trainer.train(run)

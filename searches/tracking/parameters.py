@@ -8,13 +8,7 @@ three parameters of the alphabet, so the names of the others begin with ``with_`
 from __future__ import annotations
 
 from layerskip import SpeculativeConfig, mask
-
-_SHORT = {  # of the kinds whose names have more than ten characters
-    "prompt_lookup": "lookup",
-    "token_recycling": "recycling",
-    "draft_model": "model",
-    "cross_tokenizer": "cross-tok.",
-}
+from layerskip.config import kinds
 
 
 def parameters(config: SpeculativeConfig) -> dict[str, str]:
@@ -27,7 +21,7 @@ def parameters(config: SpeculativeConfig) -> dict[str, str]:
     parts = config.members or (config,)
     skipped = [mask.count_skipped(part.mask) for part in parts]
     summary: dict[str, object] = {
-        "drafter": _SHORT.get(config.kind, config.kind),
+        "drafter": kinds()[config.kind].short,
         "draft_length": 0 if config.kind == "none" else max(part.draft_length for part in parts),
         "skipped_attention": sum(attention for attention, _ in skipped),
         "skipped_mlp": sum(mlp for _, mlp in skipped),
@@ -37,7 +31,7 @@ def parameters(config: SpeculativeConfig) -> dict[str, str]:
 
 
 def _fields(config: SpeculativeConfig) -> dict[str, str]:
-    """Return the fields of a configuration and its members. A mask is a tag of the run, as it may be long."""
+    """Return the fields of a configuration and its members. A mask is a tag of the run, because it may be long."""
     stored = config.to_dict()
     fields = {key: value for key, value in stored.items() if key not in ("mask", "stop", "members")}
     for place, member in enumerate(config.members):

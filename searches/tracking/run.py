@@ -12,7 +12,7 @@ from typing import Any
 from mlflow.entities import Metric, Param, Run, ViewType
 from mlflow.tracking import MlflowClient
 
-from layerskip.files import atomic_write
+from layerskip.files import atomic_write, read_json
 
 PARENT = "mlflow.parentRunId"
 """The tag by which MLflow nests a run below another."""
@@ -25,7 +25,7 @@ class Store:
     """An experiment of a tracking store.
 
     Args:
-        client: of the store.
+        client: the client of the store.
         experiment: the identifier of the experiment.
         folder: for metrics that the store has not taken, and which nothing else keeps.
     """
@@ -57,7 +57,7 @@ class Store:
     def left(self, study: str) -> Iterator[dict[str, Any]]:
         """Yield the fields of nested runs of a study with metrics that an earlier process could not log."""
         for path in sorted(self.folder.glob("*.json")):
-            if (fields := json.loads(path.read_text(encoding="utf-8")))["parent"] == study:
+            if (fields := read_json(path)) is not None and fields["parent"] == study:
                 yield fields
 
 
@@ -72,12 +72,12 @@ class StudyRun:
 
     Args:
         store: holds the run.
-        name: of the run.
+        name: the name of the run.
         identity: with the role, distinguishes it from other runs.
-        role: of the run.
-        params: of the run.
-        tags: of the run.
-        metrics: of a new run.
+        role: the purpose of the run.
+        params: the parameters of the run.
+        tags: the tags of the run.
+        metrics: the metrics of a new run.
         parent: the run that it is nested below.
 
     Attributes:
@@ -100,8 +100,8 @@ class StudyRun:
         self.id: str | None = None
         self.texts: dict[str, str] = {}
         self._file = store.folder / f"{role}-{identity}.json"
-        stored = json.loads(self._file.read_text(encoding="utf-8"))["metrics"] if self._file.exists() else []
-        self.left = [Metric(*fields) for fields in stored]
+        stored = read_json(self._file) or {"metrics": []}
+        self.left = [Metric(*fields) for fields in stored["metrics"]]
         self.name, self.identity, self.role, self.params, self.parent = name, identity, role, params, parent
         self._store, self._metrics, self._is_checked = store, metrics, False
         self._logged: tuple[str, dict[str, str]] | None = None  # the run that has texts, and which

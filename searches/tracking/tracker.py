@@ -18,9 +18,8 @@ from mlflow.entities import Metric, RunTag
 from optuna.trial import FrozenTrial
 
 from searches.app.interrupt import defer_interrupt, is_interrupt
-from searches.tracking.experiment import open_experiment, reason
-from searches.tracking.outbox import PATIENCE, Outbox, is_of_store
 from searches.tracking.run import PARENT, Store, StudyRun, metrics_now
+from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
 from searches.tracking.trial_runs import MEASURED, NOT_MEASURED, TrialRuns
 
 _FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
@@ -33,8 +32,8 @@ class Tracker:
     """Writer of the runs of one study.
 
     Args:
-        uri: of the tracking store; None creates a SQLite store in ``folder``.
-        folder: of a store that is created.
+        uri: the URI of the tracking store; None creates a SQLite store in ``folder``.
+        folder: the folder of a store that is created.
         experiment: the name of the experiment; it is created if it does not exist.
 
     Raises:
@@ -62,10 +61,10 @@ class Tracker:
         """Create the run of a study, or resume it.
 
         Args:
-            name: of the study.
+            name: the name of the study.
             identity: distinguishes it from others of that name.
             params: flat settings; repeated on every trial's run, because MLflow's filters drop parent runs.
-            tags: of the study's run only.
+            tags: the tags of the study's run only.
             role: the tag of the run's purpose, if it is not a study.
             parent: the run that this one is nested below.
         """
@@ -98,11 +97,11 @@ class Tracker:
 
         Args:
             metrics: by name.
-            step: of the metrics.
+            step: the step of the metrics.
         """
         self._run.left += metrics_now(metrics, step)
         self._send({"metrics": self._run.log_left})
-        self._run.keep_left()  # for the next start, as the training that they are of may have ended by then
+        self._run.keep_left()  # for the next start, because the training that they are of may have ended by then
 
     def log_fits(self, fits: Sequence[Mapping[str, Any]]) -> None:
         """Log fits of bridges: metrics with one step per fit, and a table of the fits in ``fits.json``.
@@ -137,7 +136,7 @@ class Tracker:
             winner: its configuration.
             sentence: the verdict.
             trial: the number of the trial that stands for the winner; None if no trial does. Earlier winners lose the tag.
-            metrics: of the study's run, with the number of ``trials``.
+            metrics: the metrics of the study's run, with the number of ``trials``.
             files: artifacts of the study's run, and the folders for them.
             again: whether a complete result of as many trials is replaced.
         """
@@ -213,7 +212,7 @@ class Tracker:
 
     @defer_interrupt()
     def log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
-        """Write the runs of a benchmark, one run and one nested run per contender, as far as the store takes them."""
+        """Write the runs of a benchmark, one run and one nested run per contender, unless the store fails."""
         try:
             self._log_benchmark(record, texts, file)
         except Exception as error:

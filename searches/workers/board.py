@@ -52,8 +52,8 @@ class Board:
     """Rows of one study. A row is ``RUNNING`` until it is finished as ``COMPLETE`` or ``FAIL``.
 
     Args:
-        storage: of the study.
-        name: of the study; its rows are the trials of a study of this name with ``-workers`` behind it.
+        storage: the storage of the study.
+        name: the study's name; its rows are the trials of a study of this name with ``-workers`` behind it.
     """
 
     def __init__(self, storage: BaseStorage, name: str) -> None:
@@ -82,7 +82,7 @@ class Board:
     def finish(self, number: int, state: TrialState) -> bool:
         """Finish a row; return False if it was finished before."""
         try:
-            # A value, since programs that show studies expect one of a complete trial.
+            # A value, because programs that show studies expect one of a complete trial.
             self._storage.set_trial_state_values(number, state, [0.0] if state == TrialState.COMPLETE else None)
         except UpdateFinishedTrialError:
             return False

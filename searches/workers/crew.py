@@ -1,9 +1,9 @@
-"""The workers of one study, which agree through the study's storage alone.
+"""The workers of one study, which agree through the study's storage alone, and the only worker of one.
 
 A worker is alive while its counter grows. An observer presumes it dead after the counter stood still during some of the
 observer's own beats. No clock is compared with another one, and while the storage is away, nobody beats and nobody dies.
-What a dead worker held passes to the next in line. A worker that was presumed dead and is not notices it, as its rows are
-finished, and joins again.
+What a dead worker held passes to the next in line. A worker that was presumed dead and is not notices it, because its rows
+are finished, and joins again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from searches.app.interrupt import defer_interrupt
-from searches.app.process import has_ended, this_process
-from searches.app.retry import is_unreachable
+from searches.connections import is_unreachable
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import Board, Look, Row, of_kind, published, value_of
+from searches.workers.process import has_ended, this_process
 from searches.workers.retrying_storage import RetryingStorage
 
 BEAT_SECONDS = 10.0
@@ -42,7 +42,7 @@ class Crew:
     """A worker among the others of its study; a context that it joins and leaves.
 
     Args:
-        storage: of the study.
+        storage: the storage of the study.
         study: the name of the study.
         device: the type of this worker's device.
         beat_seconds: between two beats.
@@ -172,7 +172,7 @@ class Crew:
         """Return the plain value of some work that one of the workers does, once for the study.
 
         Args:
-            name: of the work.
+            name: the name of the work.
             work: returns the value. If it raises :class:`LeaseLost`, another worker does it.
         """
         while True:
@@ -237,7 +237,7 @@ class Crew:
         """Wait until a row is the first of its name; return the published value if there is one before.
 
         Raises:
-            LeaseLost: the row is finished, as its worker was presumed dead.
+            LeaseLost: the row is finished, because its worker was presumed dead.
         """
         found: list[tuple[Any]] = []
 
@@ -293,3 +293,53 @@ class Crew:
                     self._seen[row.number] = beat, self._beats
                 elif self._beats - first >= self._patience:
                     self.board.finish(row.number, TrialState.FAIL)
+
+
+class Alone:
+    """A process that works on a study alone. Its methods are those of :class:`Crew`."""
+
+    alone = True
+    seed = 0
+    waited_seconds = 0.0
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def sign(self, trial: optuna.Trial) -> None:
+        """Leave the trial as it is."""
+
+    def orphans(self, trials: Iterable[FrozenTrial], look: Look | None = None, is_idle: bool = False) -> list[FrozenTrial]:
+        """Return all running trials: a killed process left them."""
+        return [trial for trial in trials if trial.state == TrialState.RUNNING]
+
+    def leads(self) -> bool:
+        """Return True."""
+        return True
+
+    def leave(self) -> bool:
+        """Return False, because nobody else is there."""
+        return False
+
+    @contextlib.contextmanager
+    def claim(self, name: str) -> Iterator[None]:
+        """Hold the claim at once."""
+        yield
+
+    def share(self, name: str, work: Callable[[], Any]) -> Any:
+        """Do the work."""
+        return work()
+
+    def share_all(self, names: Iterable[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
+        """Do all work, one piece after the other."""
+        for name in names:
+            yield name, work(name)
+
+    def check(self, name: str) -> None:
+        """Return, because nobody else can have the claim."""
+
+
+Workers = Crew | Alone
+ALONE = Alone()

@@ -15,7 +15,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from searches.app.retry import Retry
+from searches.connections import Retry
 
 _NONCE = "nonce"  # system attribute of a trial: identifies the call that created it
 
@@ -33,7 +33,7 @@ class RetryingStorage(BaseStorage):
     """A storage whose calls are repeated while its database cannot be reached.
 
     Args:
-        storage: of a database.
+        storage: the storage of a database.
         retry: repeats a call.
 
     Attributes:

@@ -13,9 +13,8 @@ from types import TracebackType
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from searches.workers.alone import Alone, Workers
 from searches.workers.board import Board, Look, of_kind
-from searches.workers.crew import Crew
+from searches.workers.crew import Alone, Crew, Workers
 
 _CLOSED = "closed"
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -27,7 +26,7 @@ class Slot:
 
     Args:
         board: holds its row; None if no other process takes slots.
-        number: of the row.
+        number: the number of the row.
     """
 
     def __init__(self, board: Board | None = None, number: int = -1) -> None:
@@ -49,7 +48,7 @@ class Slot:
         """Store the trial of the slot, before it is measured.
 
         Raises:
-            UpdateFinishedTrialError: the slot is closed, as its worker was presumed dead.
+            UpdateFinishedTrialError: the slot is closed, because its worker was presumed dead.
         """
         if self._board is not None:
             self._board.set(self.number, "trial", trial.number)
@@ -59,7 +58,7 @@ def take_slot(crew: Workers, study: optuna.Study, wanted: int, repair: Repair = 
     """Take the next slot of a study; return None once it has the wanted number of finished trials, or is closed.
 
     Args:
-        crew: of this worker.
+        crew: this worker among the others.
         study: the study. Its finished trials without a slot, from before it had workers, count.
         wanted: number of finished trials.
         repair: called with the trials and a look that was taken after them; returns whether it changed any trial.

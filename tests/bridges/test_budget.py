@@ -7,7 +7,7 @@ import torch
 
 from layerskip.bridges.fit import Calibration
 from layerskip.models.target import Target
-from layerskip.scan.text_cache import TextCache
+from layerskip.scan.text_batch import TextCache
 from tests.accelerator import DEVICE
 from tests.allocations import peak_bytes
 from tests.drafters.bridges import bridge_shape, drawn_continuations

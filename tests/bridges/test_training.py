@@ -12,8 +12,7 @@ from layerskip.models.bridge import Bridges
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.target_pass import TargetPass
-from layerskip.scan.text_cache import TextCache
+from layerskip.scan.text_batch import TargetPass, TextCache
 from layerskip.texts.continuations import Continuation
 from tests.accelerator import DEVICE
 from tests.drafters.bridges import bridge_shape, calibration, drawn_continuations

@@ -92,9 +92,7 @@ def test_a_profile_has_a_cost_for_everything(family: str, monkeypatch: pytest.Mo
     assert profile.draft_seconds(SkipMask.none(target.layers)) > 0
     assert len(calls) == 3
     assert profile.tree_seconds >= 0 and profile.siblings_seconds >= 0
-    monkeypatch.setattr(
-        "layerskip.drafters.siblings.SiblingCollector.attach", lambda _, chain: chain
-    )  # no draft has siblings
+    monkeypatch.setattr("layerskip.drafters.chain.SiblingCollector.attach", lambda _, chain: chain)  # no draft has siblings
     assert profile_costs(target, context=12, longest=3, repeats=1, branching=True).tree_seconds >= 0
     assert 0 <= profile.token_seconds * target.vocabulary <= profile.head_seconds
 

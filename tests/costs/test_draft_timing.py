@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from layerskip import SpeculativeConfig
-from layerskip.costs import draft_timing
-from layerskip.costs.draft_timing import draft_costs, time_drafting
+from layerskip.costs import timing
+from layerskip.costs.timing import draft_costs, time_drafting
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Sampling
@@ -32,7 +32,7 @@ def target(passes: list[Any], monkeypatch: pytest.MonkeyPatch) -> Target:
     """A target whose passes, and those of its views, are counted."""
     model = build("llama", 1, vocab_size=VOCABULARY).cpu()  # on a GPU captured passes run without the model
     model.get_input_embeddings().register_forward_pre_hook(lambda *given: passes.append(given))
-    monkeypatch.setattr(draft_timing, "now", lambda device: float(len(passes)))
+    monkeypatch.setattr(timing, "now", lambda device: float(len(passes)))
     return Target(model, None, "toy")
 
 
@@ -74,7 +74,7 @@ def test_members_are_timed_at_every_context(target: Target, monkeypatch: pytest.
         timed.append(context)
         return context / 10
 
-    monkeypatch.setattr("layerskip.costs.draft_timing.time_drafting", time_at)
+    monkeypatch.setattr("layerskip.costs.timing.time_drafting", time_at)
     known: dict[str, float] = {}
     for _ in range(2):
         assert draft_costs(target, (LOOKUP, SKIP), [9, 40], known=known) == ((9, (0.0, 0.9)), (40, (0.0, 4.0)))
@@ -100,5 +100,5 @@ class _Trees(Member):
 def test_the_cost_of_a_tree_is_that_of_a_level(
     at_once: bool, cost: float, most: int, target: Target, passes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_timing, "build_drafter", lambda config, target: _Trees(passes, most, at_once))
+    monkeypatch.setattr(timing, "build_drafter", lambda config, target: _Trees(passes, most, at_once))
     assert time_drafting(target, SKIP, 300) == (cost if most else 0.0)

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from layerskip import Sampling, SkipMask, StopRule, Target
 from layerskip.costs import profile as profiling
-from layerskip.costs import tree_timing, verify_timing
+from layerskip.costs import timing
 from layerskip.costs.cost_model import CostProfile, in_steps
 from layerskip.costs.profile import profile_costs
-from layerskip.costs.tree_timing import time_tree
-from layerskip.costs.verify_timing import time_verification
+from layerskip.costs.timing import time_tree, time_verification
 from layerskip.decoding.decode import decode
 from layerskip.decoding.tree import TreeModel
 from layerskip.drafters import layer_skip
+from layerskip.drafters.chain import SiblingCollector
 from layerskip.drafters.layer_skip import LayerSkip
-from layerskip.drafters.siblings import SiblingCollector
 from layerskip.models.architecture import architecture
 from layerskip.models.bridge import Bridge
 from layerskip.models.cache import KVCache, _Layer
@@ -47,7 +46,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch, self.seconds = monkeypatch, 0.0
-        for module in (profiling, tree_timing, verify_timing):
+        for module in (profiling, timing):
             monkeypatch.setattr(module, "now", lambda device: self.seconds)
 
     def charge(self, holder: Any, name: str, price: Callable[..., float]) -> None:
@@ -143,7 +142,7 @@ def test_a_noisy_machine_is_timed_until_its_medians_are_accurate(monkeypatch: py
         """The number of times that every job was timed."""
         clock, draws, done = Clock(monkeypatch), random.Random(0), []
         target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
-        clock.charge(verify_timing, "verify", lambda *_: noise * draws.random())
+        clock.charge(timing, "verify", lambda *_: noise * draws.random())
         profile_costs(target, 12, LONGEST, repeats=4, error=error, on_repeat=lambda: done.append(1))
         return len(done) - 1  # the first repeat warms up
 
@@ -203,11 +202,11 @@ def test_time_tree_measures_chain_and_tree(sampling: Sampling, monkeypatch: pyte
     target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
     clock.charge(TreeModel, "run", lambda *_: TREE)
     clock.charge(KVCache, "gather", lambda *_: LOOK)
-    timing = time_tree(target, 12, 6, sampling, repeats=3)
+    times = time_tree(target, 12, 6, sampling, repeats=3)
     plain = 4 * (BLOCK + 3.0 + 5.0) + PASS + TOKEN * VOCABULARY
-    assert timing.chain_seconds == pytest.approx(plain + ROW * 7)
-    assert timing.tree_seconds == pytest.approx(plain + ROW * 7 + TREE + LOOK)
-    assert timing.ratio == pytest.approx(timing.tree_seconds / timing.chain_seconds)
+    assert times.chain_seconds == pytest.approx(plain + ROW * 7)
+    assert times.tree_seconds == pytest.approx(plain + ROW * 7 + TREE + LOOK)
+    assert times.ratio == pytest.approx(times.tree_seconds / times.chain_seconds)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])

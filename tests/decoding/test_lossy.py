@@ -11,8 +11,8 @@ import torch
 from layerskip.config import AcceptRule, ConfigError, SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.decoding.lossy import accept_lossy
 from layerskip.decoding.sampling import Sampling
+from layerskip.decoding.verify import accept_lossy
 from layerskip.drafters.registry import build_drafter
 from searches.space.search_space import SearchSpace
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, generated, target_of

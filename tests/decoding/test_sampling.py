@@ -82,7 +82,7 @@ def test_extreme_temperatures_give_their_limits(filters: dict[str, Any]) -> None
             assert kept.sum(-1).tolist() == [V - 1] * 6
 
 
-@pytest.mark.parametrize("penalty", [1e-38, 1e38])
+@pytest.mark.parametrize("penalty", [5e-324, 1e-46, 1e-38, 1e38, 1e300])
 def test_extreme_penalties_give_distributions(penalty: float) -> None:
     logits, prefixes = _logits(6, spread=20.0), _prefixes(6)
     found = Sampling(0.7, repetition_penalty=penalty).distribution(logits, _seen(prefixes))

@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import CrossPromptState, Drafter
+from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
-from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host
-from layerskip.device.waiting import waiting
+from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host, waiting
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.drafters.draft_model import DraftModel
@@ -218,8 +217,7 @@ def test_a_round_waits_for_the_device_once(
     """With the static shapes of a GPU; the run before it records every pass and compares it with the computed one."""
     drafter = DRAFTERS[name](target)
     first = decode(target, drafter, PROMPT, SAMPLINGS[sampling], LENGTH, seed=0, static_shapes=True)
-    if isinstance(drafter, CrossPromptState):
-        drafter.reset_state()
+    drafter.reset_state()
     with counted(monkeypatch) as waits:
         result = decode(target, drafter, PROMPT, SAMPLINGS[sampling], LENGTH, seed=0, static_shapes=True)
     assert result == first

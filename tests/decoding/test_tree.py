@@ -180,7 +180,7 @@ def test_greedy_trees_accept_the_longest_matching_branch() -> None:
         assert late.late == [torch.tensor([0.1, 7.0]).tolist()]
 
 
-class Bush:
+class Bush(Drafter):
     """Drafts a tree that depends on the context only, with one branch that is mostly the target's own greedy tokens.
 
     If ``drawn`` and tokens are sampled, siblings are drawn from a uniform distribution instead.

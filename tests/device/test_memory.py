@@ -1,4 +1,4 @@
-"""Memory measurements compared with allocations of known size."""
+"""Memory measurements compared with allocations of known size, and work without enough memory, which is left out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import functools
 import gc
 import sys
 import tracemalloc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from layerskip.device.memory import AllocationCounter, PeakMemory, python_bytes, tensor_bytes
+from layerskip.device.memory import AllocationCounter, PeakMemory, python_bytes, tensor_bytes, within_memory
 from tests.searches.programs import fork
 
 MEBIBYTE = 2**20
@@ -111,3 +113,36 @@ def test_tensors_are_counted_while_they_are_alive_gradients_included() -> None:
         assert counter.peak == 4 * 2 * 500
         torch.autograd.grad(loss, [weight])
         assert 4 * 1500 <= counter.peak < 4 * 1510  # the gradient of a slice is expanded to the whole weight
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError,
+        lambda: torch.OutOfMemoryError("CUDA"),
+        lambda: RuntimeError("cannot allocate memory"),
+    ],
+)
+def test_memory_is_released_once_nothing_refers_to_what_did_not_fit(
+    error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+    released: list[bool] = []
+
+    def work() -> int:
+        tensor = torch.zeros(3)
+        held.append(weakref.ref(tensor))
+        raise error()
+
+    monkeypatch.setattr("layerskip.device.memory.release_memory", lambda: released.append(held[0]() is None))
+    assert within_memory(work) is None
+    assert released == [True]
+
+
+def test_other_errors_and_results_are_passed_on() -> None:
+    def work() -> int:
+        raise RuntimeError("a defect")
+
+    assert within_memory(lambda: 5) == 5
+    with pytest.raises(RuntimeError, match="a defect"):
+        within_memory(work)

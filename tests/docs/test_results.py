@@ -14,7 +14,7 @@ import pytest
 
 from layerskip import Export
 from layerskip.prompts import PromptSet
-from searches.verification.claim import Claim, Speedup, judge
+from searches.verify import Claim, Speedup, judge
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDS = REPOSITORY / "notebooks" / "records"
@@ -54,34 +54,12 @@ def test_a_stale_page_is_reported_in_one_line(tmp_path: Path) -> None:
     shutil.copytree(RECORDS, tmp_path / "notebooks" / "records")
     shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
     page = tmp_path / "docs" / "results.md"
-    page.write_text(page.read_text(encoding="utf-8") + "more\n", encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("*Conditions:*", "*Condition:*", 1), encoding="utf-8")
     done = _check(tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
     assert "stale" in done.stderr
-
-
-def test_a_record_of_a_gpu_gets_a_section(tmp_path: Path) -> None:
-    shutil.copytree(RECORDS, tmp_path / "notebooks" / "records")
-    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
-    rows = {
-        f"llama_8b {decoding}": {
-            "model": "llama_8b", "tokens_per_second": 150.0, "share_of_floor": 0.815, "over_plain": over_plain,
-            "weight_bytes": 15_000_000_000, "cache_bytes": 100_000, "context": 300.0, "startup_seconds": 12.34,
-        }
-        for decoding, over_plain in (("layerskip", 1.0), ("transformers", 0.25), ("transformers_static", 0.8))
-    }  # fmt: skip
-    benchmark = _record("benchmark-h100-smollm2.json")
-    record = {name: benchmark[name] for name in ("date", "target", "environment")} | {
-        "device": {"bandwidth": 2.5e12}, "seconds": 321.0, "parts": {"plain": {"rows": rows, "error": "over"}},
-    }  # fmt: skip
-    (tmp_path / "notebooks" / "records" / "gpu-h100.json").write_text(json.dumps(record), encoding="utf-8")
-    command = [sys.executable, str(tmp_path / "docs" / "build_results.py")]
-    assert subprocess.run(command, check=False).returncode == 0
-    page = (tmp_path / "docs" / "results.md").read_text(encoding="utf-8")
-    assert "| llama_8b | 150.0 | 82 % | 15.030 GB | 12.3 s | 4.00 | 1.25 |" in page
-    assert "- plain: ERROR: over" in page
-    assert "2500 GB/s copied" in page
 
 
 def test_every_record_is_on_the_page() -> None:
@@ -190,7 +168,3 @@ def test_the_front_page_says_how_much_faster_engines_decode() -> None:
     results = _record("benchmark-engines-smollm2-2-cores.json")["results"]
     rates = {name: row["tokens_per_second"] for name, row in results.items()}
     _shown(sentence, [rates[engine] / rates["plain"] for engine in ("vllm", "openvino")])
-
-
-def test_the_front_page_is_short() -> None:
-    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 200

@@ -10,7 +10,7 @@ import torch
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.decoding.drafter import Context, Drafter, LateRead, Lookup, VerifyOutput
+from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import path_to
 from layerskip.decoding.verify import Verdict
@@ -75,12 +75,8 @@ class Choosing(DrafterContract):
         assert runs[0] == runs[1]
 
 
-class Member:
+class Member(Drafter):
     """Drafts a token while ``proposes`` is True, and records its calls."""
-
-    tree_tokens = 0
-    lookup = False
-    single_pass = False
 
     def __init__(self) -> None:
         self.proposes = True
@@ -120,7 +116,7 @@ class ResultLog(Member):
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self.drafter, self.tree_tokens = drafter, drafter.tree_tokens
-        self.lookup = isinstance(drafter, Lookup) and drafter.lookup
+        self.lookup = drafter.lookup
         self.last = Draft.empty(torch.device("cpu"))
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.decoding.drafter import Context, Drafter, FeatureReader, LateRead, VerifyOutput
+from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import path_to
 from layerskip.decoding.verify import Verdict
@@ -16,11 +16,12 @@ from layerskip.models.cache import KVCache
 Tokens = tuple[int, ...]
 
 
-class Recorder:
+class Recorder(Drafter):
     """Records a drafter's drafts, each as the branches that end at its tokens, with their contexts."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        self.tree_tokens, self.modules = drafter.tree_tokens, drafter.modules
         self.drafts: list[tuple[Tokens, list[Tokens]]] = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -40,16 +41,7 @@ class Recorder:
         self.drafts.append((tuple(context.tokens), [tuple(tokens[node] for node in branch) for branch in branches]))
         return draft
 
-    @property
-    def tree_tokens(self) -> int:
-        return self.drafter.tree_tokens
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        return self.drafter.modules if isinstance(self.drafter, FeatureReader) else ()
-
     def observe_features(self, features: torch.Tensor) -> None:
-        assert isinstance(self.drafter, FeatureReader)
         self.drafter.observe_features(features)
 
     def observe(self, verdict: Verdict) -> None:

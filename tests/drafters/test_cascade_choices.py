@@ -10,7 +10,6 @@ import torch
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
-from layerskip.decoding.stopping import StopRuleDrafter
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.registry import build_drafter
@@ -94,8 +93,8 @@ def test_longer_matches_share_the_estimate_of_long_ones() -> None:
 def test_a_member_that_runs_a_model_does_not_outdo_a_lookup() -> None:
     """However high its acceptance, its passes cost time. It drafts if the lookup finds nothing."""
 
-    class RunsModel(ResultLog, StopRuleDrafter):
-        pass
+    class RunsModel(ResultLog):
+        runs_model = True
 
     text = random.Random(1).choices(range(4), k=300)
     lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP | {"ngram_max": 2}), target_of("llama"))

@@ -11,9 +11,8 @@ from layerskip.config import StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter, NoDraft
 from layerskip.drafters import eagle
-from layerskip.drafters.cascade import Cascade
+from layerskip.drafters.cascade import Cascade, PricedCascade
 from layerskip.drafters.eagle import Eagle
-from layerskip.drafters.priced_cascade import PricedCascade
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import TextFeatures, extract_features, read_features

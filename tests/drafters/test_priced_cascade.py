@@ -10,13 +10,12 @@ import pytest
 
 from layerskip.config import AcceptRule, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter, LateRead, Lookup, VerifyOutput
+from layerskip.decoding.drafter import Drafter, LateRead, VerifyOutput
 from layerskip.decoding.stats import Round
 from layerskip.decoding.verify import Verdict
-from layerskip.drafters.cascade import Cascade
+from layerskip.drafters.cascade import Cascade, PricedCascade
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
-from layerskip.drafters.priced_cascade import PricedCascade
 from layerskip.drafters.registry import build_drafter
 from layerskip.heads.readout import Readout
 from layerskip.models.target import Target
@@ -190,11 +189,3 @@ def test_lossy_rules_use_the_cascade_without_costs() -> None:
     for rule, kind in (("exact", PricedCascade), ("typical", Cascade)):
         config = SpeculativeConfig("cascade", members=tuple(members), accept=AcceptRule(rule), **costs)  # type: ignore[arg-type]
         assert type(build_drafter(config, target_of("llama"))) is kind
-
-
-@pytest.mark.parametrize("kind", ["prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip"])
-def test_a_configuration_is_a_lookup_exactly_if_its_drafter_is(kind: str) -> None:
-    """The configuration is known before anything is built."""
-    drafter = member_of(kind, target_of("llama"))
-    fields = {"mask": "attention:0"} if kind == "layer_skip" else {}
-    assert SpeculativeConfig.from_dict({"kind": kind} | fields).lookup == (isinstance(drafter, Lookup) and drafter.lookup)

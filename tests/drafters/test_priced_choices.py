@@ -16,7 +16,7 @@ from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.verify import Verdict
-from layerskip.drafters.priced_cascade import PricedCascade
+from layerskip.drafters.cascade import PricedCascade
 from layerskip.drafters.registry import build_drafter
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, target_of
 from tests.drafters.members import (

@@ -1,4 +1,4 @@
-"""A new kind of drafter is one file that registers itself, and one more file makes it searchable."""
+"""A new kind of drafter is one file: everything else that lists kinds is derived from what it declares."""
 
 from __future__ import annotations
 
@@ -11,98 +11,79 @@ import optuna
 import pytest
 from omegaconf import OmegaConf
 
-import searches.space
 from layerskip import ConfigError, SpeculativeConfig, Target, config, drafters, generate, load_drafters
-from layerskip.config import kinds
-from layerskip.drafters import registry
+from layerskip.config import Field, Kind, declare, kinds, shared
+from layerskip.decoding import drafter as base
 from layerskip.drafters.registry import build_drafter
+from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
 from searches.app.composition import compose_config
-from searches.space import registry as searched
+from searches.report.charts import OTHER, color_of
 from searches.space.search_space import SearchSpace
 from searches.study.finals import Finalist
+from searches.study.starting_points import starting_points
+from searches.study.study import with_stored_kinds
+from searches.tracking.parameters import parameters
 
 DRAFTER = '''
 """Drafting the last token again."""
 
-from layerskip.config import Kind
+from layerskip.config import Field, Kind
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import BaseDrafter
-from layerskip.drafters.registry import register
-from layerskip.rules import check_integer
+from layerskip.decoding.drafter import Drafter
 
 
-class RepeatLast(BaseDrafter):
+class RepeatLast(Drafter):
+    """A drafter that repeats the last token."""
+
+    kind = Kind(
+        "repeat_last",
+        (Field("repeats", 2, "how often the last token is repeated", "tokens", range=(1, 4), first=3),),
+        source="the last token",
+        rank=1,
+        color="#123456",
+        label=lambda config: f"{config.option('repeats')} times",
+    )
+
     def __init__(self, repeats):
         self.repeats = repeats
 
     def draft(self, context, limit):
         return Draft(context.last.repeat(min(limit, self.repeats)))
-
-
-register(
-    Kind(
-        "repeat_last",
-        options={"repeats": 2},
-        benchmark={"repeats": 3},
-        check=lambda config: check_integer("repeats", config.option("repeats"), 1),
-        label=lambda config: f"{config.option('repeats')} times",
-    ),
-    lambda config, target: RepeatLast(config.option("repeats")),
-)
-'''
-
-SEARCHED = '''
-"""How a trial chooses the repeats of ``repeat_last``."""
-
-from layerskip import SpeculativeConfig
-from searches.space.registry import SearchedKind, register
-
-
-def suggest(choices, trial):
-    repeats = trial.suggest_int("repeats", *choices.range("repeats", (1, 4)))
-    return SpeculativeConfig("repeat_last", options=(("repeats", repeats),))
-
-
-register(SearchedKind("repeat_last", suggest, lambda choices, config: {"repeats": config.option("repeats")}))
 '''
 
 
 @pytest.fixture
 def _new_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Write the two files, add their folders to the packages and load them; nothing of them is left after the test."""
+    """Write the file, add its folder to the package and load it; nothing of it is left after the test."""
     monkeypatch.setattr(config, "_KINDS", dict(config._KINDS))
-    monkeypatch.setattr(registry, "_BUILD", dict(registry._BUILD))
-    monkeypatch.setattr(searched, "_KINDS", dict(searched._KINDS))
-    files = ((drafters, "repeat_last", DRAFTER), (searches.space, "repeat_last", SEARCHED))
-    for package, name, source in files:
-        folder = tmp_path / package.__name__
-        folder.mkdir()
-        (folder / f"{name}.py").write_text(source, encoding="utf-8")
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+    monkeypatch.setattr(base, "_CLASSES", dict(base._CLASSES))
+    (tmp_path / "repeat_last.py").write_text(DRAFTER, encoding="utf-8")
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
     importlib.invalidate_caches()
     load_drafters()
-    searched.load_kinds()
     yield
-    for package, name, _ in files:
-        del sys.modules[f"{package.__name__}.{name}"]
-        delattr(package, name)
+    del sys.modules["layerskip.drafters.repeat_last"]
+    delattr(drafters, "repeat_last")
+
+
+def _of(**fields: object) -> SpeculativeConfig:
+    return SpeculativeConfig.from_dict({"kind": "repeat_last"} | fields)
 
 
 @pytest.mark.usefixtures("_new_kind")
 def test_a_new_drafter_decodes_losslessly(tiny_target: Target) -> None:
     plain = generate(tiny_target, "one two three", max_new_tokens=24)
     for repeats in (1, 3):
-        own = SpeculativeConfig.from_dict({"kind": "repeat_last", "repeats": repeats})
-        assert build_drafter(own, tiny_target).repeats == repeats  # type: ignore[attr-defined]
-        found = generate(tiny_target, "one two three", own, max_new_tokens=24)
+        assert build_drafter(_of(repeats=repeats), tiny_target).repeats == repeats  # type: ignore[attr-defined]
+        found = generate(tiny_target, "one two three", _of(repeats=repeats), max_new_tokens=24)
         assert found.tokens == plain.tokens
         assert max(r.drafted for r in found.stats.rounds) == repeats
 
 
 @pytest.mark.usefixtures("_new_kind")
 @pytest.mark.parametrize("fields", [{}, {"repeats": 2}, {"repeats": 3}])
-def test_a_new_configuration_keeps_its_option(fields: dict[str, int]) -> None:
-    own = SpeculativeConfig.from_dict({"kind": "repeat_last"} | fields)
+def test_a_new_configuration_keeps_its_own_field(fields: dict[str, int]) -> None:
+    own = _of(**fields)
     assert own.to_dict() == {"kind": "repeat_last", "repeats": fields.get("repeats", 2)}
     assert SpeculativeConfig.from_dict(own.to_dict()) == own
     assert own.label() == f"repeat last ({own.option('repeats')} times)"
@@ -127,6 +108,7 @@ def test_a_new_kind_is_searched() -> None:
     space = SearchSpace(layers=12)
     assert "repeat_last" in space.available_kinds
     assert "repeat_last" in space.second_kinds  # a cascade may put it after a lookup
+    assert _of(repeats=3) in starting_points(space)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     proposed = [space.suggest(study.ask()) for _ in range(80)]
     own = [each for each in proposed if each.kind == "repeat_last"]
@@ -134,30 +116,85 @@ def test_a_new_kind_is_searched() -> None:
     assert any(member.kind == "repeat_last" for each in proposed for member in each.members)
     for each in proposed:
         assert space.suggest(optuna.trial.FixedTrial(space.params(each))) == each
-    narrow = SearchSpace(layers=12, kinds=("repeat_last",), ranges={"repeats": (7, 7)})
+    composed = compose_config("layerskip", ["space.ranges.repeat_last.repeats=[7,7]"])
+    narrow = SearchSpace(layers=12, kinds=("repeat_last",), ranges=composed.space.ranges)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     assert {each.option("repeats") for each in (narrow.suggest(study.ask()) for _ in range(8)) if each.kind != "none"} == {7}
+
+
+def test_a_study_that_began_without_a_kind_resumes_with_it(request: pytest.FixtureRequest) -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    before = SearchSpace(layers=12)
+    stored = before.available_kinds
+    for _ in range(20):
+        before.suggest(study.ask())
+    settings = OmegaConf.to_container(compose_config("layerskip").space)
+    request.getfixturevalue("_new_kind")
+    assert OmegaConf.to_container(compose_config("layerskip").space) == settings
+    space = with_stored_kinds(SearchSpace(layers=12), study)
+    assert space.available_kinds == stored
+    found = {space.suggest(study.ask()).kind for _ in range(60)}
+    assert "cascade" in found and "repeat_last" not in found
+    new = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    space = with_stored_kinds(SearchSpace(layers=12), new)
+    assert "repeat_last" in {space.suggest(new.ask()).kind for _ in range(60)}
 
 
 @pytest.mark.usefixtures("_new_kind")
 def test_a_new_kind_is_a_contender_of_the_benchmark() -> None:
     row = OmegaConf.to_container(compose_config("benchmark").contenders.repeat_last)
     assert row == {"kind": "repeat_last", "repeats": 3}
-    assert OmegaConf.to_container(
-        compose_config("benchmark", ["contenders.repeat_last.repeats=1"]).contenders.repeat_last
-    ) == {
-        "kind": "repeat_last",
-        "repeats": 1,
-    }
+    chosen = compose_config("benchmark", ["contenders.repeat_last.repeats=1"]).contenders.repeat_last
+    assert OmegaConf.to_container(chosen) == {"kind": "repeat_last", "repeats": 1}
 
 
 @pytest.mark.usefixtures("_new_kind")
 def test_a_new_kind_can_win_a_study() -> None:
-    known, new = (Finalist(SpeculativeConfig(kind), 1.2, {}, 1.1) for kind in ("prompt_lookup", "repeat_last"))
-    assert known.complexity < new.complexity
+    simple, new, complex_ = (
+        Finalist(SpeculativeConfig.of(kind, fields), 1.2, {}, 1.1)
+        for kind, fields in (("none", {}), ("repeat_last", {}), ("draft_model", {"draft": "d"}))
+    )
+    assert simple.complexity < new.complexity < complex_.complexity
+
+
+@pytest.mark.usefixtures("_new_kind")
+def test_a_new_kind_has_a_colour_a_name_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert color_of("repeat_last") == "#123456"
+    assert parameters(_of(repeats=4))["drafter"] == "repeat_las"
+    monkeypatch.syspath_prepend(str(Path(drafters.__path__[0]).parents[1] / "docs"))
+    page = importlib.import_module("build_configuration")
+    declared = ["[`repeat_last`](drafters.md#repeat_last)", "the last token", "`repeats` 1 to 4 (3)"]
+    assert declared in list(page.drafter_rows())
+    assert page.drafter_fields()["repeats"] == ("2", "how often the last token is repeated, in tokens")
+
+
+@pytest.mark.usefixtures("_new_kind")
+def test_no_engine_has_a_kind_that_names_no_method() -> None:
+    with pytest.raises(Unsupported, match=r"^config\.kind: repeat_last: no engine knows it"):
+        way_of_drafting(Deployment({"layers": 2}, _of()))
 
 
 def test_a_new_kind_is_gone_after_its_test() -> None:
     assert "repeat_last" not in kinds()
-    assert "repeat_last" not in searched.all_kinds()
     assert "layerskip.drafters.repeat_last" not in sys.modules
+    assert color_of("repeat_last") == OTHER
+
+
+def test_a_kind_without_a_colour_has_one_that_follows_from_its_name() -> None:
+    assert Kind("one").color == Kind("one").color != Kind("other").color
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: declare(Kind("prompt_lookup")), "prompt_lookup is declared twice"),
+        (lambda: Kind("new", (Field("own", 1, "one"), Field("own", 2, "two"))), r"new\.own: is declared twice"),
+        (lambda: Kind("new", (Field("kind", "", "taken"),)), r"new\.kind: is declared twice"),
+        (lambda: Kind("new", (Field("draft_length", 9, "more"),)), r"new\.draft_length: has another default"),
+        (lambda: Kind("new.one"), "are not all names"),
+        (lambda: Kind("new", (shared("ngram_max"), shared("ngram_min"))), r"new\.ngram_max: follows ngram_min"),
+    ],
+)
+def test_contradictory_declarations_are_refused(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]

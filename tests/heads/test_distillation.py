@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerskip.heads.distillation import cross_entropy, most_likely_tokens
 from layerskip.heads.readout import Readout
+from layerskip.heads.training import cross_entropy, most_likely_tokens
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.families import build

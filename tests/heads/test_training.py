@@ -14,8 +14,7 @@ import torch
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout
-from layerskip.heads.scaling import HeadScaling
-from layerskip.heads.training import Batch, acceptance_counts, fit_linear, head_loss, predict_tokens
+from layerskip.heads.training import Batch, HeadScaling, acceptance_counts, fit_linear, head_loss, predict_tokens
 from tests.drafters.contract import target_of
 from tests.drafters.heads import UNROLL, eagle_head, feature_texts
 

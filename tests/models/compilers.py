@@ -29,7 +29,7 @@ from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from layerskip.kernels import product_fusion
-from layerskip.models import compiled_layers, sibling_linears
+from layerskip.models import compiled_layers
 
 _LAUNCH = re.compile(r" +(?:\w+\.run\(|extern_kernels\.|(?:\w+ = )?torch\.ops\.)")
 _H100 = SimpleNamespace(
@@ -131,4 +131,4 @@ def _compile_with(monkeypatch: pytest.MonkeyPatch, backend: Callable[[dict[str, 
     compiled_run = functools.cache(compiled_layers._compiled_run.__wrapped__)  # not kept beyond the test
     monkeypatch.setattr(compiled_layers, "_compiled_run", compiled_run)
     monkeypatch.setattr(compiled_layers, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(sibling_linears, "has_kernel", lambda weight: True)
+    monkeypatch.setattr(compiled_layers, "has_kernel", lambda weight: True)

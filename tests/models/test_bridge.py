@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from layerskip import Export, ExportError, generate
-from layerskip.attachments import attached_folders
 from layerskip.bridges.fit import Calibration
-from layerskip.bridges.mlp_regression import regress_mlp
-from layerskip.bridges.ridge import regress
+from layerskip.bridges.ridge import regress, regress_mlp
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.drafters.registry import build_drafter
+from layerskip.export import attached_folders
 from layerskip.mask import Gap, SkipMask
 from layerskip.models.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.models.draft_head import save_draft_tokens

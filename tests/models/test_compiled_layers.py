@@ -22,13 +22,11 @@ from layerskip.decoding.tree import tree_model
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.mask import SkipMask
 from layerskip.models import compiled_layers as module
-from layerskip.models import sibling_linears
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, release_cache
-from layerskip.models.compiled_layers import compiled_layers, set_compiling
+from layerskip.models.compiled_layers import FusedLinear, compiled_layers, set_compiling
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
-from layerskip.models.sibling_linears import FusedLinear
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
@@ -152,10 +150,8 @@ def test_a_single_row_is_multiplied_as_several_are(bias: bool) -> None:
 def test_a_single_row_of_a_large_weight_takes_the_kernel_for_few_rows(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum over a small one is fused with what surrounds it."""
     asked: list[int] = []
-    monkeypatch.setattr(sibling_linears, "has_kernel", lambda weight: True)
-    monkeypatch.setattr(
-        sibling_linears, "few_rows_linear", lambda row, weight: (asked.append(len(weight)), linear(row, weight))[1]
-    )
+    monkeypatch.setattr(module, "has_kernel", lambda weight: True)
+    monkeypatch.setattr(module, "few_rows_linear", lambda row, weight: (asked.append(len(weight)), linear(row, weight))[1])
     layer, row = nn.Linear(1024, outputs, bias=False), torch.randn(1, 1, 1024)
     torch.testing.assert_close(FusedLinear([layer], single_rows=True).compute(row)[0], layer(row))
     assert asked == [4096] * (outputs == 4096)

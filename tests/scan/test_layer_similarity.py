@@ -11,10 +11,9 @@ from torch.nn.functional import cosine_similarity
 
 from layerskip import Sampling, SkipMask, Target
 from layerskip.models.cache import KVCache
-from layerskip.scan.layer_similarity import similar_masks
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.scan import Scanner
-from layerskip.scan.target_pass import run_target
+from layerskip.scan.scan import Scanner, similar_masks
+from layerskip.scan.text_batch import run_target
 from layerskip.texts.continuations import Continuation
 from tests.families import build
 

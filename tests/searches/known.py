@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import optuna
+from optuna.pruners import BasePruner
 
 from layerskip import PromptSet, SpeculativeConfig
 from layerskip.decoding.stats import DecodeStats, Round
@@ -64,12 +66,34 @@ def lookup(length: int) -> SpeculativeConfig:
     return SpeculativeConfig("prompt_lookup", length)
 
 
-def run_known(bench: Known, *configs: SpeculativeConfig, remeasure: int = 100, trials: int | None = None) -> optuna.Study:
-    space = SearchSpace(bench.layers, kinds=list(dict.fromkeys(["none", "prompt_lookup", *(c.kind for c in configs)])))
+def new_study(*configs: SpeculativeConfig, pruner: BasePruner | None = None) -> optuna.Study:
+    """Return a study in which lookups are queued; without a pruner no trial is stopped early."""
     sampler = optuna.samplers.RandomSampler(seed=0)
-    study = optuna.create_study(direction="maximize", sampler=sampler, pruner=optuna.pruners.NopPruner())
+    study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner or optuna.pruners.NopPruner())
     for config in configs:
-        study.enqueue_trial(space.params(config))
-    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
-    run_trials(study, objective, StudySettings(n_trials=trials or len(configs), remeasure=remeasure), lambda trial: None)
+        study.enqueue_trial(_space(Known.layers, configs).params(config))
+    return study
+
+
+def objective_of(bench: Known, *configs: SpeculativeConfig, settings: MeasureSettings = SETTINGS, **more: Any) -> Objective:
+    """Return the objective of a space with prompt lookup and the drafters of some configurations."""
+    given = {"prompts": PROMPTS, "seed": 0} | more
+    return Objective(bench, _space(bench.layers, configs), settings=settings, **given)
+
+
+def _space(layers: int, configs: Sequence[SpeculativeConfig]) -> SearchSpace:
+    return SearchSpace(layers, kinds=list(dict.fromkeys(["none", "prompt_lookup", *(c.kind for c in configs)])))
+
+
+def run_known(
+    bench: Known,
+    *configs: SpeculativeConfig,
+    remeasure: int = 100,
+    trials: int | None = None,
+    pruner: BasePruner | None = None,
+    **more: Any,
+) -> optuna.Study:
+    """Return a study that tried some configurations; ``more`` goes to :func:`objective_of`."""
+    study, settings = new_study(*configs, pruner=pruner), StudySettings(n_trials=trials or len(configs), remeasure=remeasure)
+    run_trials(study, objective_of(bench, *configs, **more), settings, lambda trial: None)
     return study

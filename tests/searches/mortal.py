@@ -28,7 +28,7 @@ from searches.study.bench import ModelBench
 from searches.study.leaderboard import LeaderboardEntry, configuration
 from searches.study.objective import Objective
 from searches.sweep import search
-from searches.training.bridge_trainer import BridgeTrainer
+from searches.train.bridge_training import BridgeTrainer
 
 log, dies_in, dies_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 begun: list[str] = []

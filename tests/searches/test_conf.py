@@ -11,9 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig
 from layerskip.config import kinds
-from searches.app.checks import InputError
-from searches.app.composition import CONF, compose_config, prepare_overrides
-from searches.app.defaults import fields_of, fill_defaults
+from searches.app.composition import CONF, compose_config, fields_of
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
 from searches.study.study import StudySettings
@@ -94,7 +92,7 @@ def test_an_unknown_field_is_refused() -> None:
     [
         ("verify", "measure.prompts=3"),
         ("verify", "target.revision=abc"),
-        ("train", "space.window=[1,2]"),
+        ("train", "space.masks=[]"),
         ("benchmark", "bridging.tokens=10"),
         ("exactness", "measure.prompts=2"),
         ("layerskip", "sampler.seed=1"),
@@ -113,34 +111,14 @@ def test_fields_follow_the_chosen_loader() -> None:
 
 
 def test_unlisted_fields_of_nested_parts_can_be_overridden() -> None:
-    search = compose_config("calibration", ["planted.search.space.window=[1,2]", "planted.search.study.remeasure=5"]).planted
-    assert search.search.space.window == [1, 2]
-    assert search.search.study.remeasure == 5
-    assert search.search.measure.drift == 0.3
-    assert compose_config("layerskip", ["space.ranges.depth=[1,2]"]).space.ranges == {"depth": [1, 2]}
+    overrides = ["planted.search.space.protect_first=1", "planted.search.study.remeasure=5"]
+    search = compose_config("calibration", overrides).planted.search
+    assert search.space.protect_first == 1
+    assert search.study.remeasure == 5
+    assert search.measure.drift == 0.3
+    ranges = compose_config("layerskip", ["space.ranges.eagle.draft_length=[1,2]"]).space.ranges
+    assert ranges == {"eagle": {"draft_length": [1, 2]}}
     assert compose_config("layerskip", ["experiment=smoke", "scan.proposals.lookups=1"]).scan.proposals.lookups == 1
-
-
-def test_a_type_of_an_earlier_version_is_refused_with_the_type_of_today(tmp_path: Path) -> None:
-    config = OmegaConf.create({"measure": {"_target_": "searches.objective.MeasureSettings"}})
-    with pytest.raises(InputError, match=r"searches\.study\.objective\.MeasureSettings"):
-        fill_defaults(config)
-
-
-@pytest.mark.parametrize("override", ["measure=foretell", "+measure=foretell", "measure=default,foretell"])
-def test_an_earlier_name_is_refused_with_the_name_of_today(override: str) -> None:
-    with pytest.raises(InputError, match="measure=predictions"):
-        prepare_overrides("layerskip", [override])
-    with pytest.raises(InputError, match="^records: "):
-        prepare_overrides("predictions", ["records=[a.json,b.json]"])
-
-
-@pytest.mark.parametrize("program", ["foretell", "compare", "calibration", "exactness"])
-def test_a_program_that_moved_says_where(program: str, tmp_path: Path, launch: Launch) -> None:
-    done = launch(program, cwd=tmp_path)
-    assert done.returncode == 2
-    assert f"searches.{program} is now python -m searches.evaluate." in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("target", ["smollm2", "gemma3", "hub", "local"])

@@ -11,7 +11,7 @@ from layerskip import PromptSet, SpeculativeConfig, load_target
 from layerskip.drafters.registry import build_drafter
 from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
-from searches.training.datastores import refuse_answers
+from searches.train.texts import refuse_answers
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick
@@ -87,7 +87,7 @@ def test_bad_input_ends_with_one_line(
 
 
 def test_a_missing_datastore_is_refused_before_a_study_begins(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[nowhere]"), cwd=tmp_path)
+    done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.ranges.retrieval.datastore=[nowhere]"), cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith("error: datastore: cannot read nowhere: ")
 
@@ -109,10 +109,10 @@ def test_prompts_whose_answers_a_datastore_holds_are_not_measured(tiny_folder: P
     own = ["own=true", "max_new_tokens=4", f"output={tmp_path / 'store'}"]
     done = launch("datastore", *_common(tiny_folder, tmp_path), *own, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.datastores=[store]"), cwd=tmp_path)
+    done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.ranges.retrieval.datastore=[store]"), cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     message = f"{tmp_path / 'store'} holds the target's own answers to 48 of the measured prompts"
-    assert done.stderr == f"error: space.datastores: {message}\n"
+    assert done.stderr == f"error: space.ranges.retrieval.datastore: {message}\n"
     cascade = "contenders.cascade.members=[{kind:prompt_lookup},{kind:retrieval,datastore:store}]"
     few = [
         *_common(tiny_folder, tmp_path),

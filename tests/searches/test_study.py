@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 
 import layerskip
 from layerskip import PromptSet, Target
-from layerskip.rules import as_tuples
+from layerskip.config import as_tuples
 from tests.accelerator import DEVICE
 from tests.browser import CHROMIUM, Browser
 from tests.searches.conftest import Launch
@@ -61,7 +61,7 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
     _check_complete(done, "one", 5)
     folder = done / "one"
     export = json.loads((folder / "best.json").read_text(encoding="utf-8"))
-    assert export["schema"] == "layerskip.export/1"
+    assert export["schema"] == "layerskip.export/2"
     assert export["search"]["trials"] == 5
     assert export["search"]["mlflow_run_id"] == runs(sqlite(done), "study")[0].info.run_id
     assert {"speedup", "speedup_low", "speedup_high", "tokens_per_second", "losslessness"} <= export["evidence"].keys()

@@ -9,10 +9,11 @@ from omegaconf import OmegaConf
 
 from layerskip import ConfigError
 from searches.app.composition import compose_config, prepare_overrides
-from searches.app.exported import command_line
+from searches.app.targets import command_line
 
 _FIELDS = {
-    "layerskip": "outputs target.path prompts.path study.name study.storage tracking.uri tracking.experiment space.drafts",
+    "layerskip": "outputs target.path prompts.path study.name study.storage tracking.uri tracking.experiment "
+    "space.ranges.draft_model.draft",
     "benchmark": "outputs record config draft_folder eagle_head cross_draft contenders.eagle.head peers.openvino.python",
     "train": "outputs head begin_like warm_start",
     "datastore": "outputs corpus output inspect",
@@ -21,7 +22,8 @@ _FIELDS = {
     "bridges": "outputs record eagle_head",
 } | dict.fromkeys(("calibration", "exactness", "gpu", "long_context", "predictions", "race", "scale"), "outputs record")
 _PATHS = [
-    "my folder=1", "/a b/[x]'y,ö", "a+b", "[x]", "{x}", "x(1)", "range(1,3)", "1_0", "1e3", "true", "a,b", "a#b;c&d*?%20",
+    " sp ", "my folder=1", "/a b/[x]'y,ö", "a+b", "[x]", "{x}", "x(1)", "range(1,3)", "1_0", "1e3", "true", "a,b",
+    "a#b;c&d*?%20",
     "'", '"q', "x'", "a\\'b", "x\\", "C:\\x y", "a${b", "~/x", "研究", "'a' 'b'", "x" * 200,
 ]  # fmt: skip
 
@@ -32,7 +34,7 @@ _PATHS = [
 def test_a_path_of_every_program_is_taken_as_it_is_typed(program: str, field: str) -> None:
     groups = {"target.path": ["target=local"], "prompts.path": ["prompts=jsonl"]}.get(field, [])
     typed, expected = "/a b=1/[x]'y,ö", "/a b=1/[x]'y,ö"
-    if field == "space.drafts":
+    if field == "space.ranges.draft_model.draft":
         typed, expected = "[/a b=1/[x]'y,ö,'z,z']", ["/a b=1/[x]'y", "ö", "z,z"]  # type: ignore[assignment]
     config = compose_config(program, [*groups, f"{field}={typed}"])
     assert OmegaConf.select(config, field) == expected

@@ -11,9 +11,8 @@ from typing import NoReturn
 import pytest
 from omegaconf import DictConfig
 
-from searches.app.application import run
+from searches.app.application import Job, run, table, worst
 from searches.app.checks import InputError
-from searches.app.jobs import Job, table, worst
 
 
 def _refuse() -> NoReturn:

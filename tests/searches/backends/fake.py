@@ -44,7 +44,7 @@ class FakeBackend(Backend):
         return None if kind in ("none", "prompt_lookup") else "the fake engine copies only"
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
-        return replace(space, matches=("first",))
+        return space.narrowed(match=("first",))
 
     def compare(
         self,

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from searches.workers.process import start_of
+
 STANDIN = (sys.executable, str(Path(__file__).with_name("standin.py")))
 
 
@@ -16,11 +18,7 @@ def running(folder: Path) -> list[int]:
 
 def is_running(process: int) -> bool:
     """Return whether a process has not ended; a zombie has."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+    return start_of(process) != ""
 
 
 def wait_for(folder: Path, count: int, limit_seconds: float = 30.0) -> list[int]:

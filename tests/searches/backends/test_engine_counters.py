@@ -8,7 +8,7 @@ from collections import Counter as Count
 import pytest
 
 from layerskip.decoding.stats import DecodeStats
-from searches.backends.engine_counters import Counters, spread
+from searches.backends.running_engine import Counters, spread
 
 
 def _page(rounds: list[tuple[int, int]], engine: str = "0") -> str:

@@ -37,7 +37,6 @@ def test_kinds_are_left_out_in_one_line(tiny_target: Target, capsys: pytest.Capt
 
 
 def test_the_own_decoder_does_not_change_what_identifies_a_study(tiny_folder: Path, tmp_path: Path) -> None:
-    """Studies of earlier versions, which had no back ends, have the same settings and therefore the same names."""
 
     def settings(*overrides: str) -> dict[str, Any]:
         config = compose_config("layerskip", [*quick(tiny_folder, tmp_path), *overrides])
@@ -45,11 +44,11 @@ def test_the_own_decoder_does_not_change_what_identifies_a_study(tiny_folder: Pa
         return describe(config, plan.target, plan.prompts, False, plan.backend)
 
     own, other = settings(), settings(FAKE)
-    assert not [name for name in own if name.startswith(("backend", "load", "space.matches"))]
+    assert not [name for name in own if name.startswith(("backend", "load", "space.ranges"))]
     assert own.items() < other.items()
     assert other["backend.name"] == "fake"
     assert settings(FAKE, "+backend.version=2") != other
-    assert settings("space.matches=[first]")["space.matches"] == ["first"]
+    assert settings("space.ranges.prompt_lookup.match=[first]")["space.ranges.prompt_lookup.match"] == ["first"]
 
 
 def test_nothing_is_measured_again_alone_under_load(tiny_folder: Path, tmp_path: Path) -> None:
@@ -96,7 +95,12 @@ def test_an_export_of_an_unknown_engine_is_refused(name: str, tiny_target: Targe
 
 def test_a_study_on_another_engine(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     outputs = tracked(tmp_path / "outputs")
-    own = (FAKE, f"space.lookup_length=[{BROKEN - 1},{BROKEN}]", "measure.held_out_prompts=6", "measure.max_new_tokens=12")
+    own = (
+        FAKE,
+        f"space.ranges.prompt_lookup.draft_length=[{BROKEN - 1},{BROKEN}]",
+        "measure.held_out_prompts=6",
+        "measure.max_new_tokens=12",
+    )
     done = launch("layerskip", *quick(tiny_folder, outputs, *own, "study.n_trials=6", "study.name=one"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("space.kinds: left out for backend=fake")]

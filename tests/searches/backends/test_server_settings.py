@@ -96,7 +96,9 @@ def test_a_running_server_has_one_configuration(tiny_target: Target) -> None:
 
 
 def test_reduced_vocabularies_are_for_the_own_decoder(tiny_target: Target) -> None:
-    space = SearchSpace(tiny_target.layers, kinds=["none", "draft_model"], drafts=["a/model"], draft_heads=(16,))
+    space = SearchSpace(
+        tiny_target.layers, kinds=["none", "draft_model"], ranges={"draft_model": {"draft": ["a/model"]}}, draft_heads=(16,)
+    )
     with pytest.raises(InputError, match=r"^space\.bridges, space\.draft_heads: backend=server has none"):
         supported_space(space, ServerBackend(tiny_target, command=_VLLM))
 

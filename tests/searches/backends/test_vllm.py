@@ -24,8 +24,7 @@ from layerskip.models.trained_module import save_trained
 from searches.app.checks import InputError
 from searches.backends.running_engine import RunningEngine
 from searches.backends.server import ServerBackend
-from searches.backends.vllm import VllmBackend
-from searches.backends.vllm_speculation import refusal, vllm_config
+from searches.backends.vllm import VllmBackend, refusal, vllm_config
 from searches.space.search_space import SearchSpace
 
 
@@ -163,15 +162,20 @@ def test_an_engine_asks_for_no_key(tiny_target: Target, monkeypatch: pytest.Monk
 def test_a_space_has_nothing_that_vllm_lacks(tiny_target: Target) -> None:
     backend = VllmBackend(tiny_target)
     space = SearchSpace(
-        3, kinds=["none", "prompt_lookup", "draft_model"], protect_first=0, protect_last=0, drafts=["a", "b"]
+        3,
+        kinds=["none", "prompt_lookup", "draft_model"],
+        protect_first=0,
+        protect_last=0,
+        ranges={"draft_model": {"draft": ["a", "b"]}},
     )
     found = backend.restrict(space)
-    assert (found.stops, found.matches, found.allow_lossy) == (("length",), ("first",), False)
+    assert (found.values("draft_model", "stop"), found.values("prompt_lookup", "match")) == (("length",), ("first",))
+    assert not found.allow_lossy
     assert backend.restrict(found) == found
 
 
 def test_a_model_from_a_gguf_file_is_saved_once_and_computes_the_same(smollm2: Target, tmp_path: Path) -> None:
-    from searches.backends.served_model import served_folder
+    from searches.backends.vllm import served_folder
 
     folder = Path(served_folder(smollm2, tmp_path))
     assert folder.parent == tmp_path and "quantization_config" not in json.loads((folder / "config.json").read_text())

@@ -20,7 +20,7 @@ from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.running_engine import RunningEngine
 from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend
-from searches.exporting.program import script
+from searches.export import script
 from tests.engines.known import SIZES, interpreter
 from tests.searches.backends.contract import (
     LOOKUP,

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -19,6 +19,8 @@ from tests.searches.predict.test_proposals import Landscape
 
 Parts = frozenset[str]
 Saved = dict[str, float]
+
+LENGTHS = {"layer_skip": {"draft_length": (1, 6)}}
 
 
 def _parts(mask: SkipMask) -> Parts:
@@ -53,7 +55,7 @@ def _only(best: SkipMask) -> LossLandscape:
 
 
 def _space(layers: int) -> SearchSpace:
-    return SearchSpace(layers, protect_first=0, protect_last=0, skip_length=(1, 6))
+    return SearchSpace(layers, protect_first=0, protect_last=0, ranges=LENGTHS)
 
 
 def additive() -> tuple[LossLandscape, SkipMask]:
@@ -175,7 +177,7 @@ def test_further_masks_are_screened() -> None:
     """Those of CLaSp are such masks; bridged masks are found in another way."""
     odd = SkipMask.parse("attention:2,5,11;mlp:3,8", 14)
     plain, narrowed = _only(odd), _only(odd)
-    space = replace(_space(14), siblings=0)
+    space = _space(14).narrowed(siblings=(0, 0))
     assert propose(plain, space, ProposalSettings())[0].config.mask != odd.format()
     assert propose(plain, space, ProposalSettings(), also=[odd])[0].config.mask == odd.format()
     both = propose_all(plain, space, ProposalSettings(enqueued=1), also=[odd], narrowed=[narrowed])

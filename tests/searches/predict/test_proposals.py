@@ -24,6 +24,8 @@ PROFILE = CostProfile(
 
 LONG_PROFILE = CostProfile(100, 0.2, 0.0, (0.01,) * 28, (0.02,) * 28, 0.0, 0.0, (1.0,) * 7)
 
+LENGTHS = {"layer_skip": {"draft_length": (1, 6)}}
+
 
 @dataclass
 class Landscape:
@@ -76,7 +78,7 @@ class Landscape:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_proposals_are_close_to_the_best_of_all_masks(seed: int) -> None:
-    predictor, space = Landscape(seed), SearchSpace(LAYERS, protect_first=2, protect_last=1, skip_length=(1, 6))
+    predictor, space = Landscape(seed), SearchSpace(LAYERS, protect_first=2, protect_last=1, ranges=LENGTHS)
     found = propose(predictor, space, ProposalSettings(screened=150, scanned=8, enqueued=3))
     bits = [(False, True) if i in space.skippable else (False,) for i in range(LAYERS)]
     every = [SkipMask(a, m) for a in itertools.product(*bits) for m in itertools.product(*bits)]
@@ -103,7 +105,7 @@ class OneRun(Landscape):
 
 def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
     predictor = OneRun(0)
-    space = SearchSpace(28, skip_length=(1, 6))
+    space = SearchSpace(28, ranges=LENGTHS)
     short = [
         expected_speedup(predictor, m, predictor.agreement(m), (1, 6))[0]
         for m in (run(28, 9, 1), run(28, 9, 2), run(28, 12, 3))
@@ -114,7 +116,7 @@ def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
 
 
 def test_all_runs_are_screened_within_the_budget() -> None:
-    space = SearchSpace(28, skip_length=(1, 6))
+    space = SearchSpace(28, ranges=LENGTHS)
     first, last = space.skippable[0], space.skippable[-1]
     every = {run(28, begin, length) for begin in space.skippable for length in range(1, last - begin + 2)}
     assert len(every) == (last - first + 1) * (last - first + 2) // 2
@@ -145,7 +147,7 @@ def test_a_bridged_run_is_found_exactly(first: int, length: int) -> None:
     """Odd lengths and late starts are on no screened grid; moved ends find them."""
     predictor, space, calls = (
         OneMask(0, best=run(28, first, min(length, 26 - first))),
-        SearchSpace(28, skip_length=(1, 6)),
+        SearchSpace(28, ranges=LENGTHS),
         [],
     )
     found = propose_bridged(predictor, space, ProposalSettings(), lambda: calls.append(1))
@@ -155,21 +157,23 @@ def test_a_bridged_run_is_found_exactly(first: int, length: int) -> None:
 
 @pytest.mark.parametrize("mask", ["attention:8", "mlp:20"])
 def test_a_single_bridged_sublayer_is_found(mask: str) -> None:
-    predictor, space = OneMask(0, best=SkipMask.parse(mask, 28)), SearchSpace(28, skip_length=(1, 6))
+    predictor, space = OneMask(0, best=SkipMask.parse(mask, 28)), SearchSpace(28, ranges=LENGTHS)
     assert propose_bridged(predictor, space, ProposalSettings())[0].config.mask == mask
 
 
 def test_masks_of_the_space_are_screened_with_bridges() -> None:
     """A run that skips attention in one half and MLPs in the other is on no screened grid."""
     predictor = OneMask(0, best=SkipMask.parse("attention:5-9;mlp:10-14", 28))
-    space = SearchSpace(28, skip_length=(1, 6), masks=[predictor.best.format()])
+    space = SearchSpace(28, ranges=LENGTHS, masks=[predictor.best.format()])
     assert propose_bridged(predictor, space, ProposalSettings())[0].config.mask == predictor.best.format()
     assert predictor.screened[0] == predictor.best
 
 
 @pytest.mark.parametrize("worth", [0.5, 1.5])
 def test_proposals_are_ordered_by_predicted_speedup(worth: float) -> None:
-    space = SearchSpace(28, kinds=("none", "layer_skip"), skip_length=(1, 6), siblings=0)
+    space = SearchSpace(
+        28, kinds=("none", "layer_skip"), ranges={"layer_skip": {"draft_length": (1, 6), "siblings": (0, 0)}}
+    )
 
     class Scaled(OneMask):
         def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
@@ -184,7 +188,7 @@ def test_proposals_are_ordered_by_predicted_speedup(worth: float) -> None:
 
 
 def test_a_small_budget_of_bridged_masks_covers_the_whole_depth() -> None:
-    predictor, space = OneMask(0), SearchSpace(28, skip_length=(1, 6))
+    predictor, space = OneMask(0), SearchSpace(28, ranges=LENGTHS)
     propose_bridged(predictor, space, ProposalSettings(screened=24))
     assert len(predictor.screened) == len(set(predictor.screened)) <= 24
     sizes = [mask.attention.count(True) for mask in predictor.screened if mask.attention == mask.mlp]
@@ -213,7 +217,7 @@ class Recording(Landscape):
 
 def test_scans_are_reported_long_before_the_search_ends() -> None:
     calls: list[tuple[int, str]] = []
-    predictor, space = Recording(0), SearchSpace(LAYERS, protect_first=2, protect_last=1, skip_length=(1, 6))
+    predictor, space = Recording(0), SearchSpace(LAYERS, protect_first=2, protect_last=1, ranges=LENGTHS)
     settings = ProposalSettings(screened=150, scanned=8, enqueued=3)
     found = propose(predictor, space, settings, on_best=lambda config: calls.append((len(predictor.screened), config.mask)))
     assert len(predictor.scanned) == settings.scanned

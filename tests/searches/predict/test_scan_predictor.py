@@ -21,11 +21,11 @@ from layerskip.measure.measure import measure
 from layerskip.scan.replay import Counts, count
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
-from searches.app.resume_log import ResultLog
 from searches.predict.predictor import DraftChoices
 from searches.predict.preparation import ScanSettings, prepare_predictor
 from searches.predict.proposals import propose_lookups
 from searches.predict.scan_predictor import ScanPredictor
+from searches.results import ResultLog
 from searches.space.search_space import SearchSpace
 from searches.study.pruning import BoundEstimator
 from tests.families import build
@@ -97,7 +97,8 @@ def test_siblings_that_are_not_found_have_a_cost(
 
 def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path) -> None:
     predictor, _ = _predictor(tiny_target, tmp_path)
-    space = SearchSpace(tiny_target.layers, lookup_length=(2, 7), ngram=(1, 2), protect_first=0, protect_last=0)
+    ranges = {"draft_length": (2, 7), "ngram_min": (1, 2), "ngram_max": (1, 2)}
+    space = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0, ranges={"prompt_lookup": ranges})
     found = propose_lookups(predictor, space, 4)
     assert len(found) == 4
     assert found == sorted(found, key=lambda prediction: -prediction.speedup)

@@ -35,6 +35,8 @@ def test_only_studies_that_differ_in_their_seed_are_compared(tmp_path: Path) -> 
         return seed_stability(tmp_path / study, settings, SkipMask.parse(mask, 10), 20)
 
     assert choose("a", 0, "layers:1-4") is None
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "choice.json").touch()  # by a loss of power
     assert choose("other", 1, "layers:6-9", "random") is None
     found = choose("b", 1, "layers:1-2,5-6")
     assert found.seeds == 2 and found.overlap == pytest.approx(4 / 12)

@@ -14,8 +14,7 @@ from optuna.trial import TrialState, create_trial
 from layerskip import SpeculativeConfig
 from searches.study.finals import Finals, measure_finals
 from searches.study.objective import MeasureSettings
-from searches.study.requeue import DUPLICATE_OF
-from searches.study.study import SETTINGS
+from searches.study.study import DUPLICATE_OF, SETTINGS
 from searches.tracking.names import DEVICE, ENGINE_FAILED, FIGURES, PREDICTED, RETRY_OF, WORKER
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
 from tests.searches.programs import journal_study

@@ -9,8 +9,8 @@ from typing import Any
 import optuna
 import pytest
 
-from searches.report.html_report import FAILED, FINISHED, Page, write_page
-from searches.report.study_report import study_notes
+from searches.report.markdown import study_notes
+from searches.report.page import FAILED, FINISHED, Page, write_page
 from tests.browser import CHROMIUM, Browser
 from tests.searches.report.pages import EARLIER_LAYERS, earlier_study, engine_study, known_study, workers_study
 

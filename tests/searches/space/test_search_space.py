@@ -11,8 +11,8 @@ from optuna.distributions import CategoricalDistribution
 from optuna.trial import create_trial
 
 from layerskip import SpeculativeConfig, StopRule, Target
+from layerskip.config import kinds
 from searches.app.checks import InputError
-from searches.space.registry import all_kinds
 from searches.space.search_space import SearchSpace
 from searches.study.cascade_costs import draft_cost, verify_cost
 from searches.study.plan import drop_unsupported
@@ -20,15 +20,15 @@ from searches.study.starting_points import starting_points
 from searches.study.study import with_stored_kinds
 from tests.families import build
 
-KINDS = all_kinds()
-SPACE = SearchSpace(
-    layers=12,
-    datastores=("notes",),
-    drafts=("some/draft",),
-    cross_drafts=("other/draft",),
-    eagle_heads=("e",),
-    medusa_heads=("m",),
-)
+KINDS = tuple(kinds())
+PATHS = {
+    "retrieval": {"datastore": ("notes",)},
+    "draft_model": {"draft": ("some/draft",)},
+    "cross_tokenizer": {"draft": ("other/draft",)},
+    "eagle": {"head": ("e",)},
+    "medusa": {"head": ("m",)},
+}
+SPACE = SearchSpace(layers=12, ranges=PATHS)
 
 
 @pytest.mark.parametrize(
@@ -80,26 +80,14 @@ def test_a_trial_gets_the_enqueued_configuration() -> None:
 
 def test_random_trials_stay_within_the_space() -> None:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    kinds = set()
+    found = set()
     for _ in range(200):
         config = SPACE.suggest(study.ask())
-        kinds.add(config.kind)
+        found.add(config.kind)
         assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
         if config.kind == "layer_skip":
             assert not any(layer in _layers(config.mask) for layer in (0, 1, 10, 11))
-    assert kinds == {
-        "none",
-        "layer_skip",
-        "prompt_lookup",
-        "retrieval",
-        "token_recycling",
-        "lookahead",
-        "eagle",
-        "medusa",
-        "draft_model",
-        "cross_tokenizer",
-        "cascade",
-    }
+    assert found == set(KINDS)
 
 
 def _layers(mask: str) -> set[int]:
@@ -116,24 +104,22 @@ def test_unsupported_kinds_are_left_out_with_a_message(capsys: pytest.CaptureFix
     assert drop_unsupported(space, Target(build("llama"))) == space
     assert drop_unsupported(space, Target(build("gpt_neo"))).available_kinds == (
         "none",
-        "layer_skip",
         "prompt_lookup",
+        "layer_skip",
         "cascade",
     )
-    assert (
-        "retrieval, token_recycling, lookahead, siblings left out: GPTNeoForCausalLM: cannot verify trees"
-        in capsys.readouterr().out
-    )
+    left_out = "retrieval, token_recycling, lookahead, trees of layer_skip"
+    assert f"{left_out} left out: GPTNeoForCausalLM: cannot verify trees" in capsys.readouterr().out
 
 
 def test_eagle_drafts_chains_if_trees_cannot_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
     space = drop_unsupported(SPACE, Target(build("gpt_neo")))
-    kinds = ("none", "layer_skip", "prompt_lookup", "eagle", "draft_model", "cross_tokenizer", "cascade")
-    assert space.available_kinds == kinds
-    assert "lookahead, medusa, trees of eagle, siblings left out" in capsys.readouterr().out
+    known = ("none", "prompt_lookup", "layer_skip", "eagle", "draft_model", "cross_tokenizer", "cascade")
+    assert space.available_kinds == known
+    assert "lookahead, medusa, trees of layer_skip, trees of eagle left out" in capsys.readouterr().out
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     configs = [*starting_points(space), *(space.suggest(study.ask()) for _ in range(100))]
-    assert {config.kind for config in configs} == set(kinds)
+    assert {config.kind for config in configs} == set(known)
     for config in configs:
         assert all(member.candidates == 1 for member in (config, *config.members) if member.kind == "eagle")
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
@@ -153,30 +139,16 @@ def _past(study: optuna.Study, **choices: tuple[str, ...]) -> None:
     study.add_trial(create_trial(params=params, distributions=distributions, value=1.0))
 
 
-def test_a_study_with_the_old_parameter_of_cascades_resumes() -> None:
-    space = SearchSpace(layers=12, kinds=("prompt_lookup", "layer_skip", "retrieval", "cascade"))
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    _past(study, kind=space.available_kinds, then=("layer_skip",))
-    assert with_stored_kinds(space, study) == space
-    configs = [space.suggest(study.ask()) for _ in range(60)]
-    assert {config.members[1].kind for config in configs if config.kind == "cascade"} == {"layer_skip", "retrieval"}
-
-
 def test_a_study_resumes_with_its_stored_cost_of_verification() -> None:
     """Another cost would change the configurations of the same choices, so the leader would not be measured again."""
     study = optuna.create_study()
     assert verify_cost(study, lambda: (1.5, 1.75)) == verify_cost(study, lambda: (9.0,)) == (1.5, 1.75)
     several, costs = optuna.create_study(), ((256, (1.5,)), (8192, (1.25,)))
     assert verify_cost(several, lambda: costs) == verify_cost(several, lambda: (9.0,)) == costs
-    older = optuna.create_study()
-    member = SpeculativeConfig("prompt_lookup")
-    attributes = {"config": SpeculativeConfig("cascade", members=(member, member)).to_dict()}
-    older.add_trial(create_trial(value=1.0, user_attrs=attributes))
-    assert verify_cost(older, lambda: (1.5,)) == verify_cost(older, lambda: (1.5,)) == ()
 
 
 def test_a_study_resumes_with_its_stored_costs_of_drafts() -> None:
-    study, older, measured = optuna.create_study(), optuna.create_study(), []
+    study, measured = optuna.create_study(), list[tuple[float, ...]]()
 
     def measure(members: Sequence[SpeculativeConfig], known: dict[str, float]) -> tuple[float, ...]:
         found = tuple(known.setdefault(member.kind, 0.25) for member in members)
@@ -188,9 +160,6 @@ def test_a_study_resumes_with_its_stored_costs_of_drafts() -> None:
     assert study.user_attrs["draft_cost"] == {"prompt_lookup": 0.25}
     assert draft_cost(study, measure)((lookup, window)) == (0.25, 0.25)
     assert study.user_attrs["draft_cost"] == {"prompt_lookup": 0.25, "lookahead": 0.25}
-    attributes = {"config": SpeculativeConfig("cascade", members=(lookup, window), verify_cost=(1.5,)).to_dict()}
-    older.add_trial(create_trial(value=1.0, user_attrs=attributes))
-    assert draft_cost(older, measure)((lookup, window)) == draft_cost(older, measure)((lookup,)) == ()
     assert len(measured) == 2
 
 
@@ -241,10 +210,10 @@ def test_the_best_predicted_mask_is_tried_after_a_lookup() -> None:
 
 @pytest.mark.parametrize("trees", [True, False])
 def test_the_first_head_of_each_kind_is_tried_after_a_lookup(trees: bool) -> None:
-    heads = {"eagle_heads": ("one", "other"), "medusa_heads": ("third",)}
-    seconds = _cascades(SearchSpace(layers=12, kinds=KINDS, trees=trees, **heads))
+    heads = {"eagle": {"head": ("one", "other")}, "medusa": {"head": ("third",)}}
+    seconds = _cascades(SearchSpace(layers=12, kinds=KINDS, trees=trees, ranges=heads))
     tried = [(second.kind, second.head, second.candidates > 1) for second in seconds if second.head]
-    assert tried == ([("eagle", "one", True), ("medusa", "third", True)] if trees else [("eagle", "one", False)])
+    assert tried == ([("medusa", "third", True), ("eagle", "one", True)] if trees else [("eagle", "one", False)])
 
 
 def test_cascades_have_the_costs_of_the_space() -> None:
@@ -265,9 +234,17 @@ def test_every_space_with_cascades_has_one_among_its_starting_points(kind: str) 
     ("fields", "named"),
     [
         ({"kinds": ("hydra",)}, "space.kinds"),
-        ({"stops": ("never",)}, "space.stops"),
-        ({"skip_length": (0, 4)}, "space.skip_length"),
-        ({"ngram": (3, 2)}, "space.ngram"),
+        ({"ranges": {"hydra": {"draft_length": (1, 2)}}}, "space.ranges"),
+        ({"ranges": {"eagle": 4}}, "space.ranges.eagle"),
+        ({"ranges": {"eagle": {"ngram_min": (1, 2)}}}, "space.ranges.eagle"),
+        ({"ranges": {"eagle": {"stop": ("never",)}}}, "space.ranges.eagle.stop"),
+        ({"ranges": {"eagle": {"stop": ()}}}, "space.ranges.eagle.stop"),
+        ({"ranges": {"eagle": {"head": "mine"}}}, "space.ranges.eagle.head"),
+        ({"ranges": {"layer_skip": {"draft_length": (0, 4)}}}, "space.ranges.layer_skip.draft_length"),
+        ({"ranges": {"layer_skip": {"draft_length": 4}}}, "space.ranges.layer_skip.draft_length"),
+        ({"ranges": {"prompt_lookup": {"ngram_min": (3, 2)}}}, "space.ranges.prompt_lookup.ngram_min"),
+        ({"ranges": {"medusa": {"least_probability": (0, 0.5)}}}, "space.ranges.medusa.least_probability"),
+        ({"ranges": {"medusa": {"least_probability": (0.1, 2)}}}, "space.ranges.medusa.least_probability"),
         ({"protect_first": -1}, "space.protect_first"),
         ({"protect_first": 6, "protect_last": 6}, "space.protect_first"),
         ({"masks": ("layers:40",)}, "space.masks"),
@@ -278,3 +255,25 @@ def test_every_space_with_cascades_has_one_among_its_starting_points(kind: str) 
 def test_refusals_name_the_field(fields: dict[str, object], named: str) -> None:
     with pytest.raises(InputError, match=named):
         SearchSpace(layers=12, **fields)  # type: ignore[arg-type]
+
+
+def test_a_field_is_chosen_from_the_ranges_of_its_kind() -> None:
+    narrow = SPACE.narrowed(["eagle"], draft_length=(7, 7), stop=("threshold",)).narrowed(match=("first",))
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    found = [narrow.suggest(study.ask()) for _ in range(150)]
+    assert {config.draft_length for config in found if config.kind == "eagle"} == {7}
+    assert {config.stop.kind for config in found if config.kind == "eagle" and config.candidates == 1} == {"threshold"}
+    assert {config.match for config in found if config.kind == "prompt_lookup"} == {"first"}
+    assert len({config.draft_length for config in found if config.kind == "medusa"}) > 1
+    starts = narrow.starts("eagle")
+    assert [(config.draft_length, config.candidates, config.stop.kind) for config in starts] == [
+        (7, 4, "length"), (7, 1, "threshold"),
+    ]  # fmt: skip
+
+
+def test_every_lookup_is_one_that_trials_may_propose() -> None:
+    space = SearchSpace(layers=12, ranges={"prompt_lookup": {"ngram_max": (2, 3), "draft_length": (2, 3)}})
+    found = space.lookups()
+    assert len(found) == len(set(found)) == (2 + 3) * 2 * 2
+    for config in found:
+        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config

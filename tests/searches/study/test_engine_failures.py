@@ -14,10 +14,10 @@ from optuna.trial import TrialState
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig
 from layerskip.measure.measurement import Request, Sample
 from searches.backends.backend import BASELINE, BackendError, Load
-from searches.report import page_tables
-from searches.report import study_report as report
+from searches.report import markdown as report
+from searches.report import tables
 from searches.study.bench import ModelBench
-from searches.study.finals import measure_finals
+from searches.study.finals import RunControl, measure_finals
 from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings
 from tests.searches.known import HELD_OUT, PROMPTS, Known, lookup, run_known
@@ -88,7 +88,7 @@ def test_a_finalist_that_fails_is_dropped(after: int, tmp_path: Path) -> None:
     bench.fails = [best]
     bench.asked.clear()
     settings = MeasureSettings(finalists=2, held_out_repeats=2)
-    finals = measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path)
+    finals = measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path))
     assert finals.winner.config == other
     (failed,) = [finalist for finalist in finals.finalists if finalist.config == best]
     assert not failed.stayed and not failed.eligible
@@ -97,7 +97,7 @@ def test_a_finalist_that_fails_is_dropped(after: int, tmp_path: Path) -> None:
     assert [item for config, item in bench.asked if config == other][:24] == [item.id for item in HELD_OUT]
     assert best.label() in report.summary(study, finals)
     bench.asked.clear()
-    assert measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path) == finals
+    assert measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path)) == finals
     assert not bench.asked
 
 
@@ -171,7 +171,7 @@ def test_finals_state_throughput_and_latencies_of_each_finalist(after: int, tmp_
     study = run_known(bench, fast, broken)
     bench.fails = [broken]
     settings = MeasureSettings(finalists=2, held_out_repeats=2)
-    finals = measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path)
+    finals = measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path))
     # Each request has 0.1 seconds of prefill and 10 tokens after the first one: plainly 0.1 seconds each, else 0.05.
     plain = {"throughput": 8 * 11 / 1.1, "ttft_p50": 0.1, "ttft_p95": 0.1, "tpot_p50": 0.1, "tpot_p95": 0.1}
     drafted = {"throughput": 8 * 11 / 0.6, "ttft_p50": 0.1, "ttft_p95": 0.1, "tpot_p50": 0.05, "tpot_p95": 0.05}
@@ -182,6 +182,7 @@ def test_finals_state_throughput_and_latencies_of_each_finalist(after: int, tmp_
     assert finals.baseline["figures"] == pytest.approx(plain | beside)
     assert finals.winner.held_out["figures"] == found[fast]
     table = report.summary(study, finals).partition("Throughput and latency (held-out prompts)")[2]
-    assert f"| {fast.label()} | 146.7 | 0.05 |" in table and "| no drafting | 80 | 0.1 |" in table
-    assert '<td data-name="throughput">146.7</td>' in page_tables.finals_table(finals)
-    assert measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path) == finals
+    assert f"| {fast.label()} | 146.7 | 50.0 |" in table and "| no drafting | 80.0 | 100.0 |" in table
+    rows = tables.finals_rows(finals)
+    assert '<td data-name="throughput">146.7</td>' in tables.as_html_with_loads(rows, rows, tables.finals_loads(finals))
+    assert measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path)) == finals

@@ -14,9 +14,9 @@ from layerskip import AcceptRule, PromptSet, SpeculativeConfig
 from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
-from searches.report import study_report as report
+from searches.report import markdown as report
 from searches.space.search_space import SearchSpace
-from searches.study.finals import measure_finals, measure_held_out
+from searches.study.finals import RunControl, measure_finals, measure_held_out
 from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings, Objective
 from searches.study.study import StudySettings, run_trials
@@ -40,9 +40,9 @@ def test_earlier_finals_count_as_seconds_of_the_search(tmp_path: Path) -> None:
     first, second = lookup(4), lookup(6)
     bench = Known({first: 1.5, second: 1.5})
     study, settings = run_known(bench, first), MeasureSettings(finalists=2, held_out_repeats=1)
-    assert measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path).seconds == 24
+    assert measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path)).seconds == 24
     study = run_known(bench, first, second)
-    assert [measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path).seconds for _ in range(2)] == [48, 48]
+    assert [measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path)).seconds for _ in range(2)] == [48, 48]
     assert measure_finals(study, bench, HELD_OUT, settings, 0).seconds == 24
 
 
@@ -53,7 +53,9 @@ def test_rows_of_another_head_or_machine_are_not_reused(tmp_path: Path) -> None:
 
     def measured() -> int:
         before = len(bench.asked)
-        measure_held_out(configs, {"head": 1.0}, bench, HELD_OUT, MeasureSettings(held_out_repeats=1), 0, tmp_path / "log")
+        measure_held_out(
+            configs, {"head": 1.0}, bench, HELD_OUT, MeasureSettings(held_out_repeats=1), 0, RunControl(tmp_path / "log")
+        )
         return len(bench.asked) - before
 
     for weights in (b"one", b"other"):
@@ -141,7 +143,9 @@ def test_prompts_with_drift_are_measured_again(tmp_path: Path) -> None:
     first = bench.calls
     bench.drift = lambda call: {first + 3: 1.5, first + 5: 0.5, first + 7: 1.2}.get(call, 1.0)
     bench.asked.clear()
-    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1, held_out_repeats=1), 0, tmp_path)
+    finals = measure_finals(
+        study, bench, HELD_OUT, MeasureSettings(finalists=1, held_out_repeats=1), 0, RunControl(tmp_path)
+    )
     names = [item.id for item in HELD_OUT]
     assert [name for _, name in bench.asked] == [*names, names[3], names[5]]
     assert (finals.drifted, finals.unsteady) == (2, 0)
@@ -151,7 +155,10 @@ def test_prompts_with_drift_are_measured_again(tmp_path: Path) -> None:
         still.baseline["decode_seconds"] + 0.2
     )  # of the prompt within the tolerance
     bench.asked.clear()
-    assert measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1, held_out_repeats=1), 0, tmp_path) == finals
+    assert (
+        measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1, held_out_repeats=1), 0, RunControl(tmp_path))
+        == finals
+    )
     assert not bench.asked  # resumed finals measure nothing again
     first, bench.drift = bench.calls, lambda call: 1.5 if call in (first + 3, first + 24) else 1.0
     unsteady = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1, held_out_repeats=1), 0)
@@ -326,12 +333,12 @@ def test_finals_without_time_measure_one_block_and_resume_with_the_same_rows(tmp
     bench.asked.clear()
     left = iter([1e9] * 9)  # seconds: for the choice of finalists and the rows after the first block
     settings = MeasureSettings(finalists=2, held_out_repeats=1)
-    finals = measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path, seconds_left=lambda: next(left, 0.0))
+    finals = measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path, seconds_left=lambda: next(left, 0.0)))
     assert len(bench.asked) == 2 * 12 + 2  # the slower one is dropped after twelve
     assert finals.left_out == "Time ran out after 14 of 24 held-out decodings."
     assert finals.winner.config == first
     bench.asked.clear()
-    assert measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path, seconds_left=lambda: 0.0) == finals
+    assert measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path, seconds_left=lambda: 0.0)) == finals
     assert bench.asked == []
 
 
@@ -340,6 +347,6 @@ def test_finals_with_little_time_measure_few_finalists_of_different_kinds(tmp_pa
     bench = Known({first: 1.5, second: 1.49, other: 1.48})
     study = run_known(bench, first, second, other)
     settings = MeasureSettings(finalists=3, held_out_repeats=1)
-    finals = measure_finals(study, bench, HELD_OUT, settings, 0, tmp_path, seconds_left=lambda: 1.2 * 16 * 2.5)
+    finals = measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path, seconds_left=lambda: 1.2 * 16 * 2.5))
     assert {finalist.config for finalist in finals.finalists} == {first, other}
     assert finals.left_out == "2 of 3 finalists were measured, because time was short."

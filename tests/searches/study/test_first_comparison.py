@@ -16,9 +16,9 @@ from searches.space.search_space import SearchSpace
 from searches.study.budget import Budget
 from searches.study.first_comparison import cheap_arms, compare_arms
 from searches.study.leaderboard import ranking
-from searches.study.objective import Objective
+from searches.study.objective import MeasureSettings, Objective
 from searches.study.study import StudySettings, run_trials
-from searches.workers.alone import ALONE
+from searches.workers.crew import ALONE
 from tests.searches.known import PROMPTS, SETTINGS, Known
 
 SPACE = SearchSpace(6, kinds=["none", "prompt_lookup", "token_recycling", "cascade", "layer_skip"])
@@ -32,7 +32,8 @@ def _compare(
     bench: Known, folder: Path, budget: Budget | None = None, prompts: PromptSet = PROMPTS
 ) -> dict[SpeculativeConfig, list[Any]]:
     arms = cheap_arms(SPACE)
-    return compare_arms(arms, bench, prompts, PromptSet(()), 0, folder, budget or _budget(), ALONE)
+    objective = Objective(bench, SPACE, prompts, MeasureSettings(prompts=None, survivor_prompts=None), seed=0)
+    return compare_arms(arms, objective, folder, budget or _budget(), ALONE)
 
 
 def test_the_arms_are_those_that_need_no_preparation() -> None:
@@ -69,7 +70,7 @@ def test_rows_of_a_killed_comparison_are_not_measured_again(tmp_path: Path) -> N
         _compare(Killed({}), tmp_path)
     bench = Known({})
     rows = _compare(bench, tmp_path)
-    assert sorted({prompt for _, prompt in bench.asked}) == sorted(item.id for item in PROMPTS.items[5:])
+    assert sorted({prompt for _, prompt in bench.asked}) == sorted(item.id for item in PROMPTS.take(None).items[5:])
     assert all(len(found) == len(PROMPTS) for found in rows.values())
 
 

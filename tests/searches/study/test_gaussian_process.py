@@ -11,7 +11,9 @@ from searches.space.search_space import SearchSpace
 from searches.study.gaussian_process import GaussianProcess, trials_of_leading_kind
 from searches.tracking.names import PREDICTED
 
-SPACE = SearchSpace(8, kinds=["none", "layer_skip", "prompt_lookup"], siblings=0, stops=["length"])
+SPACE = SearchSpace(
+    8, kinds=["none", "layer_skip", "prompt_lookup"], ranges={"layer_skip": {"siblings": (0, 0), "stop": ["length"]}}
+)
 BITS = {f"{kind}_{layer}" for kind in ("attention", "mlp") for layer in range(2, 6)}
 
 
@@ -36,7 +38,7 @@ def _searched(count: int) -> optuna.Study:
 def test_parameters_of_the_leading_kind_are_sampled_jointly() -> None:
     study = _searched(16)
     trial = study.ask()
-    assert {*BITS, "skip_length"} == set(trial.relative_params)
+    assert {*BITS, "layer_skip.draft_length"} == set(trial.relative_params)
     plain = optuna.create_study(direction="maximize", sampler=optuna.samplers.GPSampler(seed=0, n_startup_trials=4))
     plain.add_trials(study.get_trials(states=(TrialState.COMPLETE,)))
     assert set(plain.ask().relative_params) == {"kind"}  # as Optuna's own sampler does
@@ -49,7 +51,7 @@ def test_workers_at_the_same_time_try_different_parameters() -> None:
         study.enqueue_trial({"kind": "layer_skip"})
         trial = study.ask()
         SPACE.suggest(trial)
-        chosen.append({name: trial.params[name] for name in (*BITS, "skip_length")})
+        chosen.append({name: trial.params[name] for name in (*BITS, "layer_skip.draft_length")})
     assert all(chosen.count(params) == 1 for params in chosen)
 
 
@@ -88,7 +90,7 @@ def test_enqueued_values_outside_the_choices_are_ignored() -> None:
 
 
 def test_sampled_thresholds_are_those_of_scans() -> None:
-    space = SearchSpace(6, kinds=["none", "layer_skip"], stops=["threshold"])
+    space = SearchSpace(6, kinds=["none", "layer_skip"], ranges={"layer_skip": {"stop": ["threshold"]}})
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     found = {space.suggest(study.ask()).stop.threshold for _ in range(200)}
     assert found - {0.0} == {round(0.1 + 0.05 * step, 2) for step in range(17)}

@@ -21,7 +21,7 @@ from searches.app.application import explain
 from searches.backends.layerskip import LayerskipBackend
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench, ModelBench
-from searches.study.finals import Finalist, Finals, measure_finals, measure_held_out
+from searches.study.finals import Finalist, Finals, RunControl, measure_finals, measure_held_out
 from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings, Objective, OutputChanged
 from searches.study.study import StudySettings, finished, run_trials
@@ -109,7 +109,7 @@ def test_logits_that_only_a_draft_makes_nan_are_a_result(
         r"the engine failed: .*: the largest logit of .* is nan after position \d+ of prompt ", failed.user_attrs["reason"]
     )
     assert failed.constraints["out_of_memory"] > 0
-    finals, _ = measure_held_out({"0": LOOKUP}, {"0": 2.0}, objective.bench, PROMPTS, SETTINGS, 0, tmp_path)
+    finals, _ = measure_held_out({"0": LOOKUP}, {"0": 2.0}, objective.bench, PROMPTS, SETTINGS, 0, RunControl(tmp_path))
     assert finals.winner.config == SpeculativeConfig() and not finals.finalists[0].stayed
     assert f"left out: {LOOKUP.label()}: " in capsys.readouterr().out
 
@@ -165,7 +165,7 @@ def test_replicates_of_a_configuration_are_pooled(tiny_target: Target) -> None:
 def test_interrupted_finals_are_resumed(tiny_target: Target, tmp_path: Path) -> None:
     study, objective = _study(tiny_target, LOOKUP, SpeculativeConfig("prompt_lookup", 2), SpeculativeConfig())
     _run(study, objective, 3)
-    finals = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, 0, tmp_path)
+    finals = measure_finals(study, _bench(tiny_target), PROMPTS, SETTINGS, 0, RunControl(tmp_path))
     (kept,) = tmp_path.iterdir()
     lines = kept.read_bytes().splitlines(keepends=True)
     kept.write_bytes(b"".join(lines[:1]) + lines[1][:20])  # as after a kill
@@ -179,10 +179,10 @@ def test_interrupted_finals_are_resumed(tiny_target: Target, tmp_path: Path) -> 
             measured.extend(item.id for item in prompts)
             return bench.compare(configs, prompts, *rest)
 
-    again = measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, tmp_path)
+    again = measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, RunControl(tmp_path))
     assert measured == [item.id for item in PROMPTS][1:]
     assert {f.config for f in again.finalists} == {f.config for f in finals.finalists}
-    assert measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, tmp_path) == again
+    assert measure_finals(study, Watched(), PROMPTS, SETTINGS, 0, RunControl(tmp_path)) == again
     assert measured == [item.id for item in PROMPTS][1:]
 
 

@@ -12,7 +12,8 @@ from optuna.distributions import IntDistribution
 from optuna.trial import create_trial
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
-from layerskip.rules import EXACT, AcceptRule
+from layerskip.config import EXACT, AcceptRule
+from searches.study.leaderboard import Leaderboard
 from searches.study.pruning import BoundEstimator, calibrated_error
 from searches.tracking.names import PREDICTED
 from tests.searches.predict.test_proposals import LAYERS, Landscape
@@ -99,20 +100,28 @@ def test_an_unscanned_stop_rule_is_bounded_by_the_best_scanned_one() -> None:
     assert math.log(other.upper / exact.upper) == pytest.approx(0.15 - 0.03)
 
 
+def _error(trials: list[optuna.trial.FrozenTrial], kind: str) -> float:
+    for number, trial in enumerate(trials):
+        trial.number = number
+    board = Leaderboard()
+    board.update(trials)
+    return calibrated_error(board.entries.values(), "x", kind)
+
+
 def test_the_bound_widens_with_prediction_errors() -> None:
     config = SpeculativeConfig("layer_skip", 2)
-    assert calibrated_error([], "x", "layer_skip") == pytest.approx(0.15)
+    assert _error([], "layer_skip") == pytest.approx(0.15)
     same = [_trial(config, 1.0 + 0.001 * i, 1.0) for i in range(8)]
     # Replicates count as one configuration.
-    assert calibrated_error(same, "x", "layer_skip") == pytest.approx(0.15)
+    assert _error(same, "layer_skip") == pytest.approx(0.15)
     configs = [SpeculativeConfig("layer_skip", 1 + i) for i in range(8)]
     good = [_trial(config, 1.0 + 0.001 * i, 1.0) for i, config in enumerate(configs)]
-    assert calibrated_error(good, "x", "layer_skip") == pytest.approx(0.03)
+    assert _error(good, "layer_skip") == pytest.approx(0.03)
     bad = [_trial(config, 1.3 if i % 2 else 0.8, 1.0) for i, config in enumerate(configs)]
-    assert calibrated_error(bad, "x", "layer_skip") > 0.4
+    assert _error(bad, "layer_skip") > 0.4
     lookups = [_trial(SpeculativeConfig("prompt_lookup", 1 + i), 1.0, 1.0) for i in range(8)]
-    assert calibrated_error(lookups, "x", "prompt_lookup") == pytest.approx(0.03)
-    assert calibrated_error(lookups, "x", "layer_skip") == pytest.approx(0.15)  # errors of lookups do not count for masks
+    assert _error(lookups, "prompt_lookup") == pytest.approx(0.03)
+    assert _error(lookups, "layer_skip") == pytest.approx(0.15)  # errors of lookups do not count for masks
 
 
 def test_trials_on_other_prompts_do_not_calibrate_predictions() -> None:

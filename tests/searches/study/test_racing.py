@@ -11,13 +11,12 @@ from optuna.trial import TrialState
 
 from layerskip import PromptSet, SpeculativeConfig
 from layerskip.measure.measurement import Sample
-from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import LeaderboardEntry, configuration, ranking
-from searches.study.objective import MeasureSettings, Objective
+from searches.study.objective import MeasureSettings
 from searches.study.pruning import SpeedupBound
 from searches.study.study import StudySettings, finished, run_trials
 from searches.tracking.names import DRIFTED
-from tests.searches.known import PROMPTS, SETTINGS, Known, lookup, run_known
+from tests.searches.known import PROMPTS, SETTINGS, Known, lookup, new_study, objective_of, run_known
 
 
 def test_only_trials_level_with_the_leader_get_more_prompts() -> None:
@@ -42,24 +41,14 @@ def test_a_trial_that_is_still_level_is_repeated() -> None:
                 yield from super().compare(configs, PromptSet((item,)), repeats, seed)
 
     bench = Uneven({})
-    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    for config in (fast, once):
-        study.enqueue_trial(space.params(config))
-    objective = Objective(bench, space, PROMPTS, MeasureSettings(prompts=3, survivor_prompts=5), seed=0)
-    run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None)
+    run_known(bench, fast, once, settings=MeasureSettings(prompts=3, survivor_prompts=5))
     assert [sum(config == asked for asked, _ in bench.asked) for config in (fast, once)] == [10, 5]
 
 
 def test_a_level_trial_is_repeated_if_there_are_no_more_prompts() -> None:
     fast, slow = lookup(4), lookup(5)
     bench = Known({fast: 1.5, slow: 1.2})
-    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    for config in (fast, slow):
-        study.enqueue_trial(space.params(config))
-    objective = Objective(bench, space, PROMPTS, MeasureSettings(prompts=None, survivor_prompts=None), seed=0)
-    run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None)
+    run_known(bench, fast, slow, settings=MeasureSettings(prompts=None, survivor_prompts=None))
     assert [sum(config == asked for asked, _ in bench.asked) for config in (fast, slow)] == [16, 8]
 
 
@@ -114,11 +103,10 @@ def test_learning_drafters_are_warmed_when_a_prompt_is_measured_again() -> None:
 def test_interrupted_trials_do_not_count_towards_remeasuring_the_leader() -> None:
     fast, others = lookup(4), [lookup(length) for length in range(5, 12)]
     bench = Known({fast: 1.5})
-    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    study = new_study()
     for _ in range(20):  # as after Ctrl-C
         study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)
-    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
+    objective = objective_of(bench)
     run_trials(study, objective, StudySettings(n_trials=6, remeasure=3), lambda trial: None, [fast, *others])
     tried = [SpeculativeConfig.from_dict(trial.user_attrs["config"]) for trial in finished(study)]
     assert [place for place, config in enumerate(tried) if config == fast] == [0, 4]
@@ -136,8 +124,8 @@ def test_no_two_comparisons_share_a_seed() -> None:
 
     draws: list[tuple[int, str]] = []
     fast, settings = lookup(4), MeasureSettings(prompts=3, survivor_prompts=5, survivor_repeats=1)
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    objective = Objective(Drawing({fast: 1.5}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, settings, seed=0)
+    study = new_study()
+    objective = objective_of(Drawing({fast: 1.5}), settings=settings)
     run_trials(study, objective, StudySettings(n_trials=9, remeasure=2), lambda trial: None, [fast])
     assert len(draws) > 30
     assert len(set(draws)) == len(draws)
@@ -145,8 +133,8 @@ def test_no_two_comparisons_share_a_seed() -> None:
 
 def test_trials_begin_with_the_given_prompt() -> None:
     bench, fast = Known({lookup(4): 1.5}), lookup(4)
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    objective = Objective(bench, SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=1, first_prompt=3)
+    study = new_study()
+    objective = objective_of(bench, seed=1, first_prompt=3)
     run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [fast])
     turns = [item.id for item in PROMPTS.take(None)]
     assert [prompt for _, prompt in bench.asked] == turns[3:]  # three, and two more as a survivor
@@ -155,8 +143,8 @@ def test_trials_begin_with_the_given_prompt() -> None:
 def test_the_leader_is_measured_again_between_starting_points() -> None:
     fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
     bench = Known({fast: 1.5})
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    objective = Objective(bench, SearchSpace(bench.layers, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    study = new_study()
+    objective = objective_of(bench)
     run_trials(study, objective, StudySettings(n_trials=6, remeasure=3), lambda trial: None, [fast, *others])
     run_trials(study, objective, StudySettings(n_trials=12, remeasure=3), lambda trial: None, [fast, *others])  # resumed
     tried = [configuration(trial) for trial in finished(study)]
@@ -182,12 +170,8 @@ def test_a_pruned_configuration_is_bounded_again() -> None:
         def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound:
             return SpeedupBound(0.5, 0.6, 1.0)
 
-    bench, space = Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"])
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    for _ in range(3):
-        study.enqueue_trial(space.params(lookup(4)))
-    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, bounds=Pessimist())  # type: ignore[arg-type]
-    run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
+    bench = Known({})
+    study = run_known(bench, *[lookup(4)] * 3, bounds=Pessimist())
     assert [trial.state for trial in finished(study)] == [TrialState.PRUNED] * 3
     assert not bench.asked
 
@@ -201,9 +185,8 @@ def test_a_leader_is_measured_again_whatever_was_predicted() -> None:
 
     fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
     bench = Known({fast: 1.5})
-    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
+    study = new_study()
+    objective = objective_of(bench)
     run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [fast])
     objective.bounds = Pessimist()  # type: ignore[assignment]
     run_trials(study, objective, StudySettings(n_trials=12, remeasure=3), lambda trial: None, others)
@@ -247,13 +230,8 @@ def test_a_trial_is_not_stopped_for_ranks_if_one_prompt_makes_the_difference() -
                 self.speedups = {lucky: speedups[item], steady: 1.3, slow: 1.0}
                 yield from super().compare(configs, PromptSet((item,)), repeats, seed)
 
-    bench = Uneven({})
-    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1))
-    for config in (lucky, steady, slow):
-        study.enqueue_trial(space.params(config))
-    objective = Objective(bench, space, prompts, MeasureSettings(prompts=24, survivor_prompts=24), seed=0)
-    run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
+    pruner, settings = optuna.pruners.WilcoxonPruner(p_threshold=0.1), MeasureSettings(prompts=24, survivor_prompts=24)
+    study = run_known(Uneven({}), lucky, steady, slow, pruner=pruner, prompts=prompts, settings=settings)
     assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
     assert ranking(study)[0].config == steady
 
@@ -271,10 +249,6 @@ def test_a_trial_slower_than_plain_decoding_is_stopped_even_if_it_leads() -> Non
     slow, better = lookup(4), lookup(5)
     bench = Known({slow: 0.7, better: 0.72})
     prompts = PromptSet.of([f"prompt {i}" for i in range(24)])
-    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"])
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1))
-    for config in (SpeculativeConfig(), slow, better):
-        study.enqueue_trial(space.params(config))
-    objective = Objective(bench, space, prompts, MeasureSettings(prompts=24, survivor_prompts=24), seed=0)
-    run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), lambda trial: None)
+    pruner, settings = optuna.pruners.WilcoxonPruner(p_threshold=0.1), MeasureSettings(prompts=24, survivor_prompts=24)
+    study = run_known(bench, SpeculativeConfig(), slow, better, pruner=pruner, prompts=prompts, settings=settings)
     assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.PRUNED]

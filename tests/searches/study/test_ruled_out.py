@@ -10,14 +10,12 @@ import pytest
 from optuna.trial import TrialState
 
 from layerskip import SpeculativeConfig
-from searches.report import study_report as report
-from searches.space.search_space import SearchSpace
-from searches.study.objective import Objective
+from searches.report import markdown as report
 from searches.study.pruning import SpeedupBound
 from searches.study.study import StudySettings, run_trials
 from searches.tracking.names import PREDICTED
 from searches.tracking.tracker import Tracker
-from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
+from tests.searches.known import Known, lookup, new_study, objective_of
 from tests.searches.programs import runs, sqlite, tracked
 
 REASON = "cannot reach the best: at most 0.600 x, the best has 1.250 x"
@@ -33,9 +31,7 @@ class Pessimist:
 @pytest.fixture(scope="module")
 def study() -> optuna.Study:
     """Return a study of two trials; the second was pruned."""
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    bench, space = Known({lookup(4): 1.25}), SearchSpace(6, kinds=["none", "prompt_lookup"])
-    objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0, bounds=Pessimist())  # type: ignore[arg-type]
+    study, objective = new_study(), objective_of(Known({lookup(4): 1.25}), bounds=Pessimist())
     run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None, [lookup(4), lookup(5)])
     return study
 

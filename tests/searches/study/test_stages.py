@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from searches.app.earlier_names import BRIDGES_FOLDER
-from searches.app.time_ledger import FITS, recorded_seconds
+from searches.study.time_ledger import FITS, recorded_seconds
+from searches.train.bridge_store import BRIDGES_FOLDER
 from tests.exhaustive import representative
 from tests.searches.programs import fork, journal_study, quick, tracked
 
@@ -56,7 +56,7 @@ def test_a_study_killed_while_fitting_or_training_bridges_repeats_nothing_finish
     small = ("scan.prompts=2", "scan.profile_repeats=2", "scan.proposals.screened=6", "scan.proposals.scanned=2")
     bridged = ("space=bridged", "space.draft_heads=[0]", "bridging.tokens=200", "bridging.max_new_tokens=16")
     trained = ("bridging.batch=8", "bridging.train_seconds=1", "bridging.train_width=4", "scan.proposals.enqueued=1")
-    more = ("study.n_trials=6", "study.name=mortal", "measure.held_out_prompts=2", "space.siblings=0")
+    more = ("study.n_trials=6", "study.name=mortal", "measure.held_out_prompts=2", "space.ranges.layer_skip.siblings=[0,0]")
     overrides = quick(tiny_folder, tracked(tmp_path), *small, *bridged, *trained, *more)
     died, before = _study(tmp_path / "first.log", stage, piece, *overrides)
     assert died == -signal.SIGKILL

@@ -181,7 +181,7 @@ def test_a_database_that_another_program_holds_is_waited_for(
     url = storage_url(StudySettings(), file.parent)
     study = None if is_new else optuna.create_study(study_name="s", storage=open_database(url))
     with _held(file) as program:
-        monkeypatch.setattr("searches.app.retry.time.sleep", lambda _: program.communicate())  # between two attempts
+        monkeypatch.setattr("searches.connections.time.sleep", lambda _: program.communicate())  # between two attempts
         study = study or optuna.create_study(study_name="s", storage=open_database(url))
         study.tell(study.ask(), 1.0)
     assert [trial.value for trial in study.trials] == [1.0]

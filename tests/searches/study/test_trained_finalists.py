@@ -25,9 +25,8 @@ from searches.space.bridge_spec import BridgeSpec
 from searches.study.leaderboard import LeaderboardEntry
 from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
-from searches.training.bridge_settings import BridgingSettings
-from searches.training.bridge_store import BridgeStore
-from searches.training.bridge_trainer import BridgeTrainer
+from searches.train.bridge_store import BridgeStore, BridgingSettings
+from searches.train.bridge_training import BridgeTrainer
 from tests.searches.programs import runs, sqlite, tracked
 
 LINEAR = BridgeSpec("linear")

@@ -10,14 +10,14 @@ from unittest.mock import ANY
 import pytest
 
 from searches.app.checks import InputError
-from searches.app.urls import sqlite_url
-from searches.tracking.experiment import open_experiment
+from searches.connections import sqlite_url
+from searches.tracking.store import open_experiment
 from tests.searches.programs import tracked
 
 _KILLED = """
 import os, pathlib, signal, sys
 from sqlalchemy import Engine, event
-from searches.tracking.experiment import open_experiment
+from searches.tracking.store import open_experiment
 
 @event.listens_for(Engine, "after_cursor_execute")
 def kill(connection, cursor, statement, *_):

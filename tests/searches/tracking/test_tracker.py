@@ -79,7 +79,7 @@ def test_no_name_of_a_drafter_is_cut_or_shared() -> None:
     required = {"draft": "a/draft", "head": "a/head", "members": (lookup(4), SKIP)}
     names = []
     for kind in kinds().values():
-        fields = {name: value for name, value in required.items() if name in kind.fields}
+        fields = {name: value for name, value in required.items() if name in kind}
         names.append(parameters(SpeculativeConfig(kind.name, **fields))["drafter"])  # type: ignore[arg-type]
     assert max(map(len, names)) <= 10  # MLflow shows no more
     assert len(set(names)) == len(names) > 10

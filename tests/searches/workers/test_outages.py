@@ -17,7 +17,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from searches.app.retry import Retry, is_unreachable
+from searches.connections import Retry, is_unreachable
 from searches.study.objective import Objective
 from searches.study.study import StudySettings, run_trials
 from searches.workers.board import of_kind

@@ -16,8 +16,7 @@ from optuna.trial import TrialState
 from searches.space.search_space import SearchSpace
 from searches.study.budget import Budget
 from searches.study.objective import Objective
-from searches.study.requeue import DUPLICATE_OF, requeue_unfinished
-from searches.study.study import StudySettings, run_trials
+from searches.study.study import DUPLICATE_OF, StudySettings, requeue_unfinished, run_trials
 from searches.tracking.names import WORKER
 from searches.workers.board import Look, of_kind
 from searches.workers.slots import FINISHED, take_slot

@@ -1,0 +1,291 @@
+"""Times of verifying and of drafting, in steps of plain decoding.
+
+Verification runs the passes of decoding. Drafts are requested as in decoding, timed and discarded.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import MutableMapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.config import Costs, SpeculativeConfig
+from layerskip.decoding.decode import decode
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context, Drafter
+from layerskip.decoding.sampling import Chooser, Sampling
+from layerskip.decoding.tree import path_to, tree_model
+from layerskip.decoding.verify import verify
+from layerskip.device.transfer import copy_to_device, now
+from layerskip.drafters.registry import build_drafter
+from layerskip.measure.measure import TimedDrafter
+from layerskip.models.cache_pool import acquire_cache
+from layerskip.models.forward import forward
+from layerskip.models.prefill import run_prefill
+from layerskip.models.skip_view import decoding_view
+from layerskip.models.target import Target
+
+
+class VerifyPass:
+    """Verification of drafts after a prompt, with the results discarded. Prompt and drafts are meaningless tokens.
+
+    Args:
+        target: the model that verifies.
+        context: positions in the cache, raised to ``longest`` because drafts repeat tokens of the prompt.
+        longest: the most drafted tokens; not checked.
+        sampling: how tokens are chosen; None for greedy.
+        seed: seed of sampling.
+
+    Attributes:
+        context: positions in the cache.
+        cache: the target's cache; its ``length`` is ``context`` between passes.
+        tokens: ``[context]`` int64 on the device.
+        logits: ``[1, V]`` after them.
+        chooser: chooses tokens.
+    """
+
+    def __init__(self, target: Target, context: int, longest: int, sampling: Sampling | None = None, seed: int = 0) -> None:
+        sampling = sampling or Sampling()
+        self.context = max(context, longest)
+        self.cache = acquire_cache(target.model, target.layers, self.context + longest + 1, target.device, holder=self)
+        self.tokens = copy_to_device([token % target.vocabulary for token in range(self.context)], target.device)
+        self.chooser = Chooser(sampling, target.vocabulary, target.device, seed)
+        self._model, self._plain = target.model, decoding_view(target.model)
+        self.logits = run_prefill(self._plain, self.tokens, self.cache)
+        # Like the drafts of sampled decoding, these carry the distribution that they were drawn from.
+        self._uniform: Tensor | None = None
+        if not sampling.greedy:
+            self._uniform = torch.full((1, target.vocabulary), 1 / target.vocabulary, device=target.device)
+
+    def check(self, draft: Draft) -> None:
+        """Verify a chain."""
+        block = torch.cat((self.tokens[-1:], draft.tokens))
+        logits = forward(self._plain, block, self.cache, last=block.shape[0])
+        verify(draft, self.chooser.distribution(logits, block), self.chooser.generator)
+
+    def chain(self, count: int) -> None:
+        """Verify a chain of ``count`` tokens; 0 is a step of plain decoding."""
+        self.check(self._draft(count))
+
+    def tree(self, parents: Sequence[int], kept: Sequence[int]) -> None:
+        """Verify a tree.
+
+        Args:
+            parents: the parent of each node, as in a draft.
+            kept: positions in the block, first the last token's, that are moved to where a chain would have them.
+
+        Raises:
+            UnsupportedModel: the target cannot verify trees.
+        """
+        draft = self._draft(len(parents), tuple(parents))
+        block = torch.cat((self.tokens[-1:], draft.tokens))
+        logits = tree_model(self._model).run(block, parents, self.cache)
+        verify(draft, self.chooser.distribution(logits, block, parents), self.chooser.generator)
+        self.cache.gather(kept)
+
+    def _draft(self, count: int, parents: tuple[int, ...] | None = None) -> Draft:
+        return Draft(self.tokens[:count], parents, None if self._uniform is None else self._uniform.expand(count, -1))
+
+
+@torch.inference_mode()
+def time_verification(
+    target: Target, context: int, longest: int = 16, sampling: Sampling | None = None, repeats: int = 12, seed: int = 0
+) -> tuple[float, ...]:
+    """Verify chains of 0 to ``longest`` tokens repeatedly, in random order, and return the medians.
+
+    The first, for no drafted token, is a step of plain decoding.
+
+    Args:
+        target: the model to time.
+        context: positions in the cache.
+        longest: the most drafted tokens.
+        sampling: how tokens are chosen; None for greedy.
+        repeats: runs of each length, after a warm-up.
+        seed: seed of sampling.
+    """
+    passes, order = VerifyPass(target, context, longest, sampling, seed), random.Random(seed)
+    times: list[list[float]] = [[] for _ in range(longest + 1)]
+    for repeat in range(repeats + 1):
+        for count in order.sample(range(longest + 1), longest + 1):
+            start = now(target.device)
+            passes.chain(count)
+            if repeat:
+                times[count].append(now(target.device) - start)
+    return tuple(map(statistics.median, times))
+
+
+_WARM_UP, _TIMED = 2, 12  # rounds
+_ROOM = 32  # tokens
+_SHORT = 64  # tokens of a prompt so short that every drafter can draft after it
+
+
+def time_drafting(
+    target: Target, config: SpeculativeConfig, context: int, sampling: Sampling | None = None, seed: int = 0
+) -> float:
+    """Decode plainly after a meaningless prompt of ``context`` tokens, request a draft in every round, and take medians.
+
+    A drafter that drafts nothing after so long a prompt, for example because its positions are exhausted, is timed after
+    shorter ones.
+
+    Args:
+        target: the model that verifies.
+        config: the configuration of the drafter.
+        context: tokens of the prompt.
+        sampling: how tokens are chosen; None for greedy.
+        seed: seed of sampling.
+
+    Returns:
+        The cost of one token of a chain or one level of a tree, of all levels if they are drafted at once. The unit is a
+        step of plain decoding; rounded to two decimals.
+    """
+    drafter = build_drafter(config, target)
+    timed = _time_drafts(target, drafter, context, sampling or Sampling(), seed)
+    while not timed.drafts and context > _SHORT:
+        context //= 2
+        timed = _time_drafts(target, drafter, context, sampling or Sampling(), seed)
+    step = statistics.median(timed.between[_WARM_UP:])
+    return round(statistics.median(timed.drafts[_WARM_UP:] or timed.empty_drafts) / step, 2)
+
+
+def _time_drafts(target: Target, drafter: Drafter, context: int, sampling: Sampling, seed: int) -> _DiscardedDrafts:
+    """Time a drafter after a prompt of ``context`` tokens."""
+    timed = _DiscardedDrafts(drafter, target.device)
+    prompt = [token % target.vocabulary for token in range(max(1, context))]
+    end = len(prompt) + 1 + _WARM_UP + _TIMED  # leaves room for the drafts of the last rounds
+    stops, none = (lambda tokens: len(tokens) >= end), frozenset[int]()
+    decode(target, timed, prompt, sampling, end - len(prompt) + _ROOM, stops=stops, seed=seed, eos_ids=none)
+    return timed
+
+
+def draft_costs(
+    target: Target,
+    members: Sequence[SpeculativeConfig],
+    contexts: Sequence[int],
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    known: MutableMapping[str, float] | None = None,
+) -> Costs:
+    """Measure the drafting cost of every member of a cascade with :func:`time_drafting`.
+
+    Args:
+        target: the model that verifies.
+        members: the configurations of the members.
+        contexts: tokens of the prompt, rising; at least one number.
+        sampling: how tokens are chosen; None for greedy.
+        seed: seed of sampling.
+        known: earlier measurements; new ones are added.
+
+    Returns:
+        A cost per member, 0.0 for lookups; at each context if there are several. Empty if all members are lookups.
+    """
+    if all(member.lookup for member in members):
+        return ()
+    known = {} if known is None else known
+    tables = []
+    for context in contexts:
+        costs = [0.0] * len(members)
+        for place, member in enumerate(members):
+            if not member.lookup:
+                key = _cost_key(member) + (f" context={context}" if len(contexts) > 1 else "")
+                if key not in known:
+                    known[key] = time_drafting(target, member, context, sampling, seed=seed)
+                costs[place] = known[key]
+        tables.append((context, tuple(costs)))
+    return tuple(tables) if len(tables) > 1 else tables[0][1]
+
+
+def _cost_key(member: SpeculativeConfig) -> str:
+    """Return the fields that a draft level's cost depends on; a chain's depends on neither draft length nor threshold."""
+    fields = member.to_dict()
+    if not member.head:
+        fields.pop("draft_length", None)
+    return " ".join(f"{name}={value}" for name, value in (fields | {"stop": member.stop.kind}).items() if value)
+
+
+class _DiscardedDrafts(TimedDrafter):
+    """A drafter whose drafts are timed and discarded.
+
+    Attributes:
+        drafts: seconds of each draft, divided by its steps.
+        empty_drafts: seconds of each request without a draft.
+        between: seconds between drafts.
+    """
+
+    def __init__(self, drafter: Drafter, device: torch.device) -> None:
+        super().__init__(drafter, device)
+        self.never_drafts = False  # each round requests a draft, if only to time it
+        self._ended = 0.0
+        self.drafts: list[float] = []
+        self.empty_drafts: list[float] = []
+        self.between: list[float] = []
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        """Request a draft and return an empty one."""
+        begun = now(self.device)
+        if self._ended:
+            self.between.append(begun - self._ended)
+        draft = self.drafter.draft(context, limit)
+        self._ended = now(self.device)
+        seconds = (self._ended - begun) / self.drafter.steps(draft)
+        (self.drafts if draft.tokens.shape[0] else self.empty_drafts).append(seconds)
+        return Draft.empty(context.last.device)
+
+
+@dataclass(frozen=True)
+class TreeTiming:
+    """Times of verifying a chain and a tree.
+
+    Args:
+        tokens: drafted tokens of each.
+        context: positions in the cache before them.
+        chain_seconds: median time of the chain.
+        tree_seconds: median time of the tree, with moving the accepted branch into place in the cache.
+    """
+
+    tokens: int
+    context: int
+    chain_seconds: float
+    tree_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """The tree's time as a multiple of the chain's."""
+        return self.tree_seconds / self.chain_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the times as a dictionary that JSON can hold."""
+        return asdict(self)
+
+
+@torch.inference_mode()
+def time_tree(
+    target: Target, context: int, tokens: int = 16, sampling: Sampling | None = None, repeats: int = 20, seed: int = 0
+) -> TreeTiming:
+    """Verify a chain and a binary tree of ``tokens`` each in alternating order and take the medians.
+
+    Args:
+        target: the model to time.
+        context: positions in the cache.
+        tokens: drafted tokens of the chain and of the tree.
+        sampling: how tokens are chosen; None for greedy.
+        repeats: runs of each, after a warm-up.
+        seed: seed of sampling.
+    """
+    passes = VerifyPass(target, context, tokens, sampling, seed)
+    parents = tuple(node // 2 - 1 for node in range(tokens))
+    kept = [0, *(node + 1 for node in path_to(tokens - 1, parents))]  # as if the target agreed with the last leaf
+    variants = {"chain": partial(passes.chain, tokens), "tree": partial(passes.tree, parents, kept)}
+    times: dict[str, list[float]] = {"chain": [], "tree": []}
+    for repeat in range(repeats + 1):
+        for name in ("chain", "tree") if repeat % 2 else ("tree", "chain"):
+            start = now(target.device)
+            variants[name]()
+            if repeat:
+                times[name].append(now(target.device) - start)
+    return TreeTiming(tokens, passes.context, *(statistics.median(times[name]) for name in ("chain", "tree")))

@@ -1,0 +1,74 @@
+"""The target of a program: from the local disk, or the one that an export on the command line names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from layerskip import Export, Target, TargetError, load_target
+from searches.app.composition import literal
+
+_OVERRIDE = re.compile(r"-|~\w|\+{0,2}[A-Za-z]\w*([./@]\w+)*=")  # or an option, such as --cfg
+
+
+def load_local(
+    path: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    pack_weights: bool | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization: Any = None,
+    compile: str = "auto",
+) -> Target:
+    """Load a target as :func:`layerskip.load_target` does, from a folder or a ``.gguf`` file, never from the hub.
+
+    Args:
+        path: the folder or the file.
+        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``.
+        device: ``cpu``, ``cuda``, another device of torch, or ``auto``.
+        trust_remote_code: whether code in the folder may run.
+        pack_weights: whether weights are packed for the CPU; None decides by the machine.
+        device_map: places the weights on several devices; None for ``device``.
+        quantization: how to quantise the weights; None keeps them as they are stored.
+        compile: whether decoder layers are compiled: ``auto`` (on CUDA), ``on`` or ``off``.
+    """
+    if not os.path.exists(path):
+        raise TargetError(f"target.path: there is no folder or file {path}")
+    return load_target(path, None, dtype, device, trust_remote_code, pack_weights, device_map, quantization, compile)
+
+
+def load_exported_target(fields: DictConfig, export: Export) -> Target:
+    """Return the configured model, or else the model that the export names.
+
+    Args:
+        fields: the part ``target`` of a configuration, in which a model is optional.
+        export: the export; its data type is the default.
+    """
+    if fields.dtype is None:
+        fields.dtype = export.target["dtype"]
+    if "_target_" in fields:
+        target: Target = instantiate(fields)
+        return target
+    return load_target(
+        export.target["name"],
+        revision=export.target.get("revision"),
+        dtype=fields.dtype,
+        device=fields.device,
+        trust_remote_code=fields.trust_remote_code,
+        device_map=fields.device_map,
+        compile=fields.get("compile", "auto"),  # an export of commands decodes nothing
+        quantization=export.target.get("quantization"),
+    )
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """Return command-line arguments for Hydra; a leading path becomes the override ``export=``."""
+    if not arguments or not (os.path.isfile(arguments[0]) or not _OVERRIDE.match(arguments[0])):
+        return list(arguments)
+    return [f"export={literal(arguments[0])}", *arguments[1:]]

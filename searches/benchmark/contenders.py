@@ -1,0 +1,209 @@
+"""Contenders of a benchmark: our configurations, an export, and transformers' own decoding methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from layerskip import (
+    AcceptRule,
+    Export,
+    PromptSet,
+    Sampling,
+    SkipMask,
+    SpeculativeConfig,
+    Target,
+    UnsupportedModel,
+    save_draft_checkpoint,
+)
+from layerskip.config import Costs
+from layerskip.files import short_name
+from layerskip.measure.measure import Decoder
+from searches.app.checks import InputError
+from searches.benchmark.engine_peers import EnginePeer, is_installed
+from searches.benchmark.peers import Peer
+from searches.space.search_space import DraftCost
+from searches.study.cascade_costs import CostTimer
+from searches.train.texts import refuse_answers_of
+
+BASELINE = "plain"
+_COSTS = ("verify_cost", "draft_cost")
+
+
+class Contenders(NamedTuple):
+    """Everything that a benchmark measures.
+
+    Args:
+        decoders: decoders by name: ours, transformers' and those of engines.
+        rivals: the peer that each of ours is compared with, by name.
+        configs: our configurations by name.
+    """
+
+    decoders: dict[str, Decoder | Peer | EnginePeer]
+    rivals: dict[str, str]
+    configs: dict[str, SpeculativeConfig]
+
+
+def check_rows(config: DictConfig) -> None:
+    """Check that all contenders and peers are mappings or null, and that peers have known fields only.
+
+    Raises:
+        InputError: one of them is not.
+    """
+    known = {kind: {field.name for field in dataclasses.fields(kind) if field.init} for kind in (Peer, EnginePeer)}
+    for group in ("contenders", "peers"):
+        for name, row in config[group].items():
+            if row is not None and not isinstance(row, DictConfig):
+                raise InputError(f"{group}.{name}: {row!r} is not a configuration; null leaves the row out")
+            fields = known[EnginePeer if row is not None and "engine" in row else Peer] - {"target", "folder"}
+            if group == "peers" and row is not None and (unknown := [str(key) for key in row if key not in fields]):
+                raise InputError(f"peers.{name}.{unknown[0]}: is not one of {', '.join(sorted(fields))}")
+
+
+def fill_defaults(config: DictConfig, target: Target) -> None:
+    """Fill in what depends on the target: the layers that draft models and self-drafts skip, and the draft model's folder.
+
+    The folder's name identifies the target and the mask, so an existing draft model can be used again.
+    """
+    layers = target.layers
+    if config.draft_mask is None and config.draft_folder is None:
+        first = min(2, layers - 1)
+        config.draft_mask = f"layers:{first}-{first + max(1, layers // 3) - 1}"
+    if config.draft_folder is None:
+        name = f"{Path(target.name).name}-{target.digest[:8]}-{target.dtype}-without-{config.draft_mask}"
+        config.draft_folder = str(Path(config.outputs) / "drafts" / short_name(re.sub(r"[^\w.-]+", "_", name)))
+    skip, early = config.contenders.get("layer_skip"), config.peers.get("transformers_early_exit")
+    if skip is not None and skip.mask is None:
+        skip.mask = f"layers:{layers // 2}-{layers - 1}"
+    if early is not None and early.exit_layer is None:
+        early.exit_layer = layers // 2
+
+
+def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sampling: Sampling) -> Contenders:
+    """Build the contenders of a benchmark. Those that cannot decode with the target are left out with a message.
+
+    Args:
+        config: configuration ``conf/benchmark.yaml``, with :func:`fill_defaults` applied.
+        target: the target.
+        prompts: prompts of the benchmark; datastores must not contain their answers.
+        sampling: sampling of the benchmark.
+
+    Raises:
+        InputError: a rival does not exist, or two contenders have the same name.
+    """
+    own, peers = _present(config.contenders), _present(config.peers)
+    drafts = [part.get("draft") for row in (*own.values(), *peers.values()) for part in (row, *row.get("members", ()))]
+    export = None if config.config is None else Export.load(config.config, target)
+    if config.draft_mask and config.draft_folder in drafts and not Path(config.draft_folder).exists():
+        save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), Path(config.draft_folder))
+    decoders: dict[str, Decoder | Peer | EnginePeer] = {}
+    rivals = {BASELINE: "transformers"}
+    configs, cascade_costs = {BASELINE: SpeculativeConfig()}, dict[str, dict[str, Any]]()
+    for name, row in own.items():
+        fields: dict[str, Any] = dict(OmegaConf.to_container(row, resolve=True))  # type: ignore[arg-type]
+        rival = fields.pop("rival", None)
+        if rival is not None and rival not in config.peers:
+            raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
+        if rival is not None:
+            rivals[name] = rival
+        costs = {key: cost for key in _COSTS if (cost := fields.pop(key, None)) is not None}
+        if "members" in fields:
+            cascade_costs[name], costs = costs, {}
+        configs[name] = SpeculativeConfig.from_dict(fields | costs)
+        refuse_answers_of(f"contenders.{name}", configs[name], target, prompts)
+    if export is not None:
+        configs["export"] = export.config
+        _report_differences(export, target, sampling)
+        refuse_answers_of("config", export.config, target, prompts)
+    timer = CostTimer(target, sampling, [config.tree.context], config.seed)
+    verify_costs, draft_costs = cache(timer.verify_costs), partial(timer.draft_costs, known={})
+    for name, drafting in list(configs.items()):
+        try:
+            if name in cascade_costs:
+                drafting = configs[name] = _with_costs(drafting, cascade_costs[name], verify_costs, draft_costs)
+            decoders[name] = Decoder.of(target, drafting)
+        except UnsupportedModel as error:
+            if name == BASELINE:
+                raise
+            print(f"contenders.{name}: left out: {error}")
+            del configs[name]
+            continue
+        if config.allow_lossy and drafting.lossless and name != BASELINE:
+            for rule in ("threshold", "typical"):
+                lossy = f"{name}_{rule}"
+                if lossy in configs:
+                    raise InputError(f"contenders.{lossy}: allow_lossy=true adds a row of that name for {name}")
+                configs[lossy] = dataclasses.replace(drafting, accept=AcceptRule(rule))
+                decoders[lossy] = Decoder.of(target, configs[lossy])
+    try:
+        for name, row in peers.items():
+            try:
+                decoders[name] = _peer(target, row, Path(config.outputs) / "engines")
+            except UnsupportedModel as error:
+                print(f"peers.{name}: left out: {error}")
+    except BaseException:
+        close_engines(decoders)
+        raise
+    present = {name: rival for name, rival in rivals.items() if name in decoders and rival in decoders}
+    return Contenders(decoders, present, configs)
+
+
+def close_engines(decoders: Mapping[str, Decoder | Peer | EnginePeer]) -> None:
+    """End the processes of engines."""
+    for decoder in decoders.values():
+        if isinstance(decoder, EnginePeer):
+            decoder.close()
+
+
+def _peer(target: Target, row: DictConfig, folder: Path) -> Peer | EnginePeer:
+    """Return a decoding method of transformers, or of an engine, which keeps its models in a folder."""
+    fields = {str(name): value for name, value in row.items()}
+    return EnginePeer(target, folder, **fields) if "engine" in row else Peer(target, **fields)
+
+
+def _present(group: DictConfig) -> dict[str, Any]:
+    """Return the rows that are not null. Rows without their draft model, head or engine are left out with a message."""
+    present, not_installed = {}, []
+    for name, row in group.items():
+        if row is not None and "engine" in row and not is_installed(str(row.engine), row.get("python")):
+            not_installed.append(str(name))
+            continue
+        missing = [] if row is None else [str(part) for part in row if OmegaConf.is_missing(row, str(part))]
+        missing += [part for part in ("draft", "head") if row is not None and row.get(part, "") is None]
+        if missing:
+            print(f"{name!s}: left out: it has no {missing[0]}")
+        elif row is not None:
+            present[str(name)] = row
+    if not_installed:
+        print(f"{', '.join(not_installed)}: left out: not installed; peers.NAME.python names an interpreter that has it")
+    return present
+
+
+def _report_differences(export: Export, target: Target, sampling: Sampling) -> None:
+    """Print where the benchmark differs from the search that made the export."""
+    searched = {"target": export.target["name"], "dtype": export.target["dtype"], "sampling": export.sampling.to_dict()}
+    measured = {"target": target.name, "dtype": target.dtype, "sampling": sampling.to_dict()}
+    for name, value in searched.items():
+        if value != measured[name]:
+            print(f"config: was searched with {name} {value}, and is measured with {measured[name]}", flush=True)
+
+
+def _with_costs(
+    cascade: SpeculativeConfig,
+    given: Mapping[str, Any],
+    verify_costs: Callable[[], Costs],
+    draft_costs: DraftCost,
+) -> SpeculativeConfig:
+    """Return a cascade with the costs of drafting and verification: the given ones, otherwise measured ones."""
+    costs = dict(given)
+    if "verify_cost" not in costs:
+        costs["verify_cost"] = list(verify_costs())
+    if costs["verify_cost"] and cascade.lossless and "draft_cost" not in costs:
+        costs["draft_cost"] = list(draft_costs(cascade.members))
+    return SpeculativeConfig.from_dict(cascade.to_dict() | costs)

@@ -1,0 +1,196 @@
+"""A process that decodes with an inference engine, under the interpreter in which the engine is installed.
+
+Usage: ``python engine_worker.py PROGRAM``, the number of the process that uses it. It imports nothing of this project, so
+that the engine's packages and ours need not fit together. Requests and answers are lines of JSON on its standard input and
+output: first the settings, answered when the model is loaded; then one prompt a line, answered by a line when its first
+tokens are known and by another at the end. It ends with its input or with the program, and leads a process group of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TextIO
+
+Decoded = tuple[list[int], list[int]]
+
+
+class Engine(Protocol):
+    """An engine with a model.
+
+    Attributes:
+        version: the version of the engine.
+    """
+
+    version: str
+
+    def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
+        """Return the new tokens of a prompt, and how many of them were known after each round.
+
+        Args:
+            request: ``tokens``, ``max_new_tokens``, ``eos`` and ``repetition_penalty``.
+            on_first: called with the number of tokens that are known first.
+        """
+        ...
+
+
+class OpenVinoGenAi:
+    """A pipeline of OpenVINO GenAI on the CPU, with its attention cache in the model's precision."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import openvino
+        import openvino_genai
+
+        self._genai, self._openvino = openvino_genai, openvino
+        precision = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[settings["dtype"]]
+        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
+        options["INFERENCE_NUM_THREADS"] = settings["threads"]
+        schedule = openvino_genai.SchedulerConfig()
+        schedule.enable_prefix_caching = False  # every prompt is read whole, as the others read it
+        drafting: dict[str, Any] = {"scheduler_config": schedule}
+        self._assist: dict[str, int] = {}
+        if settings["method"] == "prompt_lookup":
+            drafting["prompt_lookup"] = True
+            self._assist = {"num_assistant_tokens": settings["draft_length"], "max_ngram_size": settings["ngram_max"]}
+        elif settings["method"] == "assistant":
+            drafting["draft_model"] = openvino_genai.draft_model(settings["draft"], "CPU", **options)
+            self._assist = {"num_assistant_tokens": settings["draft_length"]}
+        self._pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", **drafting, **options)
+        self.version = str(openvino_genai.__version__)
+
+    def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
+        """See :meth:`Engine.decode`."""
+        import numpy
+
+        lengths: list[int] = []
+        running = self._genai.StreamingStatus.RUNNING
+
+        class Streamer(self._genai.StreamerBase):  # type: ignore[name-defined, misc]
+            def write(self, token: Any) -> Any:
+                lengths.append((lengths[-1] if lengths else 0) + (len(token) if isinstance(token, (list, tuple)) else 1))
+                if len(lengths) == 1:
+                    on_first(lengths[0])
+                return running
+
+            def end(self) -> None:
+                pass
+
+        config = self._genai.GenerationConfig(max_new_tokens=request["max_new_tokens"], **self._assist)
+        config.do_sample, config.apply_chat_template = False, False
+        config.repetition_penalty = request["repetition_penalty"]
+        config.stop_token_ids = set(request["eos"])
+        tokens = self._openvino.Tensor(numpy.array([request["tokens"]], dtype=numpy.int64))
+        return list(self._pipeline.generate(tokens, config, Streamer()).tokens[0]), lengths
+
+
+class Vllm:
+    """vLLM's engine for one request at a time."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # gigabytes
+        # By itself, vLLM leaves a core to its scheduler: one of two cores would decode.
+        if hasattr(os, "sched_getaffinity"):
+            cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+        import vllm
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        speculative: dict[str, Any] | None = None
+        if settings["method"] == "prompt_lookup":
+            lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": settings["ngram_max"]}
+            speculative = {"method": "ngram", "num_speculative_tokens": settings["draft_length"], **lookup}
+        elif settings["method"] == "assistant":
+            speculative = {"method": "draft_model", "num_speculative_tokens": settings["draft_length"]}
+            speculative["model"] = settings["draft"]
+        arguments = AsyncEngineArgs(
+            model=settings["model"],
+            dtype=settings["dtype"],
+            max_model_len=settings["max_length"],
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+            generation_config="vllm",
+            speculative_config=speculative,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._start(AsyncLLM, arguments))
+        self.version = str(vllm.__version__)
+
+    async def _start(self, engine: Any, arguments: Any) -> None:
+        self._engine = engine.from_engine_args(arguments)
+
+    def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
+        """See :meth:`Engine.decode`."""
+        return self._loop.run_until_complete(self._decode(request, on_first))
+
+    async def _decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=request["max_new_tokens"],
+            repetition_penalty=request["repetition_penalty"],
+            stop_token_ids=request["eos"],
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = TokensPrompt(prompt_token_ids=request["tokens"])
+        output, lengths = list[int](), list[int]()
+        async for part in self._engine.generate(prompt, sampling, uuid.uuid4().hex):
+            output += part.outputs[0].token_ids
+            if not lengths:
+                on_first(len(output))
+            lengths.append(len(output))
+        return output, lengths
+
+
+ENGINES: dict[str, Callable[[dict[str, Any]], Engine]] = {"openvino_genai": OpenVinoGenAi, "vllm": Vllm}
+
+
+def end_with(program: int) -> None:
+    """Kill this process and what it started as soon as the program that uses it has ended."""
+    while True:
+        try:
+            os.kill(program, 0)
+        except ProcessLookupError:
+            os.killpg(0, signal.SIGKILL)
+        time.sleep(0.5)
+
+
+def main() -> None:
+    """Load the engine of the first line, and decode the prompts of the others."""
+    threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)  # what libraries print goes to the log
+        _serve(sys.stdin, answers)
+
+
+def _serve(requests: Iterable[str], answers: TextIO) -> None:
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+
+    lines = iter(requests)
+    settings = json.loads(next(lines))
+    start = time.monotonic()
+    try:
+        engine = ENGINES[settings["engine"]](settings)
+    except Exception as error:
+        answer(error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+        raise
+    answer(version=engine.version, seconds=time.monotonic() - start)
+    for line in lines:
+        tokens, lengths = engine.decode(json.loads(line), lambda count: answer(first=count))
+        answer(tokens=[int(token) for token in tokens], lengths=lengths)
+
+
+if __name__ == "__main__":
+    main()

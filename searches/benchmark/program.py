@@ -1,0 +1,237 @@
+"""Benchmark of named configurations and transformers' own decoding methods, measured side by side.
+
+All contenders are measured in one run, interleaved prompt by prompt; OpenVINO GenAI and vLLM are among them where they are
+installed. ``config=best.json`` adds an export and measures on held-out prompts only. Prints a table, writes JSON and logs to
+MLflow. An interrupted benchmark prints a table of the finished measurements and keeps nothing.
+
+The memory of a drafter is that of its weights, caches and tables, without what it shares with the target. Memory-mapped
+files and the caches of transformers' methods are not counted; that of engines is unknown. On CUDA the table also has the
+peak memory of decoding, beyond everything that is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
+from layerskip.costs.timing import TreeTiming, time_tree
+from layerskip.files import write_json
+from layerskip.measure.measure import Task, interleave
+from layerskip.measure.measurement import Sample, check_output
+from searches.app.checks import check_flag, check_seed, check_whole
+from searches.app.interrupt import is_interrupt
+from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, close_engines, fill_defaults
+from searches.benchmark.engine_peers import EnginePeer
+from searches.report.tables import empty_note, speedup_cells
+from searches.results import record_header
+from searches.study.objective import MeasureSettings
+from searches.study.plan import check_prompts
+from searches.tracking.tracker import Tracker
+
+
+def benchmark(config: DictConfig) -> dict[str, Any]:
+    """Measure all contenders and return the record. See ``conf/benchmark.yaml``."""
+    sampling: Sampling = instantiate(config.sampling)
+    measuring: MeasureSettings = instantiate(config.measure)
+    prompts: PromptSet = instantiate(config.prompts)
+    if config.config is not None:  # the export was chosen on the other prompts
+        _, prompts = prompts.split()
+    prompts = prompts.take(measuring.prompts)
+    check_seed(config.seed)
+    check_flag("allow_lossy", config.allow_lossy)
+    check_whole("tree.tokens", config.tree.tokens, 0)
+    check_whole("tree.context", config.tree.context)
+    check_rows(config)
+    target: Target = instantiate(config.target)
+    check_prompts(prompts, target, measuring.max_new_tokens)
+    fill_defaults(config, target)
+    decoders, rivals, configs = build_contenders(config, target, prompts, sampling)
+    tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+    timing = _time_tree(config, target, sampling)
+    task = Task(sampling, measuring.max_new_tokens, config.seed)
+    rows: list[Mapping[str, Sample]] = []
+    memory: dict[str, int | None] = dict.fromkeys(decoders, 0)
+    repeats = measuring.repeats
+
+    def record_of(repeats: int, count: int) -> dict[str, Any]:
+        return record_header("layerskip.benchmark/1", target) | {
+            "sampling": sampling.to_dict(),
+            "max_new_tokens": task.max_new_tokens,
+            "repeats": repeats,
+            "prompts": {"name": prompts.name, "count": count, "digest": prompts.digest},
+            "configs": {name: drafting.to_dict() for name, drafting in configs.items()},
+            "results": {
+                name: _result(rows, name, rivals.get(name), _members(name, configs))
+                | {"lossless": name not in configs or configs[name].lossless, "drafter_bytes": memory[name]}
+                for name in decoders
+            },
+            "verification": None if timing is None else timing.to_dict(),
+            "engines": {peer.engine: peer.version for peer in decoders.values() if isinstance(peer, EnginePeer)},
+        }
+
+    try:
+        with tqdm(total=len(prompts) * repeats, unit="prompt", disable=None) as bar:
+            for row in interleave(target, prompts, decoders, task, repeats):
+                rows.append(row)
+                memory |= {name: _larger(memory[name], decoder.memory_bytes()) for name, decoder in decoders.items()}
+                bar.update()
+    except BaseException as error:
+        if is_interrupt(error) and rows:
+            partial = record_of(-(-len(rows) // len(prompts)), min(len(rows), len(prompts)))
+            total = len(prompts) * repeats
+            print(f"{table(partial)}\n\nInterrupted after {len(rows)} of {total} measurements; no record is written.")
+        raise
+    finally:
+        close_engines(decoders)
+    check_output(row[BASELINE] for row in rows)
+    record = record_of(repeats, len(prompts))
+    text = table(record)
+    print(text)
+    path = Path(config.record or Path(config.outputs) / "benchmark.json")
+    write_json(path, record)
+    print(f"wrote {path}")
+    tracker.log_benchmark(record, {"benchmark.md": text, "config.yaml": OmegaConf.to_yaml(config, resolve=True)}, path)
+    return record
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    """Return the larger of two numbers of bytes, None if one is unknown."""
+    return None if one is None or other is None else max(one, other)
+
+
+def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTiming | None:
+    """Time the verification of a tree; None if it is disabled or the target cannot verify trees."""
+    if not config.tree.tokens:
+        return None
+    try:
+        return time_tree(target, config.tree.context, config.tree.tokens, sampling, seed=config.seed)
+    except UnsupportedModel as error:
+        print(f"tree: left out: {error}")
+        return None
+
+
+def _members(name: str, configs: Mapping[str, SpeculativeConfig]) -> list[str]:
+    """Return the members of a cascade that are contenders themselves."""
+    return [other for other, config in configs.items() if name in configs and config in configs[name].members]
+
+
+def _result(rows: list[Mapping[str, Sample]], name: str, rival: str | None, members: Sequence[str]) -> dict[str, Any]:
+    result = Measurement.of(rows, BASELINE, name).to_dict()
+    seconds = result["prefill_seconds"] + result["decode_seconds"]
+    result["end_to_end_tokens_per_second"] = result["tokens"] / seconds
+    peaks = [peak for row in rows if (peak := row[name].decoding_bytes) is not None]
+    result["decoding_bytes"] = max(peaks, default=None)
+    if rival is not None:
+        result["rival"] = {"name": rival} | _ratio(Measurement.of(rows, rival, name))
+    if members:
+        result["members"] = {other: _ratio_by_category(Measurement.of(rows, other, name)) for other in members}
+    return result
+
+
+def _ratio(measurement: Measurement) -> dict[str, float]:
+    low, high = measurement.interval()
+    return {"speedup": measurement.speedup, "low": low, "high": high}
+
+
+def _ratio_by_category(measurement: Measurement) -> dict[str, Any]:
+    return _ratio(measurement) | {"by_category": {kind: _ratio(part) for kind, part in measurement.by_category.items()}}
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Return a record as Markdown: all prompts first, then by category, then the conditions."""
+    lines = [
+        "| decoding | tokens/s | speedup | 95 % interval | acceptance | tokens/round | drafting | drafter's memory | output "
+        "| speedup over transformers |",
+        "|" + "---|" * 10,
+    ]
+    results = record["results"]
+    for name, result in results.items():
+        rival = _interval(result["rival"]) if "rival" in result else ""
+        drafts = record["configs"].get(name, {"kind": "none"})["kind"] != "none"
+        acceptance = f"{result['acceptance_rate']:.2f}" if drafts else ""
+        draft_share = f"{result['draft_share']:.0%}" if drafts else ""
+        speedup = " | ".join(speedup_cells(result, 2).values())
+        output = result["losslessness"]["verdict"].replace("_", "-") if result["lossless"] else "lossy"
+        lines.append(
+            f"| {name} | {result['tokens_per_second']:.1f} | {speedup} | {acceptance} "
+            f"| {result['tokens_per_round']:.2f} | {draft_share} | {_memory(result)} | {output} | {rival} |"
+        )
+    categories = sorted({category for result in results.values() for category in result["speedup_by_category"]})
+    marked = {name if result["lossless"] else f"{name} (lossy)": result for name, result in results.items()}
+    speedups = {name: result["speedup_by_category"] for name, result in marked.items()}
+    drafting = {name: result for name, result in marked.items() if result["tokens_per_round"] > 1}
+    rounds = {name: result["tokens_per_round_by_category"] for name, result in drafting.items()}
+    lines += _by_category("speedup by category", categories, speedups)
+    lines += [line for result in list(results.values())[:1] for line in empty_note(result)]
+    lines += _near_ties(results)
+    lines += _by_category("tokens per round", categories, rounds)
+    lines += _cascades(results, categories)
+    if record["verification"] is not None:
+        timing = TreeTiming(**record["verification"])
+        lines += [
+            "",
+            f"Verifying a tree of {timing.tokens} tokens takes {timing.ratio:.2f} times as long as a chain of as many, "
+            f"{timing.chain_seconds * 1000:.1f} ms after {timing.context} tokens.",
+        ]
+    machine, versions = record["environment"], record["environment"]["versions"]
+    prompts = record["prompts"]
+    engines = "".join(f"{engine} {version}, " for engine, version in record.get("engines", {}).items())
+    lines += [
+        "",
+        f"{record['target']['name']} in {record['target']['dtype']} on {machine['device']} ({machine['device_name']}, "
+        f"{machine['threads']} threads), {prompts['count']} prompts ({prompts['name']}) x {record['repeats']}, "
+        f"{record['max_new_tokens']} new tokens, torch {versions['torch']}, transformers {versions['transformers']}, "
+        f"{engines}{record['date']}.",
+    ]
+    return "\n".join(lines)
+
+
+def _interval(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['speedup']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+
+
+def _memory(result: Mapping[str, Any]) -> str:
+    """Return the memory of the drafter without the target and, on CUDA, the further memory of decoding."""
+    peak = "" if result["decoding_bytes"] is None else f", {result['decoding_bytes'] / 2**20:.0f} MB to decode"
+    return "" if result["drafter_bytes"] is None else f"+{result['drafter_bytes'] / 2**20:.0f} MB{peak}"
+
+
+def _by_category(title: str, categories: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a table of one figure per category; nothing without rows."""
+    lines = [
+        f"| {name} | {' | '.join(f'{row[category]:.2f}' if category in row else '' for category in categories)} |"
+        for name, row in rows.items()
+    ]
+    return ["", f"| {title} | {' | '.join(categories)} |", "|---" * (1 + len(categories)) + "|", *lines] if lines else []
+
+
+def _near_ties(results: Mapping[str, Any]) -> list[str]:
+    """Return a line about the widest near-tie: the margin between the target's logits, and what rounding explains."""
+    checks = {name: result["losslessness"] for name, result in results.items()}
+    ties = {name: check for name, check in checks.items() if check["verdict"] == "near_tie"}
+    if not ties:
+        return []
+    name, widest = max(ties.items(), key=lambda pair: float(pair[1]["largest_margin"]))
+    margin = f"at most {widest['largest_margin']:.3g} of a logit ({name}); rounding explains {widest['tolerance']:.3g}"
+    return ["", f"near-tie: outputs differ only where the target's best tokens are tied up to rounding, by {margin}."]
+
+
+def _cascades(results: Mapping[str, Any], categories: Sequence[str]) -> list[str]:
+    """Return a table of the paired speedup of each cascade over its members; nothing without cascades."""
+    rows = []
+    for name, result in results.items():
+        for member, ratio in result.get("members", {}).items():
+            cells = [_interval(ratio), *(_interval(ratio["by_category"][category]) for category in categories)]
+            rows.append(f"| {name} / {member} | {' | '.join(cells)} |")
+    head = [
+        "",
+        f"| speedup of a cascade over its member | all | {' | '.join(categories)} |",
+        "|---" * (2 + len(categories)) + "|",
+    ]
+    return [*head, *rows] if rows else []

@@ -1,0 +1,111 @@
+"""Connections to databases and servers: URLs, and repetition of calls while they cannot be reached."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import requests
+import sqlalchemy
+
+from searches.app.checks import InputError
+from searches.app.interrupt import defer_interrupt, error_chain
+
+_PATIENCE = 600.0  # seconds
+_LONGEST_PAUSE = 2.0  # seconds between two attempts
+_RANDOM = random.SystemRandom()  # forked processes differ
+
+Result = TypeVar("Result")
+
+
+class Retry:
+    """Repetition of calls while what they call cannot be reached. Prints when it is lost, and when it is back.
+
+    Args:
+        what: begins the lines, with the field of the configuration.
+        patience: seconds after which the error of a call is raised; those of the calls after it are raised at once.
+    """
+
+    def __init__(self, what: str, patience: float = _PATIENCE) -> None:
+        self._what, self._patience = what, patience
+        self._lost_since: float | None = None  # since when no call has succeeded
+
+    def __call__(self, call: Callable[[], Result]) -> Result:
+        """Return the result of a call."""
+        pause, start = 0.1, time.monotonic()
+        while True:
+            try:
+                with defer_interrupt():
+                    result = call()
+            except Exception as error:
+                if not is_unreachable(error):
+                    raise
+                if self._lost_since is None:
+                    self._lost_since = start
+                    minutes = f"{self._patience / 60:.0f} minutes"
+                    print(f"{self._what} cannot be reached; trying again for {minutes}", flush=True)
+                # Calls of another thread may succeed in between; this one ends nevertheless.
+                if time.monotonic() - min(start, self._lost_since or start) > self._patience:
+                    raise
+                time.sleep(pause * _RANDOM.uniform(0.5, 1.0))  # processes do not all come back at the same moment
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                if self._lost_since is not None:
+                    self._lost_since = None
+                    print(f"{self._what} is back", flush=True)
+                return result
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether a call failed because a database, or a server, could not be reached for the moment."""
+    return any(_is_of_connection(link) for link in error_chain(error))
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    if isinstance(error, sqlalchemy.exc.DBAPIError):
+        if "sqlite3" in type(error.orig).__module__:  # a file: nothing but a lock of another process passes by itself
+            return "database is locked" in str(error.orig)
+        return error.connection_invalidated or isinstance(
+            error, (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError)
+        )
+    if isinstance(error, (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout)):
+        return True
+    code = getattr(error, "code", None)  # of gRPC, which may not be installed
+    return callable(code) and getattr(code(), "name", "") == "UNAVAILABLE"
+
+
+def sqlite_url(file: Path) -> str:
+    """Return the URL of an SQLite database in a file, whatever characters its path has.
+
+    Raises:
+        InputError: no URL can name the file, as with a question mark in SQLAlchemy 2.0.
+    """
+    path = str(file.resolve())
+    # MLflow also creates the folder that follows "sqlite:///", as it stands there; with the driver's name it does not.
+    quoted = "sqlite+pysqlite:///" + path.replace("%", "%25").replace("?", "%3F")
+    for url in (f"sqlite:///{path}", quoted):
+        if sqlite_file(url) == Path(path):
+            return url
+    raise InputError(f"outputs: the path of a database cannot have a question mark here, as in {path}; rename the folder")
+
+
+def sqlite_file(url: str) -> Path | None:
+    """Return the file of an SQLite database; None for another one, and for one in memory."""
+    try:
+        parts = sqlalchemy.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError):  # of a port that is no number
+        return None
+    is_file = parts.get_backend_name() == "sqlite" and parts.database not in (None, "", ":memory:")
+    return Path(str(parts.database)) if is_file else None
+
+
+def without_password(url: str) -> str:
+    """Return the URL of a database or server with its password hidden."""
+    try:
+        parts = sqlalchemy.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        return url
+    return url if parts.password is None else parts.render_as_string(hide_password=True)

@@ -1,0 +1,270 @@
+"""``report.md``: the results of a finished or a running study in sentences and tables."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial
+
+from layerskip.measure.measurement import LEAST_RESAMPLED
+from searches.predict.prediction_error import SCANNED_MASKS
+from searches.predict.stability import SeedStability, Stability
+from searches.report.tables import (
+    Row,
+    as_markdown,
+    best_trials,
+    empty_note,
+    finals_loads,
+    finals_rows,
+    join_rows,
+    levels,
+    load_rows,
+    measured,
+    named_row,
+    output_state,
+    pareto_front,
+    trial_load,
+    trial_rows,
+)
+from searches.study.budget import left_out
+from searches.study.finals import Finalist, Finals, measured_prompts
+from searches.study.leaderboard import is_lossless
+from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
+from searches.study.pruning import CANNOT_WIN
+from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
+from searches.study.time_ledger import FITS, KEPT_SECONDS, SHARED, recorded_seconds
+from searches.tracking.names import DRIFTED, ENGINE_FAILED, FIGURES, STARTUP_SECONDS, WORKER
+
+_LEAST_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
+
+
+def summary(
+    study: optuna.Study,
+    finals: Finals | None,
+    stability: Stability | None = None,
+    seeds: SeedStability | None = None,
+    scan_seconds: float | None = None,
+) -> str:
+    """Return the report: the cost of the search, the verdict, the finalists on held-out prompts, and the best trials.
+
+    The arguments are those of :func:`study_notes`.
+    """
+    trials = finished(study)
+    shown = [*study_notes(study, finals, stability, seeds, scan_seconds), *([verdict(finals)] if finals is not None else [])]
+    lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
+    if finals is not None:
+        lines += [
+            "## Finalists (held-out prompts)",
+            "",
+            *as_markdown(finals_rows(finals)),
+            *empty_note(finals.baseline),
+            *_finals_loads(finals),
+            "",
+            *winner_notes(study, finals),
+            "",
+        ]
+    best = trial_rows(best_trials(trials))
+    lines += ["## Best trials (tune prompts)", "", *(as_markdown(best) if best else ["None was measured to the end."])]
+    lines += load_tables(measured(trials))
+    changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
+    if changed:
+        lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
+    reasons = {t.number: str(t.user_attrs.get("reason")) for t in trials}
+    failed = [f"- {number}: {reason}" for number, reason in reasons.items() if reason.startswith(ENGINE_FAILED)]
+    if failed:
+        lines += ["", "## Failed trials", "", *failed]
+    return "\n".join(lines) + "\n"
+
+
+def study_notes(
+    study: optuna.Study,
+    finals: Finals | None,
+    stability: Stability | None = None,
+    seeds: SeedStability | None = None,
+    scan_seconds: float | None = None,
+) -> list[str]:
+    """Return sentences on the trials, the stability of choices, costs and drift.
+
+    Args:
+        study: finished or running.
+        finals: the results on held-out prompts; None while the study runs.
+        stability: of the choice of a mask on resampled prompts; None if no mask was scanned.
+        seeds: the same for other seeds; None without any.
+        scan_seconds: the mean time to scan a mask; None if none was scanned.
+    """
+    trials = finished(study)
+    notes = [_trial_counts(trials), *left_out(study)]
+    if stability is not None:
+        notes.append(
+            f"{stability.share:.0%} of resampled text sets choose the same scanned mask. "
+            f"Two choices share {stability.overlap:.2f} of what they skip; random masks share {stability.chance:.2f}."
+        )
+    attributes = [trial.user_attrs for trial in measured(trials)]
+    seconds = [each[MEASURING_SECONDS] for each in attributes if MEASURING_SECONDS in each]
+    if scan_seconds is not None and seconds:
+        cost = SCANNED_MASKS * scan_seconds / statistics.fmean(seconds)
+        notes.append(
+            f"Scanning a mask took {scan_seconds:.1f} seconds: {SCANNED_MASKS} cost as much as {cost:.1f} whole trials."
+        )
+    if seeds is not None:
+        notes.append(
+            f"The best masks of {seeds.seeds} seeds share {seeds.overlap:.2f} of what they skip; "
+            f"random masks share {seeds.chance:.2f}."
+        )
+    if fits := recorded_seconds(study, FITS):
+        notes.append(f"Fitting bridges took {sum(fits.values()):.0f} seconds, {len(fits)} times.")
+    figures = [trial.user_attrs.get(FIGURES, {}) for trial in trials]
+    if started := [found[STARTUP_SECONDS] for found in figures if STARTUP_SECONDS in found]:
+        notes.append(
+            f"{len(started)} trials began with {statistics.fmean(started):.1f} seconds of compiling and capturing passes, "
+            "or of starting an engine, on average. No speedup includes them."
+        )
+    if len(trials) > 1:
+        notes.append(f"Optuna, MLflow and Hydra took {overhead_seconds(trials):.2f} seconds per trial.")
+    if drifted := sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials):
+        notes.append(f"The machine's speed changed on {drifted} prompts, which were measured again.")
+    if finals is not None and finals.left_out:
+        notes.append(finals.left_out)
+    if finals is not None and finals.drifted:
+        unsteady = f"; it changed again on {finals.unsteady}" if finals.unsteady else ""
+        notes.append(
+            f"The machine's speed changed on {finals.drifted} held-out prompts, which were measured again{unsteady}."
+        )
+    return notes
+
+
+def search_seconds(study: optuna.Study, finals: Finals) -> float:
+    """Return the seconds of the whole search.
+
+    They are those of predictions, of all fits and texts that the study used (also if an earlier study made them), of all
+    trials (interrupted ones included), of Optuna and MLflow between trials, and of the finals.
+    """
+    attributes = [trial.user_attrs for trial in study.get_trials(deepcopy=False)]
+    trials = sum(
+        each.get("seconds", 0.0) + each.get(OVERHEAD_SECONDS, 0.0) - each.get(KEPT_SECONDS, 0.0) for each in attributes
+    )
+    shared = sum(sum(recorded_seconds(study, kind).values()) for kind in (FITS, SHARED))
+    return float(preparation_seconds(study) + shared + trials + finals.seconds)
+
+
+def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
+    """Return the median time from the end of a trial to the start of the worker's next."""
+    gaps = []
+    started = ((trial, trial.datetime_start) for trial in trials)
+    starts = sorted((str(trial.user_attrs.get(WORKER)), start, trial.number) for trial, start in started if start)
+    seconds = {trial.number: trial.user_attrs.get("seconds", 0.0) for trial in trials}
+    for (worker, before, number), (following, after, _) in itertools.pairwise(starts):
+        if worker == following:
+            gaps.append((after - before).total_seconds() - seconds[number])
+    return max(0.0, statistics.median(gaps)) if gaps else 0.0
+
+
+def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
+    """Return the number of trials, of those that were stopped early, and of those that were not run, with the reasons."""
+    reasons = [str(trial.user_attrs.get("reason", "")) for trial in trials if "measurement" not in trial.user_attrs]
+    stopped = len(trials) - len(reasons) - len(measured(trials))
+    pruned, memory = sum(reason.startswith(CANNOT_WIN) for reason in reasons), reasons.count(OUT_OF_MEMORY)
+    failed = sum(reason.startswith(ENGINE_FAILED) for reason in reasons)
+    counts = {"cannot win": pruned, OUT_OF_MEMORY: memory, ENGINE_FAILED: failed}
+    counts["measured before"] = len(reasons) - sum(counts.values())
+    why = f" ({', '.join(f'{count} {name}' for name, count in counts.items() if count)})" if reasons else ""
+    return f"{len(trials)} trials: {stopped} stopped early, {len(reasons)} not run{why}."
+
+
+def winner_notes(study: optuna.Study, finals: Finals) -> list[str]:
+    """Return the speedup by category of the winner, or of the fastest finalist if none wins, and the cost of the search."""
+    seconds = search_seconds(study, finals)
+    together = " of all workers together" if any(WORKER in trial.user_attrs for trial in finished(study)) else ""
+    cost = f"The search took {seconds:.0f} seconds{together}"
+    if finals.winner.config.kind == "none":
+        kept = [finalist for finalist in finals.finalists if finalist.keeps_output]
+        if not kept:
+            return [f"{cost}."]
+        return [f"The fastest finalist, {kept[0].config.label()}:", _details(kept[0]), f"{cost}."]
+    held_out = finals.winner.held_out
+    saved = 1 / held_out["baseline_tokens_per_second"] - 1 / held_out["tokens_per_second"]
+    return [_details(finals.winner), f"{cost}. {seconds / saved:,.0f} generated tokens pay it back."]
+
+
+def _details(finalist: Finalist) -> str:
+    """Return a finalist's speedup by category, and its speedup in the search."""
+    held_out = finalist.held_out
+    categories = held_out["speedup_by_category"].items()
+    shown = ", ".join(f"{name} {value:.2f}{_interval(held_out, name)}" for name, value in categories)
+    return (
+        f"By category: {shown}.\n"
+        f"Its speedup was {finalist.search_speedup:.2f} in the search and {held_out['speedup']:.2f} on held-out prompts."
+    )
+
+
+def _interval(held_out: Mapping[str, Any], category: str) -> str:
+    """Return the interval of a category that has enough prompts for one."""
+    if held_out["prompts_by_category"][category] < _LEAST_OF_A_CATEGORY:
+        return ""
+    low, high = held_out["interval_by_category"][category]
+    return f" ({low:.2f} to {high:.2f})"
+
+
+def verdict(finals: Finals) -> str:
+    """Return one sentence: the winner, its speedup and the interval, or the reason why plain decoding wins."""
+    winner, count = finals.winner, len(finals.finalists)
+    if winner.config.kind == "none":
+        prompts = measured_prompts(finals.baseline)
+        if prompts < LEAST_RESAMPLED:
+            others = (
+                ", as the outputs of the others end with their first token" if finals.baseline.get("empty_prompts") else ""
+            )
+            return (
+                f"No drafting wins: {prompts} held-out prompts cannot show that anything is faster{others}; "
+                f"{LEAST_RESAMPLED} are the least."
+            )
+        faster = [finalist for finalist in finals.finalists if finalist.low > 1.0]
+        if faster:
+            why = "its output differs from plain decoding" if faster[0].stayed else "it was dropped before the end"
+            return f"No drafting wins: {faster[0].config.label()} is faster, but {why}."
+        together = f"for all {count} finalists together, " if count > 1 else ""
+        return f"No drafting wins: {together}no held-out interval lies wholly above the speed of plain decoding."
+    held_out = winner.held_out
+    together = f", lower end {winner.low:.2f} for all {count} finalists together" if count > 1 else ""
+    return (
+        f"{winner.config.label()} wins: {held_out['speedup']:.2f} x plain decoding on held-out prompts "
+        f"(95 % interval {held_out['speedup_low']:.2f} to {held_out['speedup_high']:.2f}{together}), "
+        f"output {output_state(winner.config, held_out)}."
+    )
+
+
+def _finals_loads(finals: Finals) -> list[str]:
+    """Return a table of plain decoding and the finalists for each number of requests in flight; none without figures."""
+    loads, lines = finals_loads(finals), list[str]()
+    names: list[Row] = [{"configuration": row["configuration"]} for row in finals_rows(finals)]
+    for level in levels(loads):
+        lines += _load_table("held-out prompts", level, join_rows(names, load_rows(loads, level)))
+    return lines
+
+
+def load_tables(trials: Sequence[FrozenTrial]) -> list[str]:
+    """Return a table for each number of requests in flight; none if the back end does not report these figures.
+
+    It holds the trials that no other one exceeds in throughput and latency.
+
+    Args:
+        trials: measured to the end.
+    """
+    loads = {trial.number: trial_load(trial) for trial in trials if is_lossless(trial.user_attrs["measurement"])}
+    names = {trial.number: named_row(trial) for trial in trials}
+    lines = []
+    for level in levels(loads.values()):
+        front = pareto_front({n: (x.get(f"throughput{level}"), x.get(f"tpot_p50{level}")) for n, x in loads.items()})
+        if front:
+            shown = load_rows([loads[number] for number in front], level)
+            lines += _load_table("Pareto front", level, join_rows([names[number] for number in front], shown))
+    return lines
+
+
+def _load_table(of: str, level: str, rows: Sequence[Row]) -> list[str]:
+    requests = f", {level.removeprefix('_at_')} requests in flight" if level else ""
+    return ["", f"## Throughput and latency{requests} ({of})", "", *as_markdown(rows)]

@@ -1,0 +1,189 @@
+"""Results in the outputs folder: their version, the header of records, logs that interrupted work resumes from, and locks.
+
+A log grows line by line, and drops a partial last line. Programs that need the same file make it once: one holds its lock,
+the others wait and then find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import filelock
+
+from layerskip import ConfigError, Export, Target
+from layerskip.files import beside, report_full_disk
+from layerskip.models.environment import environment
+
+RESULTS_VERSION = 1
+"""Version of what decodes, measures and predicts. It is part of what names stored results, which are made again once the
+author of a change after which they would be others has raised it."""
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+_POLL_SECONDS = 0.05
+_without_locks: set[Path] = set()
+"""Folders that a line was printed for."""
+Line = TypeVar("Line")
+
+
+def record_header(schema: str, target: Target) -> dict[str, Any]:
+    """Return the first fields of a record: its schema, date, target and environment."""
+    return {
+        "schema": schema,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "target": Export.describe(target),
+        "environment": environment(target),
+    }
+
+
+class ResultLog:
+    """Values by name, in a file of JSON lines.
+
+    Args:
+        path: the file, created with the first value; None keeps values in memory only.
+
+    Raises:
+        ConfigError: a line of the file is damaged.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._values: dict[str, Any] = {}
+        if path is not None and path.exists():
+            self._values = dict(read_lines(path, "outputs", _pair, "delete it to repeat its work"))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, name: str, value: Any, persist: bool = True) -> None:
+        """Add a value under a new name; with ``persist=False`` in memory only."""
+        if self._path is not None and persist:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            line = f"{json.dumps([name, value])}\n".encode()
+            # Unbuffered, because another process may append a line of its own.
+            with report_full_disk(self._path, self._path), self._path.open("ab", buffering=0) as file:
+                if file.write(line) < len(line):
+                    drop_partial_line(self._path)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._values[name] = value
+
+
+def _pair(line: bytes) -> tuple[str, Any]:
+    name, value = json.loads(line)
+    return str(name), value
+
+
+def read_lines(path: Path, field: str, read: Callable[[bytes], Line], remedy: str) -> list[Line]:
+    """Return the lines of a file, none if there is no file. A partial or damaged last line is cut off.
+
+    Args:
+        path: the file.
+        field: a field of the configuration, with which messages begin.
+        read: returns what a line holds; it raises an error if the line is damaged.
+        remedy: what the user can do.
+
+    Raises:
+        ConfigError: a line before the last is damaged.
+    """
+    drop_partial_line(path)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(read(line))
+        except (ValueError, TypeError, LookupError):
+            if number < len(lines):
+                raise ConfigError(damage(path, field, number, remedy)) from None
+            print(f"{field}: the last line of {path} is damaged and was dropped", flush=True)
+            os.truncate(path, path.stat().st_size - len(line))
+    return found
+
+
+def damage(path: Path, field: str, line: int, remedy: str) -> str:
+    """Return the message about a damaged line, by its number from 1."""
+    return f"{field}: {path} is damaged in line {line}; {remedy}"
+
+
+def drop_partial_line(path: Path) -> None:
+    """Cut off a partial last line, which a full disk or a killed machine leaves, so that it does not spoil the next line."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() == b"\n":
+            return
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Wait until no other process writes a file or folder, then hold its lock, which a killed process releases."""
+    with exclusive_if_free(path) as free:
+        if free:
+            yield
+            return
+    print(f"waiting for another program, which writes {path}", flush=True)
+    while True:
+        with exclusive_if_free(path) as free:
+            if free:
+                yield
+                return
+        time.sleep(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def exclusive_if_free(path: Path) -> Iterator[bool]:
+    """Hold the lock as :func:`exclusive` does, or yield False at once if another process holds it."""
+    with locked_if_free(beside(path, "lock")) as free:
+        yield free
+
+
+@contextlib.contextmanager
+def locked_if_free(file: Path) -> Iterator[bool]:
+    """Hold a lock, or yield False if another process holds it. Where the file system has no locks, a second file is one.
+
+    Args:
+        file: the lock's file; its folder is created. The kernel releases it with the process.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        held = _acquired(file)
+    except filelock.Timeout:
+        yield False
+        return
+    with held:
+        yield True
+
+
+def _acquired(file: Path) -> contextlib.AbstractContextManager[object]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # of a fallback to the same file, which says nothing of what to do
+            return filelock.FileLock(file).acquire(blocking=False)
+    except (OSError, UserWarning, NotImplementedError) as error:
+        if getattr(error, "errno", errno.ENOSYS) not in _NO_LOCKS:
+            raise
+    marker = file.with_name(f"{file.name}.held")
+    if marker.parent not in _without_locks:
+        _without_locks.add(marker.parent)
+        print(
+            f"the file system of {file.parent} has no locks; {marker.name} is one: delete it if its program was killed",
+            flush=True,
+        )
+    return filelock.SoftFileLock(marker).acquire(blocking=False)

@@ -1,0 +1,200 @@
+"""The tracking store: its experiment, and writes that are kept when it fails, and written when it takes them again."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import shlex
+import sqlite3
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Hashable
+from pathlib import Path
+
+from mlflow.entities import LifecycleStage
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from searches.app.checks import InputError
+from searches.app.interrupt import defer_interrupt, error_chain, is_interrupt
+from searches.connections import is_unreachable, sqlite_file, sqlite_url, without_password
+from searches.results import exclusive
+
+_ARTIFACTS, _DRAFT = "mlartifacts", ".new"
+PATIENCE = 10.0  # seconds after the beginning of an outage for which the end of a program waits
+_QUICK = 1.0  # seconds of a failed attempt that is repeated at once
+_SHARE = 10  # a longer one is repeated after so many times its seconds, so that a store that hangs costs a tenth at most
+_LONGEST = 20.0  # seconds after which a failing attempt leaves the other writes for the next
+_PAUSE = 0.5  # seconds between two attempts at the end
+
+
+def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowClient, str, str]:
+    """Open an experiment, and create it if it does not exist; processes that start at the same time create one.
+
+    Args:
+        uri: the URI of the tracking store; None creates a SQLite store in ``folder``.
+        folder: the folder of a store that is created.
+        name: the name of the experiment.
+
+    Returns:
+        The client, the URI of the store, and the identifier of the experiment.
+
+    Raises:
+        InputError: the store cannot be opened, or the experiment was deleted.
+    """
+    is_own = uri is None
+    field = "outputs" if is_own else "tracking.uri"
+    if uri is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        uri = sqlite_url(folder / "mlflow.db")
+    file = _file_of(uri)
+    artifacts = None if file is None else (file.parent / _ARTIFACTS).resolve().as_uri()  # by default, in the working folder
+    try:
+        with contextlib.nullcontext() if file is None else exclusive(file):
+            if file is not None and not file.exists():
+                _create_database(file)
+            client = MlflowClient(uri)
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
+                try:
+                    created = client.create_experiment(name, artifact_location=artifacts)
+                    return client, uri, str(created)
+                except MlflowException:
+                    experiment = client.get_experiment_by_name(name)  # another process may have created it
+                    if experiment is None:
+                        raise
+            if is_own and file is not None and artifacts not in (None, experiment.artifact_location):
+                _move_artifacts(file, artifacts)
+    except InputError:  # names what it is about
+        raise
+    except Exception as error:  # whatever the store's driver raises
+        raise InputError(f"{field}: cannot open {without_password(uri)}: {reason(error, uri)}") from error
+    if experiment.lifecycle_stage != LifecycleStage.ACTIVE:
+        place = shlex.quote(without_password(uri))
+        raise InputError(
+            f"tracking.experiment: {name} was deleted; name another, or restore it: "
+            f"MLFLOW_TRACKING_URI={place} mlflow experiments restore -x {experiment.experiment_id}"
+        )
+    return client, uri, str(experiment.experiment_id)
+
+
+def reason(error: BaseException, uri: str) -> str:
+    """Return one line that says why a store failed: what the system or the database says, if that is the cause."""
+    cause = next((link for link in reversed(error_chain(error)) if isinstance(link, (OSError, sqlite3.Error))), error)
+    text = str(cause) or type(cause).__name__
+    return text.splitlines()[0].replace(uri, without_password(uri))
+
+
+def _file_of(uri: str) -> Path | None:
+    """Return the file of a SQLite store whose folder exists; None for any other store."""
+    file = sqlite_file(uri)
+    return file if file is not None and file.parent.is_dir() else None
+
+
+def _move_artifacts(file: Path, artifacts: str) -> None:
+    """Correct the places of artifacts in the store of an outputs folder that was moved or copied since it was written.
+
+    MLflow stores them as absolute URIs, and would write into the folder of that time.
+
+    Args:
+        file: the file of the store.
+        artifacts: the URI of the folder that they are in now.
+    """
+    with contextlib.closing(sqlite3.connect(file)) as database, database:
+        rows = database.execute(
+            "SELECT artifact_location FROM experiments WHERE artifact_location LIKE ? AND artifact_location != ?",
+            (f"file:%/{_ARTIFACTS}", artifacts),
+        )
+        for (before,) in set(rows):
+            database.execute("UPDATE experiments SET artifact_location = ? WHERE artifact_location = ?", (artifacts, before))
+            database.execute(
+                "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) WHERE substr(artifact_uri, 1, ?) = ?",
+                (artifacts, len(before) + 1, len(before) + 1, f"{before}/"),
+            )
+
+
+def _create_database(file: Path) -> None:
+    """Create MLflow's tables in a new file that gets its name when all are there.
+
+    MLflow creates them by tens of migrations. A process that is killed between two of them leaves a database that MLflow
+    cannot open any more.
+    """
+    for left in file.parent.glob(f"{glob.escape(file.name)}.*{_DRAFT}"):  # by a process that was killed
+        left.unlink(missing_ok=True)
+    draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}{_DRAFT}")  # MLflow keeps a connection to each name
+    MlflowClient(sqlite_url(draft)).get_experiment("0")
+    try:
+        os.link(draft, file)  # another program may have created one since
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        draft.replace(file)
+    draft.unlink(missing_ok=True)
+
+
+class Outbox:
+    """The writes that a store has not taken yet. An error of the store is printed once, not raised.
+
+    Args:
+        uri: the URI of the store.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._writes: dict[Hashable, Callable[[], object]] = {}
+        self._lost_since: float | None = None
+        self._next_attempt = 0.0
+
+    def put(self, key: Hashable, write: Callable[[], object]) -> None:
+        """Keep a write, which can be repeated, in the place of an earlier one of the same key."""
+        self._writes[key] = write
+
+    def send(self, patience: float | None = None) -> None:
+        """Try all writes.
+
+        Args:
+            patience: seconds of an outage for whose end is waited; None tries once, and leaves a store alone for a while
+                that took long to fail.
+        """
+        if patience is None and time.monotonic() < self._next_attempt:
+            return
+        while self._attempt() and time.monotonic() < (self._lost_since or 0.0) + (patience or 0.0):
+            time.sleep(_PAUSE)
+
+    @defer_interrupt()
+    def _attempt(self) -> bool:
+        """Try all writes; return whether the store cannot be reached."""
+        start, failure = time.monotonic(), None
+        for key, write in list(self._writes.items()):
+            try:
+                write()
+                del self._writes[key]
+            except Exception as error:
+                if is_interrupt(error) or not is_of_store(error):
+                    raise
+                failure = error
+                if is_unreachable(error) or time.monotonic() - start > _LONGEST:
+                    break
+        if failure is None:
+            if self._lost_since is not None:
+                print("tracking.uri: the store is back; nothing is missing in it", flush=True)
+            self._lost_since = None
+            return False
+        if self._lost_since is None:
+            self._lost_since = start
+            print(
+                f"tracking.uri: cannot write to {without_password(self._uri)}: {reason(failure, self._uri)}; "
+                "the program goes on, and what is missing is written when the store is back, or by the same command",
+                flush=True,
+            )
+        seconds = time.monotonic() - start
+        self._next_attempt = start + seconds * (1 + _SHARE) if seconds > _QUICK else 0.0
+        return is_unreachable(failure)
+
+
+def is_of_store(error: BaseException) -> bool:
+    """Return whether an error comes from a tracking store, its artifacts, or the way to it; others are defects."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return is_unreachable(error) or any(str(frame.f_globals.get("__name__")).startswith("mlflow.") for frame, _ in frames)

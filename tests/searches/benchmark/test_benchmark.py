@@ -1,0 +1,278 @@
+"""Tests of ``searches.benchmark``: our decoding and transformers', the record, the tables and MLflow."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from layerskip import AcceptRule, Export, PromptError, PromptSet, SpeculativeConfig, Target, load_target
+from layerskip.measure.losslessness import Divergence, Losslessness
+from layerskip.measure.measure import interleave
+from searches.app.composition import compose_config
+from searches.benchmark.program import benchmark, table
+from tests.searches.conftest import Launch
+from tests.searches.programs import NO_PEERS, runs, sqlite, tracked
+from tests.tiny import VOCABULARY, save_tiny, tokenizer
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> dict:  # type: ignore[type-arg]
+    """Run a benchmark of everything, with an export, on a model whose last two layers have no effect."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    model = save_tiny(folder / "model", num_hidden_layers=4, idle=(2, 3))
+    described = {"name": str(model), "revision": None, "architecture": "LlamaForCausalLM", "layers": 4, "dtype": "float32"}
+    Export(described, SpeculativeConfig("layer_skip", 3, mask="layers:2")).save(folder / "best.json")
+    other, words = AutoModelForCausalLM.from_pretrained(model), tokenizer()  # the same with one more token
+    words.add_tokens("<more>")
+    other.resize_token_embeddings(VOCABULARY + 1, mean_resizing=False)
+    other.get_output_embeddings().weight.data[VOCABULARY:] = 0.0
+    other.save_pretrained(folder / "other")
+    words.save_pretrained(folder / "other")
+    done = launch(
+        "benchmark",
+        "target=local",
+        f"target.path={model}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "target.pack_weights=false",  # so that the size of the draft model is that of its file
+        "measure.prompts=3",
+        "measure.max_new_tokens=32",
+        "draft_mask=layers:2-3",
+        "+contenders.loose={kind:prompt_lookup,accept:{kind:threshold,threshold:0.0}}",
+        "+contenders.lookup_then_model={kind:cascade,members:[{kind:prompt_lookup},"
+        "{kind:draft_model,draft:${draft_folder}}]}",
+        f"cross_draft={folder / 'other'}",
+        f"config={folder / 'best.json'}",
+        f"outputs={tracked(folder / 'outputs')}",
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    written = json.loads((folder / "outputs" / "benchmark.json").read_text(encoding="utf-8"))
+    return {"record": written, "printed": done.stdout, "outputs": folder / "outputs"}
+
+
+def test_the_folder_of_a_draft_model_names_the_weights_of_its_target(record: dict) -> None:  # type: ignore[type-arg]
+    (drafts,) = (record["outputs"] / "drafts").iterdir()
+    target = load_target(str(record["outputs"].parent / "model"), dtype="float32", device="cpu")
+    assert f"-{target.digest[:8]}-" in drafts.name
+
+
+def test_all_contenders_give_the_same_output(record: dict) -> None:  # type: ignore[type-arg]
+    results = record["record"]["results"]
+    assert set(results) == {
+        "plain", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model",
+        "cross_tokenizer", "transformers_universal", "loose", "lookup_then_model", "export",
+        "transformers", "transformers_prompt_lookup", "transformers_early_exit", "transformers_assistant",
+    }  # fmt: skip
+    assert {found["losslessness"]["verdict"] for name, found in results.items() if name != "loose"} == {"exact"}
+    assert all(name in record["printed"] for name in results)
+    assert 0 < results["layer_skip"]["draft_share"] < 1
+    assert results["transformers_assistant"]["draft_share"] == 0  # not measured
+
+
+def test_a_draft_model_with_another_tokenizer_is_compared_with_universal_assisted_decoding(record: dict) -> None:  # type: ignore[type-arg]
+    """Both draft equally many tokens with the same model, so they commit about as many per round."""
+    ours, theirs = (record["record"]["results"][name] for name in ("cross_tokenizer", "transformers_universal"))
+    assert ours["rival"]["name"] == "transformers_universal"
+    assert record["record"]["configs"]["cross_tokenizer"]["draft_length"] == 4
+    assert 1.3 < ours["tokens_per_round"] <= 5
+    assert theirs["tokens_per_round"] == pytest.approx(ours["tokens_per_round"], rel=0.15)
+
+
+def test_costs_of_cascades_are_measured(record: dict) -> None:  # type: ignore[type-arg]
+    configs = record["record"]["configs"]
+    lookup, model = configs["lookup_then_model"]["draft_cost"]
+    assert lookup == 0.0 < model
+    assert "draft_cost" not in configs["cascade"]  # no member runs a model
+    assert configs["cascade"]["verify_cost"] == configs["lookup_then_model"]["verify_cost"]
+    assert len(configs["cascade"]["verify_cost"]) == 16
+
+
+def test_a_self_draft_skips_the_second_half_of_the_layers(record: dict) -> None:  # type: ignore[type-arg]
+    assert record["record"]["configs"]["layer_skip"]["mask"] == "layers:2-3"  # of four
+
+
+def test_lossy_contenders_are_marked_in_record_tables_and_mlflow(record: dict) -> None:  # type: ignore[type-arg]
+    results = record["record"]["results"]
+    assert results["loose"]["losslessness"]["verdict"] == "different"
+    assert [name for name, found in results.items() if not found["lossless"]] == ["loose"]
+    rows = [line for line in record["printed"].splitlines() if "lossy" in line]
+    assert [row.split(" | ")[0] for row in rows] == ["| loose", "| loose (lossy)", "| loose (lossy)"]
+    contenders = runs(sqlite(record["outputs"]), "contender")
+    assert {run.data.tags["contender"] for run in contenders if run.data.params["lossless"] == "False"} == {"loose"}
+
+
+def test_an_export_is_measured_on_held_out_prompts(record: dict) -> None:  # type: ignore[type-arg]
+    _, held_out = PromptSet.packaged().split()
+    assert record["record"]["prompts"]["digest"] == held_out.take(3).digest
+
+
+def test_a_draft_model_cut_from_the_target_has_the_acceptance_of_its_mask(record: dict) -> None:  # type: ignore[type-arg]
+    results = record["record"]["results"]
+    assert results["export"]["acceptance_rate"] > 0.5
+    assert results["draft_model"]["tokens_per_round"] > 1.5
+    # transformers drafts with the same model and the same constant length
+    ratio = results["draft_model"]["tokens_per_round"] / results["transformers_assistant"]["tokens_per_round"]
+    assert ratio == pytest.approx(1.0, abs=0.1)
+
+
+def test_our_contenders_are_compared_with_their_rivals(record: dict) -> None:  # type: ignore[type-arg]
+    results = record["record"]["results"]
+    assert results["plain"]["rival"]["name"] == "transformers"
+    for name, rival in (
+        ("prompt_lookup", "transformers_prompt_lookup"),
+        ("layer_skip", "transformers_early_exit"),
+        ("draft_model", "transformers_assistant"),
+    ):
+        assert results[name]["rival"]["name"] == rival
+        expected = results[name]["tokens_per_second"] / results[rival]["tokens_per_second"]
+        assert results[name]["rival"]["speedup"] == pytest.approx(expected)
+
+
+def test_a_cascade_is_compared_with_its_members_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
+    results = record["record"]["results"]
+    (against,) = results["cascade"]["members"].items()  # its lookup has other n-grams than the contender
+    assert against[0] == "token_recycling"
+    assert against[1]["low"] <= against[1]["speedup"] <= against[1]["high"]
+    for kind, found in against[1]["by_category"].items():
+        alone, whole = (results[name]["speedup_by_category"][kind] for name in ("token_recycling", "cascade"))
+        assert found["speedup"] == pytest.approx(whole / alone)
+    assert "members" not in results["prompt_lookup"]
+    assert "| cascade / token_recycling | " in record["printed"]
+
+
+def test_tokens_per_round_are_shown_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
+    found = record["record"]["results"]["prompt_lookup"]
+    counts = found["tokens_per_round_by_category"]
+    assert set(counts) == set(found["speedup_by_category"])
+    assert min(counts.values()) <= found["tokens_per_round"] <= max(counts.values())
+    shown = " | ".join(f"{counts[kind]:.2f}" for kind in sorted(counts))
+    assert f"| prompt_lookup | {shown} |" in record["printed"]
+
+
+def _parameters(folder: Path) -> int:
+    """Return the bytes of a saved float32 model, tied tensors once."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return 4 * sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+
+
+def test_memory_is_what_a_drafter_does_not_share_with_the_target(record: dict) -> None:  # type: ignore[type-arg]
+    results, folder = record["record"]["results"], Path(record["record"]["configs"]["draft_model"]["draft"])
+    held = {name: found["drafter_bytes"] for name, found in results.items()}
+    weights = _parameters(folder)
+    assert weights <= held["transformers_assistant"] < weights + 10_000  # and tables of positions
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # Keys and values of one token in float32; prompts have some hundred tokens.
+    token = 2 * 4 * config["num_key_value_heads"] * config["head_dim"] * config["num_hidden_layers"]
+    for name in ("draft_model", "lookup_then_model"):
+        assert 100 * token < held[name] - held["transformers_assistant"] < 3000 * token
+    assert max(held[name] for name in ("plain", "layer_skip", "export")) < 1000  # a self-draft shares weights and cache
+    assert min(held[name] for name in ("prompt_lookup", "lookahead", "token_recycling", "cascade")) > 10_000  # their tables
+    assert held["retrieval"] > 5 * held["prompt_lookup"]  # knows one text, not all of them
+    assert {found["decoding_bytes"] for found in results.values()} == {None}
+    assert f"| +{held['draft_model'] / 2**20:.0f} MB |" in record["printed"]
+
+
+def test_the_widest_near_tie_is_shown(record: dict) -> None:  # type: ignore[type-arg]
+    assert "near-tie: " not in record["printed"]
+    tied = copy.deepcopy(record["record"])
+    for name, margin in (("cascade", 0.125), ("retrieval", 0.0625)):
+        found = Losslessness(3, (Divergence("p", 3, 0.03125, 0.25), Divergence("q", 1, margin, 0.5)))
+        tied["results"][name]["losslessness"] = found.to_dict()
+    assert "at most 0.125 of a logit (cascade); rounding explains 0.5" in table(tied)
+
+
+def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path, launch: Launch) -> None:
+    model = save_tiny(tmp_path / "model", num_hidden_layers=2)
+    kinds = ("retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model")
+    done = launch(
+        "benchmark",
+        "target=local",
+        f"target.path={model}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "measure.prompts=2",
+        "measure.max_new_tokens=16",
+        "tree.tokens=0",
+        "allow_lossy=true",
+        *(f"contenders.{kind}=null" for kind in kinds),
+        *NO_PEERS,
+        f"outputs={tracked(tmp_path / 'outputs')}",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "outputs" / "benchmark.json").read_text(encoding="utf-8"))
+    lossless = {name: result["lossless"] for name, result in found["results"].items()}
+    exact, lossy = {"plain", "prompt_lookup"}, {"prompt_lookup_threshold", "prompt_lookup_typical"}
+    assert lossless == dict.fromkeys(exact, True) | dict.fromkeys(lossy, False)
+    plain = found["configs"]["prompt_lookup"]
+    for name in lossy:
+        assert found["configs"][name] == plain | {"accept": AcceptRule(name.rpartition("_")[2]).to_dict(), "lossless": False}
+        (row,) = (line for line in done.stdout.splitlines() if line.startswith(f"| {name} |"))
+        assert "| lossy |" in row
+
+
+def _small(model: Path, outputs: Path, *more: str) -> DictConfig:
+    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "retrieval", "lookahead", "cascade")]
+    which = ["target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
+    small = ["measure.prompts=3", "measure.max_new_tokens=8", "tree.tokens=0"]
+    return compose_config("benchmark", [*NO_PEERS, *others, *which, *small, *more])
+
+
+def test_a_benchmark_of_outputs_that_end_at_once_is_refused(tmp_path: Path) -> None:
+    model, outputs = save_tiny(tmp_path / "model", eos_token_id=list(range(VOCABULARY))), tracked(tmp_path / "outputs")
+    with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
+        benchmark(_small(model, outputs))
+    assert not (outputs / "benchmark.json").exists()
+
+
+def test_outputs_that_end_at_once_are_counted_below_the_table(record: dict) -> None:  # type: ignore[type-arg]
+    changed = copy.deepcopy(record["record"])
+    assert "first token" not in table(changed)
+    plain, lookup = (changed["results"][name] for name in ("plain", "prompt_lookup"))
+    plain["empty_prompts"], lookup["empty_prompts"] = 2, lookup["prompts"]
+    lines = table(changed).splitlines()
+    assert "The outputs of 2 of 3 prompts end with their first token. Speedups leave them out." in lines
+    (row,) = (line for line in lines if line.startswith("| prompt_lookup |") and "exact" in line)
+    assert [cell.strip() for cell in row.split("|")[3:5]] == ["", ""]
+
+
+@pytest.mark.parametrize("measured", [1, 5])
+def test_ctrl_c_prints_finished_measurements_and_writes_no_record(
+    measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*asked: Any) -> Iterator[Any]:
+        yield from itertools.islice(interleave(*asked), measured)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("searches.benchmark.program.interleave", interrupted)
+    model, outputs = save_tiny(tmp_path / "model"), tracked(tmp_path / "outputs")
+    with pytest.raises(KeyboardInterrupt):
+        benchmark(_small(model, outputs, "measure.repeats=2"))
+    printed = capsys.readouterr().out
+    assert "| prompt_lookup | " in printed
+    assert f"Interrupted after {measured} of 6 measurements; no record is written." in printed
+    assert f", {min(measured, 3)} prompts (packaged) x {1 + measured // 4}, " in printed
+    assert not (outputs / "benchmark.json").exists()
+
+
+def test_verifying_a_tree_is_timed_next_to_a_chain(record: dict) -> None:  # type: ignore[type-arg]
+    timing = record["record"]["verification"]
+    assert (timing["tokens"], timing["context"]) == (16, 256)
+    expected = f"Verifying a tree of 16 tokens takes {timing['tree_seconds'] / timing['chain_seconds']:.2f} times"
+    assert expected in record["printed"]
+
+
+def test_mlflow_has_a_run_for_each(record: dict, tiny_target: Target) -> None:  # type: ignore[type-arg]
+    uri = sqlite(record["outputs"])
+    assert len(runs(uri, "benchmark")) == 1
+    assert {run.data.tags["contender"] for run in runs(uri, "contender")} == set(record["record"]["results"])

@@ -1,0 +1,175 @@
+"""The worker of an engine: its lines, its settings of the engine, its counting of rounds, and its end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from searches.benchmark import engine_worker
+from tests.searches.benchmark.engine_packages import OPENVINO, OPENVINO_GENAI, VLLM
+
+_VLLM_MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm")
+_VLLM_MODULES += ("vllm.inputs", "vllm.sampling_params")
+_SETTINGS = {"draft_length": 4, "ngram_max": 3, "draft": "drafts", "dtype": "float32", "threads": 1, "max_length": 64}
+_REQUEST = {"tokens": [5, 6, 7], "max_new_tokens": 6, "eos": [300], "repetition_penalty": 1.0}
+
+Talk = Callable[..., list[dict[str, Any]]]
+
+
+def _module(name: str, source: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(source, module.__dict__)
+    return module
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The stand-in for vLLM, which is installed in this process."""
+    module = _module("vllm", VLLM)
+    for name in _VLLM_MODULES:
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    return module
+
+
+@pytest.fixture
+def openvino(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """The stand-in for OpenVINO GenAI, and the folder of a converted model."""
+    module = _module("openvino_genai", OPENVINO_GENAI)
+    monkeypatch.setitem(sys.modules, "openvino_genai", module)
+    monkeypatch.setitem(sys.modules, "openvino", _module("openvino", OPENVINO))
+    (tmp_path / "converted.json").write_text('{"from": "a model"}')
+    return module
+
+
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Talk]:
+    """Runs the worker on an engine's settings and requests, and returns its answers; its output is a file meanwhile."""
+    programs: list[int] = []
+    monkeypatch.setattr(engine_worker, "end_with", programs.append)
+    monkeypatch.setattr(sys, "argv", ["engine_worker.py", "4711"])
+    file, before = os.open(tmp_path / "answers", os.O_RDWR | os.O_CREAT), os.dup(1)
+
+    def run(engine: str, method: str, *requests: dict[str, Any]) -> list[dict[str, Any]]:
+        settings = _SETTINGS | {"engine": engine, "method": method, "model": str(tmp_path)}
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(line) + "\n" for line in (settings, *requests))))
+        os.dup2(file, 1)
+        try:
+            engine_worker.main()
+        finally:
+            os.dup2(before, 1)
+        return [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
+
+    yield run
+    os.close(file)
+    os.close(before)
+    assert programs == [4711]
+
+
+def test_requests_are_answered_by_first_tokens_and_rounds(openvino: ModuleType, talk: Talk) -> None:
+    ready, *answers = talk("openvino_genai", "plain", _REQUEST, _REQUEST | {"eos": [10]})
+    assert ready.keys() == {"version", "seconds"} and ready["version"] == "1.2"
+    assert answers == [
+        {"first": 1},
+        {"tokens": [8, 9, 10, 11, 12, 13], "lengths": [1, 3, 5, 6]},
+        {"first": 1},
+        {"tokens": [8, 9, 10], "lengths": [1, 3]},
+    ]
+
+
+def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_model(
+    openvino: ModuleType, talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Recording(openvino.LLMPipeline):  # type: ignore[name-defined, misc]
+        def __init__(self, folder: str, device: str, **options: Any) -> None:
+            made.append({"device": device, **options})
+            super().__init__(folder, device, **options)
+
+    monkeypatch.setattr(openvino, "LLMPipeline", Recording)
+    monkeypatch.setattr(openvino, "draft_model", lambda folder, device, **options: (folder, options), raising=False)
+    talk("openvino_genai", "assistant")
+    (options,) = made
+    assert not options.pop("scheduler_config").enable_prefix_caching
+    precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}
+    assert options == {"device": "CPU", "draft_model": ("drafts", precision), **precision}
+
+
+def test_an_engine_that_does_not_load_is_reported_in_one_line(
+    openvino: ModuleType, talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BROKEN", "load")
+    with pytest.raises(RuntimeError):
+        talk("openvino_genai", "prompt_lookup", _REQUEST)
+    assert json.loads((tmp_path / "answers").read_text()) == {"error": "RuntimeError: no such model"}
+
+
+@pytest.mark.parametrize(
+    ("method", "speculative", "lengths"),
+    [
+        ("plain", None, [1, 2, 3, 4, 5, 6]),
+        (
+            "prompt_lookup",
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+            [1, 6],
+        ),
+        ("assistant", {"method": "draft_model", "num_speculative_tokens": 4, "model": "drafts"}, [1, 6]),
+    ],
+)
+def test_rounds_of_vllm_are_the_parts_of_its_stream(
+    vllm: ModuleType, talk: Talk, method: str, speculative: dict[str, Any] | None, lengths: list[int]
+) -> None:
+    ready, *answers = talk("vllm", method, _REQUEST, _REQUEST | {"eos": [8]})
+    assert ready["version"] == "3.4"
+    assert answers == [
+        {"first": 1},
+        {"tokens": [8, 9, 10, 11, 12, 13], "lengths": lengths},
+        {"first": 1},
+        {"tokens": [8], "lengths": [1]},
+    ]
+    arguments = vllm.AsyncLLM.made[-1].arguments
+    assert arguments.speculative_config == speculative
+    assert (arguments.dtype, arguments.max_model_len, arguments.max_num_seqs) == ("float32", 64, 1)
+    assert arguments.enable_prefix_caching is False
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are bound on Linux alone")
+def test_vllm_decodes_with_as_many_cores_as_the_others(
+    vllm: ModuleType, talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5})
+    talk("vllm", "plain")
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "3"
+
+
+def test_a_worker_kills_its_group_once_its_program_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def kill(process: int, number: int) -> None:
+        asked.append((process, number))
+        if len(asked) == 3:
+            raise ProcessLookupError
+
+    def kill_group(group: int, number: int) -> None:
+        asked.append((group, number))
+        raise SystemExit  # the signal ends the worker
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(os, "killpg", kill_group)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(SystemExit):
+        engine_worker.end_with(4711)
+    assert asked == [(4711, 0)] * 3 + [(0, signal.SIGKILL)]

@@ -1,0 +1,100 @@
+"""Tests of transformers' decoding methods as contenders."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import utils
+
+from layerskip import Sampling, Target, UnsupportedModel, generate, load_target
+from layerskip.measure.measure import Task
+from searches.app.checks import InputError
+from searches.benchmark import peers
+from searches.benchmark.peers import Peer
+from tests.tiny import save_tiny
+
+
+def test_a_release_without_the_private_function_counts_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(utils, "_speculative_sampling")
+    spec = importlib.util.spec_from_file_location("searches.peers_of_another_release", peers.__file__)
+    assert spec is not None and spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, again)  # dataclasses look it up
+    spec.loader.exec_module(again)
+    assert again._CALLS_ON_DRAFTS is False
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A target whose last layers have little effect, so that drafts without them are accepted."""
+    folder = save_tiny(tmp_path_factory.mktemp("peers") / "model", num_hidden_layers=4, idle=(2, 3))
+    return load_target(str(folder), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "drafts"),
+    [
+        ("plain", {}, False),
+        ("prompt_lookup", {"draft_length": 4, "ngram_max": 2}, True),
+        ("early_exit", {"draft_length": 3, "exit_layer": 2}, True),
+        ("assistant", {"draft_length": 3, "confidence": None}, True),
+    ],
+)
+def test_methods_of_transformers_decode_what_plain_decoding_does_in_counted_rounds(
+    model: Target, method: str, fields: dict[str, Any], drafts: bool
+) -> None:
+    prompt = model.encode([{"role": "user", "content": "the cat in the hat, the cat in the hat"}])
+    peer = Peer(model, method, **fields, draft=model.name if method == "assistant" else "")
+    known: list[int] = []
+    result = peer(prompt, Task(max_new_tokens=24), known.append)
+    assert list(result.tokens) == list(generate(model, prompt, max_new_tokens=24).tokens)
+    rounds = [done.committed for done in result.stats.rounds]
+    assert known[0] + sum(rounds) == len(result.tokens) == 24
+    assert (max(rounds) > 1) == drafts
+    assert len(known) == 1
+
+
+def test_memory_is_that_of_a_draft_model_of_its_own(model: Target) -> None:
+    assert Peer(model, "plain").memory_bytes() == Peer(model, "static").memory_bytes() == 0
+    other = Peer(model, "assistant", draft=model.name)
+    weights = {each.data_ptr(): each.nbytes for each in model.drafts[model.name].model.parameters()}
+    assert sum(weights.values()) <= other.memory_bytes() < 1.1 * sum(weights.values())
+
+
+def test_what_a_method_pins_is_restored(model: Target) -> None:
+    config = model.model.generation_config
+    before = config.to_dict()
+    with Peer(model, "early_exit", 3, exit_layer=2)._assistant():
+        assert config.num_assistant_tokens == 3
+        assert config.num_assistant_tokens_schedule == "constant"
+    assert config.to_dict() == before
+
+
+def test_a_sampled_continuation_is_that_of_its_seed(model: Target) -> None:
+    sampling = Sampling(temperature=1.0, top_k=8, top_p=0.9)
+    outputs = [Peer(model, "plain")([5, 6, 7], Task(sampling, 16, seed), lambda _: None).tokens for seed in (1, 1, 2, 3)]
+    assert outputs[0] == outputs[1]
+    assert len({tuple(tokens) for tokens in outputs}) > 1
+
+
+def test_peers_are_refused_by_field(model: Target) -> None:
+    with pytest.raises(InputError, match="^method: 'beam' is not one of plain, "):
+        Peer(model, "beam")
+    with pytest.raises(UnsupportedModel, match="its vocabulary is as large as the target's"):
+        Peer(model, "universal", draft=model.name)
+
+
+@pytest.mark.parametrize("on_drafts", [True, False])
+def test_rounds_are_counted_whether_or_not_criteria_are_called_on_drafts(on_drafts: bool) -> None:
+    """Two tokens are committed after prefill's, then three."""
+    known: list[int] = []
+    recorder = peers._RoundRecorder(4, known.append, on_drafts)
+    for drafted, verified in ((5, 5), (9, 7), (10, 10)):
+        for length in (drafted, verified) if on_drafts else (verified,):
+            recorder(torch.zeros(1, length, dtype=torch.long), None)
+    assert known == [1]
+    assert [done.committed for done in recorder.rounds()] == [2, 3]

@@ -1,0 +1,160 @@
+"""Tests of simulated decoders: the optimum against all masks, long-run speedups, and errors as large as configured."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_1samp
+
+from layerskip import ConfigError, Measurement, SkipMask, SpeculativeConfig
+from searches.evaluate.simulated import (
+    CATEGORIES,
+    PROSPECTS,
+    Landscape,
+    Machine,
+    SimulatedBench,
+    SimulatedPredictor,
+    draw_prompts,
+)
+from searches.predict.predictor import SpeedupPredictor
+from searches.space.search_space import SearchSpace
+from searches.study.bench import BASELINE, Bench
+
+SPACE = SearchSpace(layers=8, kinds=("none", "layer_skip", "prompt_lookup"), ranges={"layer_skip": {"stop": ["length"]}})
+LANDSCAPE = Landscape.draw(3)
+CONFIGS = {
+    "masks": SpeculativeConfig("layer_skip", 5, mask="layers:2-9"),
+    "lengths": SpeculativeConfig("layer_skip", 3, mask="layers:3-6;mlp:8,11"),
+    "lookups": SpeculativeConfig("prompt_lookup", 6, ngram_min=2, ngram_max=3),
+    "plain": SpeculativeConfig(),
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_best_configuration_is_the_best_of_all_masks(seed: int) -> None:
+    landscape, space = (
+        Landscape.draw(seed, layers=8),
+        SearchSpace(layers=8, kinds=("layer_skip",), ranges={"layer_skip": {"stop": ["length"]}}),
+    )
+    parts = [set(layers) for count in range(5) for layers in itertools.combinations(space.skippable, count)]
+    masks = [SkipMask.of(8, *pair).format() for pair in itertools.product(parts, parts)]
+    speedups = landscape._speedups([SpeculativeConfig("layer_skip", 2, mask=mask) for mask in masks], 2)
+    best, speedup = landscape.best(space)
+    assert landscape.speedup(best) == pytest.approx(speedup)
+    assert speedup >= max(speedups) - 1e-9
+    if best.draft_length == 2:
+        assert speedup == pytest.approx(max(speedups))
+
+
+def test_a_draft_that_is_always_right_is_always_accepted() -> None:
+    profile = Landscape.draw(0, 8).profile
+    landscape, config = Landscape(0, profile, (0.0,) * 8, (0.0,) * 8), SpeculativeConfig("layer_skip", 3, mask="layers:2-5")
+    # 24, 36 and 48 tokens are multiples of the four tokens of a round.
+    seconds = 3 * profile.draft_seconds(SkipMask.parse(config.mask, 8)) + profile.verify_seconds[3]
+    assert landscape.speedup(config) == pytest.approx(4 * profile.verify_seconds[0] / seconds)
+
+
+def test_several_skips_lose_less_than_their_sum() -> None:
+    together, *each = (LANDSCAPE.loss(SkipMask.parse(text, 16)) for text in ("layers:4", "attention:4", "mlp:4"))
+    assert max(each) < together < sum(each)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_landscapes_are_as_hopeful_as_drawn(seed: int) -> None:
+    hopeful, hopeless, close = (Landscape.draw(seed, 8, prospect) for prospect in PROSPECTS)
+    assert hopeful.best(SPACE)[1] > 1.05
+    assert hopeless.best(SPACE) == (SpeculativeConfig(), 1.0)
+    assert close.best(SPACE)[1] < 1.06
+    assert len([config for config in SPACE.lookups() if 0.95 < close.speedup(config) < 1.02]) > 5
+
+
+def test_a_draft_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="draft_model"):
+        LANDSCAPE.speedup(SpeculativeConfig("draft_model", draft="some/draft"))
+
+
+def test_prompts_are_of_all_kinds() -> None:
+    kinds = [item.category for item in draw_prompts(600, 3)]
+    assert all(60 <= kinds.count(kind) <= 140 for kind in CATEGORIES)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Measurement]:
+    """Return the measurements of each configuration on many prompts."""
+    bench: Bench = SimulatedBench(LANDSCAPE, Machine(0))
+    rows = list(bench.compare(CONFIGS, draw_prompts(1500, 8), 1, 0))
+    return {name: Measurement.of(rows, BASELINE, name) for name in CONFIGS}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_long_run_speedup_is_the_true_one(name: str, measured: dict[str, Measurement]) -> None:
+    logs = np.log(measured[name].speedups)
+    # Ratios of totals weight prompts by length, which is independent of the speedup.
+    error = logs.std() / np.sqrt(len(logs))
+    assert np.log(measured[name].speedup) == pytest.approx(np.log(LANDSCAPE.speedup(CONFIGS[name])), abs=3.5 * error)
+
+
+def test_samples_are_those_of_a_decoder(measured: dict[str, Measurement]) -> None:
+    for name, config in CONFIGS.items():
+        for sample in measured[name].candidate:
+            rounds = sample.stats.rounds
+            assert sum(r.committed for r in rounds) == sample.decoded_tokens == sample.tokens - 1
+            longest = 0 if config.kind == "none" else config.draft_length
+            assert all(0 <= r.accepted <= r.drafted <= longest and r.committed == r.accepted + 1 for r in rounds)
+    assert measured["lengths"].lossless.verdict == "exact"
+    assert ttest_1samp(np.log(measured["plain"].speedups), 0.0).pvalue > 0.001
+
+
+def test_repeats_have_the_same_rounds_but_other_seconds() -> None:
+    bench = SimulatedBench(LANDSCAPE, Machine(0))
+    rows = list(bench.compare({"a": CONFIGS["lengths"], "b": CONFIGS["lengths"]}, draw_prompts(2, 0), 2, 0))
+    assert all(row["a"].stats == row["b"].stats and row["a"].decode_seconds != row["b"].decode_seconds for row in rows)
+    assert rows[0]["a"].stats == rows[2]["a"].stats
+    assert [row["a"].lossless.compared for row in rows] == [1, 1, 0, 0]
+
+
+def test_a_better_draft_is_right_wherever_a_worse_one_is() -> None:
+    better, worse = (SpeculativeConfig("layer_skip", 1, mask=mask) for mask in ("mlp:6", "layers:2-12"))
+    rows = SimulatedBench(LANDSCAPE, Machine(0)).compare({"better": better, "worse": worse}, draw_prompts(50, 0), 1, 0)
+    for row in rows:
+        assert row["better"].stats.rounds[0].accepted >= row["worse"].stats.rounds[0].accepted
+
+
+def test_machine_errors_are_noise_drift_and_stalls() -> None:
+    machine = Machine(5, noise=0.02, drift=0.05, persistence=0.99)
+    logs = np.log([machine.time(3.0) / 3.0 for _ in range(20_000)])
+    assert logs.std() == pytest.approx(np.hypot(0.02, 0.05), rel=0.15)
+    # Neighbours differ by two independent errors and a little drift.
+    assert np.diff(logs).std() == pytest.approx(np.sqrt(2 * 0.02**2 + 2 * (1 - 0.99) * 0.05**2), rel=0.05)
+    machine = Machine(5, noise=0.0, drift=0.0, stalls=0.1)
+    times = [machine.time(1.0) for _ in range(5000)]
+    assert set(times) == {1.0, 1.8}
+    assert times.count(1.8) / len(times) == pytest.approx(0.1, abs=0.02)
+
+
+def test_errors_of_the_predictor_are_small_and_correlated_for_similar_masks() -> None:
+    prompts = draw_prompts(20, 0)
+    predictor: SpeedupPredictor = SimulatedPredictor(LANDSCAPE, (1, 8), prompts, error=0.02)
+    exact = SimulatedPredictor(LANDSCAPE, (1, 8), prompts, error=0.0, bias=0.0)
+    random = np.random.default_rng(0)
+    masks = [SkipMask.of(16, set(), set(random.choice(range(2, 14), 6, replace=False).tolist())) for _ in range(40)]
+    predictions = predictor.predict(masks)
+    errors = np.array([np.log(p.speedup / exact.speedup(p.config)) for p in predictions])
+    assert 0.002 < np.abs(errors).mean() < 0.05
+    assert predictor.agreements(masks) == [p.agreement for p in predictions]
+    pairs = list(itertools.combinations(range(len(masks)), 2))
+    shared = [sum(np.logical_and(masks[a].mlp, masks[b].mlp)) for a, b in pairs]
+    assert np.corrcoef(shared, [abs(errors[a] - errors[b]) for a, b in pairs])[0, 1] < -0.1
+
+
+@pytest.mark.parametrize("name", ["masks", "lengths", "lookups"])
+def test_without_errors_the_predictor_equals_noiseless_measurements_on_its_prompts(name: str) -> None:
+    config, prompts = CONFIGS[name], draw_prompts(12, 0)
+    noiseless = SimulatedBench(LANDSCAPE, Machine(0, noise=0.0, drift=0.0))
+    measured = Measurement.of(list(noiseless.compare({"a": config}, prompts, 1, 0)), BASELINE, "a")
+    predictor = SimulatedPredictor(LANDSCAPE, (1, 8), prompts, error=0.0, bias=0.0)
+    assert predictor.can_predict(config)
+    assert predictor.speedup(config) == pytest.approx(measured.speedup)
+    assert predictor.speedup(config) != pytest.approx(LANDSCAPE.speedup(config), rel=0.002)

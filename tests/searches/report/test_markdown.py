@@ -1,0 +1,122 @@
+"""``report.md``: sentences of studies with known speedups, and tables of throughput and latency."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import optuna
+import pytest
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from layerskip import PromptSet, SpeculativeConfig
+from searches.predict.stability import SeedStability, Stability
+from searches.report import markdown as report
+from searches.report.tables import pareto_front
+from searches.study.finals import measure_finals
+from searches.study.objective import MEASURING_SECONDS, MeasureSettings
+from tests.searches.known import HELD_OUT, Known, lookup, run_known
+
+
+@pytest.mark.usefixtures("a_second_a_row")
+def test_the_report_states_the_speedup_and_the_cost_of_the_search() -> None:
+    fast = lookup(4)
+    bench = Known({fast: 1.5})
+    study = run_known(bench, fast)
+    bench.speedups = {fast: 1.25}  # the search was lucky
+    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1, held_out_repeats=1), 0)
+    text = report.summary(study, finals, Stability(0.5, 0.25, 0.125), SeedStability(3, 0.75, 0.0625))
+    assert "(95 % interval 1.25 to 1.25)" in report.verdict(finals)
+    seconds = report.search_seconds(study, finals)
+    assert finals.seconds == 24
+    # Plain decoding takes 0.1 seconds a token, the winner 0.08.
+    assert f"{seconds:.0f} seconds. {seconds / 0.02:,.0f} generated tokens pay it back." in text
+    assert "Its speedup was 1.50 in the search and 1.25 on held-out prompts." in text
+    assert "By category: default 1.25 (1.25 to 1.25)." in text
+    assert "50% of resampled text sets choose the same scanned mask. Two choices share 0.25 of what they skip" in text
+    assert "The best masks of 3 seeds share 0.75 of what they skip; random masks share 0.06." in text
+
+
+@pytest.mark.usefixtures("a_second_a_row")
+def test_a_category_of_two_prompts_has_no_interval() -> None:
+    fast = lookup(4)
+    bench = Known({fast: 1.5})
+    kinds = ["two"] * 2 + ["three"] * 3 + ["many"] * 19
+    prompts = PromptSet(tuple(replace(item, category=kind) for item, kind in zip(HELD_OUT, kinds, strict=True)))
+    study = run_known(bench, fast)
+    finals = measure_finals(study, bench, prompts, MeasureSettings(finalists=1, held_out_repeats=1), 0)
+    shown = "By category: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50."
+    assert shown in report.summary(study, finals)
+
+
+def test_the_report_leaves_out_trials_that_were_not_run() -> None:
+    fast, slow = lookup(4), lookup(6)
+    study = run_known(Known({fast: 1.5, slow: 1.2}), fast, slow, slow, slow)
+    assert ["measurement" in trial.user_attrs for trial in study.trials] == [True, True, True, False]
+    shown = [line.split("|")[1].strip() for line in report.summary(study, None).splitlines() if line.startswith("| ")]
+    assert shown == ["trial", "0", "1", "2"]
+    assert "4 trials: 0 stopped early, 1 not run (1 measured before)." in report.summary(study, None)
+
+
+def test_start_up_is_stated_where_there_was_any() -> None:
+    study = run_known(Known({lookup(4): 1.5, lookup(6): 1.2}), lookup(4), lookup(6), lookup(8))
+    assert "compiling" not in report.summary(study, None)
+    with_startup = optuna.create_study(direction="maximize")
+    for trial, seconds in zip(study.trials, (30.0, 2.0, None), strict=True):
+        figures = {} if seconds is None else {"figures": {"startup_seconds": seconds}}
+        given = trial.params, trial.distributions, trial.user_attrs | figures
+        with_startup.add_trial(create_trial(value=trial.value, params=given[0], distributions=given[1], user_attrs=given[2]))
+    assert "2 trials began with 16.0 seconds of compiling" in report.summary(with_startup, None)
+
+
+def test_scans_are_compared_with_the_decoding_time_of_trials() -> None:
+    trial = run_known(Known({lookup(4): 1.5}), lookup(4)).trials[0]
+    study = optuna.create_study(direction="maximize")
+    attrs = trial.user_attrs | {"seconds": 10.0, MEASURING_SECONDS: 4.0}
+    study.add_trial(create_trial(value=1.5, params=trial.params, distributions=trial.distributions, user_attrs=attrs))
+    assert "took 0.5 seconds: 64 cost as much as 8.0 whole trials" in report.summary(study, None, scan_seconds=0.5)
+
+
+def test_the_front_is_what_no_other_point_exceeds() -> None:
+    source = random.Random(3)
+    points = {n: (float(source.randint(0, 9)), float(source.randint(1, 9))) for n in range(40)}
+    front = pareto_front(points | {40: (99.0, None), 41: (None, 0.1)})
+    for name, (more, less) in points.items():
+        exceeded = any(a >= more and b <= less and (a, b) != (more, less) for a, b in points.values())
+        assert (name in front) == (not exceeded)
+    assert all(points[one][0] >= points[other][0] for one, other in itertools.pairwise(front))
+
+
+def _trial(number: int, lossless: str, figures: dict[str, float]) -> FrozenTrial:
+    trial = create_trial(
+        state=TrialState.COMPLETE,
+        value=1.0,
+        params={"kind": "none"},
+        distributions={"kind": CategoricalDistribution(["none"])},
+        user_attrs={
+            "config": SpeculativeConfig("prompt_lookup", number).to_dict(),
+            "measurement": {"losslessness": {"verdict": lossless}},
+            "figures": figures,
+        },
+    )
+    trial.number = number
+    return trial
+
+
+def test_each_number_of_requests_has_a_table() -> None:
+    trials = [
+        _trial(1, "exact", {"throughput_at_1": 10.0, "tpot_p50_at_1": 0.1, "throughput_at_8": 30.0, "tpot_p50_at_8": 0.3}),
+        _trial(2, "exact", {"throughput_at_1": 9.0, "tpot_p50_at_1": 0.2, "throughput_at_8": 20.0, "tpot_p50_at_8": 0.2}),
+        _trial(3, "different", {"throughput_at_1": 99.0, "tpot_p50_at_1": 0.01}),
+        _trial(4, "exact", {}),
+    ]
+    lines = report.load_tables(trials)
+    titles = [line for line in lines if line.startswith("## ")]
+    assert [line.split(", ")[1] for line in titles] == [f"{n} requests in flight (Pareto front)" for n in (1, 8)]
+    first, second = (lines.index(title) for title in titles)
+    numbers = [[line.split(" | ")[0] for line in part if line[:3] in ("| 1", "| 2", "| 3", "| 4")]
+               for part in (lines[first:second], lines[second:])]  # fmt: skip
+    assert numbers == [["| 1"], ["| 1", "| 2"]]
+    assert report.load_tables([trials[3]]) == []

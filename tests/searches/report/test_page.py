@@ -1,0 +1,291 @@
+"""The page of a study, as a file: what it holds for studies in every state, of workers and engines; when it is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import create_trial
+
+from searches.app.checks import InputError
+from searches.report import charts
+from searches.report.charts import points
+from searches.report.page import FINISHED, LiveView, Page, write_page
+from searches.report.timeline import timeline
+from searches.tracking.names import FIGURES, PREDICTED
+from searches.workers.crew import Alone
+from tests.searches.known import Known, lookup, run_known
+from tests.searches.report.pages import (
+    EARLIER_LAYERS,
+    earlier_study,
+    engine_study,
+    figures_of,
+    known_study,
+    workers_study,
+)
+
+
+def _places(figure: dict[str, Any]) -> list[tuple[float, float]]:
+    """The markers of a figure, in order."""
+    traces = [trace for trace in figure["data"] if trace.get("mode") == "markers"]
+    return sorted(pair for trace in traces for pair in zip(trace["x"], trace["y"], strict=True))
+
+
+def _front(figure: dict[str, Any]) -> list[tuple[float, float]]:
+    (line,) = (trace for trace in figure["data"] if trace["name"] == "Pareto front")
+    return list(zip(line["x"], line["y"], strict=True))
+
+
+def test_the_charts_of_an_earlier_study_hold_what_its_journal_holds(tmp_path: Path) -> None:
+    study = earlier_study(tmp_path)
+    write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 6))
+    figures = figures_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    # From the file itself: the study's results, without the code that reads trials.
+    journal = (tmp_path / study.study_name / "journal.log").read_text(encoding="utf-8").splitlines()
+    lines = [json.loads(line) for line in journal if '"user_attr"' in line and '"trial_id"' in line]
+    stored: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        stored.setdefault(line["trial_id"], {}).update(line["user_attr"])
+    measured = {trial: attributes["measurement"] for trial, attributes in stored.items()}
+    speedups = {trial: figures["speedup"] for trial, figures in measured.items()}
+    assert _places(figures["history"]) == sorted(speedups.items())
+    drafting = [figures for trial, figures in measured.items() if stored[trial]["config"]["kind"] != "none"]
+    assert _places(figures["acceptance"]) == sorted((f["acceptance_rate"], f["speedup"]) for f in drafting)
+    assert _places(figures["memory"]) == sorted((f["peak_memory_bytes"] / 2**20, f["speedup"]) for f in measured.values())
+    predicted = {trial: attributes[PREDICTED] for trial, attributes in stored.items() if PREDICTED in attributes}
+    assert _places(figures["predictions"]) == sorted((value, speedups[trial]) for trial, value in predicted.items())
+    durations = sorted(seconds for trace in figures["timeline"]["data"] for seconds in trace["x"])
+    assert durations == pytest.approx(sorted(attributes["seconds"] for attributes in stored.values()))
+    # Trial 4 skipped layers 1 to 6, trial 5 layers 1 and 2.
+    both, one = (speedups[4] + speedups[5]) / 2, speedups[4]
+    assert figures["skips"]["data"][0]["z"] == [[None, *[pytest.approx(both)] * 2, *[one] * 4, None, None, None]] * 2
+
+
+def test_no_trial_outside_a_pareto_front_is_better_in_both(tmp_path: Path) -> None:
+    study = earlier_study(tmp_path)
+    write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 6))
+    figures = figures_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    for name, sign in (("acceptance", 1), ("memory", -1)):
+        front, places = _front(figures[name]), _places(figures[name])
+        dominated = [
+            place
+            for place in places
+            if any(sign * x >= sign * place[0] and y >= place[1] and (x, y) != place for x, y in places)
+        ]
+        assert sorted(front) == sorted(set(places) - set(dominated))
+
+
+def test_neither_a_changed_output_nor_a_trial_stopped_early_leads() -> None:
+    study, _ = known_study()
+    slow, fast, *_ = sorted(points(study.trials), key=lambda point: -point.trial)
+    changed = fast.figures | {"speedup": 3.0, "acceptance_rate": 0.9, "losslessness": {"verdict": "different"}}
+    rest = [replace(slow, config=lookup(2)), replace(fast, figures=changed)]
+    rest.append(replace(fast, complete=False, figures=fast.figures | {"speedup": 4.0}))
+    for figure in (charts.history(rest), charts.acceptance(rest), charts.memory(rest)):
+        assert figure is not None
+        drawn = figure.to_dict()
+        assert len(_places(drawn)) == 3
+        (line,) = (trace for trace in drawn["data"] if trace["mode"] == "lines")
+        assert list(line["y"]) == [slow.speedup]
+
+
+def test_a_study_without_finished_trials_has_a_page(tmp_path: Path) -> None:
+    study = optuna.create_study(study_name="empty", direction="maximize")
+    study.ask()
+    path = tmp_path / "report.html"
+    write_page(path, study, Page(4, 8))
+    page = path.read_text(encoding="utf-8")
+    assert "0 of 8 trials finished" in page
+    assert "Nothing measured yet." in page
+    assert list(figures_of(page)) == ["timeline"]
+
+
+def test_a_page_loads_nothing_and_shows_names_as_they_are_written(tmp_path: Path) -> None:
+    study, finals = known_study()
+    path = tmp_path / "report.html"
+    write_page(path, study, Page(6, 5, ["<script>alert(1)</script>"], FINISHED, finals=finals))
+    page = path.read_text(encoding="utf-8")
+    own = page.replace(page.partition("<script>")[2].partition("</script>")[0], "")  # without plotly.js
+    assert not any(part in own for part in ("src=", "href=", "@import", "url(", "<script>alert", "<b>&amp;"))
+    assert "known &lt;b&gt;&amp;amp;" in own
+    assert page.count("plotly.js v") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_each_worker_has_a_lane(tmp_path: Path) -> None:
+    study, _ = known_study()
+    write_page(tmp_path / "report.html", study, Page(6, 5))
+    figures = figures_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    lanes = [lane for trace in figures["timeline"]["data"] for lane in trace["y"]]
+    assert sorted(lanes) == ["trials", *["worker 0"] * 3, *["worker 1"] * 2]
+
+
+def test_a_pause_is_cut_out_of_the_timeline() -> None:
+    begin = datetime(2026, 1, 1, tzinfo=UTC)
+    trials = []
+    for number, minutes in enumerate((0, 10, 20, 20 + 26 * 60, 30 + 26 * 60)):
+        start = begin + timedelta(minutes=minutes)
+        attributes = {"config": lookup(4).to_dict(), "seconds": 600.0}
+        trial = create_trial(value=1.0, user_attrs=attributes)
+        trial.number, trial.datetime_start = number, start
+        trials.append(trial)
+    trials[2].user_attrs["seconds"] = 0.0  # 26 hours pass after it began
+    figure = timeline(trials, begin)
+    assert figure is not None
+    (bars,) = figure.data
+    assert list(bars.base) == [0.0, 10.0, 20.0, 20.0, 30.0]
+    assert [note.text for note in figure.layout.annotations] == ["26.0 hours"]
+
+
+def test_a_page_that_cannot_be_written_stops_no_study(tmp_path: Path) -> None:
+    study = run_known(Known({lookup(4): 1.5}), lookup(4))
+    (tmp_path / "report.html").mkdir()
+    view = LiveView(study, tmp_path, 6, 5)
+    view.begin("trials")
+    view.refresh()
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_first_worker_writes_the_page_until_one_is_alone(tmp_path: Path) -> None:
+    class Second(Alone):
+        def leads(self) -> bool:
+            return False
+
+    study = run_known(Known({lookup(4): 1.5}), lookup(4))
+    view = LiveView(study, tmp_path, 6, 5, Second())
+    view.begin("trials")
+    assert not list(tmp_path.iterdir())
+    view.begin("finals", is_alone=True)
+    assert "running: finals" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_running_study_is_written_at_most_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("searches.report.page.time.monotonic", lambda: now)
+    study = run_known(Known({lookup(4): 1.5}), lookup(4))
+    view, path = LiveView(study, tmp_path, 6, 5), tmp_path / "report.html"
+    view.begin("trials")
+    assert "running: trials" in path.read_text(encoding="utf-8")
+    path.unlink()
+    now += 59.0
+    view.refresh()
+    assert not path.exists()
+    now += 1.0
+    view.refresh()
+    assert "1 of 5 trials finished" in path.read_text(encoding="utf-8")
+    path.unlink()
+    view.refresh()
+    assert not path.exists()
+    steps: list[int] = []
+    step = view.after(lambda: steps.append(1))
+    step()
+    assert steps == [1]
+    assert not path.exists()
+    now += 60.0
+    step()
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "why"),
+    [
+        (KeyboardInterrupt(), "interrupted", "Interrupted: the same command continues."),
+        (InputError("backend: out of memory"), "failed", "It ended with an error: backend: out of memory"),
+        (ValueError("a password"), "failed", "It ended with an error: ValueError"),
+    ],
+)
+def test_a_study_that_ends_early_says_why(error: BaseException, state: str, why: str, tmp_path: Path) -> None:
+    study = run_known(Known({lookup(4): 1.5}), lookup(4))
+    with pytest.raises(type(error)), LiveView(study, tmp_path, 6, 5).closing():
+        raise error
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f'<span class="badge {state}">{state}</span>' in page
+    assert f"<p>{why}</p>" in page
+    assert "a password" not in page
+    assert 'http-equiv="refresh"' not in page
+
+
+def _trace(figure: dict[str, Any], name: str) -> dict[str, Any]:
+    (trace,) = (trace for trace in figure["data"] if trace["name"] == name)
+    return dict(trace)
+
+
+def _page(folder: Path, study: Any, layers: int = 6) -> str:
+    write_page(folder / "report.html", study, Page(layers, 8))
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None:
+    page = _page(tmp_path, workers_study())
+    figure = figures_of(page)["timeline"]
+    assert figure["layout"]["yaxis"]["categoryarray"] == ["b/10", "b/2", "a/1"]  # from the bottom
+    assert [note["text"] for note in figure["layout"]["annotations"]] == ["b/10", "b/2", "a/1"]
+    killed = _trace(figure, "killed")
+    assert killed["y"] == ["b/2"] and [round(60 * x) for x in killed["x"]] == [70]
+    bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
+    again = {"layer skip, complete", "layer skip, fail", "layer skip, running"}
+    assert bars.keys() == again | {"none, complete", "prompt lookup, complete"}
+    assert "takes over trial 3" in bars["layer skip, fail"]["hovertext"][0]  # the only one: a duplicate took no time
+    assert len(bars["layer skip, fail"]["x"]) == 1
+    assert "Cross: killed." in page
+    assert "3 of 8 trials finished, 1 running, a processor, 8 threads" in page
+
+
+def test_a_study_without_incidents_describes_none(tmp_path: Path) -> None:
+    study = engine_study()
+    figure = timeline(study.trials[:3], datetime.now().astimezone())
+    assert figure is not None
+    assert {trace.type for trace in figure.data} == {"bar"}
+    page = _page(tmp_path, study)
+    assert "Faint: stopped early or not run." not in page
+    assert "Hatched: the engine failed." in page
+    card = page.partition("<h2>Timeline</h2>")[2].partition("</section>")[0]
+    assert not any(word in card for word in ("killed", "took over", "interrupted"))
+
+
+def test_throughput_against_latency_has_the_front_of_the_report(tmp_path: Path) -> None:
+    page = _page(tmp_path, engine_study())
+    figures = figures_of(page)
+    trials = _trace(figures["tpot"], "prompt lookup")
+    assert trials["x"] == [20.0, 30.0, 10.0]
+    assert trials["y"] == [100.0, 90.0, 80.0]
+    assert [round(tail, 9) for tail in trials["error_x"]["array"]] == [10.0, 30.0, 0.0]
+    front = _trace(figures["tpot"], "Pareto front")
+    assert list(zip(front["x"], front["y"], strict=True)) == [(10.0, 80.0), (20.0, 100.0)]
+    plain = _trace(figures["tpot"], "plain decoding")
+    assert (plain["x"], plain["y"]) == ([40.0], [70.0])
+    assert "95 % below 50.0" in plain["text"][0]
+    assert [trace["name"] for trace in figures["ttft"]["data"]] == ["prompt lookup", "Pareto front"]
+    assert "Requests in flight: 8." in page
+    assert 'data-name="ms/token p95">30.0<' in page
+
+
+def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> None:
+    study = engine_study()
+    other = optuna.create_study(study_name="levels", direction="maximize")
+    for trial in study.trials:
+        load = trial.user_attrs.get(FIGURES, {})
+        several = {f"{name}_at_8": value for name, value in load.items()}
+        several |= {f"{name}_at_18": 2 * value for name, value in load.items()}
+        trial.user_attrs = trial.user_attrs | {FIGURES: several}
+        other.add_trial(trial)
+    page = _page(tmp_path, other)
+    figures = figures_of(page)
+    loads = [name for name in figures if name.startswith(("tpot", "ttft"))]
+    assert loads == ["tpot_at_8", "ttft_at_8", "tpot_at_18", "ttft_at_18"]
+    assert _trace(figures["tpot_at_8"], "prompt lookup")["y"] == [100.0, 90.0, 80.0]
+    assert _trace(figures["tpot_at_18"], "prompt lookup")["x"] == [40.0, 60.0, 20.0]
+    assert _trace(figures["tpot_at_18"], "plain decoding")["y"] == [140.0]
+    assert page.count("Requests in flight: 8.") == page.count("Requests in flight: 18.") == 3  # two charts and a table
+    _, lower, higher = page.partition("<h2>Best trials</h2>")[2].partition("</section>")[0].split("<table>")[1:]
+    assert 'data-name="ms/token p95">30.0<' in lower and 'data-name="ms/token p95">60.0<' in higher
+    assert page.index('id="tpot_at_8"') < page.index('id="tpot_at_18"') < page.index('id="timeline"')
+
+
+def test_a_study_of_this_librarys_decoder_has_no_charts_of_load(tmp_path: Path) -> None:
+    assert not {"tpot", "ttft"} & figures_of(_page(tmp_path, workers_study())).keys()

@@ -1,0 +1,189 @@
+"""The duration of a search counts every fit that it used once, also those of other studies and killed processes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from mlflow.tracking import MlflowClient
+
+from layerskip import Export, Sampling, SkipMask, Target
+from layerskip.measure.measurement import Sample
+from searches.report import markdown as report
+from searches.space.bridge_spec import BridgeSpec
+from searches.space.search_space import SearchSpace
+from searches.study.finals import Finals
+from searches.study.objective import Objective
+from searches.study.study import StudySettings, counting_preparation, run_trials
+from searches.study.time_ledger import FITS, SHARED, TimeLedger, record_shared_seconds, recorded_seconds
+from searches.train.bridge_store import BRIDGES_FOLDER, BridgeStore, BridgingSettings
+from tests.searches.conftest import Launch
+from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
+from tests.searches.programs import journal_study, quick, runs, sqlite, tracked
+
+NO_FINALS = Finals((), {}, 0.0)
+LINEAR = BridgeSpec("linear")
+
+
+def _bridge_store(target: Target, outputs: Path, fits: TimeLedger, shared: TimeLedger | None = None) -> BridgeStore:
+    bridge_store = BridgeStore(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), outputs, 0)
+    bridge_store.report_cost = fits.use
+    if shared is not None:
+        bridge_store.report_texts_cost = shared.use
+    return bridge_store
+
+
+def _kept(outputs: Path) -> dict[str, float]:
+    """Return the seconds of every fit in the bridge store, from its files."""
+    found = {}
+    for path in outputs.glob(f"{BRIDGES_FOLDER}/*/*/head.json"):
+        about = json.loads(path.read_text(encoding="utf-8"))
+        if about["kind"] == "bridge":
+            found[path.parent.name] = about["training"]["seconds"]
+    return found
+
+
+def test_fits_count_once_in_every_study_that_uses_them(tiny_target: Target, tmp_path: Path) -> None:
+    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("layers:1", "layers:1-2", "mlp:1")]
+    first, second, killed = (optuna.create_study() for _ in range(3))
+    begin = time.monotonic()
+    ledgers = TimeLedger(first), TimeLedger(first, SHARED)
+    bridge_store = _bridge_store(tiny_target, tmp_path, *ledgers)
+    with counting_preparation(first, ledgers):
+        for mask in (*masks, *masks):  # each is used twice
+            bridge_store.bridge(mask, LINEAR)
+    wall, kept = time.monotonic() - begin, _kept(tmp_path)
+    assert len(kept) == 3
+    assert sum(kept.values()) < report.search_seconds(first, NO_FINALS) <= wall  # includes reading the texts once
+    heads = optuna.create_study()
+    for _ in range(2):  # made, then reused
+        ledgers = TimeLedger(heads), TimeLedger(heads, SHARED)
+        with counting_preparation(heads, ledgers):
+            _bridge_store(tiny_target, tmp_path, *ledgers).head(16)
+        (texts,) = recorded_seconds(heads, SHARED).items()  # nothing was fitted to them
+        assert texts in recorded_seconds(first, SHARED).items()
+        heads = optuna.create_study()
+    ledgers = TimeLedger(second), TimeLedger(second, SHARED)
+    bridge_store = _bridge_store(tiny_target, tmp_path, *ledgers)
+    with counting_preparation(second, ledgers):
+        bridge_store.bridge(masks[0], LINEAR)
+        assert bridge_store.texts
+    assert recorded_seconds(second, SHARED) == recorded_seconds(first, SHARED)
+    assert {name.split()[0] for name in recorded_seconds(second, SHARED)} == {"texts", "reading"}
+    assert min(recorded_seconds(second, SHARED).values()) > 0
+    (used,) = recorded_seconds(second, FITS)
+    assert recorded_seconds(second, FITS) == {used: kept[used]}
+    assert (before := report.search_seconds(second, NO_FINALS)) >= kept[used] + sum(
+        recorded_seconds(second, SHARED).values()
+    )
+    begin, kept = time.monotonic(), _kept(tmp_path)
+    with counting_preparation(second, ledgers):  # reads the texts again for a new mask
+        bridge_store.bridge(SkipMask.parse("mlp:0", tiny_target.layers), LINEAR)
+    again = [seconds for name, seconds in recorded_seconds(second, SHARED).items() if name.startswith("reading")]
+    assert again == [seconds for name, seconds in recorded_seconds(first, SHARED).items() if name.startswith("reading")]
+    (fitted,) = _kept(tmp_path).keys() - kept.keys()
+    assert recorded_seconds(second, FITS)[fitted] == _kept(tmp_path)[fitted]
+    wall = time.monotonic() - begin
+    assert report.search_seconds(second, NO_FINALS) - before <= wall - 0.5 * again[0]  # reading was counted before
+    _bridge_store(tiny_target, tmp_path, TimeLedger(killed)).bridge(masks[0], LINEAR)  # as if the process was killed
+    assert report.search_seconds(killed, NO_FINALS) == kept[used]
+    _bridge_store(tiny_target, tmp_path, TimeLedger(killed)).bridge(masks[0], LINEAR)
+    assert report.search_seconds(killed, NO_FINALS) == kept[used]
+    assert f"took {sum(recorded_seconds(first, FITS).values()):.0f} seconds, 3 times" in report.summary(first, None)
+
+
+def test_fits_of_a_trial_count_once() -> None:
+    study = optuna.create_study()
+    ledger, trial = TimeLedger(study), study.ask()
+    with record_shared_seconds(trial, [ledger]):
+        ledger.use("one", 5.0, 5.0)
+        ledger.use("other", 7.0)
+    trial.set_user_attr("seconds", 6.0)  # its clock ran while one of them was fitted
+    study.tell(trial, 1.0)
+    assert report.search_seconds(study, NO_FINALS) == pytest.approx(5.0 + 7.0 + 1.0)
+
+
+def test_an_interrupted_training_counts_once() -> None:
+    study = optuna.create_study()
+    ledger = TimeLedger(study)
+    ledger.use("one", 5.0, 5.0)
+    ledger.use("training", 7.0, 7.0)  # so far
+    ledger.use("other", 1.0)
+    again = TimeLedger(study)
+    again.use("training", 12.0, 5.0)
+    assert again.seconds_here == 5.0
+    assert recorded_seconds(study, FITS) == {"one": 5.0, "training": 12.0, "other": 1.0}
+    assert list(recorded_seconds(study, FITS)) == ["one", "training", "other"]
+
+
+def test_two_studies_share_a_bridge_store(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
+    which = ("space=bridged", "space.draft_heads=[0]", "scan.proposals.screened=8", "scan.proposals.enqueued=2")
+    tracked(tmp_path)
+    for name in ("one", "two"):
+        more = ("study.n_trials=8", f"study.name={name}", *bridging, *which)
+        done = launch("layerskip", *quick(tiny_folder, tmp_path, *more), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        fits, kept = recorded_seconds(journal_study(tmp_path, name), FITS), _kept(tmp_path)
+        shared = recorded_seconds(journal_study(tmp_path, name), SHARED)
+        assert {name.split()[0] for name in shared} == {"continuation", "profile", "texts", "reading"}
+        assert shared == recorded_seconds(journal_study(tmp_path, "one"), SHARED)
+        assert fits.keys() <= kept.keys()
+        assert fits == {fit: kept[fit] for fit in fits}
+        assert fits
+        seconds = Export.load(tmp_path / name / "best.json").search["seconds"]
+        assert seconds >= sum(fits.values()) + sum(shared.values())
+        assert f"took {sum(fits.values()):.0f} seconds, {len(fits)} times" in (tmp_path / name / "report.md").read_text()
+        (run,) = [run for run in runs(sqlite(tmp_path), "study") if run.data.tags["study"] == name]
+        history = {
+            metric: MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, metric)
+            for metric in ("fit_seconds", "agreement_empty", "agreement_bridged")
+        }
+        assert [m.value for m in sorted(history["fit_seconds"], key=lambda m: m.step)] == list(fits.values())
+        assert {metric: len(found) for metric, found in history.items()} == dict.fromkeys(history, len(fits))
+    logged = [run.data.metrics["search_seconds"] for run in runs(sqlite(tmp_path), "study")]
+    assert seconds in logged
+    trainings = runs(sqlite(tmp_path), "training")
+    assert len(trainings) == sum(fit.startswith("trained-") for fit in kept)
+    for run in trainings:
+        assert run.info.status == "FINISHED"
+        assert run.data.tags["mlflow.parentRunId"]
+        assert {"loss", "fit_seconds", "agreement_empty", "agreement_bridged"} <= run.data.metrics.keys()
+
+
+def test_seconds_of_an_interrupted_trial_count() -> None:
+    class Broken(Known):
+        def compare(self, *_: Any) -> Iterator[dict[str, Sample]]:
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
+    objective = Objective(Broken({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
+
+    def prepare() -> None:
+        with counting_preparation(study):
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare()
+    assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.1
+
+
+def test_the_samplers_time_counts() -> None:
+    class SlowSampler(optuna.samplers.RandomSampler):
+        def infer_relative_search_space(self, *_: Any) -> dict[str, Any]:
+            time.sleep(0.05)
+            return {}
+
+    study = optuna.create_study(direction="maximize", sampler=SlowSampler(0), pruner=optuna.pruners.NopPruner())
+    objective = Objective(Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    run_trials(study, objective, StudySettings(n_trials=2), lambda trial: time.sleep(0.05))  # as MLflow does
+    assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.15

@@ -1,0 +1,246 @@
+"""Verdicts on claims, for every case of a claim and a measurement."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from layerskip import Export, PromptSet, Sampling
+from searches.app.checks import InputError
+from searches.verify import Claim, Speedup, judge, judge_plain
+
+RECORDS = Path(__file__).parents[3] / "notebooks" / "records"
+DATA = Path(__file__).parents[1] / "data"
+CLAIM = Speedup(1.5, 1.4, 1.6)
+TOLERANCE = 0.2  # the lowest speedup is 1.2 by the claim's value, 1.12 by its lower end
+
+
+@pytest.mark.parametrize(
+    ("claim", "measured", "losslessness", "name", "clear"),
+    [
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "exact", "confirmed", True, id="the same again"),
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "near_tie", "confirmed", True, id="near-ties are lossless"),
+        pytest.param(CLAIM, Speedup(2.5, 2.4, 2.6), "exact", "confirmed", True, id="faster than claimed"),
+        pytest.param(CLAIM, Speedup(1.3, 1.2, 1.4), "exact", "confirmed", True, id="the intervals just meet"),
+        pytest.param(CLAIM, Speedup(1.5, 1.01, 2.2), "exact", "confirmed", True, id="wide, but above plain decoding"),
+        pytest.param(None, Speedup(1.05, 1.01, 1.09), "exact", "confirmed", True, id="no figures claimed, faster"),
+        pytest.param(CLAIM, Speedup(1.3, 1.2, 1.39), "exact", "weaker", True, id="significantly below the claim"),
+        pytest.param(CLAIM, Speedup(1.19, 1.01, 2.0), "exact", "weaker", False, id="wide, the value far below the claim"),
+        pytest.param(CLAIM, Speedup(1.3, 0.9, 1.7), "exact", "weaker", False, id="a tie with plain decoding"),
+        pytest.param(CLAIM, Speedup(1.1, 1.0, 1.2), "exact", "weaker", False, id="a tie that touches plain decoding"),
+        pytest.param(None, Speedup(1.0, 0.9, 1.1), "exact", "weaker", False, id="no figures claimed, a tie"),
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "unchecked", "weaker", False, id="nothing was compared"),
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "different", "refuted", True, id="the output changed"),
+        pytest.param(None, Speedup(1.5, 1.4, 1.6), "different", "refuted", True, id="no figures claimed, output changed"),
+        pytest.param(CLAIM, Speedup(0.9, 0.8, 0.99), "exact", "refuted", True, id="slower than plain decoding"),
+        pytest.param(None, Speedup(0.9, 0.8, 0.99), "exact", "refuted", True, id="no figures claimed, slower"),
+        pytest.param(CLAIM, Speedup(1.08, 1.05, 1.11), "exact", "refuted", True, id="faster, the claim out of reach"),
+        pytest.param(CLAIM, Speedup(1.0, 0.9, 1.11), "exact", "refuted", True, id="a tie, the claim out of reach"),
+        pytest.param(Speedup(3.0, 2.8, 3.2), Speedup(1.5, 1.3, 1.8), "exact", "refuted", True, id="all figures doctored"),
+        pytest.param(Speedup(3.0, 1.4, 1.6), Speedup(1.5, 1.4, 1.6), "exact", "refuted", True, id="the value doctored"),
+        pytest.param(
+            Speedup(1.2, 1.4, 1.6), Speedup(1.5, 1.4, 1.6), "exact", "refuted", True, id="a value below its interval"
+        ),
+        pytest.param(
+            Speedup(3.0, 1.4, 3.2), Speedup(1.5, 1.4, 1.6), "exact", "weaker", False, id="value and upper end doctored"
+        ),
+        pytest.param(Speedup(0.8, 0.7, 0.9), Speedup(0.8, 0.7, 0.9), "exact", "refuted", True, id="slower, as claimed"),
+    ],
+)
+def test_a_claim_is_judged(claim: Speedup | None, measured: Speedup, losslessness: str, name: str, clear: bool) -> None:
+    verdict = judge(Claim(claim), measured, losslessness, TOLERANCE)
+    assert (verdict.name, verdict.clear) == (name, clear), verdict.reason
+
+
+@pytest.mark.parametrize("measured", [Speedup(1.5, 1.5, 1.5), Speedup(0.8, 0.8, 0.8)], ids=["faster", "slower"])
+def test_few_outputs_with_a_speed_confirm_and_refute_nothing(measured: Speedup) -> None:
+    """The interval of a single prompt is a point."""
+    verdict = judge(Claim(CLAIM), measured, "exact", TOLERANCE, prompts=1)
+    assert (verdict.name, verdict.clear) == ("weaker", False)
+    assert verdict.reason == "the outputs of only 1 prompts go on after their first token; 5 are the least."
+
+
+@pytest.mark.parametrize(
+    ("repeatable", "now", "name"),
+    [
+        (True, 3.9, "confirmed"),
+        (True, 3.7, "confirmed"),
+        (True, 3.5, "refuted"),
+        (True, 1.8, "refuted"),
+        (False, 1.8, "confirmed"),
+    ],
+)
+def test_fewer_tokens_per_round_on_the_same_prompts_refute(repeatable: bool, now: float, name: str) -> None:
+    """The machine does not change them, so they refute even a speedup within reach."""
+    claim = Claim(CLAIM, tokens_per_round=4.0, repeatable=repeatable)
+    verdict = judge(claim, Speedup(1.5, 1.4, 1.6), "exact", TOLERANCE, now)
+    assert (verdict.name, verdict.clear) == (name, True), verdict.reason
+
+
+def test_the_tolerance_separates_weaker_from_refuted() -> None:
+    found = Speedup(1.3, 1.2, 1.35)
+    assert judge(Claim(CLAIM), found, "exact", 0.0).name == "refuted"
+    assert judge(Claim(CLAIM), found, "exact", 0.1).name == "weaker"
+
+
+@pytest.mark.parametrize(
+    ("claim", "measured", "losslessness", "name", "clear"),
+    [
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "exact", "confirmed", True, id="as fast as claimed"),
+        pytest.param(CLAIM, Speedup(1.08, 1.05, 1.11), "exact", "weaker", True, id="the claim out of reach"),
+        pytest.param(CLAIM, Speedup(1.0, 0.9, 1.11), "exact", "weaker", False, id="a tie, the claim out of reach"),
+        pytest.param(Speedup(4.0, 3.5, 4.6), Speedup(1.5, 1.3, 1.8), "exact", "weaker", True, id="doctored"),
+        pytest.param(CLAIM, Speedup(0.9, 0.8, 0.99), "exact", "refuted", True, id="slower than plain decoding"),
+        pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "different", "refuted", True, id="the output changed"),
+        pytest.param(Speedup(3.0, 1.4, 1.6), Speedup(1.5, 1.4, 1.6), "exact", "refuted", True, id="outside its interval"),
+        pytest.param(Speedup(6.0, 5.0, 7.0), Speedup(1.5, 1.4, 1.6), "exact", "refuted", True, id="more than its rounds"),
+    ],
+)
+def test_a_claim_of_other_prompts_is_not_refuted_for_being_out_of_reach(
+    claim: Speedup, measured: Speedup, losslessness: str, name: str, clear: bool
+) -> None:
+    verdict = judge(Claim(claim, tokens_per_round=4.0, other_work=True), measured, losslessness, TOLERANCE)
+    assert (verdict.name, verdict.clear) == (name, clear), verdict.reason
+    assert name == "refuted" or ("other prompts" in verdict.reason and "prompts=" in verdict.reason)
+
+
+@pytest.mark.parametrize(
+    ("claim", "measured", "losslessness", "name"),
+    [
+        pytest.param(Claim(CLAIM), Speedup(1.5, 1.4, 1.6), "different", "weaker", id="changed, as it may be"),
+        pytest.param(Claim(), Speedup(1.5, 1.4, 1.6), "different", "weaker", id="no figures claimed"),
+        pytest.param(Claim(CLAIM), Speedup(1.5, 1.4, 1.6), "exact", "weaker", id="kept by chance"),
+        pytest.param(
+            Claim(CLAIM, kept_output=True), Speedup(1.5, 1.4, 1.6), "near_tie", "weaker", id="kept, as its evidence states"
+        ),
+        pytest.param(
+            Claim(CLAIM, kept_output=True),
+            Speedup(1.5, 1.4, 1.6),
+            "different",
+            "refuted",
+            id="changed, against its evidence",
+        ),
+        pytest.param(
+            Claim(CLAIM, kept_output=True, other_work=True),
+            Speedup(1.5, 1.4, 1.6),
+            "different",
+            "weaker",
+            id="kept on other prompts",
+        ),
+        pytest.param(Claim(CLAIM), Speedup(0.9, 0.8, 0.99), "different", "refuted", id="slower than plain decoding"),
+        pytest.param(Claim(CLAIM), Speedup(1.08, 1.05, 1.11), "different", "refuted", id="the claim out of reach"),
+    ],
+)
+def test_a_lossy_claim_is_never_confirmed(claim: Claim, measured: Speedup, losslessness: str, name: str) -> None:
+    verdict = judge(replace(claim, lossy=True), measured, losslessness, TOLERANCE)
+    assert verdict.name == name, verdict.reason
+    assert name == "refuted" or "lossy" in verdict.reason
+
+
+def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompts() -> None:
+    export = Export.load(RECORDS / "best-packed-smollm2-2-cores.json")
+    measured = json.loads((RECORDS / "verify-doctored-packed-smollm2-2-cores.json").read_text(encoding="utf-8"))["measured"]
+    found = Speedup(*(measured[name] for name in ("speedup", "speedup_low", "speedup_high")))
+    held_out = PromptSet.packaged().split()[1]
+    doctored = {"speedup": 4.0, "speedup_low": 3.5, "speedup_high": 4.6, "tokens_per_round": 5.0}
+    doctored["tokens_per_second"] = 4.0 * export.evidence["baseline_tokens_per_second"]
+
+    def verdict(decoded: PromptSet, max_new_tokens: int = 48, rounds: float | None = None, **changes: object) -> str:
+        claim = Claim.of(replace(export, evidence={**export.evidence, **changes}), held_out, decoded, max_new_tokens)
+        return judge(claim, found, measured["losslessness"]["verdict"], TOLERANCE, rounds).name
+
+    assert export.evidence["max_new_tokens"] == 48
+    assert verdict(held_out) == "confirmed"
+    rounds = float(export.evidence["tokens_per_round"])
+    assert [verdict(held_out, rounds=rounds * share) for share in (1.0, 0.8)] == ["confirmed", "refuted"]
+    # In shorter outputs, the last round has a larger share and lookups have less text.
+    assert verdict(held_out, 16, rounds * 0.8) == "confirmed"
+    assert verdict(held_out, 16, rounds, **doctored) == "weaker"
+    assert verdict(held_out, **doctored) == "refuted"
+    assert verdict(held_out.take(6), **doctored) == "refuted"  # part of the same work
+    assert verdict(held_out.take(6), **doctored, prompts=None) == "refuted"
+    assert verdict(held_out, **doctored, prompts_digest=held_out.take(12).digest, prompts=12) == "refuted"
+    assert verdict(held_out.take(6), **doctored, prompts_digest=held_out.take(6).digest, prompts=None) == "refuted"
+    assert verdict(held_out, **doctored, prompts_digest=None) == "refuted"  # prompts not stated
+    for other in ("0" * 64, "", 7, ["a"], PromptSet.packaged().split()[0].digest):
+        assert verdict(held_out, **doctored, prompts_digest=other) == "weaker"
+        assert verdict(held_out, **doctored | {"tokens_per_round": 1.8}, prompts_digest=other) == "refuted"
+
+
+@pytest.mark.parametrize(
+    ("doctored", "reason"),
+    [
+        ({}, None),
+        ({"baseline_prefill_seconds": 1.0}, None),  # only decoding is compared
+        ({"tokens_per_second": 60.0}, "it states 1.27 x, but its tokens per second give 3.83 x"),
+        ({"baseline_tokens_per_second": 10.0}, "it states 1.27 x, but its tokens per second give 1.99 x"),
+        ({"decode_seconds": 28.3}, "it states 1.27 x, but its seconds give 2.55 x"),
+        (
+            {"speedup": 1.3, "speedup_low": 1.2, "speedup_high": 1.4},
+            "it states 1.30 x, but its tokens per second give 1.27 x",
+        ),
+        ({"decode_seconds": 28.3, "losslessness": {"verdict": "near_tie"}}, None),  # outputs may differ in length
+        ({"decode_seconds": "?", "tokens_per_second": None}, None),  # no figures
+        (
+            {"speedup": 1.6, "speedup_low": 1.5, "speedup_high": 1.7, "tokens_per_round": 1.4},
+            "1.60 x is more than 1.40 tokens per round",
+        ),
+    ],
+)
+def test_contradictory_evidence_is_refuted(doctored: dict[str, object], reason: str | None) -> None:
+    export = Export.load(DATA / "best-float32-smollm2.json")
+    held_out = PromptSet.packaged().split()[1]
+    export = replace(export, evidence={**export.evidence, **doctored})
+    sampled = replace(export, sampling=Sampling(temperature=1.0))
+    assert not Claim.of(sampled, held_out, held_out, 48).implied  # sampled outputs differ in length
+    claim = Claim.of(export, held_out, held_out, 48)
+    verdict = judge(claim, Speedup(1.27, 1.2, 1.4), "exact", TOLERANCE)
+    assert verdict.name == ("confirmed" if reason is None else "refuted")
+    assert reason is None or f"the evidence contradicts itself: {reason}" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("claim", "name"),
+    [
+        (None, "confirmed"),
+        (Speedup(1.0, 1.0, 1.0), "confirmed"),
+        (Speedup(1.0, 0.9, 1.1), "confirmed"),
+        (Speedup(3.0, 2.8, 3.2), "refuted"),
+        (Speedup(0.5, 0.4, 0.6), "refuted"),
+        (Speedup(3.0, 1.0, 1.0), "refuted"),
+        (Speedup(2.0, 0.9, 2.0), "refuted"),
+        (Speedup(0.95, 0.9, 1.1), "refuted"),
+        (Speedup(1.0, 1.2, 1.4), "refuted"),
+        (Speedup(1.0000001, 0.9, 1.1), "confirmed"),
+    ],
+)
+def test_plain_decoding_has_a_speedup_of_one(claim: Speedup | None, name: str) -> None:
+    assert judge_plain(claim).name == name
+
+
+def test_evidence_has_an_interval_a_value_or_nothing() -> None:
+    whole = {"speedup": 1.5, "speedup_low": 1.4, "speedup_high": 2, "tokens": 3}
+    assert Speedup.claimed(whole) == Speedup(1.5, 1.4, 2.0)
+    assert Speedup.claimed({"speedup": 1.5}) == Speedup(1.5, 1.5, 1.5)
+    assert Speedup.claimed({"tokens_per_second": 40.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("evidence", "named"),
+    [
+        ({"speedup": "fast"}, "evidence.speedup:"),
+        ({"speedup": True}, "evidence.speedup:"),
+        ({"speedup": 0.0}, "evidence.speedup:"),
+        ({"speedup": float("nan")}, "evidence.speedup:"),
+        ({"speedup": float("inf")}, "evidence.speedup:"),
+        ({"speedup_low": 1.0, "speedup_high": 2.0}, "evidence.speedup:"),
+        ({"speedup": 1.5, "speedup_low": 1.4}, "evidence.speedup_high:"),
+        ({"speedup": 1.5, "speedup_low": 2.0, "speedup_high": 1.0}, "evidence.speedup_low:"),
+    ],
+)
+def test_a_bad_speedup_in_the_evidence_is_refused(evidence: dict[str, object], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        Speedup.claimed(evidence)

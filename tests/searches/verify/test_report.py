@@ -1,0 +1,120 @@
+"""The report of a verification names everything that differs from the export's conditions, quantisation included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.utils import instantiate
+
+from layerskip import Export, SpeculativeConfig, Target, TargetError, load_target
+from layerskip.models.environment import environment
+from searches.app.composition import compose_config
+from searches.app.targets import load_exported_target
+from searches.verify import compute_speed_change, differences
+
+LOOKUP = SpeculativeConfig("prompt_lookup", 16, ngram_min=1, ngram_max=2)
+SECONDS = {"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 10.0}
+HERE: dict[str, Any] = {"prompts": {"digest": "abc"}, "max_new_tokens": 48}
+RECORDS = Path(__file__).parents[3] / "notebooks" / "records"
+
+
+def test_every_difference_is_named(tiny_target: Target) -> None:
+    here = environment(tiny_target)
+    there = here | {"threads": 999, "versions": here["versions"] | {"torch": "1.0"}}
+    conditions = {
+        "target": Export.describe(tiny_target),
+        "environment": here,
+        "prompts": {"digest": "abc"},
+        "max_new_tokens": 48,
+    }
+    same = {"prompts_digest": "abc", "max_new_tokens": 48, "speedup": 1.5}
+    assert differences(Export(conditions["target"], LOOKUP, evidence=same, environment=here), conditions) == []
+    other = Export(conditions["target"], LOOKUP, evidence=same | {"max_new_tokens": 128}, environment=there)
+    found = {difference["field"]: difference["exported"] for difference in differences(other, conditions)}
+    assert found == {"environment.threads": "999", "environment.versions.torch": "1.0", "evidence.max_new_tokens": "128"}
+
+
+@pytest.mark.parametrize(
+    ("share", "sentence"),
+    [
+        (0.15, "computes slower, and drafts gain less"),
+        (0.07, "computes faster, and drafts gain more"),
+        (0.11, None),
+    ],
+)
+def test_a_change_of_compute_speed_is_reported(share: float, sentence: str | None, tiny_target: Target) -> None:
+    export = _export(tiny_target, **SECONDS)
+    measured = {"baseline_prefill_seconds": 30 * share, "baseline_decode_seconds": 30.0}  # three repeats
+    change = compute_speed_change(export, HERE | {"measured": measured})
+    assert (change is None) if sentence is None else (change is not None and sentence in change)
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        pytest.param({"baseline_decode_seconds": 10.0}, id="no seconds of prefill"),
+        pytest.param({"baseline_prefill_seconds": "1", "baseline_decode_seconds": 10.0}, id="not a number"),
+        pytest.param({"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 0.0}, id="nothing decoded"),
+        pytest.param(SECONDS | {"max_new_tokens": 128}, id="other work"),
+        pytest.param(SECONDS | {"prompts_digest": "xyz"}, id="of other prompts"),
+        pytest.param(SECONDS | {"prompts_digest": None}, id="of unknown prompts"),
+    ],
+)
+def test_incomparable_figures_report_no_change(figures: dict[str, Any], tiny_target: Target) -> None:
+    measured = {"baseline_prefill_seconds": 3.0, "baseline_decode_seconds": 10.0}
+    assert compute_speed_change(_export(tiny_target, **figures), HERE | {"measured": measured}) is None
+
+
+def test_no_change_is_reported_for_the_kept_record() -> None:
+    export = Export.load(RECORDS / "best-packed-smollm2-2-cores.json")
+    record = json.loads((RECORDS / "verify-packed-smollm2-2-cores.json").read_text(encoding="utf-8"))
+    assert compute_speed_change(export, record) is None
+
+
+def _export(target: Target, **evidence: Any) -> Export:
+    evidence = {"prompts_digest": "abc", "max_new_tokens": 48} | evidence
+    stated = {name: value for name, value in evidence.items() if value is not None}
+    return Export(Export.describe(target), LOOKUP, evidence=stated)
+
+
+FP8 = "{_target_:transformers.FineGrainedFP8Config,weight_block_size:[32,32]}"
+
+
+@pytest.mark.parametrize(
+    "given", [FP8, "{quant_method:fp8,weight_block_size:[32,32]}", "fp8"], ids=["object", "mapping", "name"]
+)
+def test_a_command_line_can_give_any_configuration(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """Without a GPU, transformers itself, or this package for a name, refuses it, and the field is named."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    fields = ["target=local", f"target.path={tiny_folder}", f"target.quantization={given}"]
+    config = compose_config("layerskip", fields)
+    with pytest.raises(Exception, match=r"target\.quantization: .*(GPU|CUDA)") as error:
+        instantiate(config.target)
+    assert isinstance(error.value.__cause__, TargetError)
+
+
+def _conditions(target: Any) -> dict[str, Any]:
+    return {
+        "target": Export.describe(target),
+        "environment": {},
+        "prompts": {"digest": ""},
+        "max_new_tokens": 1,
+    }
+
+
+def test_an_export_of_a_quantised_target_is_verified_on_one(tiny_folder: Path) -> None:
+    pytest.importorskip("torchao")
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu", quantization="torchao-int8")
+    dense = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    export = Export(Export.describe(target), SpeculativeConfig())
+    fields = compose_config("verify", ["export=best.json", "target.device=cpu"]).target
+    loaded = load_exported_target(fields, export)
+    assert (loaded.quantization, loaded.digest) == ("torchao-int8", target.digest)
+    assert differences(export, _conditions(loaded)) == []
+    changed = [("target.quantization", "torchao-int8", "None")]
+    assert [tuple(one.values()) for one in differences(export, _conditions(dense))] == changed
+    plain = Export(Export.describe(dense), SpeculativeConfig())
+    assert [one["field"] for one in differences(plain, _conditions(target))] == ["target.quantization"]

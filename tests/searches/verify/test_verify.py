@@ -1,0 +1,290 @@
+"""Honest exports are confirmed, doctored ones are not, and bad input ends in one line.
+
+No result depends on the speed of the machine: confirmed exports are several times faster, refuted ones claim more than their
+draft length allows or draft in vain, and tied ones decode nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerskip import Export, PromptSet, SpeculativeConfig, load_target
+from layerskip.decoding.stats import DecodeStats
+from layerskip.measure.losslessness import Divergence, Losslessness
+from layerskip.measure.measurement import Sample
+from layerskip.models.environment import machine
+from searches.results import ResultLog
+from searches.study.bench import BASELINE, Bench, ModelBench
+from searches.verify import Claim, Speedup, Verdict, VerifySettings, _is_alike, measure_claim
+from tests.searches.conftest import Launch
+from tests.searches.programs import execute
+from tests.tiny import save_tiny
+
+LOOKUP = SpeculativeConfig("prompt_lookup", 16, ngram_min=1, ngram_max=2)
+ONE_TOKEN = SpeculativeConfig("layer_skip", 1, mask="layers:1")  # at most two tokens per round
+USELESS = SpeculativeConfig("layer_skip", 16, mask="layers:0-1")
+Verified = Callable[..., tuple[int, str, str]]
+FEW = "measure.held_out_prompts=6"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a model that soon repeats itself, so that prompt lookup is fast."""
+    return save_tiny(tmp_path_factory.mktemp("verify") / "model", idle=(0, 1, 2))
+
+
+def _export(file: Path, model: Path, config: SpeculativeConfig, speedup: float | None = None, **target: Any) -> Path:
+    found = {"name": str(model), "revision": None, "architecture": "LlamaForCausalLM", "layers": 3, "dtype": "float32"}
+    interval = () if speedup is None else (speedup, speedup - 0.1, speedup + 0.1)
+    evidence = dict(zip(("speedup", "speedup_low", "speedup_high"), interval, strict=False))
+    Export(found | target, config, evidence=evidence).save(file)
+    return file
+
+
+@pytest.fixture
+def verified(launch: Launch, tmp_path: Path) -> Verified:
+    """Runs the program in a temporary folder; returns its exit code, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        done = launch("verify", *arguments, "outputs=outputs", "target.device=cpu", cwd=tmp_path)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / "outputs" / "verify.json").read_text(encoding="utf-8"))
+    assert record["schema"] == "layerskip.verification/1"
+    return record
+
+
+def test_an_honest_export_is_confirmed(model: Path, tmp_path: Path, launch: Launch) -> None:
+    _export(tmp_path / "best.json", model, LOOKUP, speedup=1.5)
+    done = launch("verify", "best.json", FEW, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "confirmed: " in done.stdout
+    record = _record(tmp_path)
+    assert record["verdict"] == "confirmed"
+    assert record["measured"]["losslessness"]["verdict"] == "exact"
+    assert record["measured"]["prompts"] == record["prompts"]["count"] == 6
+    assert record["claimed"] == {"value": 1.5, "low": 1.4, "high": 1.6}
+    held_out = PromptSet.packaged().split()[1]
+    assert record["prompts"]["digest"] == held_out.take(6).digest
+
+
+def test_a_doctored_claim_is_refuted(model: Path, tmp_path: Path, launch: Launch) -> None:
+    _export(tmp_path / "best.json", model, ONE_TOKEN, speedup=3.0)
+    done = launch("verify", "export=best.json", FEW, "target=local", f"target.path={model}", cwd=tmp_path)
+    assert done.returncode == 4, done.stderr
+    assert "refuted: " in done.stdout
+    assert "Traceback" not in done.stderr
+    assert _record(tmp_path)["verdict"] == "refuted"
+
+
+def test_rounds_must_repeat_only_on_the_same_model(model: Path, tmp_path: Path) -> None:
+    export = Export.load(_export(tmp_path / "best.json", model, LOOKUP))
+    target = load_target(str(model), dtype="float32", device="cpu")
+    assert _is_alike(export, target)
+    assert not _is_alike(export, load_target(str(model), dtype="bfloat16", device="cpu"))
+    assert not _is_alike(export, load_target(str(shutil.copytree(model, tmp_path / "tuned")), dtype="float32", device="cpu"))
+    half = replace(export, target=export.target | {"dtype": "bfloat16"})
+    assert not _is_alike(half, load_target(str(model), dtype="bfloat16", device="cpu"))  # unknown device
+    half = replace(half, environment=machine(target))
+    assert _is_alike(half, load_target(str(model), dtype="bfloat16", device="cpu"))
+
+
+def test_an_export_with_a_slower_configuration_is_refuted(tiny_folder: Path, tmp_path: Path, verified: Verified) -> None:
+    file = _export(tmp_path / "best.json", tiny_folder, USELESS, speedup=1.5)
+    code, printed, _ = verified(str(file), FEW, "measure.max_new_tokens=16")
+    assert (code, _record(tmp_path)["verdict"]) == (4, "refuted"), printed
+
+
+def test_a_tie_is_weaker_when_the_repeats_are_used_up(model: Path, tmp_path: Path, verified: Verified) -> None:
+    file = _export(tmp_path / "best.json", model, LOOKUP)
+    arguments = [str(file), FEW, "measure.max_new_tokens=1"]  # prefill provides it
+    code, printed, _ = verified(*arguments)
+    assert code == 3, printed
+    assert "not significantly faster than plain decoding" in printed
+    assert _record(tmp_path)["repeats"] == 3
+
+
+def test_plain_decoding_is_not_measured(
+    model: Path, tmp_path: Path, verified: Verified, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **named: Any) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(ModelBench, "compare", fail)
+    file = _export(tmp_path / "best.json", model, SpeculativeConfig())
+    code, printed, _ = verified(str(file))
+    assert (code, _record(tmp_path)["measured"]) == (0, None)
+    assert "no drafting" in printed
+
+
+def test_the_model_is_loaded_in_the_exports_dtype_by_default(model: Path, tmp_path: Path, verified: Verified) -> None:
+    file = _export(tmp_path / "best.json", model, SpeculativeConfig(), dtype="float16")
+    verified(str(file))
+    assert (_record(tmp_path)["target"]["dtype"], _record(tmp_path)["differences"]) == ("float16", [])
+    verified(str(file), "target=local", f"target.path={model}")
+    assert _record(tmp_path)["target"]["dtype"] == "float16"
+    _, printed, _ = verified(str(file), "target.dtype=float32")
+    assert _record(tmp_path)["differences"] == [{"field": "target.dtype", "exported": "float16", "now": "float32"}]
+    assert "target.dtype: float16, now float32" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["missing.json"], "missing.json"),
+        (["export=missing.json"], "missing.json"),
+        ([], "export"),
+        (["foreign.json"], "target.layers"),
+        (["broken.json"], "JSON"),
+        (["claim.json"], "evidence.speedup"),
+        (["length.json"], "evidence.max_new_tokens"),
+        (["gone.json"], "target"),
+        (["good.json", "target=local"], "target.path"),
+        (["good.json", "target.dtype=float8"], "target.dtype: "),
+        (["good.json", "target.compile=maybe"], "target.compile: "),
+        (["good.json", "seed=x"], "seed"),
+        (["good.json", "measure.held_out_prompts=4"], "prompts"),
+        (["good.json", "measure.held_out_prompts=0"], "measure.held_out_prompts"),
+        (["good.json", "measure.most_repeats=null"], "measure.most_repeats"),
+        (["good.json", "measure.tolerance=1"], "measure.tolerance"),
+        (["good.json", "measure.colour=red"], "measure.colour"),
+        (["good.json", "record=good.json/verify.json"], "record: "),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    arguments: list[str],
+    named: str,
+    model: Path,
+    tmp_path: Path,
+    verified: Verified,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = _export(Path("good.json"), model, SpeculativeConfig())
+    _export(Path("foreign.json"), model, LOOKUP, layers=30)
+    _export(Path("gone.json"), tmp_path / "gone", LOOKUP)
+    Path("broken.json").write_text("{", encoding="utf-8")
+    for name, evidence in (("claim", {"speedup": "3"}), ("length", {"max_new_tokens": 0})):
+        Path(f"{name}.json").write_text(
+            json.dumps(json.loads(good.read_text(encoding="utf-8")) | {"evidence": evidence}), encoding="utf-8"
+        )
+    code, _, errors = verified(*arguments)
+    assert code == 2, errors
+    assert errors.startswith("error: ")
+    assert named in errors
+    assert errors.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_missing_file_ends_the_process_with_two(tmp_path: Path) -> None:
+    done = execute("verify", "missing.json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: export: cannot read missing.json: No such file or directory\n"
+
+
+def test_an_interrupt_prints_figures_and_the_same_command_resumes(
+    model: Path, tmp_path: Path, verified: Verified, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, decoded = ModelBench.compare, []
+
+    def counted(*args: Any, **named: Any) -> Iterator[dict[str, Sample]]:
+        for row in whole(*args, **named):
+            decoded.append(row[BASELINE].prompt_id)
+            # Exactly as fast as claimed, so that one look suffices.
+            yield {name: replace(sample, decode_seconds=1.5 if name == BASELINE else 1.0) for name, sample in row.items()}
+
+    def interrupted(*args: Any, **named: Any) -> Iterator[dict[str, Sample]]:
+        rows = counted(*args, **named)
+        yield next(rows)
+        yield next(rows)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ModelBench, "compare", interrupted)
+    file = _export(tmp_path / "best.json", model, LOOKUP, speedup=1.5)
+    code, printed, errors = verified(str(file), FEW)
+    assert code == 130
+    assert "| speedup | 1.50 (1.40 to 1.60) |" in printed
+    assert errors == "interrupted after 2 prompts: no verdict; the same command resumes\n"
+    assert not (tmp_path / "outputs" / "verify.json").exists()
+    (begun,) = tmp_path.glob("**/verify-*.jsonl")
+    now = time.time()
+    os.utime(begun, (now, now - 3600))  # an hour ago
+    monkeypatch.setattr(ModelBench, "compare", counted)
+    code, printed, _ = verified(str(file), FEW)
+    assert (code, _record(tmp_path)["measured"]["prompts"]) == (0, 6)
+    assert "2 of them were before an interruption" in printed
+    assert len(decoded) == len(set(decoded)) == 6  # none of them twice
+    code, printed, _ = verified(str(file), FEW)
+    assert code == 0
+    assert "interruption" not in printed
+    assert len(decoded) == 12  # a second run measures again
+    monkeypatch.setattr(ModelBench, "compare", interrupted)
+    assert verified(str(file), FEW)[0] == 130
+    (begun,) = tmp_path.glob("**/verify-*.jsonl")
+    os.utime(begun, (now, now - 86400))
+    monkeypatch.setattr(ModelBench, "compare", counted)
+    code, printed, _ = verified(str(file), FEW)
+    assert (code, len(decoded)) == (0, 12 + 2 + 6)  # rows of a day ago are discarded
+    assert "interruption" not in printed
+
+
+class _Bench(Bench):
+    """A bench with given speedups for the pairs of each comparison."""
+
+    layers, exact, conditions = 3, True, None
+
+    def __init__(self, speedups: Sequence[Sequence[float]], changed: bool = False) -> None:
+        self.speedups, self.comparisons = speedups, 0
+        self.lossless = Losslessness(1, (Divergence("0", 0, 1.0, 0.0),) if changed else ())
+
+    def compare(
+        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, **_: object
+    ) -> Iterator[dict[str, Sample]]:
+        (name,), speedups = configs, self.speedups[self.comparisons]
+        self.comparisons += 1
+        for index, item in enumerate(prompts):
+            seconds = {BASELINE: 1.0, name: 1.0 / speedups[index % len(speedups)]}
+            yield {
+                name: Sample(item.id, item.category, 10, 10, 0.1, spent, 0, DecodeStats(), self.lossless)
+                for name, spent in seconds.items()
+            }
+
+
+@pytest.mark.parametrize(
+    ("speedups", "claim", "name", "repeats"),
+    [
+        pytest.param([[1.5, 1.6]], Speedup(1.5, 1.4, 1.6), "confirmed", 1, id="clear at once"),
+        pytest.param([[0.5, 0.6]], None, "refuted", 1, id="slower at once"),
+        pytest.param([[0.8, 1.3], [3.0, 3.5]], None, "confirmed", 2, id="a tie that a repeat resolves"),
+        pytest.param([[0.8, 1.3]] * 3, None, "weaker", 3, id="a tie to the end"),
+    ],
+)
+def test_it_measures_until_the_verdict_is_clear(
+    speedups: list[list[float]], claim: Speedup | None, name: str, repeats: int
+) -> None:
+    verdict, rows = _measured(_Bench(speedups), claim)
+    assert (verdict.name, len(rows)) == (name, 8 * repeats)
+
+
+def test_a_changed_output_is_refuted_at_once() -> None:
+    verdict, rows = _measured(_Bench([[1.5]], changed=True), None)
+    assert (verdict.name, len(rows)) == ("refuted", 8)
+
+
+def _measured(bench: _Bench, claim: Speedup | None) -> tuple[Verdict, list[Mapping[str, Sample]]]:
+    prompts = PromptSet.of([f"prompt {i}" for i in range(8)])
+    rows: list[Mapping[str, Sample]] = []
+    return measure_claim(bench, LOOKUP, Claim(claim), prompts, VerifySettings(), 0, ResultLog(None), rows.append), rows
