@@ -204,6 +204,10 @@ class CostProfile:
 
 
 def in_steps(verify_seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return the costs of verifying 1, 2, ... drafted tokens in steps of plain decoding (entry 0), to two decimals."""
+    """Return the costs of verifying 1, 2, ... drafted tokens in steps of plain decoding (entry 0), to two decimals.
+
+    They are at least 1.0, because a pass over more tokens reads the same weights. Less means that another program disturbed
+    the timing of a step.
+    """
     step, *others = verify_seconds
-    return tuple(round(seconds / step, 2) for seconds in others)
+    return tuple(max(1.0, round(seconds / step, 2)) for seconds in others)

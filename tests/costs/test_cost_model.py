@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from layerskip import SkipMask, StopRule, Target
-from layerskip.costs.cost_model import CostProfile, DraftExtras
+from layerskip.costs.cost_model import CostProfile, DraftExtras, in_steps
 from layerskip.costs.profile import profile_costs
 from layerskip.models.bridge import BridgeShape
 from layerskip.scan.replay import Counts
@@ -55,6 +55,10 @@ def test_the_costs_of_verification_are_those_of_every_measured_context() -> None
     far = replace(PROFILE, context=90, verify_seconds=(40.0, 50.0, 60.0))
     assert PROFILE.verify_cost == (1.05, 1.2)
     assert replace(PROFILE, others=(far,)).verify_cost == ((10, (1.05, 1.2)), (90, (1.25, 1.5)))
+
+
+def test_a_step_that_was_disturbed_gives_costs_of_at_least_one() -> None:
+    assert in_steps([1.4, 0.1, 1.5, 2.8]) == (1.0, 1.07, 2.0)
 
 
 def test_siblings_cost_no_draft_pass() -> None:
