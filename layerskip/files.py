@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,21 @@ def atomic_write(path: Path, mark: str = "partial") -> Iterator[Path]:
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write to, and move it to ``folder``, which must not hold anything, on success.
+
+    Raises:
+        OSError: the disk is full, even if the library that writes raises another error.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{short_name(folder.name)}.") as temporary:
+        partial = Path(temporary) / folder.name
+        with report_full_disk(folder, Path(temporary) / "probe"):
+            yield partial
+        partial.replace(folder)
 
 
 @contextmanager

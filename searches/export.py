@@ -46,7 +46,7 @@ def export(config: DictConfig) -> None:
     target = load_exported_target(config.target, loaded)
     loaded.check(target)
     if "model" in folders:
-        _save_model(target, folders["model"])
+        target.save(folders["model"])
     if "draft" in folders:
         save_draft(loaded.config, target, folders["draft"], config.engine or "vllm")
     for folder in folders.values():
@@ -99,20 +99,13 @@ def save_draft(config: SpeculativeConfig, target: Target, folder: Path, engine: 
         if part.kind == "layer_skip" and not part.bridge:
             save_draft_checkpoint(target, SkipMask.parse(part.mask, target.layers), folder)
         elif part.draft:
-            _save_model(load_draft(target, part.draft, part.kind != "cross_tokenizer"), folder)
+            load_draft(target, part.draft, part.kind != "cross_tokenizer").save(folder)
         elif part.head:
             save_portable(Path(part.head), folder, target, engine)
         else:
             continue
         return
     raise InputError(f"draft: {config.label()} has no draft that an engine could load")
-
-
-def _save_model(target: Target, folder: Path) -> None:
-    """Write a model and its tokenizer."""
-    target.model.save_pretrained(folder)
-    if target.tokenizer is not None:
-        target.tokenizer.save_pretrained(folder)
 
 
 def _empty(name: str, folder: str) -> Path:

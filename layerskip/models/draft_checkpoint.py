@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import copy
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from layerskip.files import report_full_disk
+from layerskip.files import atomic_folder
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.architecture import UnsupportedModel, architecture
 from layerskip.models.cache import KVCache
@@ -59,15 +58,11 @@ def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) ->
     view = skip_view(target.model, mask)
     cut = _cut(target.model, kept)
     # Written to a temporary folder first, so that the final folder is always complete and checked.
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
-        partial = Path(temporary) / folder.name
-        with report_full_disk(folder, Path(temporary) / "probe"):
-            cut.save_pretrained(partial)
-            if target.tokenizer is not None:
-                target.tokenizer.save_pretrained(partial)
+    with atomic_folder(folder) as partial:
+        cut.save_pretrained(partial)
+        if target.tokenizer is not None:
+            target.tokenizer.save_pretrained(partial)
         _check(target, view, partial, len(kept))
-        partial.replace(folder)
     return folder
 
 

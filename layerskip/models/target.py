@@ -10,6 +10,7 @@ import operator
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -250,6 +251,12 @@ class Target:
             part = "tokenizer" if plain else "chat template"
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise TargetError(f"{field}: refused by the {part} of {self.name}; change one of them: {reason}") from error
+
+    def save(self, folder: str | Path) -> None:
+        """Write weights, configuration and tokenizer as a folder in the layout of Hugging Face."""
+        self.model.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert token ids to text without special tokens; empty if the target has no tokenizer."""

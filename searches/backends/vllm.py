@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from layerskip.config import kinds
 from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
 from layerskip.engines.vllm import API_SERVER, speculation
 from layerskip.export import attachment_digests
-from layerskip.files import digest, report_full_disk, short_name
+from layerskip.files import atomic_folder, digest, short_name
 from layerskip.heads.portable import save_portable
 from layerskip.heads.published_eagle import is_published
 from layerskip.models.environment import machine
@@ -58,7 +57,7 @@ def served_folder(target: Target, folder: Path) -> str:
         with contextlib.suppress(OSError, ValueError):  # it is in the cache that it was loaded from
             return snapshot_download(target.name, revision=target.revision, local_files_only=True)
     saved = folder.resolve() / f"{short_name(source.name.removesuffix('.gguf'))}-{target.digest[:12]}"
-    return _written(saved, lambda partial: _save(target, partial))
+    return _written(saved, target.save)
 
 
 def served_head(config: SpeculativeConfig, target: Target, folder: Path) -> str:
@@ -83,20 +82,9 @@ def served_head(config: SpeculativeConfig, target: Target, folder: Path) -> str:
 def _written(folder: Path, write: Callable[[Path], object]) -> str:
     """Return a folder; if it does not exist, write it under another name first, so that it is always complete."""
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".saving.") as temporary:
-            partial = Path(temporary) / folder.name
-            with report_full_disk(folder, Path(temporary) / "probe"):
-                write(partial)
-            partial.replace(folder)
+        with atomic_folder(folder) as partial:
+            write(partial)
     return str(folder)
-
-
-def _save(target: Target, folder: Path) -> None:
-    """Save weights, configuration and tokenizer."""
-    target.model.save_pretrained(folder)
-    if target.tokenizer is not None:
-        target.tokenizer.save_pretrained(folder)
 
 
 _KEPT_LAYERS = (

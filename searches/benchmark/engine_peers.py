@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 
 from layerskip import DecodeStats, Round, Target, UnsupportedModel
 from layerskip.decoding.decode import DecodeResult
+from layerskip.files import atomic_folder
 from layerskip.measure.measure import Task
 from layerskip.models.loading import load_draft
 from layerskip.models.positions import max_positions
@@ -165,15 +166,13 @@ class EnginePeer:
         name = f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}"
         saved = self.folder / name
         if not (saved / "config.json").exists():
-            with _complete(saved) as partial:
-                model.model.save_pretrained(partial)
-                if model.tokenizer is not None:
-                    model.tokenizer.save_pretrained(partial)
+            with atomic_folder(saved) as partial:
+                model.save(partial)
         if self.engine != "openvino_genai":
             return saved
         converted = self.folder / f"{name}-openvino"
         if not converted.exists():
-            with _complete(converted) as partial:
+            with atomic_folder(converted) as partial:
                 precision = "fp16" if model.dtype == "float16" else "fp32"  # which contains bfloat16
                 command = [self.python or sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
                 command += ["--model", str(saved), "--task", "text-generation-with-past", "--weight-format", precision]
@@ -188,13 +187,3 @@ def _intel_openmp(python: str) -> dict[str, str]:
     """Return the variable that loads Intel's OpenMP first, which vLLM asks for; its wheel for CPUs has it."""
     library = Path(str(shutil.which(python))).parent.parent / "lib" / "libiomp5.so"
     return {"LD_PRELOAD": str(library)} if library.is_file() and "LD_PRELOAD" not in os.environ else {}
-
-
-@contextlib.contextmanager
-def _complete(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes ``folder`` once it is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
-        partial = Path(temporary) / folder.name
-        yield partial
-        partial.replace(folder)
