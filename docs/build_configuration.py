@@ -16,7 +16,7 @@ from hydra.utils import get_object
 from omegaconf import ListConfig, OmegaConf
 
 from build_results import table, write_or_check
-from layerskip.config import Field, Kind, kinds
+from layerskip.config import Field, Method, methods
 from searches.app.composition import compose_config, fields_of
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -49,7 +49,7 @@ Every program is a [Hydra](https://hydra.cc) application. `group=choice` picks t
 `field=value` overrides one field. `--cfg job` prints the fields instead of running the program:
 
 ```bash
-.venv/bin/python -m searches.layerskip experiment=smoke study.n_trials=12 space.kinds=[none,prompt_lookup] --cfg job
+.venv/bin/python -m searches.layerskip experiment=smoke study.n_trials=12 space.methods=[none,prompt_lookup] --cfg job
 ```
 
 A field means the same in every program and is described once. Fields of `bridging` are those of `searches.train`.
@@ -140,7 +140,7 @@ def page() -> Iterator[str]:
                 yield from (f"### `{group}`", "", _choices(group) + (f" Also in {_listed(users)}." if users else ""), "")
                 yield from _table(group_fields(group), known | training if group == "bridging" else known)
             yield from ("### `experiment`", "", f"{_choices('experiment')} Each sets fields of the groups above.", "")
-    yield from (DRAFTERS, *table(["kind", "source of the draft", "fields"], drafter_rows()), "")
+    yield from (DRAFTERS, *table(["method", "source of the draft", "fields"], drafter_rows()), "")
     yield from _table(drafter_fields(), {})
     yield from ("## Programs that test the search", "", "Their fields are described in their files in `conf/`.", "")
     for path in sorted(CONF.glob("*.yaml")):
@@ -149,32 +149,32 @@ def page() -> Iterator[str]:
 
 
 def drafter_rows() -> Iterator[list[str]]:
-    """One row for each kind of drafter: the source of its drafts, and what a study chooses its fields from."""
-    for kind in kinds().values():
-        fields = [f"`{field.name}`{_searched(kind, field)}" for field in kind.fields]
-        yield [f"[`{kind.name}`](drafters.md#{kind.name})", kind.source, ", ".join(fields) or "-"]
+    """One row for each method: the source of its drafts, and what a study chooses its fields from."""
+    for method in methods().values():
+        fields = [f"`{field.name}`{_searched(method, field)}" for field in method.fields]
+        yield [f"[`{method.name}`](drafters.md#{method.name})", method.source, ", ".join(fields) or "-"]
 
 
-def _searched(kind: Kind, field: Field) -> str:
+def _searched(method: Method, field: Field) -> str:
     """The range or the choices of a field, and its first value."""
-    first = kind.first.get(field.name)
+    first = method.first.get(field.name)
     if field.range is not None:
         low, high = field.range
         chains = f" or {field.chains}" if field.chains is not None and not low <= field.chains <= high else ""
         return f" {low:g} to {high:g}{chains} ({first})"
-    return f" {'/'.join(field.choices)} ({getattr(first, 'kind', first)})" if field.choices else ""
+    return f" {'/'.join(field.choices)} ({getattr(first, 'method', first)})" if field.choices else ""
 
 
 def drafter_fields() -> Fields:
     """The fields that some drafter has. Where drafters differ, the meaning names them."""
     meanings: dict[str, dict[str, list[str]]] = {}
     defaults: dict[str, str] = {}
-    for kind in kinds().values():
-        for field in kind.fields:
+    for method in methods().values():
+        for field in method.fields:
             meaning = f"{field.meaning}, in {field.unit}" if field.unit else field.meaning
-            meanings.setdefault(field.name, {}).setdefault(meaning, []).append(f"`{kind.name}`")
-            defaults[field.name] = "" if field.required else _value(getattr(field.default, "kind", field.default))
-    found = {"accept": ("exact", "the acceptance rule of all kinds that draft; see [rules](drafters.md#lossy-rules)")}
+            meanings.setdefault(field.name, {}).setdefault(meaning, []).append(f"`{method.name}`")
+            defaults[field.name] = "" if field.required else _value(getattr(field.default, "method", field.default))
+    found = {"accept": ("exact", "the acceptance rule of all methods that draft; see [rules](drafters.md#lossy-rules)")}
     for name, by_meaning in meanings.items():
         text = [f"{', '.join(of)}: {meaning}" if len(by_meaning) > 1 else meaning for meaning, of in by_meaning.items()]
         found[name] = (defaults[name], ". ".join(text))

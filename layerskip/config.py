@@ -1,6 +1,6 @@
 """``SpeculativeConfig``: a frozen dataclass that defines how to decode, and the declarations that it is checked by.
 
-A configuration has a kind of drafter and the fields of that kind. A field of another kind is refused by name, so two
+A configuration has a method and the fields of that method. A field of another method is refused by name, so two
 configurations that decode alike are equal. A drafter declares its :class:`Kind` with its class
 (:class:`layerskip.decoding.drafter.Drafter`); validation, search spaces, benchmarks, colours and tables of documentation are
 derived from it. Does not import torch.
@@ -40,11 +40,11 @@ def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str
 
 
 def refuse_foreign(value: Any, known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    """Raise ``ConfigError`` for a field of a dataclass that is set although its kind does not read it.
+    """Raise ``ConfigError`` for a field of a dataclass that is set although its method does not read it.
 
     Args:
         value: the dataclass.
-        known: the names of the fields that its kind reads.
+        known: the names of the fields that its method reads.
         owner: the fields' owner, for the message.
         prefix: put before the field in the message.
     """
@@ -59,19 +59,19 @@ def check_type(name: str, value: Any, expected: type) -> None:
         raise ConfigError(f"{name}: {value!r} is not a {expected.__name__}")
 
 
-def check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise ``ConfigError`` for a value that is not an integer from ``least`` to ``most``.
+def check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    """Raise ``ConfigError`` for a value that is not an integer from ``minimum`` to ``maximum``.
 
     Args:
         name: the field, for the message.
         value: the value to check.
-        least: the smallest valid value.
-        most: the largest valid value; None for no limit.
+        minimum: the smallest valid value.
+        maximum: the largest valid value; None for no limit.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}: {value!r} is not a whole number of at least {least}")
-    if most is not None and value > most:
-        raise ConfigError(f"{name}: {value} is more than {most}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{name}: {value!r} is not a whole number of at least {minimum}")
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{name}: {value} is more than {maximum}")
 
 
 def check_text(name: str, value: str) -> None:
@@ -80,17 +80,17 @@ def check_text(name: str, value: str) -> None:
         raise ConfigError(f"{name}: {value!r} has characters that cannot be printed")
 
 
-def check_number(name: str, value: Any, least: float, most: float) -> None:
-    """Raise ``ConfigError`` for a value that is not a number from ``least`` to ``most``.
+def check_number(name: str, value: Any, minimum: float, maximum: float) -> None:
+    """Raise ``ConfigError`` for a value that is not a number from ``minimum`` to ``maximum``.
 
     Args:
         name: the field, for the message.
         value: the value to check.
-        least: the smallest valid value.
-        most: the largest valid value.
+        minimum: the smallest valid value.
+        maximum: the largest valid value.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ConfigError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
+        raise ConfigError(f"{name}: {value!r} is not a number from {minimum:g} to {maximum:g}")
 
 
 Costs = tuple[float, ...] | tuple[tuple[int, tuple[float, ...]], ...]
@@ -118,8 +118,8 @@ def costs_at(costs: Costs, context: int) -> tuple[float, ...]:
     return tuple(one + share * (other - one) for one, other in zip(low[1], high[1], strict=True))
 
 
-def check_costs(name: str, costs: Any, least: float) -> None:
-    """Raise ``ConfigError`` for a value that is not :data:`Costs` of at least ``least``."""
+def check_costs(name: str, costs: Any, minimum: float) -> None:
+    """Raise ``ConfigError`` for a value that is not :data:`Costs` of at least ``minimum``."""
     if not isinstance(costs, tuple):
         raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
     pairs = [entry for entry in costs if isinstance(entry, tuple)]
@@ -133,7 +133,7 @@ def check_costs(name: str, costs: Any, least: float) -> None:
             raise ConfigError(f"{name}: contexts must rise, and have as many numbers each")
     for table in tables_of(costs):
         for cost in table:
-            check_number(name, cost, least, 1e6)
+            check_number(name, cost, minimum, 1e6)
 
 
 def as_tuples(value: Any) -> Any:
@@ -149,15 +149,15 @@ def as_lists(value: Any) -> Any:
 class _Rule:
     """A kind of rule with its parameters, which are numbers in [0, 1] or booleans."""
 
-    kind: str
+    method: str
 
     _NAME: ClassVar[str]
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]]
 
     def __post_init__(self) -> None:
-        self._check_kind(self.kind)
-        refuse_foreign(self, ("kind", *self._FIELDS[self.kind]), f"{self._NAME} rule {self.kind}", f"{self._NAME}.")
-        for name in self._FIELDS[self.kind]:
+        self._check_method(self.method)
+        refuse_foreign(self, ("method", *self._FIELDS[self.method]), f"{self._NAME} rule {self.method}", f"{self._NAME}.")
+        for name in self._FIELDS[self.method]:
             value = getattr(self, name)
             if isinstance(getattr(type(self), name), bool):
                 check_type(f"{self._NAME}.{name}", value, bool)
@@ -165,34 +165,34 @@ class _Rule:
                 check_number(f"{self._NAME}.{name}", value, 0.0, 1.0)
 
     @classmethod
-    def _check_kind(cls, kind: Any) -> None:
-        if not isinstance(kind, str) or kind not in cls._FIELDS:
-            raise ConfigError(f"{cls._NAME}.kind: {kind!r} is not one of {', '.join(cls._FIELDS)}")
+    def _check_method(cls, method: Any) -> None:
+        if not isinstance(method, str) or method not in cls._FIELDS:
+            raise ConfigError(f"{cls._NAME}.method: {method!r} is not one of {', '.join(cls._FIELDS)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that this kind of rule reads, as plain values."""
-        return {"kind": self.kind} | {name: getattr(self, name) for name in self._FIELDS[self.kind]}
+        return {"method": self.method} | {name: getattr(self, name) for name in self._FIELDS[self.method]}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any] | str) -> Self:
-        """Build from plain values or from the name of a kind alone.
+        """Build from plain values or from the name of a method alone.
 
         Raises:
-            ConfigError: an unknown kind, a field that the kind does not read, or a value out of range.
+            ConfigError: an unknown method, a field that the method does not read, or a value out of range.
         """
         if isinstance(fields, str):
-            fields = {"kind": fields}
+            fields = {"method": fields}
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{cls._NAME}: {fields!r} is neither the name of a rule nor a table of its fields")
-        kind = fields.get("kind", cls.kind)
-        cls._check_kind(kind)
-        refuse_unknown(fields, ("kind", *cls._FIELDS[kind]), f"{cls._NAME} rule {kind}", f"{cls._NAME}.")
+        method = fields.get("method", cls.method)
+        cls._check_method(method)
+        refuse_unknown(fields, ("method", *cls._FIELDS[method]), f"{cls._NAME} rule {method}", f"{cls._NAME}.")
         return cls(**fields)
 
 
 @dataclass(frozen=True)
 class StopRule(_Rule):
-    """The condition under which a drafter stops before ``draft_length``.
+    """The condition under which a drafter stops before ``num_speculative_tokens``.
 
     ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
     token) is below ``threshold``. ``adaptive``: as ``threshold``, with a threshold that follows the acceptance rate as in
@@ -201,7 +201,7 @@ class StopRule(_Rule):
     ``target_acceptance``, else down, smoothed by ``threshold_decay``.
 
     Args:
-        kind: ``length``, ``threshold`` or ``adaptive``.
+        method: ``length``, ``threshold`` or ``adaptive``.
         threshold: confidence in [0, 1]; for ``adaptive`` the initial one.
         target_acceptance: the acceptance rate that ``adaptive`` aims at, in [0, 1].
         step: how far ``adaptive`` moves the threshold per round, in [0, 1].
@@ -211,7 +211,7 @@ class StopRule(_Rule):
             prompt starts with ``threshold``.
     """
 
-    kind: str = "length"
+    method: str = "length"
     threshold: float = 0.6
     target_acceptance: float = 0.9
     step: float = 0.01
@@ -241,13 +241,13 @@ class AcceptRule(_Rule):
     section 2.3.1.
 
     Args:
-        kind: ``exact``, ``threshold`` or ``typical``.
+        method: ``exact``, ``threshold`` or ``typical``.
         threshold: in [0, 1].
         epsilon: in [0, 1].
         delta: in [0, 1].
     """
 
-    kind: str = "exact"
+    method: str = "exact"
     threshold: float = 0.3
     epsilon: float = 0.09
     delta: float = 0.3
@@ -262,7 +262,7 @@ class AcceptRule(_Rule):
     @property
     def lossless(self) -> bool:
         """True if the output follows the target's own distribution."""
-        return self.kind == "exact"
+        return self.method == "exact"
 
 
 EXACT = AcceptRule()
@@ -282,15 +282,15 @@ class Field:
         default: the value where none is given. Its type is that of all values.
         meaning: one phrase for the documentation.
         unit: of the values, such as ``tokens``; empty for none.
-        least: the smallest valid value of a whole number. Other numbers are from 0 to 1.
+        minimum: the smallest valid value of a whole number. Other numbers are from 0 to 1.
         range: the lowest and the highest value that a study chooses; None if it chooses no number.
         log: whether a study chooses on a logarithmic scale.
         choices: the values that a study chooses from. Texts of a field that is no path have no other values.
         first: the value in the first configuration of a study and in the benchmark; None for the default.
-        at_least: the name of a field that precedes this one in its kind, and whose value is a lower bound.
+        at_least: the name of a field that precedes this one in its method, and whose value is a lower bound.
         chains: the value with which chains are drafted in place of trees. Outside ``range``, a study chooses it half of the
             time. A target that cannot verify trees leaves this value alone.
-        used: whether a configuration of the kind reads the field. Otherwise it must keep its default.
+        used: whether a configuration of the method reads the field. Otherwise it must keep its default.
         path: whether it names a file, a folder or a model. A study chooses from those that its user names.
         required: whether a path must be given.
         omitted: whether ``to_dict`` leaves it out if it is empty.
@@ -300,7 +300,7 @@ class Field:
     default: Any
     meaning: str
     unit: str = ""
-    least: int = 1
+    minimum: int = 1
     range: tuple[float, float] | None = None
     log: bool = False
     choices: tuple[str, ...] = ()
@@ -318,34 +318,35 @@ class Field:
         if isinstance(self.default, (bool, str, StopRule)):
             check_type(self.name, value, type(self.default))
         elif isinstance(self.default, int):
-            check_integer(self.name, value, self.least)
+            check_integer(self.name, value, self.minimum)
         elif isinstance(self.default, float):
             check_number(self.name, value, 0.0, 1.0)
         if isinstance(value, str) and self.choices and value not in self.choices:
             raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
         if self.required and not value:
-            raise ConfigError(f"{self.name}: {config.kind} needs {self.meaning}")
+            raise ConfigError(f"{self.name}: {config.method} needs {self.meaning}")
         if self.at_least and value < config.value(self.at_least):
             raise ConfigError(f"{self.name}: {value} is below {self.at_least}, {config.value(self.at_least)}")
 
 
 _SHARED = (
-    Field("draft_length", 4, "the most tokens of a draft, or the greatest depth of a tree"),
+    Field("num_speculative_tokens", 4, "the most tokens of a draft, or the greatest depth of a tree"),
     Field("mask", "", "the skipped sub-layers"),
     Field("bridge", "", "the folder of bridges that replace the skipped sub-layers", path=True, omitted=True),
     Field("draft_head", "", "the folder of a draft head, which reduces the vocabulary of drafts", path=True, omitted=True),
     Field("stop", NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive")),
-    Field("ngram_min", 1, "the shortest n-gram to look up", "tokens"),
-    Field("ngram_max", 3, "the longest n-gram, which is tried first", "tokens", at_least="ngram_min"),
+    Field("prompt_lookup_min", 1, "the shortest n-gram to look up", "tokens"),
+    Field("prompt_lookup_max", 3, "the longest n-gram, which is tried first", "tokens", at_least="prompt_lookup_min"),
     Field("match", "last", "which of several matches is copied from", choices=("last", "first")),
     Field("datastore", "", "the folder of a datastore", path=True),
     Field("tree_tokens", 8, "the most tokens of a tree"),
-    Field("candidates", 4, "how many successors are kept of each token"),
+    Field("top_k", 4, "how many successors are kept of each token"),
+    Field("guess_set_size", 4, "how many n-grams are kept and verified for each first token"),
     Field("window", 5, "how many guesses each row of the window holds"),
-    Field("siblings", 0, "how many alternatives to each drafted token may be verified; 0 drafts chains", least=0),
-    Field("least_probability", 0.05, "a branch ends where its probability falls below this value", log=True),
+    Field("siblings", 0, "how many alternatives to each drafted token may be verified; 0 drafts chains", minimum=0),
+    Field("min_token_prob", 0.05, "a branch ends where its probability falls below this value", log=True),
     Field("head", "", "the folder of a trained head", path=True, required=True),
-    Field("draft", "", "a hub id, a folder or a .gguf file", path=True, required=True),
+    Field("draft_model", "", "a hub id, a folder or a .gguf file", path=True, required=True),
     Field("members", (), "at least two configurations that draft"),
     Field("verify_cost", (), "the cost of verifying 1, 2, ... drafted tokens", "steps of plain decoding", omitted=True),
     Field("draft_cost", (), "the cost of each member per drafted token or level", "steps of plain decoding", omitted=True),
@@ -354,7 +355,7 @@ _FIELDS = {each.name: each for each in _SHARED}
 
 
 def shared(name: str, **changes: Any) -> Field:
-    """Return a field that several kinds have, as one of them declares it: with its own range, first value or meaning.
+    """Return a field that several methods have, as one of them declares it: with its own range, first value or meaning.
 
     Args:
         name: an attribute of :class:`SpeculativeConfig`.
@@ -364,15 +365,15 @@ def shared(name: str, **changes: Any) -> Field:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The declaration of a kind of drafter. Everything that a program lists by kind is derived from it.
+class Method:
+    """The declaration of a method. Everything that a program lists by method is derived from it.
 
     Args:
-        name: the value of ``SpeculativeConfig.kind``.
-        fields: the fields that a configuration of this kind has, apart from ``kind`` and ``accept``. Those that are no
+        name: the value of ``SpeculativeConfig.method``.
+        fields: the fields that a configuration of this method has, apart from ``method`` and ``accept``. Those that are no
             attributes of :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.option`.
         source: where its drafts come from, as a phrase for the documentation.
-        rank: its place among all kinds, the simplest first. It decides ties between finalists, and the order of tables.
+        rank: its place among all methods, the simplest first. It decides ties between finalists, and the order of tables.
         color: in charts, as ``#rrggbb``; empty for one that follows from the name.
         short: its name in at most ten characters; empty for the name itself.
         label: what a configuration's label shows in parentheses.
@@ -382,9 +383,9 @@ class Kind:
         second: whether a cascade may put it after a prompt lookup.
         paired: whether a study tries its first configuration after a prompt lookup at once.
         also: further configurations that a study tries first, as values by field.
-        benchmark: values of the benchmark's row that differ from the first configuration; None leaves the kind out.
-        method: the term of engines for this way of drafting; empty if they have none.
-        no_method: why engines cannot draft in this way.
+        benchmark: values of the benchmark's row that differ from the first configuration; None leaves the method out.
+        engine_method: the term of engines for this way of drafting; empty if they have none.
+        no_engine: why engines cannot draft in this way.
     """
 
     name: str
@@ -401,19 +402,19 @@ class Kind:
     paired: bool = False
     also: tuple[Mapping[str, Any], ...] = ()
     benchmark: Mapping[str, Any] | None = field(default_factory=dict)
-    method: str = ""
-    no_method: str = "no engine knows it"
+    engine_method: str = ""
+    no_engine: str = "no engine knows it"
 
     def __post_init__(self) -> None:
         names = [each.name for each in self.fields]
-        for name in ("kind", "accept", "options", *names):
-            if names.count(name) > (name not in ("kind", "accept", "options")):
+        for name in ("method", "accept", "options", *names):
+            if names.count(name) > (name not in ("method", "accept", "options")):
                 raise ValueError(f"{self.name}.{name}: is declared twice")
         if not self.name.isidentifier() or not all(map(str.isidentifier, names)):
             raise ValueError(f"{self.name}: it and its fields are not all names")
         for each in self.fields:
             if each.name in _FIELDS and each.default != _FIELDS[each.name].default:
-                raise ValueError(f"{self.name}.{each.name}: has another default than in other kinds")
+                raise ValueError(f"{self.name}.{each.name}: has another default than in other methods")
         for place, each in enumerate(self.fields):
             if each.at_least and each.at_least not in names[:place]:
                 raise ValueError(f"{self.name}.{each.name}: follows {each.at_least}")
@@ -430,13 +431,13 @@ class Kind:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The defaults of the fields that only this kind has."""
+        """The defaults of the fields that only this method has."""
         return {each.name: each.default for each in self.fields if each.name not in _FIELDS}
 
     @property
     def known(self) -> tuple[str, ...]:
-        """The names of all fields that a configuration of this kind may set."""
-        return ("kind", *(each.name for each in self.fields), *(("accept",) if self.name != "none" else ()))
+        """The names of all fields that a configuration of this method may set."""
+        return ("method", *(each.name for each in self.fields), *(("accept",) if self.name != "none" else ()))
 
     @property
     def first(self) -> dict[str, Any]:
@@ -450,34 +451,36 @@ class Kind:
         found = {each.name: "???" for each in self.fields if each.required} | self.first | dict(self.benchmark or {})
         for name, value in found.items():
             if isinstance(value, StopRule):
-                found[name] = value.kind if value.kind == "length" else value.to_dict()
+                found[name] = value.method if value.method == "length" else value.to_dict()
         return {name: value for name, value in found.items() if value != ()}
 
 
-_KINDS: dict[str, Kind] = {}
+_METHODS: dict[str, Method] = {}
 
 
-def declare(kind: Kind, again: bool = False) -> None:
-    """Make a kind of drafter known.
+def declare(method: Method, again: bool = False) -> None:
+    """Make a method known.
 
     Args:
-        kind: the declaration.
+        method: the declaration.
         again: whether it replaces an earlier one of the same class, as when a cell of a notebook runs twice.
 
     Raises:
-        ValueError: another kind has its name.
+        ValueError: another method has its name.
     """
-    if not again and _KINDS.get(kind.name, kind) is not kind:
-        raise ValueError(f"kind: {kind.name} is declared twice")
-    _KINDS[kind.name] = kind
+    if not again and _METHODS.get(method.name, method) is not method:
+        raise ValueError(f"method: {method.name} is declared twice")
+    _METHODS[method.name] = method
 
 
-def kinds() -> Mapping[str, Kind]:
-    """Return all known kinds by name, in the order of their ranks, plain decoding (``none``) first."""
-    return MappingProxyType(dict(sorted(_KINDS.items(), key=lambda item: (item[1].rank, item[0]))))
+def methods() -> Mapping[str, Method]:
+    """Return all known methods by name, in the order of their ranks, plain decoding (``none``) first."""
+    return MappingProxyType(dict(sorted(_METHODS.items(), key=lambda item: (item[1].rank, item[0]))))
 
 
-PLAIN = Kind("none", source="nothing", rank=0, color="#666666", lookup=True, second=False, benchmark=None, method="none")
+PLAIN = Method(
+    "none", source="nothing", rank=0, color="#666666", lookup=True, second=False, benchmark=None, engine_method="none"
+)
 """Plain decoding, which a configuration has by default."""
 declare(PLAIN)
 
@@ -486,14 +489,14 @@ declare(PLAIN)
 class SpeculativeConfig:
     """One way to decode.
 
-    Which of the fields a kind reads, and what they mean there, its drafter declares; in general they mean what
-    :data:`_SHARED` says. A field that a kind does not read keeps its default.
+    Which of the fields a method reads, and what they mean there, its drafter declares; in general they mean what
+    :data:`_SHARED` says. A field that a method does not read keeps its default.
 
     Args:
-        kind: ``none`` (plain decoding) or a declared kind of drafter, such as ``prompt_lookup``.
+        method: ``none`` (plain decoding) or a declared method, such as ``prompt_lookup``.
         mask: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
-        draft: as in ``load_target``.
-        accept: the acceptance rule, for all kinds that draft. Any rule but ``exact`` changes the output.
+        draft_model: as in ``load_target``.
+        accept: the acceptance rule, for all methods that draft. Any rule but ``exact`` changes the output.
         members: the configurations that a cascade chooses from; see :class:`~layerskip.drafters.cascade.Cascade`.
         verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as measured by
             :func:`~layerskip.costs.timing.time_verification`. Longer drafts are extrapolated linearly,
@@ -505,29 +508,30 @@ class SpeculativeConfig:
             each member, in steps of plain decoding, as measured by
             :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups. Pairs as above are possible. Empty if
             unknown.
-        options: the fields that only this kind has, as pairs of name and value.
+        options: the fields that only this method has, as pairs of name and value.
 
     Raises:
-        ConfigError: a value is out of range, or a field is set that ``kind`` does not read.
+        ConfigError: a value is out of range, or a field is set that ``method`` does not read.
     """
 
-    kind: str = "none"
-    draft_length: int = _FIELDS["draft_length"].default
+    method: str = "none"
+    num_speculative_tokens: int = _FIELDS["num_speculative_tokens"].default
     mask: str = ""
     bridge: str = ""
     draft_head: str = ""
     stop: StopRule = NEVER
-    ngram_min: int = _FIELDS["ngram_min"].default
-    ngram_max: int = _FIELDS["ngram_max"].default
+    prompt_lookup_min: int = _FIELDS["prompt_lookup_min"].default
+    prompt_lookup_max: int = _FIELDS["prompt_lookup_max"].default
     match: str = _FIELDS["match"].default
     datastore: str = ""
     tree_tokens: int = _FIELDS["tree_tokens"].default
-    candidates: int = _FIELDS["candidates"].default
+    top_k: int = _FIELDS["top_k"].default
+    guess_set_size: int = _FIELDS["guess_set_size"].default
     window: int = _FIELDS["window"].default
     siblings: int = _FIELDS["siblings"].default
-    least_probability: float = _FIELDS["least_probability"].default
+    min_token_prob: float = _FIELDS["min_token_prob"].default
     head: str = ""
-    draft: str = ""
+    draft_model: str = ""
     accept: AcceptRule = EXACT
     members: tuple[SpeculativeConfig, ...] = ()
     verify_cost: Costs = ()
@@ -535,45 +539,45 @@ class SpeculativeConfig:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        kind = _kind(self.kind)
-        refuse_foreign(self, (*kind.known, "options"), f"kind {self.kind}")
-        refuse_unknown(dict(self.options), tuple(kind.options), f"kind {self.kind}")
-        given = dict(kind.options) | dict(self.options)  # so that two configurations that decode alike are equal
-        object.__setattr__(self, "options", tuple((name, given[name]) for name in kind.options))
+        method = _method(self.method)
+        refuse_foreign(self, (*method.known, "options"), f"method {self.method}")
+        refuse_unknown(dict(self.options), tuple(method.options), f"method {self.method}")
+        given = dict(method.options) | dict(self.options)  # so that two configurations that decode alike are equal
+        object.__setattr__(self, "options", tuple((name, given[name]) for name in method.options))
         check_type("accept", self.accept, AcceptRule)
-        for each in kind.fields:
+        for each in method.fields:
             each.check(self)
-        kind.check(self)
-        for each in kind.fields:
+        method.check(self)
+        for each in method.fields:
             if not each.used(self) and self.value(each.name) != each.default:
-                raise ConfigError(f"{each.name}: has no effect in this configuration of {self.kind}")
+                raise ConfigError(f"{each.name}: has no effect in this configuration of {self.method}")
         try:
             object.__setattr__(self, "mask", normalise(self.mask))
         except MaskError as error:
             raise ConfigError(str(error)) from None
 
     @classmethod
-    def of(cls, kind: str, values: Mapping[str, Any], accept: AcceptRule = EXACT) -> SpeculativeConfig:
-        """Return a configuration of a kind with values by field, those of its own fields included."""
-        own = tuple((name, values[name]) for name in _kind(kind).options if name in values)
-        return cls(kind, **{name: value for name, value in values.items() if name in _FIELDS}, accept=accept, options=own)
+    def of(cls, method: str, values: Mapping[str, Any], accept: AcceptRule = EXACT) -> SpeculativeConfig:
+        """Return a configuration of a method with values by field, those of its own fields included."""
+        own = tuple((name, values[name]) for name in _method(method).options if name in values)
+        return cls(method, **{name: value for name, value in values.items() if name in _FIELDS}, accept=accept, options=own)
 
     def option(self, name: str) -> Any:
-        """Return the value of a field that only this kind has.
+        """Return the value of a field that only this method has.
 
         Raises:
-            KeyError: the kind declares no such field.
+            KeyError: the method declares no such field.
         """
         return dict(self.options)[name]
 
     def value(self, name: str) -> Any:
-        """Return the value of a field of the kind."""
+        """Return the value of a field of the method."""
         return getattr(self, name) if name in _FIELDS else self.option(name)
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values of all fields of the kind, by name."""
-        return {each.name: self.value(each.name) for each in _kind(self.kind).fields}
+        """The values of all fields of the method, by name."""
+        return {each.name: self.value(each.name) for each in _method(self.method).fields}
 
     @property
     def lossless(self) -> bool:
@@ -583,16 +587,16 @@ class SpeculativeConfig:
     @property
     def lookup(self) -> bool:
         """True if drafts are copied from earlier text, at almost no cost."""
-        return _kind(self.kind).lookup
+        return _method(self.method).lookup
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that this kind reads, as plain values; ``from_dict`` makes an equal configuration from them.
+        """Return the fields that this method reads, as plain values; ``from_dict`` makes an equal configuration from them.
 
         Empty bridges, draft heads and costs are left out, and so are fields without effect. An acceptance rule that
         changes the output adds ``lossless: false``.
         """
-        fields: dict[str, Any] = {"kind": self.kind}
-        for each in _kind(self.kind).fields:
+        fields: dict[str, Any] = {"method": self.method}
+        for each in _method(self.method).fields:
             value = self.value(each.name)
             if not each.used(self) or (each.omitted and not value):
                 continue
@@ -605,15 +609,15 @@ class SpeculativeConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SpeculativeConfig:
-        """Build from plain values; a key that ``kind`` does not know is refused by name.
+        """Build from plain values; a key that ``method`` does not know is refused by name.
 
         Raises:
             ConfigError: an unknown key, or a value out of range.
         """
         if not isinstance(fields, Mapping):
             raise ConfigError(f"config: {fields!r} is not a table of fields")
-        kind = _kind(fields.get("kind", "none"))
-        refuse_unknown(fields, (*kind.known, "lossless"), f"kind {kind.name}")
+        method = _method(fields.get("method", "none"))
+        refuse_unknown(fields, (*method.known, "lossless"), f"method {method.name}")
         values = dict(fields)
         lossless = values.pop("lossless", None)
         if "accept" in values:
@@ -627,26 +631,26 @@ class SpeculativeConfig:
                 raise ConfigError(f"members: {values['members']!r} is not a list of configurations")
             values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
         values |= {name: as_tuples(value) for name, value in values.items() if isinstance(value, list)}
-        return cls.of(kind.name, values, values.get("accept", EXACT))
+        return cls.of(method.name, values, values.get("accept", EXACT))
 
     def label(self) -> str:
         """Return a short name for tables and logs."""
-        if self.kind == "none":
+        if self.method == "none":
             return "no drafting"
-        lossy = "" if self.lossless else f", LOSSY: {self.accept.kind}"
-        detail = _kind(self.kind).label(self)
+        lossy = "" if self.lossless else f", LOSSY: {self.accept.method}"
+        detail = _method(self.method).label(self)
         if self.members:
-            return f"{self.kind}: {detail}{lossy}"
-        stop = "" if self.stop.kind == "length" else f", {self.stop.kind} {self.stop.threshold:g}"
-        length = f"length {self.draft_length}{stop}" if "draft_length" in _kind(self.kind) else ""
+            return f"{self.method}: {detail}{lossy}"
+        stop = "" if self.stop.method == "length" else f", {self.stop.method} {self.stop.threshold:g}"
+        length = f"length {self.num_speculative_tokens}{stop}" if "num_speculative_tokens" in _method(self.method) else ""
         shown = "; ".join(filter(None, (detail, (length + lossy).removeprefix(", "))))
-        return self.kind.replace("_", " ") + (f" ({shown})" if shown else "")
+        return self.method.replace("_", " ") + (f" ({shown})" if shown else "")
 
 
-def _kind(name: Any) -> Kind:
-    if not isinstance(name, str) or name not in _KINDS:
-        raise ConfigError(f"kind: {name!r} is not one of {', '.join(kinds())}")
-    return _KINDS[name]
+def _method(name: Any) -> Method:
+    if not isinstance(name, str) or name not in _METHODS:
+        raise ConfigError(f"method: {name!r} is not one of {', '.join(methods())}")
+    return _METHODS[name]
 
 
 def _member(index: int, fields: Any) -> SpeculativeConfig:

@@ -29,9 +29,21 @@ from layerskip.models.trained_module import check_trained, has_trained
 
 SCHEMA = "layerskip.export/2"
 _SCHEMA_1 = "layerskip.export/1"
-RENAMED: Mapping[str, str] = {}
-"""Names in ``config`` and ``evidence`` of schema 1, with today's. A kind precedes a name that it alone changed:
-``medusa.candidates``."""
+_RENAMED = {
+    "kind": "method",
+    "draft_length": "num_speculative_tokens",
+    "ngram_min": "prompt_lookup_min",
+    "ngram_max": "prompt_lookup_max",
+    "least_probability": "min_token_prob",
+    "candidates": "top_k",
+    "lookahead.candidates": "guess_set_size",
+    "draft": "draft_model",
+    "tokens_per_round": "mean_acceptance_length",
+    "tokens_per_round_by_category": "mean_acceptance_length_by_category",
+    "figures": "metrics",
+    "load": "workload",
+}
+"""Names of schema 1 with today's. A method precedes a name that changed otherwise for it."""
 PROVISIONAL = "provisional"
 """Field of ``search``: true until the search has confirmed the configuration on held-out prompts."""
 _SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search", "engines")
@@ -135,10 +147,10 @@ class Export:
                 raise ExportError(f"{name}: not a field of {SCHEMA}, in {path}")
             if name != "schema" and not isinstance(value, dict):
                 raise ExportError(f"{name}: is not a table, in {path}")
-        for name, kind in _TARGET_FIELDS.items():
-            if type(fields["target"].get(name)) is not kind:
-                raise ExportError(f"target.{name}: is missing or not a {kind.__name__}, in {path}")
-            if kind is str:
+        for name, expected in _TARGET_FIELDS.items():
+            if type(fields["target"].get(name)) is not expected:
+                raise ExportError(f"target.{name}: is missing or not a {expected.__name__}, in {path}")
+            if expected is str:
                 try:
                     check_text(f"target.{name}", fields["target"][name])
                 except ConfigError as error:
@@ -170,7 +182,7 @@ class Export:
                 raise ExportError(f"target.{name}: the export is for {self.target[name]}, this model has {value}")
         for config in (self.config, *self.config.members):
             # A cross_tokenizer draft head belongs to the draft model; it is checked when that model is loaded.
-            fields = ("bridge", "head", *(("draft_head",) if config.kind != "cross_tokenizer" else ()))
+            fields = ("bridge", "head", *(("draft_head",) if config.method != "cross_tokenizer" else ()))
             if config.datastore and not Path(config.datastore).is_dir():
                 raise ExportError(f"config.datastore: there is no {config.datastore}; exports do not contain datastores")
             for name, folder in ((name, getattr(config, name)) for name in fields):
@@ -193,24 +205,20 @@ class Export:
         return custom_generate(self.config, self.check, tokenizer)
 
 
-def convert_schema_1(fields: Mapping[str, Any], renamed: Mapping[str, str] = RENAMED) -> dict[str, Any]:
-    """Return the plain values of an export of schema 1 as those of today's schema.
+def convert_schema_1(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain values of an export of schema 1 with today's names and schema."""
 
-    Args:
-        fields: the contents of its file.
-        renamed: names with today's, as in :data:`RENAMED`.
-    """
-
-    def rename(value: Any, kind: str = "") -> Any:
+    def rename(value: Any, method: str = "") -> Any:
         if isinstance(value, list):
-            return [rename(part, kind) for part in value]
+            return [rename(part, method) for part in value]
         if not isinstance(value, dict):
             return value
-        kind = str(value.get("kind", kind))
-        names = {name: renamed.get(f"{kind}.{name}", renamed.get(name, name)) for name in value}
-        return {names[name]: rename(part, kind) for name, part in value.items()}
+        method = str(value.get("kind", method))
+        names = {name: _RENAMED.get(f"{method}.{name}", _RENAMED.get(name, name)) for name in value}
+        return {names[name]: rename(part, method) for name, part in value.items()}
 
-    return {**fields, "schema": SCHEMA} | {name: rename(fields[name]) for name in ("config", "evidence") if name in fields}
+    changed = {name: rename(fields[name]) for name in ("config", "evidence", "environment") if name in fields}
+    return {**fields, "schema": SCHEMA, **changed}
 
 
 def copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:

@@ -1,4 +1,4 @@
-"""Datastores of earlier texts for ``kind: retrieval``: building and inspection.
+"""Datastores of earlier texts for ``method: retrieval``: building and inspection.
 
 Usage: ``python -m searches.datastore corpus=notes output=store``
 

@@ -96,10 +96,10 @@ def save_draft(config: SpeculativeConfig, target: Target, folder: Path, engine: 
         InputError: the configuration drafts without a model and without a head.
     """
     for part in (config, *config.members):
-        if part.kind == "layer_skip" and not part.bridge:
+        if part.method == "layer_skip" and not part.bridge:
             save_draft_checkpoint(target, SkipMask.parse(part.mask, target.layers), folder)
-        elif part.draft:
-            load_draft(target, part.draft, part.kind != "cross_tokenizer").save(folder)
+        elif part.draft_model:
+            load_draft(target, part.draft_model, part.method != "cross_tokenizer").save(folder)
         elif part.head:
             save_portable(Path(part.head), folder, target, engine)
         else:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from layerskip import SpeculativeConfig
 from layerskip.config import contexts_of
 from layerskip.device.memory import within_memory
-from layerskip.measure.measurement import LEAST_RESAMPLED
+from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.models.environment import environment
 from searches.app.application import instantiate_part
 from searches.app.interrupt import is_interrupt
@@ -59,12 +59,12 @@ from searches.study.study import (
     open_study,
     requeue_unfinished,
     run_trials,
-    with_stored_kinds,
+    with_stored_methods,
 )
 from searches.study.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
 from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
-from searches.workers.crew import Workers
+from searches.workers.pool import Workers
 from searches.workers.slots import wait_for_slots
 
 _THREADS = "threads"
@@ -109,8 +109,8 @@ def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
     shared = is_shared(plan.settings, config.get("worker"), plan.outputs / name)
     name, folder = place(plan.outputs, name, plan.settings, device, shared)
     database, tracker = connect(config, plan.settings.storage)
-    with joined(name, folder, plan.settings, database, device, shared) as (storage, crew):
-        with crew.claim("opening"):
+    with joined(name, folder, plan.settings, database, device, shared) as (storage, pool):
+        with pool.claim("opening"):
             study = open_study(name, storage, pruner, settings)
             if not shared:  # workers of one machine share its cores
                 _choose_threads(study, plan)
@@ -120,13 +120,13 @@ def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
             described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
             tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described)
             tracker.log_text(composed(config), "config.yaml")
-            budget = Budget(study, plan.settings.max_seconds, progress.started, crew.leads())
+            budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
             budget.save()  # for workers that open it from now on
         # A resumed sampler must not repeat its earlier draws, nor those of other workers.
-        study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + crew.seed)
-        plan = dataclasses.replace(plan, space=with_stored_kinds(plan.space, study))
-        with tracker.closing(crew.leave), closing(plan.backend):
-            yield Sweep(plan, study, tracker, folder, crew, progress, budget)
+        study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + pool.seed)
+        plan = dataclasses.replace(plan, space=with_stored_methods(plan.space, study))
+        with tracker.closing(pool.leave), closing(plan.backend):
+            yield Sweep(plan, study, tracker, folder, pool, progress, budget)
 
 
 def _choose_threads(study: optuna.Study, plan: Plan) -> None:
@@ -160,7 +160,7 @@ class Sweep:
         study: the opened study.
         tracker: takes its runs.
         folder: holds scans, finals, the report and the export.
-        crew: the workers of the study.
+        pool: the workers of the study.
         progress: shows what is done.
         budget: the seconds of the search.
     """
@@ -171,18 +171,18 @@ class Sweep:
         study: optuna.Study,
         tracker: Tracker,
         folder: Path,
-        crew: Workers,
+        pool: Workers,
         progress: Progress,
         budget: Budget,
     ) -> None:
-        self.plan, self.study, self.tracker, self.folder, self.crew = plan, study, tracker, folder, crew
+        self.plan, self.study, self.tracker, self.folder, self.pool = plan, study, tracker, folder, pool
         self.budget, self.progress = budget, progress
         progress.started = budget.started
         self.tune, held_out = plan.prompts.split()
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
-        self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.load)
-        self.view = LiveView(study, folder, plan.target.layers, plan.settings.n_trials, crew)
+        self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
+        self.view = LiveView(study, folder, plan.target.layers, plan.settings.n_trials, pool)
         self.publisher = Publisher(plan, study, tracker, folder)
         self.ledgers = TimeLedger(study, FITS), TimeLedger(study, SHARED)
         if plan.bridge_store is not None:
@@ -191,18 +191,18 @@ class Sweep:
     def compare_arms(self) -> None:
         """Compare the drafters that need no preparation, whose trials are the study's first."""
         study, plan = self.study, self.plan
-        requeue_unfinished(study, self.crew)
-        if self.crew.alone:
+        requeue_unfinished(study, self.pool)
+        if self.pool.alone:
             self.tracker.reconcile(finished(study))
         say(f"study {study.study_name}: {len(finished(study))} of {plan.settings.n_trials} trials are finished")
-        if len(self.held_out) < LEAST_RESAMPLED:
+        if len(self.held_out) < MIN_RESAMPLED:
             say(
                 f"prompts: {len(self.held_out)} held-out prompts cannot show that anything is faster than plain decoding: "
-                f"{LEAST_RESAMPLED} are the least"
+                f"{MIN_RESAMPLED} are the least"
             )
         self._begin(OPENING)
-        with counting_preparation(study, self.ledgers, self.crew):
-            self.space = self._space_with_costs() if "cascade" in plan.space.available_kinds else plan.space
+        with counting_preparation(study, self.ledgers, self.pool):
+            self.space = self._space_with_costs() if "cascade" in plan.space.available_methods else plan.space
             self.arms = cheap_arms(self.space)[: plan.settings.n_trials]
             objective = self._objective(None)
             if len(self.arms) > len(finished(study)):
@@ -214,7 +214,7 @@ class Sweep:
         with self.progress.counting(len(objective.first), "prompts") as count:
             after = self.view.after(count)
             try:
-                found = within_memory(lambda: compare_arms(self.arms, objective, self.folder, self.budget, self.crew, after))
+                found = within_memory(lambda: compare_arms(self.arms, objective, self.folder, self.budget, self.pool, after))
             except BackendError as error:
                 say(f"{OPENING}: {error.reason}; each is measured by itself")
                 return {}
@@ -224,13 +224,13 @@ class Sweep:
         """Scan masks, measure costs, and choose the configurations to try first."""
         self._begin(PREDICTIONS)
         self.budget.begin(PREDICTIONS)
-        with counting_preparation(self.study, self.ledgers, self.crew):
+        with counting_preparation(self.study, self.ledgers, self.pool):
             predictor = self._prepare_predictor()
             bridged = self._bridged_predictors(predictor)
             proposed = self._propose(predictor, bridged)
             starts = [*self.arms, *starting_points(self.space, proposed, predictor is not None)]
         self.budget.save()
-        if self.crew.leads():
+        if self.pool.leads():
             self._log_fits()
         self.view.singles = None if predictor is None else predictor.single_agreements()
         return Predictions(predictor, bridged, starts)
@@ -263,14 +263,14 @@ class Sweep:
             def on_trial(trial: optuna.trial.FrozenTrial) -> None:
                 count()
                 self.tracker.record(trial)
-                if self.crew.leads():
+                if self.pool.leads():
                     self._export_leader()
                 self.view.refresh()
                 self.progress.step(trial_line(trial))
                 self.budget.save()
 
             if wanted:
-                run_trials(study, objective, settings, on_trial, starts, self.ledgers, self.crew, seconds_left)
+                run_trials(study, objective, settings, on_trial, starts, self.ledgers, self.pool, seconds_left)
 
     def _export_leader(self) -> None:
         """Export the leader provisionally, and name it in the progress."""
@@ -284,9 +284,9 @@ class Sweep:
 
     def finish(self, predictions: Predictions) -> Finals:
         """Measure the finalists and publish the results, which one of the workers does; return the results."""
-        study, crew = self.study, self.crew
-        wait_for_slots(crew)
-        fail_orphans(study, crew.orphans(study.get_trials(deepcopy=False), is_idle=True))
+        study, pool = self.study, self.pool
+        wait_for_slots(pool)
+        fail_orphans(study, pool.orphans(study.get_trials(deepcopy=False), is_idle=True))
         trials = finished(study)
         predictor, held_out = predictions.predictor, self.held_out
 
@@ -296,10 +296,10 @@ class Sweep:
             self.publisher.publish(finals, predictor, held_out)
             return finals
 
-        finals = share_finals(crew, trials, work)
+        finals = share_finals(pool, trials, work)
         if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
             self.publisher.publish(finals, predictor, held_out, log=False)
-        with crew.claim("mirror"):  # a store that was away for the worker with the finals may be back
+        with pool.claim("mirror"):  # a store that was away for the worker with the finals may be back
             self.tracker.reconcile(trials)
             self.publisher.log(finals, again=False)
         return finals
@@ -308,11 +308,11 @@ class Sweep:
         """Train the bridges of the best configurations, and measure all finalists on held-out prompts."""
         measuring = self.plan.measuring
         self._begin(FINALS, is_alone=True)
-        with counting_preparation(self.study, self.ledgers, self.crew):
+        with counting_preparation(self.study, self.ledgers, self.pool):
             trained = self._train_bridges(predictions)
         self._log_fits()
-        most = len(self.held_out) * measuring.held_out_repeats
-        with self.progress.counting(most, "held-out prompts") as count:
+        maximum = len(self.held_out) * measuring.held_out_repeats
+        with self.progress.counting(maximum, "held-out prompts") as count:
 
             def on_prompt() -> None:
                 check()
@@ -326,7 +326,7 @@ class Sweep:
     def _prepare_predictor(self) -> ScanPredictor | None:
         """Return the predictor of masks without bridges, if layer skipping is searched and scanned."""
         plan = self.plan
-        if not plan.scanning.enabled or "layer_skip" not in plan.space.available_kinds:
+        if not plan.scanning.enabled or "layer_skip" not in plan.space.available_methods:
             return None
         prompts = self.tune.take(plan.scanning.prompts, self.first_prompt)
         predictor = prepare_predictor(
@@ -340,7 +340,7 @@ class Sweep:
             self.folder,
             plan.seed,
             self.ledgers[1].use,
-            self.crew,
+            self.pool,
             self._scans_are_over,
         )
         if predictor is None:
@@ -382,7 +382,7 @@ class Sweep:
         lengths = (len(plan.target.encode(item.messages())) for item in self.tune)
         contexts = spread_contexts([length + plan.measuring.max_new_tokens / 2 for length in lengths])
         timer = CostTimer(plan.target, plan.sampling, contexts, plan.seed)
-        claim = partial(self.crew.claim, "costs")
+        claim = partial(self.pool.claim, "costs")
         with claim():
             costs = verify_cost(study, timer.verify_costs)
             timer = dataclasses.replace(timer, contexts=contexts_of(costs) or timer.contexts)

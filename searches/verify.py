@@ -38,7 +38,7 @@ from tqdm import tqdm
 from layerskip import Export, Measurement, PromptSet, SpeculativeConfig, Target
 from layerskip.export import attachment_digests
 from layerskip.files import digest, write_json
-from layerskip.measure.measurement import CONFIDENCE, LEAST_RESAMPLED
+from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED
 from layerskip.models.environment import machine
 from searches.app.application import NOT_CONFIRMED, run
 from searches.app.checks import InputError, check_flag, check_number, check_seed, check_whole
@@ -60,7 +60,7 @@ _ROUNDING = 1e-6
 _MAX_SPEEDUP_PER_TOKEN = 1.1
 """Highest ratio of speedup to tokens per round. Noise and other kernels may make a round slightly faster than a step."""
 _TOLERATED_ERROR = 0.01
-"""Share by which figures of one greedy measurement may differ, by rounding and by outputs that a near-tie ended."""
+"""Share by which metrics of one greedy measurement may differ, by rounding and by outputs that a near-tie ended."""
 _TOLERATED_ROUNDS = 0.1
 """Share by which tokens per round may fall, if near-ties change the texts. The speed of a machine does not change them."""
 _CHANGED = 1.2  # factor; on one machine the ratio usually repeats within an eighth
@@ -73,19 +73,19 @@ class VerifySettings:
     Args:
         max_new_tokens: new tokens per prompt and turn; None takes the evidence's, or 48 if it does not state them.
         held_out_prompts: number of held-out prompts; None takes all.
-        most_repeats: how often each of them is decoded if the verdict does not become clear.
+        max_repeats: how often each of them is decoded if the verdict does not become clear.
         tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
     """
 
     max_new_tokens: int | None = None
     held_out_prompts: int | None = None
-    most_repeats: int = 3
+    max_repeats: int = 3
     tolerance: float = 0.2
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "held_out_prompts", "most_repeats"):
+        for name in ("max_new_tokens", "held_out_prompts", "max_repeats"):
             value = getattr(self, name)
-            if value is not None or name == "most_repeats":
+            if value is not None or name == "max_repeats":
                 check_whole(f"measure.{name}", value)
         check_number("measure.tolerance", self.tolerance, or_zero=True)
         if self.tolerance >= 1:
@@ -114,23 +114,23 @@ def verify(config: DictConfig) -> None:
     held_out = all_prompts.split()[1]
     prompts = held_out.take(settings.held_out_prompts)
     claim = Claim.of(export, held_out, prompts, max_new_tokens)
-    if len(prompts) < LEAST_RESAMPLED:
-        raise InputError(f"prompts: {len(prompts)} held-out prompts are too few; {LEAST_RESAMPLED} are the least")
+    if len(prompts) < MIN_RESAMPLED:
+        raise InputError(f"prompts: {len(prompts)} held-out prompts are too few; {MIN_RESAMPLED} are the least")
     target = load_exported_target(config.target, export)
     export.check(target)
     claim = dataclasses.replace(claim, repeatable=claim.repeatable and _is_alike(export, target))
     refuse_answers_of("config", export.config, target, prompts)
     check_prompts(prompts, target, max_new_tokens)
-    backend, load = exported_backend(config, export, target)
-    engine = described(backend, load)
+    backend, workload = exported_backend(config, export, target)
+    engine = described(backend, workload)
     asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed, engine]
     asked += [target.digest, machine(target), attachment_digests(export.config), RESULTS_VERSION]
     unfinished = Path(config.outputs) / f"verify-{digest(asked)[:12]}.jsonl"
     rows: list[Row] = []
-    if export.config.kind == "none":
+    if export.config.method == "none":
         verdict = judge_plain(claim.speedup)
     else:
-        bench = ModelBench(backend, export.sampling, max_new_tokens, load)
+        bench = ModelBench(backend, export.sampling, max_new_tokens, workload)
         with closing(backend):
             verdict = _measure(bench, export, claim, prompts, settings, config.seed, unfinished, rows)
     measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
@@ -146,7 +146,7 @@ def verify(config: DictConfig) -> None:
         "measured": measurement.to_dict() if measurement is not None else None,
         "tolerance": settings.tolerance,
         "repeats": len(rows) // len(prompts),
-        "looks": settings.most_repeats,  # the interval holds for all of them together
+        "looks": settings.max_repeats,  # the interval holds for all of them together
         "seed": config.seed,
         "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
         "max_new_tokens": max_new_tokens,
@@ -171,7 +171,7 @@ def _load_export(config: DictConfig) -> Export:
     path = str(config.export)
     export = Export.load(path)
     if not (export.config.lossless or config.allow_lossy):
-        rule = export.config.accept.kind
+        rule = export.config.accept.method
         raise InputError(f"config.accept: {rule} may change the output (in {path}); allow_lossy=true measures it, too")
     return export
 
@@ -193,7 +193,7 @@ def _measure(
     unfinished: Path,
     rows: list[Row],
 ) -> Verdict:
-    """Measure an export with a progress bar; Ctrl-C prints the figures so far.
+    """Measure an export with a progress bar; Ctrl-C prints the metrics so far.
 
     ``unfinished`` keeps rows as they are measured. The other arguments are those of :func:`measure_claim`.
     """
@@ -202,9 +202,9 @@ def _measure(
     log = ResultLog(unfinished)
     try:
         resumed = f"; {len(log)} of them were before an interruption ({unfinished})" if len(log) else ""
-        asked = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.most_repeats} x"
+        asked = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.max_repeats} x"
         print(f"measuring {asked}{resumed}", flush=True)
-        with tqdm(total=len(prompts) * settings.most_repeats, unit="prompt", disable=None) as bar:
+        with tqdm(total=len(prompts) * settings.max_repeats, unit="prompt", disable=None) as bar:
 
             def on_row(row: Row) -> None:
                 rows.append(row)
@@ -213,7 +213,7 @@ def _measure(
             return measure_claim(bench, export.config, claim, prompts, settings, seed, log, on_row)
     except KeyboardInterrupt as error:
         if rows:
-            print("\n".join(table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.most_repeats)))
+            print("\n".join(table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.max_repeats)))
         print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
         sys.exit(interrupt_code(error))
 
@@ -241,14 +241,14 @@ def measure_claim(
         on_row: called with the row of each prompt.
     """
     rows: list[Row] = []
-    for repeat in range(settings.most_repeats):
+    for repeat in range(settings.max_repeats):
         measure = partial(bench.compare, {_CANDIDATE: config}, repeats=1, seed=seed + _SEED_STEP * repeat)
         for row in resumed_rows(measure, prompts, log, str(repeat)):
             rows.append(row)
             on_row(row)
         measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
-        measured = Speedup.measured(measurement, settings.most_repeats)
-        per_round = measurement.stats.tokens_per_round
+        measured = Speedup.measured(measurement, settings.max_repeats)
+        per_round = measurement.stats.mean_acceptance_length
         lossless, decoded = measurement.lossless.verdict, measurement.decoded.prompts
         verdict = judge(claim, measured, lossless, settings.tolerance, per_round, decoded)
         if verdict.clear:
@@ -299,19 +299,19 @@ class Claim:
 
     Args:
         speedup: the claimed speedup; None claims only to be faster than plain decoding.
-        tokens_per_round: from its evidence, if stated. A round takes no less time than a step of plain decoding, so no
+        mean_acceptance_length: from its evidence, if stated. A round takes no less time than a step of plain decoding, so no
             speedup can exceed it.
         lossy: whether its acceptance rule may change the output.
         kept_output: whether its evidence states that the output was kept nevertheless.
         other_work: whether its evidence is of other held-out prompts than those measured now, or of another output length.
         repeatable: whether greedy decoding of the same prompts must give as many tokens per round, up to near-ties and to
             drafters that learn from prompts in another order.
-        implied: names and speedups that follow from other figures of its evidence; empty if tokens are sampled, because the
+        implied: names and speedups that follow from other metrics of its evidence; empty if tokens are sampled, because the
             lengths of the outputs differ then.
     """
 
     speedup: Speedup | None = None
-    tokens_per_round: float | None = None
+    mean_acceptance_length: float | None = None
     lossy: bool = False
     kept_output: bool = False
     other_work: bool = False
@@ -335,7 +335,7 @@ class Claim:
             InputError: as :meth:`Speedup.claimed`.
         """
         evidence = export.evidence
-        names = ("tokens_per_round", "losslessness", "prompts_digest", "prompts")
+        names = ("mean_acceptance_length", "losslessness", "prompts_digest", "prompts")
         per_round, output, prompts_digest, count = (evidence.get(name) for name in names)
         same_length = evidence.get("max_new_tokens", max_new_tokens) == max_new_tokens
         same_work = [held_out, prompts, *([held_out.take(count)] if type(count) is int else [])]
@@ -353,7 +353,7 @@ class Claim:
     @property
     def contradiction(self) -> str | None:
         """A contradiction within the evidence; None if there is none."""
-        claimed, per_round = self.speedup, self.tokens_per_round
+        claimed, per_round = self.speedup, self.mean_acceptance_length
         if claimed is None:
             return None
         if not claimed.consistent:
@@ -380,8 +380,8 @@ def judge(
     measured: Speedup,
     losslessness: str,
     tolerance: float,
-    tokens_per_round: float | None = None,
-    prompts: int = LEAST_RESAMPLED,
+    mean_acceptance_length: float | None = None,
+    prompts: int = MIN_RESAMPLED,
 ) -> Verdict:
     """Compare a claim with a new measurement.
 
@@ -390,7 +390,7 @@ def judge(
         measured: the new speedup.
         losslessness: verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs.
         tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
-        tokens_per_round: the new ones; None skips their comparison.
+        mean_acceptance_length: the new ones; None skips their comparison.
         prompts: the number of prompts that the new speedup rests on.
     """
     claimed = claim.speedup
@@ -401,12 +401,16 @@ def judge(
         return Verdict("weaker", reason, clear=False)
     if claim.contradiction is not None:
         return Verdict("refuted", f"the evidence contradicts itself: {claim.contradiction}.")
-    per_round = claim.tokens_per_round if claim.repeatable else None
-    if per_round is not None and tokens_per_round is not None and tokens_per_round < per_round * (1 - _TOLERATED_ROUNDS):
-        rounds = f"{per_round:.2f} tokens per round claimed, {tokens_per_round:.2f} measured on the same prompts"
+    per_round = claim.mean_acceptance_length if claim.repeatable else None
+    if (
+        per_round is not None
+        and mean_acceptance_length is not None
+        and mean_acceptance_length < per_round * (1 - _TOLERATED_ROUNDS)
+    ):
+        rounds = f"{per_round:.2f} tokens per round claimed, {mean_acceptance_length:.2f} measured on the same prompts"
         return Verdict("refuted", f"{rounds}; the machine cannot cause this difference.")
-    if 0 < prompts < LEAST_RESAMPLED:
-        few = f"the outputs of only {prompts} prompts go on after their first token; {LEAST_RESAMPLED} are the least."
+    if 0 < prompts < MIN_RESAMPLED:
+        few = f"the outputs of only {prompts} prompts go on after their first token; {MIN_RESAMPLED} are the least."
         return Verdict("weaker", few, clear=False)
     found = f"measured {measured}"
     if claim.other_work:
@@ -444,8 +448,8 @@ def _implied(evidence: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     output = evidence.get("losslessness")
     if isinstance(output, Mapping) and output.get("verdict") == "exact":
         pairs["seconds"] = ("baseline_decode_seconds", "decode_seconds")
-    figures = {name: [evidence.get(field) for field in fields] for name, fields in pairs.items()}
-    return tuple((name, one / other) for name, (one, other) in figures.items() if _is_positive(one) and _is_positive(other))
+    metrics = {name: [evidence.get(field) for field in fields] for name, fields in pairs.items()}
+    return tuple((name, one / other) for name, (one, other) in metrics.items() if _is_positive(one) and _is_positive(other))
 
 
 def _is_positive(value: object) -> TypeGuard[float]:
@@ -504,16 +508,16 @@ def compute_speed_change(export: Export, record: Mapping[str, Any]) -> str | Non
     )
 
 
-def _prefill_share(figures: Mapping[str, Any]) -> float | None:
-    """Return the time of prefill as a share of plain decoding's; None if the figures do not contain both."""
-    prefill, decoding = figures.get("baseline_prefill_seconds"), figures.get("baseline_decode_seconds")
+def _prefill_share(metrics: Mapping[str, Any]) -> float | None:
+    """Return the time of prefill as a share of plain decoding's; None if the metrics do not contain both."""
+    prefill, decoding = metrics.get("baseline_prefill_seconds"), metrics.get("baseline_decode_seconds")
     if isinstance(prefill, float) and isinstance(decoding, float) and prefill > 0 and decoding > 0:
         return prefill / decoding
     return None
 
 
 def report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:
-    """Return a record as Markdown: the verdict, claimed and measured figures, and changed conditions."""
+    """Return a record as Markdown: the verdict, claimed and measured metrics, and changed conditions."""
     lines = [f"{record['verdict']}: {record['reason']}", ""]
     if measurement is not None:
         lines += [*table(export, measurement, record["looks"]), *empty_note(record["measured"]), ""]
@@ -538,28 +542,28 @@ def report(record: Mapping[str, Any], export: Export, measurement: Measurement |
 
 
 def table(export: Export, measurement: Measurement, looks: int) -> list[str]:
-    """Return claimed and measured figures as the lines of a Markdown table."""
-    figures, evidence = measurement.to_dict(), export.evidence
+    """Return claimed and measured metrics as the lines of a Markdown table."""
+    metrics, evidence = measurement.to_dict(), export.evidence
     rows: list[tuple[str, Any, Any]] = [
         (
             "speedup",
             Speedup.claimed(evidence),
             Speedup.measured(measurement, looks) if measurement.decoded.candidate else None,
         ),
-        *((name.replace("_", " "), evidence.get(key), figures[key]) for name, key in _FIGURES.items()),
-        ("output", _part(evidence, "losslessness").get("verdict"), figures["losslessness"]["verdict"]),
+        *((name.replace("_", " "), evidence.get(key), metrics[key]) for name, key in _METRICS.items()),
+        ("output", _part(evidence, "losslessness").get("verdict"), metrics["losslessness"]["verdict"]),
     ]
-    for category, value in figures["speedup_by_category"].items():
+    for category, value in metrics["speedup_by_category"].items():
         rows.append((f"speedup, {category}", _part(evidence, "speedup_by_category").get(category), value))
     lines = ["| | claimed | measured |", "|---|---|---|"]
     return lines + [f"| {name} | {_shown(claimed)} | {_shown(measured)} |" for name, claimed, measured in rows]
 
 
-_FIGURES = {
+_METRICS = {
     "tokens/s": "tokens_per_second",
     "plain tokens/s": "baseline_tokens_per_second",
     "acceptance": "acceptance_rate",
-    "tokens/round": "tokens_per_round",
+    "tokens/round": "mean_acceptance_length",
 }
 
 

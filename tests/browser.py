@@ -96,8 +96,8 @@ class Browser:
     def type(self, text: str, key: str) -> None:
         """Type a text into the element that has the focus, and press a key, such as Enter."""
         self._call("Input.insertText", text=text)
-        for kind in ("keyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS[key])
+        for method in ("keyDown", "keyUp"):
+            self._call("Input.dispatchKeyEvent", type=method, key=key, code=key, windowsVirtualKeyCode=_KEYS[key])
 
     def screenshot(self, path: Path) -> None:
         """Save a picture of the whole page."""

@@ -9,147 +9,154 @@ import pytest
 
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 
+_LOOKUP = {
+    "method": "prompt_lookup",
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 5,
+    "match": "first",
+    "num_speculative_tokens": 10,
+}
 CONFIGS: list[dict[str, Any]] = [
-    {"kind": "none"},
-    {"kind": "layer_skip", "mask": "attention:6-9;mlp:2", "draft_length": 4, "stop": {"kind": "length"}},
-    {"kind": "layer_skip", "mask": "", "draft_length": 1, "stop": {"kind": "threshold", "threshold": 0.25}},
+    {"method": "none"},
+    {"method": "layer_skip", "mask": "attention:6-9;mlp:2", "num_speculative_tokens": 4, "stop": {"method": "length"}},
+    {"method": "layer_skip", "mask": "", "num_speculative_tokens": 1, "stop": {"method": "threshold", "threshold": 0.25}},
     {
-        "kind": "draft_model",
-        "draft": "some/model",
-        "draft_length": 8,
+        "method": "draft_model",
+        "draft_model": "some/model",
+        "num_speculative_tokens": 8,
         "stop": {
-            "kind": "adaptive", "threshold": 0.5, "target_acceptance": 0.8, "step": 0.02, "acceptance_decay": 0.4,
+            "method": "adaptive", "threshold": 0.5, "target_acceptance": 0.8, "step": 0.02, "acceptance_decay": 0.4,
             "threshold_decay": 0.7, "carry": False,
         },
     },
-    {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 5, "match": "first", "draft_length": 10},
-    {"kind": "retrieval", "datastore": "d", "ngram_min": 2, "ngram_max": 4, "draft_length": 3, "tree_tokens": 6,
-     "least_probability": 0.1},
+    _LOOKUP,
+    {"method": "retrieval", "datastore": "d", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 3,
+     "tree_tokens": 6, "min_token_prob": 0.1},
     {
-        "kind": "layer_skip",
+        "method": "layer_skip",
         "mask": "mlp:2",
-        "draft_length": 2,
-        "stop": {"kind": "length"},
+        "num_speculative_tokens": 2,
+        "stop": {"method": "length"},
         "siblings": 3,
-        "least_probability": 0.2,
+        "min_token_prob": 0.2,
     },
-    {"kind": "lookahead", "draft_length": 3, "window": 2, "candidates": 2},
-    {"kind": "token_recycling", "draft_length": 3, "tree_tokens": 6, "candidates": 2, "least_probability": 0.1},
+    {"method": "lookahead", "num_speculative_tokens": 3, "window": 2, "guess_set_size": 2},
+    {"method": "token_recycling", "num_speculative_tokens": 3, "tree_tokens": 6, "top_k": 2, "min_token_prob": 0.1},
     {
-        "kind": "cascade",
+        "method": "cascade",
         "members": [
-            {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 5, "match": "first", "draft_length": 10},
-            {"kind": "layer_skip", "mask": "mlp:2", "draft_length": 4, "stop": {"kind": "length"}},
+            _LOOKUP,
+            {"method": "layer_skip", "mask": "mlp:2", "num_speculative_tokens": 4, "stop": {"method": "length"}},
         ],
         "verify_cost": [1.5, 1.75],
         "draft_cost": [0.0, 0.5],
     },
     {
-        "kind": "cascade",
+        "method": "cascade",
         "members": [
-            {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 5, "match": "first", "draft_length": 10},
-            {"kind": "layer_skip", "mask": "mlp:3", "draft_length": 4, "stop": {"kind": "length"}},
+            _LOOKUP,
+            {"method": "layer_skip", "mask": "mlp:3", "num_speculative_tokens": 4, "stop": {"method": "length"}},
         ],
         "verify_cost": [[256, [1.5, 1.75]], [8192, [1.25, 1.5]]],
         "draft_cost": [[256, [0.0, 0.5]], [8192, [0.0, 0.25]]],
     },
 ]  # fmt: skip
 
-LAYER_SKIP = {"kind": "layer_skip"}
-LOOKUP = {"kind": "prompt_lookup"}
-RECYCLING = {"kind": "token_recycling"}
-DRAFT_MODEL = {"kind": "draft_model", "draft": "d"}
+LAYER_SKIP = {"method": "layer_skip"}
+LOOKUP = {"method": "prompt_lookup"}
+RECYCLING = {"method": "token_recycling"}
+DRAFT_MODEL = {"method": "draft_model", "draft_model": "d"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "hydra"}, "kind"),
-    ({"kind": ""}, "kind"),
-    ({"kind": None}, "kind"),
-    ({"kind": ["none"]}, "kind"),
-    ({"kind": {}}, "kind"),
+    ({"method": "hydra"}, "method"),
+    ({"method": ""}, "method"),
+    ({"method": None}, "method"),
+    ({"method": ["none"]}, "method"),
+    ({"method": {}}, "method"),
     ({"colour": 1}, "colour"),
     (LAYER_SKIP | {"masks": "layers:1"}, "masks"),
-    ({"kind": "none", "draft_length": 4}, "draft_length"),
-    (LAYER_SKIP | {"ngram_min": 1}, "ngram_min"),
-    (LAYER_SKIP | {"draft": "d"}, "draft"),
+    ({"method": "none", "num_speculative_tokens": 4}, "num_speculative_tokens"),
+    (LAYER_SKIP | {"prompt_lookup_min": 1}, "prompt_lookup_min"),
+    (LAYER_SKIP | {"draft_model": "d"}, "draft_model"),
     (LOOKUP | {"mask": ""}, "mask"),
-    (LOOKUP | {"stop": {"kind": "length"}}, "stop"),
+    (LOOKUP | {"stop": {"method": "length"}}, "stop"),
     (DRAFT_MODEL | {"match": "last"}, "match"),
-    (LAYER_SKIP | {"draft_length": 0}, "draft_length"),
-    (LAYER_SKIP | {"draft_length": -3}, "draft_length"),
-    (LAYER_SKIP | {"draft_length": 2.0}, "draft_length"),
-    (LAYER_SKIP | {"draft_length": True}, "draft_length"),
-    (LAYER_SKIP | {"draft_length": "4"}, "draft_length"),
-    (LAYER_SKIP | {"draft_length": None}, "draft_length"),
+    (LAYER_SKIP | {"num_speculative_tokens": 0}, "num_speculative_tokens"),
+    (LAYER_SKIP | {"num_speculative_tokens": -3}, "num_speculative_tokens"),
+    (LAYER_SKIP | {"num_speculative_tokens": 2.0}, "num_speculative_tokens"),
+    (LAYER_SKIP | {"num_speculative_tokens": True}, "num_speculative_tokens"),
+    (LAYER_SKIP | {"num_speculative_tokens": "4"}, "num_speculative_tokens"),
+    (LAYER_SKIP | {"num_speculative_tokens": None}, "num_speculative_tokens"),
     (LAYER_SKIP | {"mask": "heads:3"}, "mask"),
     (LAYER_SKIP | {"mask": 3}, "mask"),
     (LAYER_SKIP | {"mask": None}, "mask"),
-    (LAYER_SKIP | {"stop": "never"}, "stop.kind"),
+    (LAYER_SKIP | {"stop": "never"}, "stop.method"),
     (LAYER_SKIP | {"stop": 0.5}, "stop"),
     (LAYER_SKIP | {"stop": None}, "stop"),
-    (LAYER_SKIP | {"stop": {"kind": "never"}}, "stop.kind"),
-    (LAYER_SKIP | {"stop": {"kind": ["length"]}}, "stop.kind"),
-    (LAYER_SKIP | {"stop": {"kind": "length", "threshold": 0.6}}, "stop.threshold"),
-    (LAYER_SKIP | {"stop": {"kind": "threshold", "step": 0.01}}, "stop.step"),
-    (LAYER_SKIP | {"stop": {"kind": "threshold", "patience": 2}}, "stop.patience"),
-    (LAYER_SKIP | {"stop": {"kind": "threshold", "threshold": 1.5}}, "stop.threshold"),
-    (LAYER_SKIP | {"stop": {"kind": "threshold", "threshold": float("nan")}}, "stop.threshold"),
-    (LAYER_SKIP | {"stop": {"kind": "threshold", "threshold": True}}, "stop.threshold"),
-    (LAYER_SKIP | {"stop": {"kind": "adaptive", "target_acceptance": -0.1}}, "stop.target_acceptance"),
-    (LAYER_SKIP | {"stop": {"kind": "adaptive", "step": 2}}, "stop.step"),
-    (LAYER_SKIP | {"stop": {"kind": "adaptive", "acceptance_decay": "0.5"}}, "stop.acceptance_decay"),
-    (LAYER_SKIP | {"stop": {"kind": "adaptive", "threshold_decay": 1.01}}, "stop.threshold_decay"),
-    (LAYER_SKIP | {"stop": {"kind": "adaptive", "carry": 1}}, "stop.carry"),
-    (LOOKUP | {"ngram_min": 0}, "ngram_min"),
-    (LOOKUP | {"ngram_max": 1.5}, "ngram_max"),
-    (LOOKUP | {"ngram_min": 4, "ngram_max": 3}, "ngram_max"),
+    (LAYER_SKIP | {"stop": {"method": "never"}}, "stop.method"),
+    (LAYER_SKIP | {"stop": {"method": ["length"]}}, "stop.method"),
+    (LAYER_SKIP | {"stop": {"method": "length", "threshold": 0.6}}, "stop.threshold"),
+    (LAYER_SKIP | {"stop": {"method": "threshold", "step": 0.01}}, "stop.step"),
+    (LAYER_SKIP | {"stop": {"method": "threshold", "patience": 2}}, "stop.patience"),
+    (LAYER_SKIP | {"stop": {"method": "threshold", "threshold": 1.5}}, "stop.threshold"),
+    (LAYER_SKIP | {"stop": {"method": "threshold", "threshold": float("nan")}}, "stop.threshold"),
+    (LAYER_SKIP | {"stop": {"method": "threshold", "threshold": True}}, "stop.threshold"),
+    (LAYER_SKIP | {"stop": {"method": "adaptive", "target_acceptance": -0.1}}, "stop.target_acceptance"),
+    (LAYER_SKIP | {"stop": {"method": "adaptive", "step": 2}}, "stop.step"),
+    (LAYER_SKIP | {"stop": {"method": "adaptive", "acceptance_decay": "0.5"}}, "stop.acceptance_decay"),
+    (LAYER_SKIP | {"stop": {"method": "adaptive", "threshold_decay": 1.01}}, "stop.threshold_decay"),
+    (LAYER_SKIP | {"stop": {"method": "adaptive", "carry": 1}}, "stop.carry"),
+    (LOOKUP | {"prompt_lookup_min": 0}, "prompt_lookup_min"),
+    (LOOKUP | {"prompt_lookup_max": 1.5}, "prompt_lookup_max"),
+    (LOOKUP | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_max"),
     (LOOKUP | {"match": "longest"}, "match"),
-    ({"kind": "draft_model"}, "draft"),
-    ({"kind": "cross_tokenizer"}, "draft"),
-    ({"kind": "eagle"}, "head"),
-    ({"kind": "medusa"}, "head"),
-    ({"kind": "medusa", "head": "m", "stop": "length"}, "stop"),
-    ({"kind": "eagle", "head": "e", "stop": {"kind": "threshold", "threshold": 0.5}}, "stop"),
-    ({"kind": "eagle", "head": "e", "candidates": 1, "tree_tokens": 9}, "tree_tokens"),
-    (DRAFT_MODEL | {"draft": ""}, "draft"),
-    (DRAFT_MODEL | {"draft": 7}, "draft"),
+    ({"method": "draft_model"}, "draft_model"),
+    ({"method": "cross_tokenizer"}, "draft_model"),
+    ({"method": "eagle"}, "head"),
+    ({"method": "medusa"}, "head"),
+    ({"method": "medusa", "head": "m", "stop": "length"}, "stop"),
+    ({"method": "eagle", "head": "e", "stop": {"method": "threshold", "threshold": 0.5}}, "stop"),
+    ({"method": "eagle", "head": "e", "top_k": 1, "tree_tokens": 9}, "tree_tokens"),
+    (DRAFT_MODEL | {"draft_model": ""}, "draft_model"),
+    (DRAFT_MODEL | {"draft_model": 7}, "draft_model"),
     (RECYCLING | {"tree_tokens": 0}, "tree_tokens"),
-    (RECYCLING | {"candidates": 1.0}, "candidates"),
-    (RECYCLING | {"least_probability": 1.2}, "least_probability"),
+    (RECYCLING | {"top_k": 1.0}, "top_k"),
+    (RECYCLING | {"min_token_prob": 1.2}, "min_token_prob"),
     (RECYCLING | {"stop": "length"}, "stop"),
-    ({"kind": "cascade"}, "members"),
-    ({"kind": "cascade", "members": [LOOKUP]}, "members"),
-    ({"kind": "cascade", "members": "prompt_lookup"}, "members"),
-    ({"kind": "cascade", "members": [LOOKUP, {"kind": "none"}]}, "members"),
-    ({"kind": "cascade", "members": [LOOKUP, {"kind": "layer_skip", "mask": "heads:3"}]}, "members.1.mask"),
-    ({"kind": "cascade", "members": [LOOKUP, 3]}, "members.1.config"),
+    ({"method": "cascade"}, "members"),
+    ({"method": "cascade", "members": [LOOKUP]}, "members"),
+    ({"method": "cascade", "members": "prompt_lookup"}, "members"),
+    ({"method": "cascade", "members": [LOOKUP, {"method": "none"}]}, "members"),
+    ({"method": "cascade", "members": [LOOKUP, {"method": "layer_skip", "mask": "heads:3"}]}, "members.1.mask"),
+    ({"method": "cascade", "members": [LOOKUP, 3]}, "members.1.config"),
     (LOOKUP | {"members": [LOOKUP, LOOKUP]}, "members"),
     (LOOKUP | {"verify_cost": [1.5]}, "verify_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": 1.5}, "verify_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5, 0.0]}, "verify_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": ["high"]}, "verify_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [1.5]], [8, [1.5]]]}, "verify_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [1.5]], [9, [1.5, 2.0]]]}, "verify_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [1.5]], 1.5]}, "verify_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, 1.5], [9, 1.5]]}, "verify_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[0.5, [1.5]]]}, "verify_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [0.0]]]}, "verify_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [[8, [0.5]]]}, "draft_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "draft_cost": [0.0, 0.5]}, "draft_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [0.5]}, "draft_cost"),
-    ({"kind": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [0.0, -0.5]}, "draft_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": 1.5}, "verify_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5, 0.0]}, "verify_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": ["high"]}, "verify_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [1.5]], [8, [1.5]]]}, "verify_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [1.5]], [9, [1.5, 2.0]]]}, "verify_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [1.5]], 1.5]}, "verify_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, 1.5], [9, 1.5]]}, "verify_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[0.5, [1.5]]]}, "verify_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [[8, [0.0]]]}, "verify_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [[8, [0.5]]]}, "draft_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "draft_cost": [0.0, 0.5]}, "draft_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [0.5]}, "draft_cost"),
+    ({"method": "cascade", "members": [LOOKUP, RECYCLING], "verify_cost": [1.5], "draft_cost": [0.0, -0.5]}, "draft_cost"),
 ]
 
 FOREIGN: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "none", "draft_length": 5}, "draft_length"),
-    ({"kind": "none", "mask": "layers:1"}, "mask"),
-    ({"kind": "layer_skip", "match": "first"}, "match"),
-    ({"kind": "layer_skip", "draft": "d"}, "draft"),
-    ({"kind": "prompt_lookup", "stop": StopRule(kind="threshold")}, "stop"),
-    ({"kind": "draft_model", "draft": "d", "ngram_max": 4}, "ngram_max"),
+    ({"method": "none", "num_speculative_tokens": 5}, "num_speculative_tokens"),
+    ({"method": "none", "mask": "layers:1"}, "mask"),
+    ({"method": "layer_skip", "match": "first"}, "match"),
+    ({"method": "layer_skip", "draft_model": "d"}, "draft_model"),
+    ({"method": "prompt_lookup", "stop": StopRule(method="threshold")}, "stop"),
+    ({"method": "draft_model", "draft_model": "d", "prompt_lookup_max": 4}, "prompt_lookup_max"),
 ]
 
 
-@pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: fields["kind"])
+@pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: fields["method"])
 def test_plain_values_round_trip_through_json(fields: dict[str, Any]) -> None:
     config = SpeculativeConfig.from_dict(fields)
     assert config.to_dict() == fields
@@ -157,21 +164,21 @@ def test_plain_values_round_trip_through_json(fields: dict[str, Any]) -> None:
 
 
 def test_missing_fields_have_their_defaults() -> None:
-    assert SpeculativeConfig.from_dict({}) == SpeculativeConfig() == SpeculativeConfig(kind="none")
-    lookup = SpeculativeConfig.from_dict({"kind": "prompt_lookup", "ngram_max": 2})
-    assert lookup == SpeculativeConfig(kind="prompt_lookup", ngram_max=2)
+    assert SpeculativeConfig.from_dict({}) == SpeculativeConfig() == SpeculativeConfig(method="none")
+    lookup = SpeculativeConfig.from_dict({"method": "prompt_lookup", "prompt_lookup_max": 2})
+    assert lookup == SpeculativeConfig(method="prompt_lookup", prompt_lookup_max=2)
 
 
 def test_configurations_that_decode_alike_are_equal_and_have_equal_hashes() -> None:
     texts = ("layers:1-2;mlp:4", "attention:2,1;mlp:4,1-2", " mlp:4 ;layers:1,2 ")
-    assert len({SpeculativeConfig.from_dict({"kind": "layer_skip", "mask": text}) for text in texts}) == 1
+    assert len({SpeculativeConfig.from_dict({"method": "layer_skip", "mask": text}) for text in texts}) == 1
     others = [SpeculativeConfig.from_dict(fields) for fields in CONFIGS]
     assert len(set(others)) == len(CONFIGS)
 
 
 def test_a_stop_rule_can_be_given_by_name() -> None:
-    named = SpeculativeConfig.from_dict({"kind": "layer_skip", "stop": "adaptive"})
-    assert named == SpeculativeConfig(kind="layer_skip", stop=StopRule(kind="adaptive"))
+    named = SpeculativeConfig.from_dict({"method": "layer_skip", "stop": "adaptive"})
+    assert named == SpeculativeConfig(method="layer_skip", stop=StopRule(method="adaptive"))
 
 
 @pytest.mark.parametrize(("fields", "name"), REFUSED, ids=str)
@@ -183,13 +190,13 @@ def test_invalid_configurations_are_refused_by_field(fields: dict[str, Any], nam
 
 
 @pytest.mark.parametrize(("fields", "name"), FOREIGN, ids=str)
-def test_the_constructor_refuses_fields_of_another_kind(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name}: .*{fields['kind']}"):
+def test_the_constructor_refuses_fields_of_another_method(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: .*{fields['method']}"):
         SpeculativeConfig(**fields)
 
 
 @pytest.mark.parametrize(
-    ("rule", "name"), [({"threshold": 0.3}, "threshold"), ({"kind": "threshold", "step": 0.5}, "step")], ids=str
+    ("rule", "name"), [({"threshold": 0.3}, "threshold"), ({"method": "threshold", "step": 0.5}, "step")], ids=str
 )
 def test_a_stop_rule_refuses_fields_that_it_does_not_read(rule: dict[str, Any], name: str) -> None:
     """Otherwise two equal rules would differ, and to_dict would lose the difference."""
@@ -197,16 +204,16 @@ def test_a_stop_rule_refuses_fields_that_it_does_not_read(rule: dict[str, Any], 
         StopRule(**rule)
 
 
-@pytest.mark.parametrize("fields", [None, 3, "none", ["kind"]], ids=str)
+@pytest.mark.parametrize("fields", [None, 3, "none", ["method"]], ids=str)
 def test_values_other_than_tables_are_refused(fields: Any) -> None:
     with pytest.raises(ConfigError, match="^config: "):
         SpeculativeConfig.from_dict(fields)
 
 
-@pytest.mark.parametrize("stop", [{"kind": "length"}, 0.5, None])
+@pytest.mark.parametrize("stop", [{"method": "length"}, 0.5, None])
 def test_the_constructor_requires_a_stop_rule(stop: Any) -> None:
     with pytest.raises(ConfigError, match="^stop: "):
-        SpeculativeConfig(kind="layer_skip", stop=stop)
+        SpeculativeConfig(method="layer_skip", stop=stop)
 
 
 def test_labels_distinguish_configurations() -> None:

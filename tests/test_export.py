@@ -19,7 +19,9 @@ from layerskip.export import convert_schema_1
 from layerskip.models.trained_module import save_trained
 from tests.families import build
 
-CONFIG = SpeculativeConfig("layer_skip", mask="layers:1", draft_length=5, stop=StopRule("threshold", threshold=0.4))
+CONFIG = SpeculativeConfig(
+    "layer_skip", mask="layers:1", num_speculative_tokens=5, stop=StopRule("threshold", threshold=0.4)
+)
 RECORDS = Path(__file__).parents[1] / "notebooks" / "records"
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
@@ -82,10 +84,10 @@ def test_the_file_has_the_layout_of_its_schema(file: Path, tiny_target: Target, 
             "dtype": "float32",
         },
         "config": {
-            "kind": "layer_skip",
+            "method": "layer_skip",
             "mask": "layers:1",
-            "draft_length": 5,
-            "stop": {"kind": "threshold", "threshold": 0.4},
+            "num_speculative_tokens": 5,
+            "stop": {"method": "threshold", "threshold": 0.4},
         },
         "sampling": {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.0},
         "evidence": {
@@ -189,18 +191,18 @@ REFUSED = [
     ({"target__layers": 3.0}, "target.layers: "),
     ({"target__layers": True}, "target.layers: "),
     ({"target__architecture": 7}, "target.architecture: "),
-    ({"config__kind": "hydra"}, "config.kind: 'hydra'"),
-    ({"config__kind": ["none"]}, "config.kind: "),
-    ({"config__draft_length": 0}, "config.draft_length: 0"),
+    ({"config__method": "hydra"}, "config.method: 'hydra'"),
+    ({"config__method": ["none"]}, "config.method: "),
+    ({"config__num_speculative_tokens": 0}, "config.num_speculative_tokens: 0"),
     ({"config__mask": "layers:x"}, "config.mask: .*'x'"),
     ({"config__mask": 3}, "config.mask: "),
-    ({"config__ngram_max": 2}, "config.ngram_max: "),
-    ({"config__stop__kind": "never"}, "config.stop.kind: "),
+    ({"config__prompt_lookup_max": 2}, "config.prompt_lookup_max: "),
+    ({"config__stop__method": "never"}, "config.stop.method: "),
     ({"config__stop__patience": 3}, "config.stop.patience: "),
     ({"config__stop__threshold": "high"}, "config.stop.threshold: "),
     ({"sampling__temperature": -1}, "sampling.temperature: -1"),
     ({"sampling__heat": 1}, "sampling.heat: "),
-    ({"sampling__top_p": "most"}, "sampling.top_p: "),
+    ({"sampling__top_p": "maximum"}, "sampling.top_p: "),
     ({"target__name": "a\x1b[31m"}, "target.name: 'a.x1b.31m' has characters that cannot be printed"),
 ]
 
@@ -224,18 +226,31 @@ def test_an_export_of_schema_1_is_converted(tmp_path: Path) -> None:
     assert Export.load(tmp_path / "best.json") == export
 
 
-def test_a_conversion_renames_the_fields_of_members_and_of_one_kind_alone() -> None:
-    members = [{"kind": kind, "length": 4, "few": 2, "stop": {"kind": "length"}} for kind in ("lookup", "heads")]
-    fields = {"schema": "layerskip.export/1", "target": {"length": 1}, "config": {"kind": "cascade", "members": members}}
-    converted = convert_schema_1(fields, {"length": "tokens", "heads.few": "top", "members": "parts"})
-    parts = [
-        {"kind": "lookup", "tokens": 4, "few": 2, "stop": {"kind": "length"}},
-        {"kind": "heads", "tokens": 4, "top": 2, "stop": {"kind": "length"}},
+def test_a_conversion_renames_the_fields_of_members_and_of_one_method_alone() -> None:
+    stop = {"kind": "threshold", "threshold": 0.5}
+    members = [
+        {"kind": "lookahead", "draft_length": 2, "candidates": 3},
+        {"kind": "eagle", "head": "h", "candidates": 1, "stop": stop},
+        {"kind": "draft_model", "draft": "d", "least_probability": 0.1},
     ]
-    assert converted == {
+    fields = {
+        "schema": "layerskip.export/1",
+        "target": {"kind": "kept"},
+        "config": {"kind": "cascade", "members": members},
+        "evidence": {"tokens_per_round": 2.0, "figures": {"throughput": 1.0}},
+        "environment": {"backend": {"name": "vllm", "load": {"concurrency": 4}}},
+    }
+    parts = [
+        {"method": "lookahead", "num_speculative_tokens": 2, "guess_set_size": 3},
+        {"method": "eagle", "head": "h", "top_k": 1, "stop": {"method": "threshold", "threshold": 0.5}},
+        {"method": "draft_model", "draft_model": "d", "min_token_prob": 0.1},
+    ]
+    assert convert_schema_1(fields) == {
         "schema": "layerskip.export/2",
-        "target": {"length": 1},
-        "config": {"kind": "cascade", "parts": parts},
+        "target": {"kind": "kept"},
+        "config": {"method": "cascade", "members": parts},
+        "evidence": {"mean_acceptance_length": 2.0, "metrics": {"throughput": 1.0}},
+        "environment": {"backend": {"name": "vllm", "workload": {"concurrency": 4}}},
     }
 
 

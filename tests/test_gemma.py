@@ -46,7 +46,7 @@ def draft(gemma3: Target, smollm2: Target, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_draft_with_another_tokenizer_does_not_change_the_output(gemma3: Target, draft: str) -> None:
-    config, accepted = SpeculativeConfig("cross_tokenizer", 4, draft=draft), 0
+    config, accepted = SpeculativeConfig("cross_tokenizer", 4, draft_model=draft), 0
     for item in PROMPTS:
         ids = torch.tensor([gemma3.encode(item.messages())])
         outputs = gemma3.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
@@ -69,7 +69,7 @@ def test_shared_tokens_decode_to_the_same_text(gemma3: Target, smollm2: Target) 
 
 def test_sampling_with_another_tokenizer_accepts_tokens(gemma3: Target, draft: str) -> None:
     """Sampling accepts drafted tokens. Tests with smaller models check the distribution."""
-    config = SpeculativeConfig("cross_tokenizer", 4, draft=draft)
+    config = SpeculativeConfig("cross_tokenizer", 4, draft_model=draft)
     outputs = [
         generate(gemma3, item.messages(), config, max_new_tokens=NEW_TOKENS, sampling=Sampling(1.0), seed=0)
         for item in PROMPTS

@@ -32,16 +32,16 @@ CHAT = [
 ]
 CONFIGS = [
     SpeculativeConfig(),
-    SpeculativeConfig("layer_skip", mask="attention:0,7;mlp:1", draft_length=3),
-    SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=3, draft_length=6),
+    SpeculativeConfig("layer_skip", mask="attention:0,7;mlp:1", num_speculative_tokens=3),
+    SpeculativeConfig("prompt_lookup", prompt_lookup_min=1, prompt_lookup_max=3, num_speculative_tokens=6),
 ]
 TINY_CONFIGS = [
     SpeculativeConfig(),
-    SpeculativeConfig("layer_skip", mask="layers:1", draft_length=5),
-    SpeculativeConfig("prompt_lookup", ngram_max=2, draft_length=6),
+    SpeculativeConfig("layer_skip", mask="layers:1", num_speculative_tokens=5),
+    SpeculativeConfig("prompt_lookup", prompt_lookup_max=2, num_speculative_tokens=6),
 ]
-kinds = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-tiny_kinds = pytest.mark.parametrize("config", TINY_CONFIGS, ids=lambda config: config.kind)
+methods = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
+tiny_methods = pytest.mark.parametrize("config", TINY_CONFIGS, ids=lambda config: config.method)
 Reference = Callable[..., list[int]]
 
 
@@ -53,7 +53,7 @@ def test_one_drafter_serves_consecutive_requests(tiny_target: Target) -> None:
     fresh = generate(tiny_target, FRUITS, config, max_new_tokens=24)
     assert first.tokens == second.tokens == fresh.tokens
     assert first.stats == fresh.stats
-    assert second.stats.tokens_per_round > first.stats.tokens_per_round
+    assert second.stats.mean_acceptance_length > first.stats.mean_acceptance_length
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def idle_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(str(folder), dtype="float32", device=DEVICE)
 
 
-@kinds
+@methods
 @pytest.mark.parametrize("prompt", representative([FRUITS], [FRENCH]))
 def test_a_real_model_gives_the_output_of_transformers(
     smollm2: Target, reference: Reference, config: SpeculativeConfig, prompt: str
@@ -94,7 +94,7 @@ def test_a_real_model_gives_the_output_of_transformers(
     assert result.finish == ("eos" if result.tokens[-1] in smollm2.eos_ids else "length")
 
 
-@kinds
+@methods
 def test_a_real_model_penalises_repetition_as_transformers_does(
     smollm2: Target, reference: Reference, config: SpeculativeConfig
 ) -> None:
@@ -116,9 +116,11 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("kind", representative(list(STOPS)[:4], list(STOPS)[4:]))
-def test_a_stop_string_ends_the_output_where_transformers_ends_it(smollm2: Target, reference: Reference, kind: str) -> None:
-    stops = STOPS[kind]
+@pytest.mark.parametrize("method", representative(list(STOPS)[:4], list(STOPS)[4:]))
+def test_a_stop_string_ends_the_output_where_transformers_ends_it(
+    smollm2: Target, reference: Reference, method: str
+) -> None:
+    stops = STOPS[method]
     result = generate(smollm2, FRUITS, CONFIGS[2], max_new_tokens=24, stop_strings=stops)
     assert result.tokens == reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=24, stop_strings=stops)
 
@@ -132,7 +134,7 @@ def test_a_character_of_several_tokens_stops_where_transformers_stops(smollm2: T
     assert (result.text, result.finish) == (first, "stop")
 
 
-@tiny_kinds
+@tiny_methods
 @pytest.mark.parametrize("prompt", ["the on in", CHAT, [9, 30, 31, 32, 30, 31]], ids=["text", "chat", "ids"])
 def test_every_form_of_prompt_is_continued_as_in_transformers(
     idle_target: Target, reference: Reference, config: SpeculativeConfig, prompt: object
@@ -144,7 +146,7 @@ def test_every_form_of_prompt_is_continued_as_in_transformers(
     assert (len(result.tokens), result.finish) == (40, "length")
 
 
-@tiny_kinds
+@tiny_methods
 def test_a_stop_string_is_found_at_every_position_of_a_draft(
     idle_target: Target, reference: Reference, config: SpeculativeConfig
 ) -> None:
@@ -157,16 +159,16 @@ def test_a_stop_string_is_found_at_every_position_of_a_draft(
         assert stop in result.text
 
 
-@tiny_kinds
+@tiny_methods
 def test_tokens_are_streamed_round_by_round(idle_target: Target, config: SpeculativeConfig) -> None:
     parts: list[list[int]] = []
     result = generate(idle_target, "the", config, max_new_tokens=30, callback=parts.append)
     assert [token for part in parts for token in part] == result.tokens
     assert [len(part) for part in parts] == [1, *(r.committed for r in result.stats.rounds)]
-    assert result.stats.tokens_per_round == pytest.approx(29 / len(result.stats.rounds))
+    assert result.stats.mean_acceptance_length == pytest.approx(29 / len(result.stats.rounds))
 
 
-@tiny_kinds
+@tiny_methods
 def test_a_seed_makes_sampling_reproducible(idle_target: Target, config: SpeculativeConfig) -> None:
     sampling = Sampling(temperature=1.0)
     one, again, other = (
@@ -175,7 +177,7 @@ def test_a_seed_makes_sampling_reproducible(idle_target: Target, config: Specula
     assert one == again != other
 
 
-@tiny_kinds
+@tiny_methods
 def test_without_a_seed_torchs_random_state_is_used(idle_target: Target, config: SpeculativeConfig) -> None:
     outputs = []
     for seed in (1, 1, 2):
@@ -185,7 +187,7 @@ def test_without_a_seed_torchs_random_state_is_used(idle_target: Target, config:
     assert outputs[0] == outputs[1] != outputs[2]
 
 
-@tiny_kinds
+@tiny_methods
 @pytest.mark.parametrize("length", [1, 2, 3, 17])
 def test_an_output_is_never_longer_than_requested(
     idle_target: Target, reference: Reference, config: SpeculativeConfig, length: int
@@ -200,7 +202,7 @@ def test_a_target_without_tokenizer_gives_tokens_only(tiny_target: Target) -> No
 
 
 def test_a_draft_model_is_loaded_by_its_folder(idle_target: Target, reference: Reference, tiny_folder: Path) -> None:
-    config = SpeculativeConfig("draft_model", draft=str(tiny_folder), draft_length=3)
+    config = SpeculativeConfig("draft_model", draft_model=str(tiny_folder), num_speculative_tokens=3)
     result = generate(idle_target, "the", config, max_new_tokens=40)
     assert result.tokens == reference(idle_target, idle_target.encode("the"), max_new_tokens=40)
     assert result.stats.drafted > 0
@@ -217,7 +219,7 @@ def test_a_draft_model_is_loaded_by_its_folder(idle_target: Target, reference: R
         ({"stop_strings": ["a", ""]}, ValueError, "stop_strings: "),
         ({"stop_strings": ["a", 7]}, ValueError, "stop_strings: 7 "),
         ({"config": SpeculativeConfig("layer_skip", mask="layers:3")}, ConfigError, "mask: .*layer 3"),
-        ({"config": SpeculativeConfig("draft_model", draft="/no/draft")}, TargetError, "draft: .*/no/draft"),
+        ({"config": SpeculativeConfig("draft_model", draft_model="/no/draft")}, TargetError, "draft_model: .*/no/draft"),
     ],
 )
 def test_invalid_arguments_are_refused_by_name(
@@ -233,6 +235,6 @@ def test_stop_strings_need_a_tokenizer(tiny_target: Target) -> None:
 
 
 def test_a_draft_model_that_cannot_rewind_is_refused_by_field(tiny_target: Target, tmp_path: Path) -> None:
-    config = SpeculativeConfig("draft_model", draft=str(save_tiny(tmp_path / "mamba", "mamba")))
-    with pytest.raises(UnsupportedModel, match=r"^draft: Mamba.*rewind"):
+    config = SpeculativeConfig("draft_model", draft_model=str(save_tiny(tmp_path / "mamba", "mamba")))
+    with pytest.raises(UnsupportedModel, match=r"^draft_model: Mamba.*rewind"):
         generate(tiny_target, "the", config)

@@ -30,16 +30,16 @@ from tests.families import build
 
 CONFIGS = [
     SpeculativeConfig(),
-    SpeculativeConfig("layer_skip", mask="attention:0;mlp:1", draft_length=3),
-    SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=2, draft_length=6),
-    SpeculativeConfig("retrieval", draft_length=3),
-    SpeculativeConfig("lookahead", draft_length=2, window=3),
-    SpeculativeConfig("token_recycling", draft_length=3, least_probability=0.0),
+    SpeculativeConfig("layer_skip", mask="attention:0;mlp:1", num_speculative_tokens=3),
+    SpeculativeConfig("prompt_lookup", prompt_lookup_min=1, prompt_lookup_max=2, num_speculative_tokens=6),
+    SpeculativeConfig("retrieval", num_speculative_tokens=3),
+    SpeculativeConfig("lookahead", num_speculative_tokens=2, window=3),
+    SpeculativeConfig("token_recycling", num_speculative_tokens=3, min_token_prob=0.0),
 ]
 PROMPT = torch.tensor([[9, 30, 31, 9, 30, 40, 41, 42, 31]])
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=32)
 LATER_PENALTY = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)
-kinds = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+kinds = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
 
 
 def _method(target: Target, config: SpeculativeConfig) -> Callable[..., Any]:
@@ -60,12 +60,12 @@ def _both(target: Target, config: SpeculativeConfig, **options: Any) -> tuple[li
 
 
 def test_draft_models_with_another_tokenizer_use_the_given_tokenizer(tiny_target: Target, tiny_folder: Path) -> None:
-    other = SpeculativeConfig("cross_tokenizer", draft=str(tiny_folder), draft_length=2)
+    other = SpeculativeConfig("cross_tokenizer", draft_model=str(tiny_folder), num_speculative_tokens=2)
     for config in (other, SpeculativeConfig("cascade", members=(CONFIGS[2], other))):
         method = Export(Export.describe(tiny_target), config).custom_generate(tiny_target.tokenizer)
         ours = _generate(tiny_target.model, custom_generate=method, **GREEDY)
         assert ours.equal(_generate(tiny_target.model, **GREEDY))
-        with pytest.raises(TargetError, match="^draft: .* has no tokenizer"):
+        with pytest.raises(TargetError, match="^draft_model: .* has no tokenizer"):
             _generate(tiny_target.model, custom_generate=_method(tiny_target, config), **GREEDY)
 
 

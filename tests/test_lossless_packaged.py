@@ -41,95 +41,100 @@ BATCH = 8
 PROMPTS = PromptSet.packaged().take(None if EXHAUSTIVE else 6)
 CONFIGS: list[dict[str, Any]] = representative(
     [
-        {"kind": "none"},
-        {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 4, "draft_length": 10},
-        {"kind": "layer_skip", "mask": "layers:12-20", "draft_length": 3, "siblings": 2},
-        {"kind": "eagle", "draft_length": 4, "candidates": 3, "tree_tokens": 10},
+        {"method": "none"},
+        {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 10},
+        {"method": "layer_skip", "mask": "layers:12-20", "num_speculative_tokens": 3, "siblings": 2},
+        {"method": "eagle", "num_speculative_tokens": 4, "top_k": 3, "tree_tokens": 10},
         {
-            "kind": "cascade",
+            "method": "cascade",
             "members": [
-                {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 4, "draft_length": 8},
-                {"kind": "token_recycling", "draft_length": 6, "tree_tokens": 8, "candidates": 4},
+                {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 8},
+                {"method": "token_recycling", "num_speculative_tokens": 6, "tree_tokens": 8, "top_k": 4},
             ],
         },
     ],
     [
-        {"kind": "retrieval", "draft_length": 16, "tree_tokens": 24},
-        {"kind": "lookahead", "draft_length": 3, "window": 4},
-        {"kind": "token_recycling", "draft_length": 5, "tree_tokens": 12},
+        {"method": "retrieval", "num_speculative_tokens": 16, "tree_tokens": 24},
+        {"method": "lookahead", "num_speculative_tokens": 3, "window": 4},
+        {"method": "token_recycling", "num_speculative_tokens": 5, "tree_tokens": 12},
         {
-            "kind": "layer_skip",
+            "method": "layer_skip",
             "mask": "attention:0,7;mlp:7,12;layers:15",
-            "draft_length": 6,
-            "stop": {"kind": "threshold", "threshold": 0.5},
+            "num_speculative_tokens": 6,
+            "stop": {"method": "threshold", "threshold": 0.5},
         },
         {
-            "kind": "layer_skip",
+            "method": "layer_skip",
             "mask": "layers:2-11",
             "bridge": "linear",
             "draft_head": "common_tokens",
-            "draft_length": 4,
-            "stop": {"kind": "adaptive", "threshold": 0.6},
+            "num_speculative_tokens": 4,
+            "stop": {"method": "adaptive", "threshold": 0.6},
         },
         {
-            "kind": "layer_skip",
+            "method": "layer_skip",
             "mask": "attention:3;layers:12-16;mlp:20",
             "bridge": "mlp",
             "draft_head": "common_tokens",
-            "draft_length": 3,
+            "num_speculative_tokens": 3,
             "siblings": 2,
         },
-        {"kind": "draft_model", "draft_length": 5, "stop": {"kind": "threshold", "threshold": 0.5}},
-        {"kind": "cross_tokenizer", "draft_length": 4},
-        {"kind": "eagle", "draft_length": 4, "candidates": 1},
-        {"kind": "medusa", "draft_length": 3, "tree_tokens": 8, "least_probability": 0.0},
+        {"method": "draft_model", "num_speculative_tokens": 5, "stop": {"method": "threshold", "threshold": 0.5}},
+        {"method": "cross_tokenizer", "num_speculative_tokens": 4},
+        {"method": "eagle", "num_speculative_tokens": 4, "top_k": 1},
+        {"method": "medusa", "num_speculative_tokens": 3, "tree_tokens": 8, "min_token_prob": 0.0},
         {
-            "kind": "cascade",
+            "method": "cascade",
             "members": [
-                {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 4, "draft_length": 10},
-                {"kind": "layer_skip", "mask": "layers:12-14", "bridge": "mean", "draft_length": 3},
+                {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 10},
+                {"method": "layer_skip", "mask": "layers:12-14", "bridge": "mean", "num_speculative_tokens": 3},
             ],
         },
         {
-            "kind": "cascade",
+            "method": "cascade",
             "members": [
-                {"kind": "eagle", "draft_length": 4, "candidates": 1, "stop": {"kind": "threshold", "threshold": 0.2}},
-                {"kind": "token_recycling", "draft_length": 6, "tree_tokens": 8, "candidates": 4},
-            ],
-        },
-        {
-            "kind": "cascade",
-            "members": [
-                {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 4, "draft_length": 8},
-                {"kind": "retrieval", "draft_length": 8, "tree_tokens": 16},
                 {
-                    "kind": "token_recycling",
-                    "draft_length": 6,
+                    "method": "eagle",
+                    "num_speculative_tokens": 4,
+                    "top_k": 1,
+                    "stop": {"method": "threshold", "threshold": 0.2},
+                },
+                {"method": "token_recycling", "num_speculative_tokens": 6, "tree_tokens": 8, "top_k": 4},
+            ],
+        },
+        {
+            "method": "cascade",
+            "members": [
+                {"method": "prompt_lookup", "prompt_lookup_min": 1, "prompt_lookup_max": 4, "num_speculative_tokens": 8},
+                {"method": "retrieval", "num_speculative_tokens": 8, "tree_tokens": 16},
+                {
+                    "method": "token_recycling",
+                    "num_speculative_tokens": 6,
                     "tree_tokens": 16,
-                    "candidates": 4,
-                    "least_probability": 0.02,
+                    "top_k": 4,
+                    "min_token_prob": 0.02,
                 },
             ],
             "verify_cost": [1.1, 1.15, 1.2, 1.25],
         },
         {
-            "kind": "cascade",
+            "method": "cascade",
             "members": [
-                {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 4, "draft_length": 8},
-                {"kind": "eagle", "draft_length": 3, "candidates": 4, "tree_tokens": 8, "least_probability": 0.05},
+                {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 8},
+                {"method": "eagle", "num_speculative_tokens": 3, "top_k": 4, "tree_tokens": 8, "min_token_prob": 0.05},
             ],
             "verify_cost": [1.05, 1.1, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35],
             "draft_cost": [0.0, 0.1],
         },
-        {"kind": "cross_tokenizer", "draft": "gemma3", "draft_length": 4},  # the real pair
-        {"kind": "retrieval", "draft_length": 6, "tree_tokens": 12, "datastore": "answers"},
+        {"method": "cross_tokenizer", "draft_model": "gemma3", "num_speculative_tokens": 4},  # the real pair
+        {"method": "retrieval", "num_speculative_tokens": 6, "tree_tokens": 12, "datastore": "answers"},
         {
-            "kind": "draft_model",
-            "draft_length": 5,
+            "method": "draft_model",
+            "num_speculative_tokens": 5,
             "draft_head": "common_tokens",
-            "stop": {"kind": "adaptive", "threshold": 0.6},
+            "stop": {"method": "adaptive", "threshold": 0.6},
         },
-        {"kind": "cross_tokenizer", "draft_length": 4, "draft_head": "draft_common_tokens"},
+        {"method": "cross_tokenizer", "num_speculative_tokens": 4, "draft_head": "draft_common_tokens"},
     ],
 )
 
@@ -188,10 +193,10 @@ def heads(
         torch.cat([text.tokens for text in feature_texts]),
     )
     medusa = MedusaHeads(MedusaShape(smollm2.hidden, 3, read, 512), common_tokens)
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("eagle", "medusa")}
+    folders = {method: tmp_path_factory.mktemp(method) for method in ("eagle", "medusa")}
     save_trained(folders["eagle"], "eagle", eagle.shape.to_dict(), eagle.weights(), smollm2, {})
     save_trained(folders["medusa"], "medusa", medusa.shape.to_dict(), medusa.state_dict(), smollm2, {})
-    return {kind: str(folder) for kind, folder in folders.items()}
+    return {method: str(folder) for method, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +217,11 @@ def fitted(
     continuations = [Continuation(item.id, item.category, *text, NEW_TOKENS) for item, text in zip(some, texts, strict=True)]
     calibration = Calibration(smollm2, continuations, 2**30)
 
-    def bridged(mask: str, kind: str) -> str:
-        bridge = folder / f"{kind}-{mask}"
+    def bridged(mask: str, method: str) -> str:
+        bridge = folder / f"{method}-{mask}"
         if not bridge.exists():
-            size = {"mean": {}, "linear": {"rank": 64}, "mlp": {"rank": 16, "width": 32}}[kind]
-            shape = BridgeShape.of(smollm2, SkipMask.parse(mask, smollm2.layers), kind, **size)
+            size = {"mean": {}, "linear": {"rank": 64}, "mlp": {"rank": 16, "width": 32}}[method]
+            shape = BridgeShape.of(smollm2, SkipMask.parse(mask, smollm2.layers), method, **size)
             save_bridges(bridge, calibration.fit(shape).bridges, smollm2, {})
         return str(bridge)
 
@@ -231,21 +236,21 @@ def fitted(
     return fill
 
 
-@pytest.mark.parametrize(("number", "fields"), list(enumerate(CONFIGS)), ids=[fields["kind"] for fields in CONFIGS])
+@pytest.mark.parametrize(("number", "fields"), list(enumerate(CONFIGS)), ids=[fields["method"] for fields in CONFIGS])
 def test_every_drafter_gives_the_output_of_transformers(
     smollm2: Target, reference: dict[str, list[int]], number: int, fields: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     fields = copy.deepcopy(fields)
-    if fields.get("draft") == "gemma3":
+    if fields.get("draft_model") == "gemma3":
         try:
             find_weights("gemma3")
         except WheelError as error:
             pytest.skip(str(error))
-    elif fields["kind"] in ("draft_model", "cross_tokenizer"):
-        fields["draft"] = request.getfixturevalue("draft_folder")
+    elif fields["method"] in ("draft_model", "cross_tokenizer"):
+        fields["draft_model"] = request.getfixturevalue("draft_folder")
     for part in (fields, *fields.get("members", ())):
-        if part["kind"] in ("eagle", "medusa"):
-            part["head"] = request.getfixturevalue("heads")[part["kind"]]
+        if part["method"] in ("eagle", "medusa"):
+            part["head"] = request.getfixturevalue("heads")[part["method"]]
     config = SpeculativeConfig.from_dict(fields)
     if any(part.bridge or part.draft_head or part.datastore for part in (config, *config.members)):
         config = request.getfixturevalue("fitted")(config)
@@ -256,12 +261,12 @@ def test_every_drafter_gives_the_output_of_transformers(
     }
     assert {name: result.tokens for name, result in outputs.items()} == {item.id: reference[item.id] for item in prompts}
     assert len(reference) == len(PROMPTS)
-    if config.kind != "none":
+    if config.method != "none":
         assert sum(result.stats.accepted for result in outputs.values()) > 0
 
 
 @pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes a minute; run by make lossless")
-@pytest.mark.parametrize("fields", [CONFIGS[0], CONFIGS[1], CONFIGS[2]], ids=lambda fields: fields["kind"])
+@pytest.mark.parametrize("fields", [CONFIGS[0], CONFIGS[1], CONFIGS[2]], ids=lambda fields: fields["method"])
 def test_compiled_layers_give_the_output_of_transformers(
     smollm2: Target, reference: dict[str, list[int]], fields: dict[str, Any]
 ) -> None:

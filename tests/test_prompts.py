@@ -31,10 +31,10 @@ def _many(count: int, categories: int = 3) -> list[dict[str, str]]:
 
 def test_the_packaged_set_covers_six_kinds_of_work() -> None:
     packaged = PromptSet.packaged()
-    kinds = Counter(item.category for item in packaged)
+    categories = Counter(item.category for item in packaged)
     assert len(packaged) >= 40
-    assert len(kinds) == 6
-    assert min(kinds.values()) >= 4
+    assert len(categories) == 6
+    assert min(categories.values()) >= 4
     assert len(set(_ids(packaged))) == len(packaged)
     for item in packaged:
         assert item.messages()[-1]["role"] == "user"
@@ -112,7 +112,7 @@ def test_halves_depend_on_ids_and_not_on_the_order_of_lines(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("count", "categories"), [(2, 1), (2, 2), (3, 3), (7, 2), (21, 4), (40, 6)])
-def test_halves_differ_by_one_at_most_in_all_and_in_each_category(tmp_path: Path, count: int, categories: int) -> None:
+def test_halves_differ_by_one_at_max_in_all_and_in_each_category(tmp_path: Path, count: int, categories: int) -> None:
     tune, held_out = PromptSet.load(_write(tmp_path / "p.jsonl", _many(count, categories))).split()
     assert 0 <= len(tune) - len(held_out) <= 1
     counts = [Counter(item.category for item in half) for half in (tune, held_out)]
@@ -146,8 +146,8 @@ def test_the_digest_depends_on_content_and_not_on_order(tmp_path: Path) -> None:
 def test_take_alternates_between_categories() -> None:
     packaged = PromptSet.packaged()
     for count in (6, 12, 30):
-        kinds = Counter(item.category for item in packaged.take(count))
-        assert set(kinds.values()) == {count // 6}
+        categories = Counter(item.category for item in packaged.take(count))
+        assert set(categories.values()) == {count // 6}
     assert len({item.category for item in packaged.take(4)}) == 4
     assert _ids(packaged.take(5)) == _ids(packaged.take(30))[:5]
     assert _ids(packaged.take(None)) == _ids(packaged.take(1000))

@@ -27,12 +27,12 @@ PUBLIC = {
     "Measurement",
 }
 CONFIGS = [
-    {"kind": "none"},
-    {"kind": "layer_skip", "mask": "attention:6,7-9;mlp:2", "draft_length": 4},
-    {"kind": "layer_skip", "mask": "layers:4-8", "draft_length": 4},
-    {"kind": "layer_skip", "mask": "layers:4-6;mlp:1", "draft_length": 2},
-    {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 6},
-    {"kind": "draft_model", "draft": "some/hub-id", "draft_length": 3},
+    {"method": "none"},
+    {"method": "layer_skip", "mask": "attention:6,7-9;mlp:2", "num_speculative_tokens": 4},
+    {"method": "layer_skip", "mask": "layers:4-8", "num_speculative_tokens": 4},
+    {"method": "layer_skip", "mask": "layers:4-6;mlp:1", "num_speculative_tokens": 2},
+    {"method": "prompt_lookup", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 6},
+    {"method": "draft_model", "draft_model": "some/hub-id", "num_speculative_tokens": 3},
 ]
 
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_documented_example_works(folder: Path, tmp_path: Path) -> None:
     target = layerskip.load_target(str(folder), dtype="float32", device=DEVICE)
     config = layerskip.SpeculativeConfig.from_dict(
-        {"kind": "layer_skip", "mask": "attention:6,7-9;mlp:2", "draft_length": 4}
+        {"method": "layer_skip", "mask": "attention:6,7-9;mlp:2", "num_speculative_tokens": 4}
     )
     result = layerskip.generate(target, "a prompt", config, sampling=layerskip.Sampling(temperature=0.0), max_new_tokens=64)
     assert target.tokenizer is not None
@@ -59,7 +59,7 @@ def test_the_documented_example_works(folder: Path, tmp_path: Path) -> None:
     assert result.tokens == expected[0, length:].tolist()
     assert result.text == target.tokenizer.decode(result.tokens)
     assert 0.0 <= result.stats.acceptance_rate <= 1.0
-    assert 1.0 <= result.stats.tokens_per_round <= 5.0
+    assert 1.0 <= result.stats.mean_acceptance_length <= 5.0
     messages = [{"role": "user", "content": "a prompt"}]
     assert layerskip.generate(target, messages, config).tokens == result.tokens
     assert layerskip.generate(target, inputs["input_ids"][0].tolist(), config).tokens == result.tokens
@@ -76,7 +76,7 @@ def test_the_documented_example_works(folder: Path, tmp_path: Path) -> None:
     assert custom.equal(expected)
 
 
-@pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: fields["kind"])
+@pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: fields["method"])
 def test_configurations_round_trip(fields: dict[str, object]) -> None:
     config = layerskip.SpeculativeConfig.from_dict(fields)
     written = config.to_dict()
@@ -86,7 +86,7 @@ def test_configurations_round_trip(fields: dict[str, object]) -> None:
     }
 
 
-@pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: fields["kind"])
+@pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: fields["method"])
 @pytest.mark.parametrize("key", ["drafter", "gamma", "Kind"])
 def test_an_unknown_key_is_refused_by_name(fields: dict[str, object], key: str) -> None:
     with pytest.raises(layerskip.ConfigError, match=f"^{key}: "):

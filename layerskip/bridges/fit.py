@@ -35,7 +35,7 @@ def select_continuations(
     target: Target,
     model: RowModel,
     continuations: Sequence[Continuation],
-    most_bytes: int,
+    max_bytes: int,
     max_rows: int,
     width: int,
     text_cache: TextCache | None = None,
@@ -46,7 +46,7 @@ def select_continuations(
         target: the model whose texts are read.
         model: the target as a model of independent rows.
         continuations: the continuations to select from.
-        most_bytes: budget for everything that is kept, and for what reading and fitting need in addition. The two
+        max_bytes: budget for everything that is kept, and for what reading and fitting need in addition. The two
             follow each other, so the larger of the two counts.
         max_rows: rows per pass while bridges are fitted.
         width: width of the widest MLP to fit; 0 for none.
@@ -56,7 +56,7 @@ def select_continuations(
         ValueError: not even one continuation fits.
     """
     if not continuations:
-        raise ValueError(f"most_bytes: {most_bytes} are of no use without a continuation of two tokens to draft")
+        raise ValueError(f"max_bytes: {max_bytes} are of no use without a continuation of two tokens to draft")
     size, hidden, vocabulary = target.model.dtype.itemsize, target.hidden, target.vocabulary
     (one,) = TextBatch(model, vocabulary, continuations[:1], Sampling()).texts
     position_bytes = one.cache.nbytes // one.cache.max_length
@@ -83,17 +83,17 @@ def select_continuations(
         fitting += max(regression_bytes(rows, hidden), mlp_regression_bytes(rows, hidden, width))
         shared = position_bytes * max(keys[place] for place in places)
         total = shared + sum(kept[place] for place in places) + max(reading, fitting)
-        if total <= _USED * most_bytes:
+        if total <= _USED * max_bytes:
             return tuple(continuations[place] for place in places)
-    few = f"{most_bytes} hold not even one of {len(continuations)} continuations"
-    raise ValueError(f"most_bytes: {few}, which takes {int(total / _USED) + 1}")
+    few = f"{max_bytes} hold not even one of {len(continuations)} continuations"
+    raise ValueError(f"max_bytes: {few}, which takes {int(total / _USED) + 1}")
 
 
-_HELD_OUT, _MOST_HELD_OUT = 0.2, 2000  # of the rows; the last ones, so that they come from other continuations
+_HELD_OUT, _MAX_HELD_OUT = 0.2, 2000  # of the rows; the last ones, so that they come from other continuations
 _FAR = 8.0  # outputs with a norm beyond this multiple of the median are left out
 _WORK = {"layers": 1, "attention": 4, "mlp": 4}  # cost of a gap in regressions; sub-layers also have to run their layer
 _FULL_WORK = 8  # work up to which all rows are used; masks with more gaps use fewer rows, so that none takes far longer
-_LEAST_ROWS = 4  # rows per hidden state element that are used in any case
+_MIN_ROWS = 4  # rows per hidden state element that are used in any case
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Calibration:
     Args:
         target: the model that bridges are fitted for.
         continuations: its continuations.
-        most_bytes: budget for everything that is kept, and for what reading and fitting need in addition, with logits but
+        max_bytes: budget for everything that is kept, and for what reading and fitting need in addition, with logits but
             without the bridges themselves. If not all continuations fit, evenly spread ones are used.
         max_rows: rows per pass.
         text_cache: states of texts that the target has read; the texts read here are added.
@@ -154,7 +154,7 @@ class Calibration:
         self,
         target: Target,
         continuations: Sequence[Continuation],
-        most_bytes: int,
+        max_bytes: int,
         max_rows: int = 256,
         text_cache: TextCache | None = None,
         width: int = 0,
@@ -162,7 +162,7 @@ class Calibration:
         self.target = target
         self._model = RowModel(target.model)
         some = [continuation for continuation in continuations if continuation.starts > 1]
-        self.continuations = select_continuations(target, self._model, some, most_bytes, max_rows, width, text_cache)
+        self.continuations = select_continuations(target, self._model, some, max_bytes, max_rows, width, text_cache)
         self._texts = TextBatch(self._model, target.vocabulary, self.continuations, Sampling(), text_cache=text_cache)
         self.starts = [(p, s) for p, continuation in enumerate(self.continuations) for s in range(continuation.starts)]
         parts = [self.starts[i : i + max_rows] for i in range(0, len(self.starts), max_rows)]
@@ -234,7 +234,7 @@ class Calibration:
             left -= len(part.pack.rows)
         rows = sum(size for _, size in available)
         work = sum(_WORK[gap.kind] for gap in gaps)
-        wanted = max(min(rows, _LEAST_ROWS * self.target.hidden), rows * _FULL_WORK // max(_FULL_WORK, work))
+        wanted = max(min(rows, _MIN_ROWS * self.target.hidden), rows * _FULL_WORK // max(_FULL_WORK, work))
         count = -(-wanted * len(available) // rows)
         some = [available[number * len(available) // count] for number in range(count)]
         return [part for part, _ in some], sum(size for _, size in some)
@@ -326,7 +326,7 @@ def _regress(bridge: Bridge, pairs: list[tuple[Tensor, Tensor]], rows: int) -> f
 
 
 def _held_out(rows: int) -> int:
-    return max(1, min(int(_HELD_OUT * rows), _MOST_HELD_OUT))
+    return max(1, min(int(_HELD_OUT * rows), _MAX_HELD_OUT))
 
 
 def _single(layers: int, gap: Gap) -> SkipMask:

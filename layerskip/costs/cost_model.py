@@ -157,7 +157,7 @@ class CostProfile:
         """
         if len(counts.verified) > len(self.verify_seconds):
             raise ValueError(f"verified: {len(counts.verified) - 1} tokens at once; the profile ends at {self.longest}")
-        each = self.draft_seconds(mask, extras) + (self.confidence_seconds if stop.kind != "length" else 0.0)
+        each = self.draft_seconds(mask, extras) + (self.confidence_seconds if stop.method != "length" else 0.0)
         each += self.siblings_seconds if branching.siblings else 0.0
         drafting = (counts.drafted - counts.siblings) * each + counts.trees * self.tree_seconds
         return drafting + sum(counts.verified[1:]) * self.round_seconds + self.lookup_seconds(counts)
@@ -182,9 +182,13 @@ class CostProfile:
         """Return the seconds of a decoding with a drafter without a model, whose drafts cost next to nothing."""
         return sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
 
-    def round_cost(self, mask: SkipMask, draft_length: int, extras: DraftExtras = NO_EXTRAS) -> float:
-        """Return the seconds of a round that drafts ``draft_length`` tokens with a mask and verifies them."""
-        return draft_length * self.draft_seconds(mask, extras) + self.round_seconds + self.verify_seconds[draft_length]
+    def round_cost(self, mask: SkipMask, num_speculative_tokens: int, extras: DraftExtras = NO_EXTRAS) -> float:
+        """Return the seconds of a round that drafts ``num_speculative_tokens`` tokens with a mask and verifies them."""
+        return (
+            num_speculative_tokens * self.draft_seconds(mask, extras)
+            + self.round_seconds
+            + self.verify_seconds[num_speculative_tokens]
+        )
 
     def speedup_bound(self, mask: SkipMask, extras: DraftExtras = NO_EXTRAS) -> float:
         """Return the highest speedup of any draft length if every drafted token were accepted."""

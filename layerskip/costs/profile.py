@@ -42,7 +42,7 @@ _NARROW = 4  # a timed draft head has the vocabulary divided by this
 _TEXT_TOKENS = 16  # further tokens that a text adds to a timed draft head
 _WIDE = 2  # width of a timed MLP as a multiple of the hidden width
 _PATIENCE = 2  # the most repeats on a noisy machine, as a multiple of the requested ones
-LEAST_REPEATS = 3
+MIN_REPEATS = 3
 """Fewest runs of every job, of which a median is the middle one."""
 
 _Job = tuple[str, int, int]
@@ -74,7 +74,7 @@ def profile_costs(
         on_repeat: called after every run of all jobs.
         bridged: whether to measure bridges and draft heads.
         branching: whether to measure siblings.
-        is_over: returns whether time has run out, after which no job runs more than ``LEAST_REPEATS`` times.
+        is_over: returns whether time has run out, after which no job runs more than ``MIN_REPEATS`` times.
     """
     longest = max(longest, 1 + _SIBLINGS)  # one length would not separate the fixed cost of a round from that of its tokens
     drafts = _timed_drafts(target, bridged)
@@ -117,7 +117,7 @@ def profile_costs(
     times: dict[_Job, list[float]] = {job: [] for job in jobs}
     order = random.Random(0)
     for repeat in range(_PATIENCE * repeats + 1):
-        if (repeat > repeats and _largest_error(times) <= error) or (repeat > LEAST_REPEATS and is_over()):
+        if (repeat > repeats and _largest_error(times) <= error) or (repeat > MIN_REPEATS and is_over()):
             break
         # Verifications twice: each is a single pass, yet part of every prediction.
         names = [*jobs, *(name for name in jobs if name[0] == "verify")]
@@ -241,8 +241,8 @@ def _timed_drafts(target: Target, bridged: bool) -> list[_TimedDraft]:
         drafts += [(attentions, None, None)] * (many < target.layers)
         drafts += [(attentions, BridgeShape.of(target, attentions, kind), None) for kind in ("mean", "linear")]
         wide = BridgeShape.of(target, SkipMask.of(target.layers, {0}, set()), "mlp", width=_WIDE * target.hidden)
-        most = max(1, min(target.layers, _TIMED_PARAMETERS // wide.parameter_count))
-        some = SkipMask.of(target.layers, set(range(most)), set())
+        maximum = max(1, min(target.layers, _TIMED_PARAMETERS // wide.parameter_count))
+        some = SkipMask.of(target.layers, set(range(maximum)), set())
         drafts.append((some, replace(wide, mask=some.format()), None))
         with contextlib.suppress(ConfigError):  # an output layer that cannot be cut has its full cost
             common = torch.arange(max(1, target.vocabulary // _NARROW))

@@ -120,7 +120,7 @@ def time_verification(
     return tuple(map(statistics.median, times))
 
 
-_WARM_UP, _TIMED = 2, 12  # rounds
+_WARMUP, _TIMED = 2, 12  # rounds
 _ROOM = 32  # tokens
 _SHORT = 64  # tokens of a prompt so short that every drafter can draft after it
 
@@ -149,15 +149,15 @@ def time_drafting(
     while not timed.drafts and context > _SHORT:
         context //= 2
         timed = _time_drafts(target, drafter, context, sampling or Sampling(), seed)
-    step = statistics.median(timed.between[_WARM_UP:])
-    return round(statistics.median(timed.drafts[_WARM_UP:] or timed.empty_drafts) / step, 2)
+    step = statistics.median(timed.between[_WARMUP:])
+    return round(statistics.median(timed.drafts[_WARMUP:] or timed.empty_drafts) / step, 2)
 
 
 def _time_drafts(target: Target, drafter: Drafter, context: int, sampling: Sampling, seed: int) -> _DiscardedDrafts:
     """Time a drafter after a prompt of ``context`` tokens."""
     timed = _DiscardedDrafts(drafter, target.device)
     prompt = [token % target.vocabulary for token in range(max(1, context))]
-    end = len(prompt) + 1 + _WARM_UP + _TIMED  # leaves room for the drafts of the last rounds
+    end = len(prompt) + 1 + _WARMUP + _TIMED  # leaves room for the drafts of the last rounds
     stops, none = (lambda tokens: len(tokens) >= end), frozenset[int]()
     decode(target, timed, prompt, sampling, end - len(prompt) + _ROOM, stops=stops, seed=seed, eos_ids=none)
     return timed
@@ -204,8 +204,8 @@ def _cost_key(member: SpeculativeConfig) -> str:
     """Return the fields that a draft level's cost depends on; a chain's depends on neither draft length nor threshold."""
     fields = member.to_dict()
     if not member.head:
-        fields.pop("draft_length", None)
-    return " ".join(f"{name}={value}" for name, value in (fields | {"stop": member.stop.kind}).items() if value)
+        fields.pop("num_speculative_tokens", None)
+    return " ".join(f"{name}={value}" for name, value in (fields | {"stop": member.stop.method}).items() if value)
 
 
 class _DiscardedDrafts(TimedDrafter):

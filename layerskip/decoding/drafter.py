@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layerskip.config import PLAIN, Kind, SpeculativeConfig, declare
+from layerskip.config import PLAIN, Method, SpeculativeConfig, declare
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import draft_depth
@@ -65,22 +65,22 @@ class Drafter:
     tokens are drawn, ``Draft.probs`` must be the exact distributions that they were drawn from, and whether a token is
     proposed must depend on the tokens before it only, not on its own value.
 
-    A subclass defines ``draft``; all other methods do nothing here. A subclass that declares a ``kind`` becomes available to
-    configurations, programs and documentation by being imported.
+    A subclass defines ``draft``; all other methods do nothing here. A subclass that declares a ``method`` becomes available
+    to configurations, programs and documentation by being imported.
 
     Attributes:
-        kind: the declaration of the kind of configuration that the class drafts for.
+        method: the declaration of the method that the class drafts for.
         tree_tokens: the most tokens of its trees; 0 if it drafts chains.
         modules: names of the target's sub-modules whose outputs it reads; empty if it reads no hidden states.
         lookup: whether it finds its drafts without running a model, so that requesting one costs next to nothing; as the
-            kind declares.
+            method declares.
         runs_model: whether it runs a model or a trained head for a draft.
         single_pass: whether it drafts all levels of a tree in one pass, so that depth does not add to its cost.
         keeps_state: whether it keeps something from one prompt to the next, until it is reset.
         never_drafts: whether it proposes nothing, so that the next pass of the target needs nothing from it.
     """
 
-    kind: ClassVar[Kind]
+    method: ClassVar[Method]
 
     tree_tokens: int = 0
     modules: tuple[str, ...] = ()
@@ -96,16 +96,16 @@ class Drafter:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "kind" in cls.__dict__:
-            before = _CLASSES.get(cls.kind.name)
+        if "method" in cls.__dict__:
+            before = _CLASSES.get(cls.method.name)
             again = before is not None and (before.__module__, before.__qualname__) == (cls.__module__, cls.__qualname__)
-            declare(cls.kind, again)
-            _CLASSES[cls.kind.name] = cls
-            cls.lookup = cls.kind.lookup
+            declare(cls.method, again)
+            _CLASSES[cls.method.name] = cls
+            cls.lookup = cls.method.lookup
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> Drafter:  # noqa: ARG003
-        """Return the drafter of a configuration: by default, the class called with the values of the kind's fields.
+        """Return the drafter of a configuration: by default, the class called with the values of the method's fields.
 
         Raises:
             ConfigError: the configuration does not fit the target.
@@ -167,14 +167,14 @@ _CLASSES: dict[str, type[Drafter]] = {}
 
 
 def drafter_classes() -> dict[str, type[Drafter]]:
-    """Return the classes of all kinds that have a drafter, by kind."""
+    """Return the classes of all methods that have a drafter, by method."""
     return dict(_CLASSES)
 
 
 class NoDraft(Drafter):
     """A drafter that proposes nothing, which makes the loop plain decoding, the baseline of every comparison."""
 
-    kind = PLAIN
+    method = PLAIN
     never_drafts = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

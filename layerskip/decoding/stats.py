@@ -64,7 +64,7 @@ class DecodeStats:
         return self.accepted / len(self.rounds) if self.rounds else 0.0
 
     @property
-    def tokens_per_round(self) -> float:
+    def mean_acceptance_length(self) -> float:
         """Mean committed tokens per round, with the bonus token; 0.0 without rounds."""
         return sum(r.committed for r in self.rounds) / len(self.rounds) if self.rounds else 0.0
 

@@ -42,7 +42,7 @@ class StopRuleDrafter(Drafter):
     @property
     def keeps_state(self) -> bool:
         """True if the rule is adaptive and carries its threshold from prompt to prompt."""
-        return self.stopper.rule.kind == "adaptive" and self.stopper.rule.carry
+        return self.stopper.rule.method == "adaptive" and self.stopper.rule.carry
 
     def reset_state(self) -> None:
         """Drop the carried threshold."""
@@ -75,19 +75,19 @@ class Stopper:
 
     def stops(self, logits: Tensor) -> bool:
         """Return whether the draft ends after the token of these ``[1, V]`` logits; waits for the device."""
-        if self.rule.kind == "length":
+        if self.rule.method == "length":
             return False
         ((value,),) = read_to_host(confidence(logits))
         return self.stops_at(value)
 
     def stops_at(self, confidence: float) -> bool:
         """Return whether the draft ends after a token of this confidence."""
-        return self.rule.kind != "length" and confidence < self.threshold
+        return self.rule.method != "length" and confidence < self.threshold
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Move an adaptive threshold by the acceptance rate of a round; rounds without a draft change nothing."""
         rule = self.rule
-        if rule.kind != "adaptive" or drafted == 0:
+        if rule.method != "adaptive" or drafted == 0:
             return
         rate = accepted / drafted
         if self._acceptance_rate is not None:

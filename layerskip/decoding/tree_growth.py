@@ -26,7 +26,7 @@ def grow_tree(
     successors: Callable[[Node], Iterable[tuple[int, float, Node]]],
     depth: int,
     size: int,
-    least_probability: float,
+    min_token_prob: float,
 ) -> tuple[list[int], list[int], list[float]]:
     """Grow a tree, the likeliest node first.
 
@@ -36,7 +36,7 @@ def grow_tree(
             leads to. Of equally likely nodes the one offered first is taken first.
         depth: the most tokens of a branch.
         size: the most tokens of the tree.
-        least_probability: a branch ends where the product of its probabilities falls below this value.
+        min_token_prob: a branch ends where the product of its probabilities falls below this value.
 
     Returns:
         The tokens, in falling order of probability; the parent of each: an earlier token, or -1 for the root; and the
@@ -52,7 +52,7 @@ def grow_tree(
     def offer(node: Node, number: int, path_prob: float, level: int) -> None:
         nonlocal serial
         for token, probability, child in successors(node) if level < depth else ():
-            if path_prob * probability >= least_probability:
+            if path_prob * probability >= min_token_prob:
                 heapq.heappush(heap, (-path_prob * probability, serial, level + 1, number, token, child))
                 serial += 1
 
@@ -85,12 +85,12 @@ class LevelwiseTree:
     Args:
         root: ``[1]`` int64: the token before the tree.
         width: the most nodes of a level that get children.
-        least_probability: a branch ends where the product of its probabilities falls below this value.
+        min_token_prob: a branch ends where the product of its probabilities falls below this value.
         reads: whether to leave them out, see :func:`reads_while_growing`.
     """
 
-    def __init__(self, root: Tensor, width: int, least_probability: float, reads: bool) -> None:
-        self._root, self._width, self._least_probability, self._reads = root, width, least_probability, reads
+    def __init__(self, root: Tensor, width: int, min_token_prob: float, reads: bool) -> None:
+        self._root, self._width, self._min_token_prob, self._reads = root, width, min_token_prob, reads
         # Of the nodes that get children next: path probability and number.
         self._front = torch.ones(1, dtype=torch.float64, device=root.device)
         self._numbers = torch.full_like(root, -1)
@@ -108,7 +108,7 @@ class LevelwiseTree:
             Of each node of the next front, ``[g]`` int64: the place of its parent in the front, and its token.
         """
         joint = self._front[:, None] * probs.double()
-        path_probs = torch.where(joint >= self._least_probability, joint, -math.inf).flatten()
+        path_probs = torch.where(joint >= self._min_token_prob, joint, -math.inf).flatten()
         tokens = tokens.expand_as(joint).flatten()
         self._levels.append((path_probs, tokens, self._numbers[:, None].expand_as(joint).flatten()))
         best = path_probs.sort(descending=True, stable=True)

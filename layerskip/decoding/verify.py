@@ -236,7 +236,7 @@ def accept_lossy(
     """
     probs = logits.float().softmax(-1)
     limits = torch.full_like(probs[:, 0], rule.threshold)
-    if rule.kind == "typical":
+    if rule.method == "typical":
         entropy = torch.special.entr(probs).sum(-1)
         limits = (rule.delta * (-entropy).exp()).clamp_max(rule.epsilon)
     draft = draft.read_shape()

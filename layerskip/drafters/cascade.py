@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from layerskip.config import ConfigError, Costs, Kind, SpeculativeConfig, check_costs, costs_at, shared, tables_of
+from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_costs, costs_at, shared, tables_of
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
@@ -46,7 +46,7 @@ def _check(config: SpeculativeConfig) -> None:
     if not isinstance(config.members, tuple) or len(config.members) < 2:
         raise ConfigError("members: a cascade needs at least two configurations")
     for member in config.members:
-        if not isinstance(member, SpeculativeConfig) or member.kind in ("none", "cascade") or not member.lossless:
+        if not isinstance(member, SpeculativeConfig) or member.method in ("none", "cascade") or not member.lossless:
             raise ConfigError(f"members: {member!r} is not the configuration of a single lossless drafter")
     check_costs("verify_cost", config.verify_cost, 0.1)
     check_costs("draft_cost", config.draft_cost, 0.0)
@@ -65,7 +65,7 @@ class CascadeBase(Drafter):
             on the context only, not on drawn tokens.
     """
 
-    kind = Kind(
+    method = Method(
         "cascade",
         (shared("members"), shared("verify_cost"), shared("draft_cost")),
         source="whichever of several pays most",
@@ -76,17 +76,17 @@ class CascadeBase(Drafter):
         second=False,
         benchmark={
             "members": [
-                {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 4, "draft_length": 8},
+                {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 8},
                 {
-                    "kind": "token_recycling",
-                    "draft_length": 6,
+                    "method": "token_recycling",
+                    "num_speculative_tokens": 6,
                     "tree_tokens": 8,
-                    "candidates": 4,
-                    "least_probability": 0.05,
+                    "top_k": 4,
+                    "min_token_prob": 0.05,
                 },
             ]
         },
-        no_method="the engine runs one drafter, and this configuration combines several",
+        no_engine="the engine runs one drafter, and this configuration combines several",
     )
     keeps_state = True
 
@@ -249,9 +249,9 @@ class PricedCascade(CascadeBase):
     def __init__(self, members: Sequence[Drafter], verify_cost: Costs, draft_cost: Costs = ()) -> None:
         super().__init__(members)
         self._priced, self._costs = bool(draft_cost), (verify_cost, draft_cost or (0.0,) * len(self.members))
-        least = list(map(min, zip(*tables_of(self._costs[1]), strict=True)))
+        minimum = list(map(min, zip(*tables_of(self._costs[1]), strict=True)))
         self._lookups = [index for index, member in enumerate(members) if member.lookup]
-        viable = [index for index, member in enumerate(members) if least[index] < 1 or member.single_pass]
+        viable = [index for index, member in enumerate(members) if minimum[index] < 1 or member.single_pass]
         self._others = [index for index in viable if index not in self._lookups]
         self._estimates = AcceptanceEstimates(by_token=True)
         self._reset_rounds()
@@ -317,12 +317,12 @@ class PricedCascade(CascadeBase):
         The cost of a round is valued at the recent rate, as other rounds would have used that time. Both are 0 if no size
         pays.
         """
-        most, best = 0.0, (0, 0.0)
+        maximum, best = 0.0, (0, 0.0)
         recent_rate = self._tokens / self._steps
         for size, accepted in enumerate(self._estimates.prefix_means(draft_group(index, draft), draft), 1):
             cost = self._verify_cost(size)
-            if (gain := accepted - recent_rate * (cost - 1)) > most:
-                most, best = gain, (size, (1 + accepted) / cost)
+            if (gain := accepted - recent_rate * (cost - 1)) > maximum:
+                maximum, best = gain, (size, (1 + accepted) / cost)
         return best
 
     def _verify_cost(self, size: int) -> float:

@@ -90,7 +90,7 @@ class SiblingCollector:
 
     Args:
         siblings: the most siblings of a token, at least 1.
-        least_probability: the least probability of a sibling in the draft's distribution.
+        min_token_prob: the least probability of a sibling in the draft's distribution.
         chooser: of the decoding.
         root: ``[1]`` int64: the token before the chain.
         reads: whether to read the shape of the tree at once, which costs nothing on a CPU.
@@ -100,14 +100,14 @@ class SiblingCollector:
     def __init__(
         self,
         siblings: int,
-        least_probability: float,
+        min_token_prob: float,
         chooser: Chooser,
         root: Tensor,
         reads: bool,
         vocabulary: Tensor | None = None,
     ) -> None:
         self._root, self._reads = root, reads
-        self.siblings, self.least_probability, self.chooser = siblings, least_probability, chooser
+        self.siblings, self.min_token_prob, self.chooser = siblings, min_token_prob, chooser
         self._vocabulary = vocabulary
         self._columns: list[Tensor] = []  # [siblings] for each token
         self._widths: list[Tensor] = []  # [1] for each token: how many of them count
@@ -125,11 +125,11 @@ class SiblingCollector:
         if self.chooser.sampling.greedy:
             scores = self.chooser.penalise(logits, block, self._vocabulary)
             probs, others = runners_up(scores, chosen, self.siblings)
-            self._widths.append(((probs >= self.least_probability) & (probs > 0)).sum(1))
+            self._widths.append(((probs >= self.min_token_prob) & (probs > 0)).sum(1))
             self._columns.append(others[0])
             return
         probs = distribution[0]
-        likely = (probs >= self.least_probability) & (probs > 0)
+        likely = (probs >= self.min_token_prob) & (probs > 0)
         self._widths.append((likely.sum() - 1).clamp(0, self.siblings)[None])
         remaining = torch.where(likely, probs, 0.0).index_fill(0, chosen, 0.0)
         columns, rows = [], []
@@ -191,11 +191,11 @@ def load_draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: 
         TargetError: it cannot be loaded.
         UnsupportedModel: its cache cannot be rewound.
     """
-    draft = load_draft(target, config.draft, same_tokenizer)
+    draft = load_draft(target, config.draft_model, same_tokenizer)
     try:
         check_rewind(draft.model)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"draft: {error}") from error
+        raise UnsupportedModel(f"draft_model: {error}") from error
     return draft
 
 
@@ -234,4 +234,4 @@ def reduce_output(
 
 def draft_label(config: SpeculativeConfig) -> str:
     """Return the draft model and its reduced vocabulary, for a configuration's label."""
-    return config.draft + (f", {PurePath(config.draft_head).name}" if config.draft_head else "")
+    return config.draft_model + (f", {PurePath(config.draft_head).name}" if config.draft_head else "")

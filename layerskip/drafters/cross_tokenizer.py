@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule, shared
+from layerskip.config import ConfigError, Method, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser, to_full_vocabulary
@@ -33,7 +33,7 @@ from layerskip.models.positions import max_positions
 from layerskip.models.prefill import run_prefill
 from layerskip.models.target import Target
 
-_MOST_GROWTH = 4  # draft tokens per target token that the cache has capacity for; beyond that nothing is drafted
+_MAX_GROWTH = 4  # draft tokens per target token that the cache has capacity for; beyond that nothing is drafted
 
 
 class CrossTokenizer(StopRuleDrafter):
@@ -44,20 +44,20 @@ class CrossTokenizer(StopRuleDrafter):
         layers: the number of its decoder layers.
         vocabulary: the width of its logits.
         translation: between the target's tokens and the model's.
-        draft_length: the most tokens per round, in the model's tokens.
+        num_speculative_tokens: the most tokens per round, in the model's tokens.
         stop: when to stop before that.
         head: the reduced vocabulary of the model's output layer, if any.
     """
 
-    kind = Kind(
+    method = Method(
         "cross_tokenizer",
-        (shared("draft"), shared("draft_head"), shared("draft_length", range=(1, 8)), shared("stop")),
+        (shared("draft_model"), shared("draft_head"), shared("num_speculative_tokens", range=(1, 8)), shared("stop")),
         source="a smaller model of another tokenizer",
         rank=9,
         color="#17becf",
         short="cross-tok.",
         label=draft_label,
-        method="cross_tokenizer",
+        engine_method="cross_tokenizer",
     )
 
     def __init__(
@@ -66,12 +66,12 @@ class CrossTokenizer(StopRuleDrafter):
         layers: int,
         vocabulary: int,
         translation: Translation,
-        draft_length: int,
+        num_speculative_tokens: int,
         stop: StopRule,
         head: DraftHead | None = None,
     ) -> None:
         self.model, self.layers, self.vocabulary = model, layers, vocabulary
-        self.translation, self.draft_length, self._head = translation, draft_length, head
+        self.translation, self.num_speculative_tokens, self._head = translation, num_speculative_tokens, head
         self.stopper, self._most = Stopper(stop), max_positions(model)
 
     @classmethod
@@ -83,12 +83,12 @@ class CrossTokenizer(StopRuleDrafter):
         try:
             translation = Translation(target.tokenizer, draft.tokenizer)
         except UnalignedTokenizers as error:
-            raise ConfigError(f"draft: {config.draft} cannot draft for {target.name}: {error}") from error
+            raise ConfigError(f"draft_model: {config.draft_model} cannot draft for {target.name}: {error}") from error
         view, head = draft_view(draft, config, draft)
         shared_tokens = {in_draft for own, in_draft in translation.shared if own < target.vocabulary}
         if head is not None and shared_tokens.isdisjoint(head.tokens.tolist()):  # no token could be drawn
             raise ConfigError(f"draft_head: {config.draft_head} shares no token with {target.name}")
-        return cls(view, draft.layers, draft.vocabulary, translation, config.draft_length, config.stop, head)
+        return cls(view, draft.layers, draft.vocabulary, translation, config.num_speculative_tokens, config.stop, head)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt in the model's tokens."""
@@ -102,7 +102,7 @@ class CrossTokenizer(StopRuleDrafter):
         self.stopper.start()
 
     def _prefill(self, new_tokens: int, captures: bool, device: torch.device) -> None:
-        room = len(self._known) + _MOST_GROWTH * (new_tokens + self.draft_length)
+        room = len(self._known) + _MAX_GROWTH * (new_tokens + self.num_speculative_tokens)
         room = min(room, self._most or room)
         self._cache = acquire_cache(self.model, self.layers, room, device, captures, self)
         self._fed = self._known[:-1] if len(self._known) <= room else []
@@ -115,7 +115,7 @@ class CrossTokenizer(StopRuleDrafter):
         known = self.translation.to_draft(context.tokens, self._encoded, self._known)
         self._seen += known[common_prefix(self._known, known) :]
         self._encoded, self._known = len(context.tokens), known
-        length = min(limit, self.draft_length)
+        length = min(limit, self.num_speculative_tokens)
         if not known or len(known) + length > self._cache.capacity:
             return Draft.empty(device)
         self._cache.length = min(common_prefix(self._fed, known), len(known) - 1)

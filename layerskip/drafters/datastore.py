@@ -25,7 +25,7 @@ from layerskip.models.target import Target
 
 _SCHEMA = "layerskip.datastore/1"
 _END = 0  # follows each text; a token is stored as its id plus 1
-_MOST_TOKENS = 2**31 - 1
+_MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +62,8 @@ class Datastore:
         if not parts:
             raise ConfigError("corpus: has no tokens")
         joined = np.concatenate(parts)
-        if len(joined) > _MOST_TOKENS:
-            raise ConfigError(f"corpus: has {len(joined)} tokens; a datastore holds at most {_MOST_TOKENS}")
+        if len(joined) > _MAX_TOKENS:
+            raise ConfigError(f"corpus: has {len(joined)} tokens; a datastore holds at most {_MAX_TOKENS}")
         if joined.min() < 0 or joined.max() > target.vocabulary:
             raise ConfigError(f"corpus: has token ids outside the target's {target.vocabulary}")
         tokens = joined.astype(np.int32)
@@ -137,16 +137,16 @@ class Datastore:
         low = bisect_left(self.suffixes, stored, key=prefix)
         return range(low, bisect_right(self.suffixes, stored, lo=low, key=prefix))
 
-    def continuations(self, ngram: Sequence[int], length: int, most: int) -> list[list[int]]:
+    def continuations(self, ngram: Sequence[int], length: int, maximum: int) -> list[list[int]]:
         """Return the continuations of an n-gram.
 
         Args:
             ngram: at least one token.
             length: the most tokens of a continuation; it is shorter at the end of a text.
-            most: the most continuations, spread evenly over all occurrences.
+            maximum: the most continuations, spread evenly over all occurrences.
         """
         places = self.places(ngram)
-        count = min(most, len(places))
+        count = min(maximum, len(places))
         continuations = []
         for index in range(count):
             start = int(self.suffixes[places[index * len(places) // count]]) + len(ngram)

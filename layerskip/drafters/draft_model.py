@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from layerskip.config import Kind, SpeculativeConfig, StopRule, shared
+from layerskip.config import Method, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
@@ -34,28 +34,28 @@ class DraftModel(StopRuleDrafter):
     Args:
         model: a causal language model over the target's tokens; the width of its output may differ by padding.
         layers: the number of its decoder layers.
-        draft_length: the most tokens per round.
+        num_speculative_tokens: the most tokens per round.
         stop: when to stop before that.
         head: the reduced vocabulary of the model's output layer, if any.
     """
 
-    kind = Kind(
+    method = Method(
         "draft_model",
-        (shared("draft"), shared("draft_head"), shared("draft_length", range=(1, 8)), shared("stop")),
+        (shared("draft_model"), shared("draft_head"), shared("num_speculative_tokens", range=(1, 8)), shared("stop")),
         source="a smaller model of the same tokenizer",
         rank=8,
         color="#2ca02c",
         short="model",
         label=draft_label,
-        method="draft_model",
+        engine_method="draft_model",
     )
 
     def __init__(
-        self, model: PreTrainedModel, layers: int, draft_length: int, stop: StopRule, head: DraftHead | None = None
+        self, model: PreTrainedModel, layers: int, num_speculative_tokens: int, stop: StopRule, head: DraftHead | None = None
     ) -> None:
         self.model = model
         self.layers = layers
-        self.draft_length = draft_length
+        self.num_speculative_tokens = num_speculative_tokens
         self.stopper = Stopper(stop)
         self._head, self._most = head, max_positions(model)
 
@@ -64,7 +64,7 @@ class DraftModel(StopRuleDrafter):
         """Load the draft model of a configuration."""
         draft = load_draft_model(config, target)
         view, head = draft_view(draft, config, target)
-        return cls(view, draft.layers, config.draft_length, config.stop, head)
+        return cls(view, draft.layers, config.num_speculative_tokens, config.stop, head)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Prefill the model's own cache with the prompt."""
@@ -81,7 +81,7 @@ class DraftModel(StopRuleDrafter):
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Feed the committed tokens that the model lacks, then draft, up to the model's last position."""
-        limit = min(limit, self.draft_length, self._reach(len(context.tokens)))
+        limit = min(limit, self.num_speculative_tokens, self._reach(len(context.tokens)))
         if limit < 1:
             return Draft.empty(context.last.device)
         self._verified = len(context.tokens)
@@ -93,7 +93,7 @@ class DraftModel(StopRuleDrafter):
 
     def _reach(self, length: int) -> int:
         """Return the number of tokens that the model can draft after a text; it need not read the last one."""
-        return self.draft_length if self._most is None else self._most - length + 1
+        return self.num_speculative_tokens if self._most is None else self._most - length + 1
 
     def observe(self, verdict: Verdict) -> None:
         """Drop the keys and values of rejected tokens, and adapt the stop rule."""

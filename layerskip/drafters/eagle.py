@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.config import Kind, SpeculativeConfig, StopRule, shared
+from layerskip.config import Method, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
@@ -40,38 +40,38 @@ class Eagle(StopRuleDrafter):
         head: the trained head.
         embeddings: the target's input embeddings.
         readout: the target's output layer over the drafted vocabulary.
-        draft_length: the most tokens of a chain, or the depth of a tree.
+        num_speculative_tokens: the most tokens of a chain, or the depth of a tree.
         stop: when a chain stops before that.
-        candidates: 1 drafts chains; more make trees, in which that many branches grow per level, by that many tokens each.
+        top_k: 1 drafts chains; more make trees, in which that many branches grow per level, by that many tokens each.
         tree_tokens: the most tokens of a tree.
-        least_probability: a branch ends where the product of its probabilities falls below this value.
+        min_token_prob: a branch ends where the product of its probabilities falls below this value.
     """
 
-    kind = Kind(
+    method = Method(
         "eagle",
         (
             shared("head"),
-            shared("draft_length", range=(1, 8), first=3),
-            shared("stop", used=lambda config: config.candidates == 1),
+            shared("num_speculative_tokens", range=(1, 8), first=3),
+            shared("stop", used=lambda config: config.top_k == 1),
             shared(
-                "candidates",
+                "top_k",
                 range=(2, 8),
                 chains=1,
                 meaning="how many branches grow per level, and by how many tokens each; 1 drafts chains",
             ),
-            shared("tree_tokens", range=(4, 24), used=lambda config: config.candidates > 1),
-            shared("least_probability", range=(0.005, 0.5), used=lambda config: config.candidates > 1),
+            shared("tree_tokens", range=(4, 24), used=lambda config: config.top_k > 1),
+            shared("min_token_prob", range=(0.005, 0.5), used=lambda config: config.top_k > 1),
         ),
         source="a trained head",
         rank=7,
         color="#8c564b",
         label=lambda config: (
-            config.head + (f", trees of {config.tree_tokens}, {config.candidates} wide" if config.candidates > 1 else "")
+            config.head + (f", trees of {config.tree_tokens}, {config.top_k} wide" if config.top_k > 1 else "")
         ),
         paired=True,
         # Tokens after one that the head was unsure of are seldom accepted.
-        also=({"draft_length": 5, "candidates": 1, "stop": StopRule("threshold", 0.5)},),
-        method="eagle",
+        also=({"num_speculative_tokens": 5, "top_k": 1, "stop": StopRule("threshold", 0.5)},),
+        engine_method="eagle",
     )
 
     def __init__(
@@ -79,17 +79,21 @@ class Eagle(StopRuleDrafter):
         head: EagleHead,
         embeddings: nn.Module,
         readout: Readout,
-        draft_length: int,
+        num_speculative_tokens: int,
         stop: StopRule,
-        candidates: int = 1,
+        top_k: int = 1,
         tree_tokens: int = 8,
-        least_probability: float = 0.0,
+        min_token_prob: float = 0.0,
     ) -> None:
         self.head, self.readout = head, readout
         self.embeddings = embeddings
         self.modules = head.shape.modules
-        self.draft_length, self.candidates, self.least_probability = draft_length, candidates, least_probability
-        self.tree_tokens = tree_tokens if candidates > 1 else 0
+        self.num_speculative_tokens, self.top_k, self.min_token_prob = (
+            num_speculative_tokens,
+            top_k,
+            min_token_prob,
+        )
+        self.tree_tokens = tree_tokens if top_k > 1 else 0
         self.stopper = Stopper(stop)
         self._step = _Step(head, embeddings, readout)
 
@@ -104,7 +108,7 @@ class Eagle(StopRuleDrafter):
         """Begin a prompt with an empty cache; its hidden states are observed next."""
         self._chooser = chooser
         device = self.readout.weight.device
-        room = cache.capacity + self.draft_length * (1 + self.candidates if self.tree_tokens else 1)
+        room = cache.capacity + self.num_speculative_tokens * (1 + self.top_k if self.tree_tokens else 1)
         captures, reads = isinstance(cache, CapturingCache), [self.embeddings]
         self._cache = acquire_cache(self.head, 1, room, device, captures, holder=self, reads=reads)
         self._reads = reads_while_growing(cache, device)
@@ -123,7 +127,7 @@ class Eagle(StopRuleDrafter):
         verified, count = self._cache.length, features.shape[0]
         known = count + self.head.shape.lookback
         tokens = context.last if known == 1 else copy_to_device(context.tokens[-known:], context.last.device)
-        depth = min(limit, self.draft_length)
+        depth = min(limit, self.num_speculative_tokens)
         self._pending = []
         self._step.features, self._step.before = features, tokens[:-count]
         try:
@@ -162,7 +166,7 @@ class Eagle(StopRuleDrafter):
             depth: the most levels.
         """
         cache, back, device = self._cache, self.head.shape.lookback, last.device
-        tree = LevelwiseTree(last, self.candidates, self.least_probability, self._reads)
+        tree = LevelwiseTree(last, self.top_k, self.min_token_prob, self._reads)
         hidden = self._step.run(tokens, self._step.features, cache)[-1:]
         cache.length += count
         begin = cache.length
@@ -170,7 +174,7 @@ class Eagle(StopRuleDrafter):
         endings = tokens[None, max(0, tokens.shape[0] - back) :]
         visible = (torch.arange(cache.max_length, device=device) < begin)[None]
         for level in range(depth):
-            width = min(self.candidates, self.readout.weight.shape[0])
+            width = min(self.top_k, self.readout.weight.shape[0])
             likely = self.readout(hidden).float().softmax(-1).topk(width, dim=-1)
             parents, chosen = tree.add_level(likely.values, self.readout.tokens_at(likely.indices))
             fed = parents.shape[0]

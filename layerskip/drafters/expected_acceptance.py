@@ -16,7 +16,7 @@ from layerskip.decoding.draft import DeviceTree, Draft
 MAX_MATCH = 8  # tokens of a match; longer matches say no more
 _WINDOW = 128  # drafts, or tokens of one grade; older ones fade
 _CONTINUES = 0.9  # prior probability of a token whose predecessor was accepted
-_LEAST_PROB = 1e-6  # smaller probabilities count as this one
+_MIN_PROB = 1e-6  # smaller probabilities count as this one
 
 
 class AcceptanceEstimates:
@@ -93,7 +93,7 @@ def _grades(draft: Draft) -> Iterator[tuple[Hashable, float]]:
         depth = 1 if parent < 0 else depths[parent] + 1
         depths.append(depth)
         prob = draft.path_probs[node] if draft.path_probs else _CONTINUES**depth
-        yield (depth, round(-2 * math.log2(max(prob, _LEAST_PROB)))), prob
+        yield (depth, round(-2 * math.log2(max(prob, _MIN_PROB)))), prob
 
 
 def _match_text(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:

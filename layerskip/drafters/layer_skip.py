@@ -13,7 +13,7 @@ from pathlib import PurePath
 
 from torch import nn
 
-from layerskip.config import ConfigError, Kind, SpeculativeConfig, StopRule, shared
+from layerskip.config import ConfigError, Method, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
@@ -38,7 +38,7 @@ def _label(config: SpeculativeConfig) -> str:
     parts = [config.mask or "nothing skipped"]
     parts += [f"bridged by {PurePath(config.bridge).name}"] if config.bridge else []
     parts += [PurePath(config.draft_head).name] if config.draft_head else []
-    parts += [f"{config.siblings} siblings from {config.least_probability:g}"] if config.siblings else []
+    parts += [f"{config.siblings} siblings from {config.min_token_prob:g}"] if config.siblings else []
     return ", ".join(parts)
 
 
@@ -47,24 +47,24 @@ class LayerSkip(StopRuleDrafter):
 
     Args:
         view: the target without the skipped sub-layers, from :func:`layerskip.models.skip_view.skip_view`.
-        draft_length: the most tokens per round.
+        num_speculative_tokens: the most tokens per round.
         stop: when to stop before that.
         siblings: how many alternatives may be verified with each drafted token; 0 drafts chains.
-        least_probability: the least probability of a sibling in the draft's distribution.
+        min_token_prob: the least probability of a sibling in the draft's distribution.
         head: the reduced vocabulary of the view's output layer, if any.
     """
 
-    kind = Kind(
+    method = Method(
         "layer_skip",
         (
             shared("mask"),
             shared("bridge"),
             shared("draft_head"),
-            shared("draft_length", range=(1, 8)),
+            shared("num_speculative_tokens", range=(1, 8)),
             shared("stop", first=StopRule("adaptive")),
             shared("siblings", range=(0, 2), chains=0, omitted=True),
             shared(
-                "least_probability",
+                "min_token_prob",
                 range=(0.005, 0.5),
                 used=lambda config: config.siblings > 0,
                 meaning="the least probability of a sibling",
@@ -75,25 +75,25 @@ class LayerSkip(StopRuleDrafter):
         color="#1f77b4",
         label=_label,
         check=_check,
-        benchmark={"mask": "layers:15-29", "draft_length": 1},
-        method="draft_model",
+        benchmark={"mask": "layers:15-29", "num_speculative_tokens": 1},
+        engine_method="draft_model",
     )
 
     def __init__(
         self,
         view: nn.Module,
-        draft_length: int,
+        num_speculative_tokens: int,
         stop: StopRule,
         siblings: int = 0,
-        least_probability: float = 0.05,
+        min_token_prob: float = 0.05,
         head: DraftHead | None = None,
     ) -> None:
         self.view = view
-        self.draft_length = draft_length
+        self.num_speculative_tokens = num_speculative_tokens
         self.stopper = Stopper(stop)
-        self.siblings, self.least_probability = siblings, least_probability
+        self.siblings, self.min_token_prob = siblings, min_token_prob
         self._head = head
-        self.tree_tokens = draft_length * (1 + siblings) if siblings else 0
+        self.tree_tokens = num_speculative_tokens * (1 + siblings) if siblings else 0
         self._depth = 0  # of the last draft
 
     @classmethod
@@ -107,7 +107,7 @@ class LayerSkip(StopRuleDrafter):
         own_view = bridges is not None or config.draft_head  # a view with another output layer is not shared
         view = skip_view(target.model, mask, bridges) if own_view else cached_skip_view(target.model, mask)
         head = reduce_output(view, target.model, config, target)
-        return cls(view, config.draft_length, config.stop, config.siblings, config.least_probability, head)
+        return cls(view, config.num_speculative_tokens, config.stop, config.siblings, config.min_token_prob, head)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Use the target's cache; no prefill is needed."""
@@ -123,9 +123,9 @@ class LayerSkip(StopRuleDrafter):
         siblings = None
         if self.siblings:
             reads = reads_while_growing(self._cache, context.last.device)
-            likely = self.siblings, self.least_probability
+            likely = self.siblings, self.min_token_prob
             siblings = SiblingCollector(*likely, self._chooser, context.last, reads, vocabulary)
-        limit = min(limit, self.draft_length)
+        limit = min(limit, self.num_speculative_tokens)
         try:
             return draft_chain(
                 self.view, self._cache, context.last, limit, self._chooser, self.stopper, siblings, vocabulary

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from layerskip.config import Kind, shared
+from layerskip.config import Method, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser, most_likely
@@ -28,30 +28,30 @@ class Lookahead(Drafter):
     """A drafter of n-grams from a pool that a window of guesses fills; pool and window start empty with every prompt.
 
     Args:
-        draft_length: the most tokens of a draft, one less than an n-gram has; also the rows of the window.
+        num_speculative_tokens: the most tokens of a draft, one less than an n-gram has; also the rows of the window.
         window: the columns of the window.
-        candidates: how many n-grams are kept, and verified, for each first token.
+        guess_set_size: how many n-grams are kept, and verified, for each first token.
     """
 
-    kind = Kind(
+    method = Method(
         "lookahead",
         (
-            shared("draft_length", range=(1, 4), first=2),
+            shared("num_speculative_tokens", range=(1, 4), first=2),
             shared("window", range=(1, 8), first=4),
-            shared("candidates", range=(2, 8), meaning="how many n-grams are kept and verified for each first token"),
+            shared("guess_set_size", range=(2, 8)),
         ),
         source="n-grams from guesses",
         rank=4,
         color="#e377c2",
-        label=lambda config: f"window of {config.window}, {config.candidates} candidates",
+        label=lambda config: f"window of {config.window}, {config.guess_set_size} candidates",
         trees_only=True,
-        no_method="no engine generates n-grams in a window beside the text",
+        no_engine="no engine generates n-grams in a window beside the text",
     )
     single_pass = True
 
-    def __init__(self, draft_length: int, window: int, candidates: int) -> None:
-        self.draft_length, self.window, self.candidates = draft_length, window, candidates
-        self.tree_tokens = draft_length * (window + candidates)
+    def __init__(self, num_speculative_tokens: int, window: int, guess_set_size: int) -> None:
+        self.num_speculative_tokens, self.window, self.guess_set_size = num_speculative_tokens, window, guess_set_size
+        self.tree_tokens = num_speculative_tokens * (window + guess_set_size)
         self._begin([])
 
     def _begin(self, prompt: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class Lookahead(Drafter):
         self._rows: list[list[int]] = [list(guesses)]
         self._last_row: list[int] | None = None  # the indices of the window's last row in the block of this pass
         self._drafted: list[int] = []
-        for ngram in zip(*(prompt[start:] for start in range(self.draft_length + 1)), strict=False):
+        for ngram in zip(*(prompt[start:] for start in range(self.num_speculative_tokens + 1)), strict=False):
             self._keep(ngram)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -69,7 +69,7 @@ class Lookahead(Drafter):
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Return the n-grams that begin with the last token, and the window unless it exceeds ``limit``."""
-        tokens, parents = self._candidates(context.tokens[-1], min(limit, self.draft_length))
+        tokens, parents = self._candidates(context.tokens[-1], min(limit, self.num_speculative_tokens))
         self._last_row = None
         if self.window + len(self._rows) - 1 <= limit:
             above = [-1, *range(len(tokens), len(tokens) + self.window - 1)]
@@ -91,7 +91,7 @@ class Lookahead(Drafter):
             return [(token, 1.0, (*branch, token)) for token in dict.fromkeys(following)]
 
         root: Ngram = ()
-        tokens, parents, _ = grow_tree(root, successors, depth, self.draft_length * self.candidates, 0.0)
+        tokens, parents, _ = grow_tree(root, successors, depth, self.num_speculative_tokens * self.guess_set_size, 0.0)
         return tokens, parents
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
@@ -107,7 +107,7 @@ class Lookahead(Drafter):
         if list(verdict.drafted) != self._drafted:  # the draft of another drafter was verified
             return
         self._rows.append(row)
-        if len(self._rows) > self.draft_length:
+        if len(self._rows) > self.num_speculative_tokens:
             for column in zip(*self._rows, strict=True):
                 self._keep(column)
             del self._rows[0]
@@ -117,5 +117,5 @@ class Lookahead(Drafter):
         known = self._pool.setdefault(first, {})
         known.pop(tuple(rest), None)
         known[tuple(rest)] = None
-        while len(known) > self.candidates:
+        while len(known) > self.guess_set_size:
             del known[next(iter(known))]

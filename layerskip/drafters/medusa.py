@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from layerskip.config import Kind, SpeculativeConfig, shared
+from layerskip.config import Method, SpeculativeConfig, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
@@ -30,28 +30,28 @@ class Medusa(Drafter):
     Args:
         heads: the trained heads.
         readout: the target's output layer over the drafted vocabulary.
-        draft_length: how many heads draft; at most all of them.
-        candidates: how many tokens of each head are considered.
+        num_speculative_tokens: how many heads draft; at most all of them.
+        top_k: how many tokens of each head are considered.
         tree_tokens: the most tokens of a tree.
-        least_probability: a branch ends where the product of its probabilities falls below this value.
+        min_token_prob: a branch ends where the product of its probabilities falls below this value.
     """
 
-    kind = Kind(
+    method = Method(
         "medusa",
         (
             shared("head"),
-            shared("draft_length", range=(1, 8), first=2, meaning="how many heads draft; at most all of them"),
-            shared("candidates", range=(2, 8), meaning="how many tokens of each head are considered"),
+            shared("num_speculative_tokens", range=(1, 8), first=2, meaning="how many heads draft; at most all of them"),
+            shared("top_k", range=(2, 8), meaning="how many tokens of each head are considered"),
             shared("tree_tokens", range=(4, 24), first=6),
-            shared("least_probability", range=(0.005, 0.5)),
+            shared("min_token_prob", range=(0.005, 0.5)),
         ),
         source="several trained heads",
         rank=6,
         color="#ffd700",
-        label=lambda config: f"{config.head}, trees of {config.tree_tokens}, {config.candidates} candidates",
+        label=lambda config: f"{config.head}, trees of {config.tree_tokens}, {config.top_k} candidates",
         trees_only=True,
         paired=True,
-        method="medusa",
+        engine_method="medusa",
     )
     runs_model = True
     single_pass = True
@@ -60,15 +60,15 @@ class Medusa(Drafter):
         self,
         heads: MedusaHeads,
         readout: Readout,
-        draft_length: int,
-        candidates: int,
+        num_speculative_tokens: int,
+        top_k: int,
         tree_tokens: int,
-        least_probability: float,
+        min_token_prob: float,
     ) -> None:
         self.heads, self.readout = heads, readout
         self.modules = heads.shape.modules
-        self.draft_length, self.candidates = min(draft_length, heads.shape.heads), candidates
-        self.tree_tokens, self.least_probability = tree_tokens, least_probability
+        self.num_speculative_tokens, self.top_k = min(num_speculative_tokens, heads.shape.heads), top_k
+        self.tree_tokens, self.min_token_prob = tree_tokens, min_token_prob
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> Medusa:
@@ -102,15 +102,15 @@ class Medusa(Drafter):
     def draft(self, context: Context, limit: int) -> Draft:
         """Return a tree of the heads' likely tokens."""
         self.readout.follow(context.tokens)
-        logits = self.readout(self._states())[: min(limit, self.draft_length)]
-        probs, places = logits.float().softmax(-1).topk(min(self.candidates, logits.shape[-1]), dim=-1)
+        logits = self.readout(self._states())[: min(limit, self.num_speculative_tokens)]
+        probs, places = logits.float().softmax(-1).topk(min(self.top_k, logits.shape[-1]), dim=-1)
         tokens = self.readout.tokens_at(places)
         if self._reads:  # a few tokens grow faster on the host
             rows = zip(*read_to_host(tokens, probs), strict=True)
             levels = [[(*pair, level + 1) for pair in zip(*row, strict=True)] for level, row in enumerate(rows)]
-            known, parents, _ = grow_tree(0, levels.__getitem__, len(levels), self.tree_tokens, self.least_probability)
+            known, parents, _ = grow_tree(0, levels.__getitem__, len(levels), self.tree_tokens, self.min_token_prob)
             return Draft.of_tree(known, parents, context.last.device)
-        tree = LevelwiseTree(context.last, self.tree_tokens, self.least_probability, False)
+        tree = LevelwiseTree(context.last, self.tree_tokens, self.min_token_prob, False)
         for level, successors in zip(probs, tokens, strict=True):
             tree.add_level(level[None], successors[None])
         return tree.draft(self.tree_tokens)

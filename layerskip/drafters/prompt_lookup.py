@@ -1,15 +1,15 @@
 """Drafting by repeating the context: find its last tokens earlier on, and propose what followed there.
 
 Prompt lookup decoding (Apoorv Saxena, 2023; LLMA, arXiv 2304.04487, had the idea with a reference text). No model runs, so a
-wrong draft costs only the wider verification. If a match is so close to the end that fewer than ``draft_length`` tokens
-follow it, the text repeats itself: copying then continues with the copied tokens, as in LZ77.
+wrong draft costs only the wider verification. If fewer than ``num_speculative_tokens`` tokens follow a match, the text
+repeats itself: copying then continues with the copied tokens, as in LZ77.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerskip.config import Kind, shared
+from layerskip.config import Method, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
@@ -22,35 +22,35 @@ class PromptLookup(Drafter):
     """A drafter from an index of the context's n-grams, which is updated token by token.
 
     Args:
-        ngram_min: the length of the shortest n-gram to look up.
-        ngram_max: the length of the longest; longer n-grams are tried first.
+        prompt_lookup_min: the length of the shortest n-gram to look up.
+        prompt_lookup_max: the length of the longest; longer n-grams are tried first.
         match: which earlier occurrence is copied: ``last`` or ``first``.
-        draft_length: the most tokens per round.
+        num_speculative_tokens: the most tokens per round.
     """
 
-    kind = Kind(
+    method = Method(
         "prompt_lookup",
         (
-            shared("ngram_min", range=(1, 4)),
-            shared("ngram_max", range=(1, 4)),
+            shared("prompt_lookup_min", range=(1, 4)),
+            shared("prompt_lookup_max", range=(1, 4)),
             shared("match"),
-            shared("draft_length", range=(2, 16), first=8),
+            shared("num_speculative_tokens", range=(2, 16), first=8),
         ),
         source="earlier tokens of the same text",
         rank=1,
         color="#ff7f0e",
         short="lookup",
-        label=lambda config: f"{config.ngram_min}-{config.ngram_max}-gram, {config.match} match",
+        label=lambda config: f"{config.prompt_lookup_min}-{config.prompt_lookup_max}-gram, {config.match} match",
         lookup=True,
         second=False,
-        also=({"ngram_max": 2, "draft_length": 4},),
-        method="prompt_lookup",
+        also=({"prompt_lookup_max": 2, "num_speculative_tokens": 4},),
+        engine_method="prompt_lookup",
     )
 
-    def __init__(self, ngram_min: int, ngram_max: int, match: str, draft_length: int) -> None:
-        self.sizes = range(ngram_max, ngram_min - 1, -1)
+    def __init__(self, prompt_lookup_min: int, prompt_lookup_max: int, match: str, num_speculative_tokens: int) -> None:
+        self.sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         self.keep_first = match == "first"
-        self.draft_length = draft_length
+        self.num_speculative_tokens = num_speculative_tokens
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt with an empty index."""
@@ -98,7 +98,7 @@ class PromptLookup(Drafter):
 
     def _copy(self, tokens: Sequence[int], start: int, limit: int) -> list[int]:
         period = len(tokens) - start
-        return [tokens[start + i % period] for i in range(min(limit, self.draft_length))]
+        return [tokens[start + i % period] for i in range(min(limit, self.num_speculative_tokens))]
 
 
 def _agreement(tokens: Sequence[int], start: int, size: int) -> int:

@@ -13,8 +13,8 @@ from layerskip.models.architecture import check_rewind
 from layerskip.models.target import Target
 
 
-def drafted_kinds() -> tuple[str, ...]:
-    """Return the kinds that have a drafter, plain decoding included."""
+def drafted_methods() -> tuple[str, ...]:
+    """Return the methods that have a drafter, plain decoding included."""
     return tuple(drafter_classes())
 
 
@@ -33,9 +33,9 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
         TargetError: the draft model cannot be loaded.
     """
     check_rewind(target.model)
-    if config.kind not in drafter_classes():
-        raise ConfigError(f"kind: {config.kind!r} has no drafter")
-    drafter = drafter_classes()[config.kind].build(config, target)
+    if config.method not in drafter_classes():
+        raise ConfigError(f"method: {config.method!r} has no drafter")
+    drafter = drafter_classes()[config.method].build(config, target)
     if drafter.tree_tokens:
         tree_model(target.model)  # raises UnsupportedModel if the target cannot verify trees
     return drafter

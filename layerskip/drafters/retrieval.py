@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerskip.config import Kind, SpeculativeConfig, shared
+from layerskip.config import Method, SpeculativeConfig, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
@@ -23,7 +23,7 @@ from layerskip.models.target import Target
 
 _MAX_CONTINUATIONS = 32  # of an n-gram, from each source
 _LONGEST_MATCH = 64  # tokens; longer matches count as this long
-_LEAST_SHARE = 0.5  # of the longest match, that the match of another occurrence must have
+_MIN_SHARE = 0.5  # of the longest match, that the match of another occurrence must have
 _TOKENS_PER_MATCH = 10  # drafted tokens per matched token, without a datastore
 
 
@@ -32,51 +32,55 @@ class Retrieval(Drafter):
 
     Args:
         datastore: further texts; None for none.
-        ngram_min: the length of the shortest n-gram to look up.
-        ngram_max: the length of the longest, which is tried first.
-        draft_length: the depth of a tree, at most.
+        prompt_lookup_min: the length of the shortest n-gram to look up.
+        prompt_lookup_max: the length of the longest, which is tried first.
+        num_speculative_tokens: the depth of a tree, at most.
         tree_tokens: the most tokens of a tree; without a datastore also at most ten per token of the match.
-        least_probability: a branch ends where it followed less often than this share.
+        min_token_prob: a branch ends where it followed less often than this share.
         memory: how many tokens of earlier texts are kept, at some hundred bytes each; the oldest texts are dropped first.
     """
 
-    kind = Kind(
+    method = Method(
         "retrieval",
         (
             shared("datastore"),
-            shared("ngram_min", range=(1, 4)),
-            shared("ngram_max", range=(1, 4), first=4),
-            shared("draft_length", range=(2, 16), first=16),
+            shared("prompt_lookup_min", range=(1, 4)),
+            shared("prompt_lookup_max", range=(1, 4), first=4),
+            shared("num_speculative_tokens", range=(2, 16), first=16),
             shared("tree_tokens", range=(4, 24), first=24),
-            shared("least_probability", range=(0.005, 0.5)),
+            shared("min_token_prob", range=(0.005, 0.5)),
         ),
         source="earlier texts, and a datastore if there is one",
         rank=2,
         color="#bcbd22",
         label=lambda config: (
-            f"{config.ngram_min}-{config.ngram_max}-gram, {config.datastore or 'own texts'}, "
-            f"trees of {config.tree_tokens} from {config.least_probability:g}"
+            f"{config.prompt_lookup_min}-{config.prompt_lookup_max}-gram, {config.datastore or 'own texts'}, "
+            f"trees of {config.tree_tokens} from {config.min_token_prob:g}"
         ),
         lookup=True,
         trees_only=True,
-        method="suffix",
-        no_method="no engine drafts from a datastore, or from earlier answers as it does",
+        engine_method="suffix",
+        no_engine="no engine drafts from a datastore, or from earlier answers as it does",
     )
     keeps_state = True
 
     def __init__(
         self,
         datastore: Datastore | None,
-        ngram_min: int,
-        ngram_max: int,
-        draft_length: int,
+        prompt_lookup_min: int,
+        prompt_lookup_max: int,
+        num_speculative_tokens: int,
         tree_tokens: int,
-        least_probability: float,
+        min_token_prob: float,
         memory: int = 100_000,
     ) -> None:
         self.datastore = datastore
-        self.sizes = range(ngram_max, ngram_min - 1, -1)
-        self.draft_length, self.tree_tokens, self.least_probability = draft_length, tree_tokens, least_probability
+        self.sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
+        self.num_speculative_tokens, self.tree_tokens, self.min_token_prob = (
+            num_speculative_tokens,
+            tree_tokens,
+            min_token_prob,
+        )
         self.memory = memory
         self.reset_state()
 
@@ -106,7 +110,7 @@ class Retrieval(Drafter):
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Return a tree of what followed the longest matches of the end of the context; nothing if there are none."""
-        tokens, parents, path_probs, match = self.propose(context.tokens, min(limit, self.draft_length))
+        tokens, parents, path_probs, match = self.propose(context.tokens, min(limit, self.num_speculative_tokens))
         return Draft.of_tree(tokens, parents, context.last.device, match, path_probs=path_probs)
 
     def propose(self, tokens: list[int], depth: int) -> tuple[list[int], list[int], list[float], int]:
@@ -120,10 +124,10 @@ class Retrieval(Drafter):
             if size <= len(tokens):
                 rows, match = self._continuations(tokens, size, depth)
                 if rows:
-                    most = self.tree_tokens
+                    maximum = self.tree_tokens
                     if self.datastore is None:
-                        most = min(_TOKENS_PER_MATCH * match, most)
-                    return *grow_tree(_Trie(rows), _Trie.successors, depth, most, self.least_probability), match
+                        maximum = min(_TOKENS_PER_MATCH * match, maximum)
+                    return *grow_tree(_Trie(rows), _Trie.successors, depth, maximum, self.min_token_prob), match
         return [], [], [], 0
 
     def _index(self) -> None:
@@ -164,22 +168,22 @@ class Retrieval(Drafter):
         match = max((common for common, _, _ in places), default=size)
         rows = []
         for common, number, end in reversed(places):
-            if common < _LEAST_SHARE * match:
+            if common < _MIN_SHARE * match:
                 continue
             text = self._texts[number]
             period = len(text) - end
             # A repetition within the present text is continued with the copied tokens, as in LZ77.
             present = number == len(self._texts) - 1
             rows.append([text[end + i % period] for i in range(length if present else min(length, period))])
-        if self.datastore is not None and size >= _LEAST_SHARE * match:  # matches in the datastore are not extended
+        if self.datastore is not None and size >= _MIN_SHARE * match:  # matches in the datastore are not extended
             rows += [row for row in self.datastore.continuations(ngram, length, _MAX_CONTINUATIONS) if row]
         return rows, match
 
 
 def _common(text: list[int], end: int, tokens: list[int], known: int) -> int:
     """Return how many tokens before a place in a text agree with the end of ``tokens``; ``known`` are known to agree."""
-    most, here = min(end, len(tokens), _LONGEST_MATCH), len(tokens)
-    while known < most and text[end - known - 1] == tokens[here - known - 1]:
+    maximum, here = min(end, len(tokens), _LONGEST_MATCH), len(tokens)
+    while known < maximum and text[end - known - 1] == tokens[here - known - 1]:
         known += 1
     return known
 

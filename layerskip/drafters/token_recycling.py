@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from layerskip.config import Kind, shared
+from layerskip.config import Method, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.tree_growth import grow_tree
@@ -23,39 +23,37 @@ class TokenRecycling(Drafter):
     """A drafter of trees from the table, which is kept from prompt to prompt until it is reset.
 
     Args:
-        draft_length: the depth of a tree, at most.
+        num_speculative_tokens: the depth of a tree, at most.
         tree_tokens: the most tokens of a tree.
-        candidates: how many successors of each token are kept.
-        least_probability: a branch ends where the product of its probabilities falls below this value.
+        top_k: how many successors of each token are kept.
+        min_token_prob: a branch ends where the product of its probabilities falls below this value.
     """
 
-    kind = Kind(
+    method = Method(
         "token_recycling",
         (
-            shared("draft_length", range=(2, 8), first=6),
+            shared("num_speculative_tokens", range=(2, 8), first=6),
             shared("tree_tokens", range=(4, 24)),
-            shared("candidates", range=(2, 8)),
-            shared("least_probability", range=(0.005, 0.5)),
+            shared("top_k", range=(2, 8)),
+            shared("min_token_prob", range=(0.005, 0.5)),
         ),
         source="likely successors seen before",
         rank=3,
         color="#9467bd",
         short="recycling",
-        label=lambda config: (
-            f"trees of {config.tree_tokens}, {config.candidates} candidates, from {config.least_probability:g}"
-        ),
+        label=lambda config: f"trees of {config.tree_tokens}, {config.top_k} top_k, from {config.min_token_prob:g}",
         lookup=True,
         trees_only=True,
         paired=True,
-        no_method="no engine drafts from a table of successors",
+        no_engine="no engine drafts from a table of successors",
     )
     keeps_state = True
 
-    def __init__(self, draft_length: int, tree_tokens: int, candidates: int, least_probability: float) -> None:
-        self.draft_length = draft_length
+    def __init__(self, num_speculative_tokens: int, tree_tokens: int, top_k: int, min_token_prob: float) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
         self.tree_tokens = tree_tokens
-        self.candidates = candidates
-        self.least_probability = least_probability
+        self.top_k = top_k
+        self.min_token_prob = min_token_prob
         self.reset_state()
 
     def reset_state(self) -> None:
@@ -64,19 +62,19 @@ class TokenRecycling(Drafter):
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Grow a tree from the last token; it is empty if the token is not in the table."""
-        tokens, parents, path_probs = self.grow(context.tokens[-1], min(limit, self.draft_length))
+        tokens, parents, path_probs = self.grow(context.tokens[-1], min(limit, self.num_speculative_tokens))
         return Draft.of_tree(tokens, parents, context.last.device, lookup=True, path_probs=path_probs)
 
     def grow(self, root: int, depth: int) -> tuple[list[int], list[int], list[float]]:
         """Return the tokens of a tree after ``root``, at most ``depth`` deep, with their parents and path probabilities."""
-        return grow_tree(root, self._successors, depth, self.tree_tokens, self.least_probability)
+        return grow_tree(root, self._successors, depth, self.tree_tokens, self.min_token_prob)
 
     def _successors(self, token: int) -> list[tuple[int, float, int]]:
         return [(successor, probability, successor) for successor, probability in self._table.get(token, ())]
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Return the target's likely tokens after every token of the pass, rejected ones included."""
-        width = min(self.candidates, output.logits.shape[1])
+        width = min(self.top_k, output.logits.shape[1])
         probs, successors = output.logits.float().softmax(-1).topk(width, dim=-1)
         # float64 holds every token id.
         likely = torch.cat((probs.double().T, successors.double().T, output.block.double()[None]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerskip.config import SpeculativeConfig, kinds
+from layerskip.config import SpeculativeConfig, methods
 from layerskip.decoding.sampling import Sampling
 from layerskip.heads.portable import eagle_method, why_not_portable
 from layerskip.heads.published_eagle import is_published
@@ -126,7 +126,7 @@ class Deployment:
             return self.config.head
         if self.config.head and (reason := why_not_portable(Path(self.config.head), engine)) is not None:
             raise Unsupported(f"config.head: {reason}")
-        return self._found("draft", self.config.draft, prepare, hub, [f"engine={engine}"] if self.config.head else [])
+        return self._found("draft", self.config.draft_model, prepare, hub, [f"engine={engine}"] if self.config.head else [])
 
     def beside(self, part: str) -> str:
         """Return the name of a file or folder beside the export."""
@@ -153,17 +153,17 @@ def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
     """
     config = deployment.config
     if not config.lossless:
-        raise Unsupported(f"config.accept: the rule {config.accept.kind} changes the output; engines accept exactly")
+        raise Unsupported(f"config.accept: the rule {config.accept.method} changes the output; engines accept exactly")
     if deployment.target.get("quantization") is not None:
         raise Unsupported("target.quantization: weights that are quantised while they are loaded are no model of the engine")
-    kind = kinds()[config.kind]
-    if not kind.method or (kind.method == "suffix" and (config.datastore or not suffix)):
-        raise Unsupported(f"config.kind: {config.kind}: {kind.no_method}")
-    if "mask" in kind:
+    method = methods()[config.method]
+    if not method.engine_method or (method.engine_method == "suffix" and (config.datastore or not suffix)):
+        raise Unsupported(f"config.method: {config.method}: {method.no_engine}")
+    if "mask" in method:
         check_kept_layers(config, int(deployment.target["layers"]))
-    if "head" in kind and (reason := why_not_portable(Path(config.head))) is not None:
+    if "head" in method and (reason := why_not_portable(Path(config.head))) is not None:
         raise Unsupported(f"config.head: {reason}")
-    return eagle_method(Path(config.head)) if kind.method == "eagle" else kind.method
+    return eagle_method(Path(config.head)) if method.engine_method == "eagle" else method.engine_method
 
 
 def check_kept_layers(config: SpeculativeConfig, layers: int) -> None:
@@ -197,18 +197,18 @@ def left_out(config: SpeculativeConfig, stops: bool = False, trees: bool = False
         trees: whether it drafts trees.
     """
     differs = []
-    if config.stop.kind == "adaptive" or (config.stop.kind == "threshold" and not stops):
-        differs.append(f"config.stop: the {config.stop.kind} rule is left out")
+    if config.stop.method == "adaptive" or (config.stop.method == "threshold" and not stops):
+        differs.append(f"config.stop: the {config.stop.method} rule is left out")
     if config.draft_head:
         differs.append("config.draft_head: the draft scores its whole vocabulary")
     if config.siblings:
         differs.append("config.siblings: a chain is drafted in place of a tree")
-    if config.kind == "layer_skip":
+    if config.method == "layer_skip":
         differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
-    if config.kind == "medusa" or (config.kind == "eagle" and config.candidates > 1 and not trees):
+    if config.method == "medusa" or (config.method == "eagle" and config.top_k > 1 and not trees):
         differs.append("config.tree_tokens: a chain is drafted in place of a tree")
-    if config.kind == "prompt_lookup":
-        differs.append("config.draft_length: drafts end where the text ends; copied tokens are not copied again")
+    if config.method == "prompt_lookup":
+        differs.append("config.num_speculative_tokens: drafts end where the text ends; copied tokens are not copied again")
     return differs
 
 

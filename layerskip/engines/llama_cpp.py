@@ -32,17 +32,20 @@ def launch(deployment: Deployment) -> Launch:
         differs += left_out(config, stops=True)
         if way == "prompt_lookup":
             types.append("ngram-simple")
-            values |= {"ngram-simple-size-n": config.ngram_max, "ngram-simple-size-m": config.draft_length}
-            if config.ngram_min < config.ngram_max:
-                differs.append(f"config.ngram_min: only n-grams of {config.ngram_max} tokens are looked up")
+            values |= {"ngram-simple-size-n": config.prompt_lookup_max, "ngram-simple-size-m": config.num_speculative_tokens}
+            if config.prompt_lookup_min < config.prompt_lookup_max:
+                differs.append(f"config.prompt_lookup_min: only n-grams of {config.prompt_lookup_max} tokens are looked up")
             differs += ["config.match: drafts are copied from the last match"] if config.match == "first" else []
         elif way == "draft_model":
             types.append("draft-simple")
             draft = part.draft(prepare, "llama_cpp", hub=False)
-            values |= {"draft-model": _convert(deployment, draft, "draft", prepare), "draft-n-max": config.draft_length}
-            values |= {"draft-p-min": config.stop.threshold} if config.stop.kind == "threshold" else {}
+            values |= {
+                "draft-model": _convert(deployment, draft, "draft", prepare),
+                "draft-n-max": config.num_speculative_tokens,
+            }
+            values |= {"draft-p-min": config.stop.threshold} if config.stop.method == "threshold" else {}
         elif way != "none":
-            raise Unsupported(f"config.kind: {config.kind}: llama.cpp has no such drafter")
+            raise Unsupported(f"config.method: {config.method}: llama.cpp has no such drafter")
     if types:
         values = {"type": ",".join(types)} | values
         command += [word for name, value in values.items() for word in (f"--spec-{name}", str(value))]
@@ -53,8 +56,8 @@ def launch(deployment: Deployment) -> Launch:
 
 def _members(config: SpeculativeConfig) -> tuple[SpeculativeConfig, ...]:
     """Return the drafters of a configuration; the engine combines a lookup with a draft model behind it."""
-    kinds = [member.kind for member in config.members]
-    if config.lossless and kinds in (["prompt_lookup", "draft_model"], ["prompt_lookup", "layer_skip"]):
+    methods = [member.method for member in config.members]
+    if config.lossless and methods in (["prompt_lookup", "draft_model"], ["prompt_lookup", "layer_skip"]):
         return config.members
     return (config,)
 

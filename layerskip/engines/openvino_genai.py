@@ -24,7 +24,7 @@ def launch(deployment: Deployment) -> Launch:
     """
     way, config = way_of_drafting(deployment), deployment.config
     if way not in ("none", "prompt_lookup", "draft_model"):
-        raise Unsupported(f"config.kind: {config.kind}: OpenVINO GenAI has no such drafter")
+        raise Unsupported(f"config.method: {config.method}: OpenVINO GenAI has no such drafter")
     prepare, differs = list[list[str]](), left_out(config, stops=True)
     model = _convert(deployment, deployment.model(prepare), "model", prepare, deployment.revision)
     # The attention cache would otherwise have 8 bits, which changes the output.
@@ -34,16 +34,18 @@ def launch(deployment: Deployment) -> Launch:
     drafter, values = "", dict[str, Any]()
     if way == "prompt_lookup":
         drafter = ", prompt_lookup=True"
-        values = {"num_assistant_tokens": config.draft_length, "max_ngram_size": config.ngram_max}
+        values = {"num_assistant_tokens": config.num_speculative_tokens, "max_ngram_size": config.prompt_lookup_max}
         differs += ["config.match: drafts are copied from the first match"] if config.match == "last" else []
-        differs += [f"config.ngram_min: matches of fewer than {config.ngram_min} tokens count, too"] * (config.ngram_min > 1)
+        differs += [f"config.prompt_lookup_min: matches of fewer than {config.prompt_lookup_min} tokens count, too"] * (
+            config.prompt_lookup_min > 1
+        )
     elif way == "draft_model":
         draft = _convert(deployment, deployment.draft(prepare, "openvino_genai"), "draft", prepare)
         drafter = f', draft_model=openvino_genai.draft_model({draft!r}, "CPU", {precision})'
-        stops = config.stop.kind == "threshold"  # the engine takes the one or the other
+        stops = config.stop.method == "threshold"  # the engine takes the one or the other
         values = {"assistant_confidence_threshold": config.stop.threshold} if stops else {}
-        values |= {} if stops else {"num_assistant_tokens": config.draft_length}
-        differs += ["config.draft_length: drafts end at the confidence alone"] if stops else []
+        values |= {} if stops else {"num_assistant_tokens": config.num_speculative_tokens}
+        differs += ["config.num_speculative_tokens: drafts end at the confidence alone"] if stops else []
     sampling = deployment.sampling
     request: dict[str, Any] = {"do_sample": not sampling.greedy, "repetition_penalty": sampling.repetition_penalty}
     if not sampling.greedy:

@@ -22,24 +22,24 @@ def launch(deployment: Deployment) -> Launch:
     """
     way, config = way_of_drafting(deployment), deployment.config
     if way != "none" and way not in _ALGORITHMS:
-        raise Unsupported(f"config.kind: {config.kind}: SGLang has no such drafter")
+        raise Unsupported(f"config.method: {config.method}: SGLang has no such drafter")
     prepare, differs = list[list[str]](), left_out(config, trees=True)
     command = ["python", "-m", "sglang.launch_server", "--model-path", deployment.model(prepare), *deployment.revision]
     command += ["--dtype", deployment.dtype, "--sampling-defaults", "openai"]
     values: dict[str, Any] = {}
     if way == "prompt_lookup":
-        values = {"num-draft-tokens": config.draft_length + 1, "ngram-max-bfs-breadth": 1}
-        values["ngram-max-trie-depth"] = config.ngram_max + config.draft_length
-        differs.append("config.ngram_min: matches of any length are found, in all requests")
+        values = {"num-draft-tokens": config.num_speculative_tokens + 1, "ngram-max-bfs-breadth": 1}
+        values["ngram-max-trie-depth"] = config.prompt_lookup_max + config.num_speculative_tokens
+        differs.append("config.prompt_lookup_min: matches of any length are found, in all requests")
     elif way != "none":
-        tree = config.kind == "eagle" and config.candidates > 1
+        tree = config.method == "eagle" and config.top_k > 1
         values = {
             "draft-model-path": deployment.draft(prepare, "sglang"),
-            "num-steps": config.draft_length,
-            "eagle-topk": config.candidates if tree else 1,
-            "num-draft-tokens": 1 + (config.tree_tokens if tree else config.draft_length),
+            "num-steps": config.num_speculative_tokens,
+            "eagle-topk": config.top_k if tree else 1,
+            "num-draft-tokens": 1 + (config.tree_tokens if tree else config.num_speculative_tokens),
         }
-        differs += ["config.least_probability: branches do not end early"] if tree else []
+        differs += ["config.min_token_prob: branches do not end early"] if tree else []
     if way != "none":
         values = {"algorithm": _ALGORITHMS[way]} | values
         command += [word for name, value in values.items() for word in (f"--speculative-{name}", str(value))]

@@ -26,18 +26,23 @@ def launch(deployment: Deployment) -> Launch:
     """
     way, config = way_of_drafting(deployment), deployment.config
     if way != "none" and way not in _CONFIGS:
-        raise Unsupported(f"config.kind: {config.kind}: TensorRT-LLM has no such drafter")
+        raise Unsupported(f"config.method: {config.method}: TensorRT-LLM has no such drafter")
     prepare, differs = list[list[str]](), left_out(config)
     loading: dict[str, Any] = {"model": deployment.model(prepare), "dtype": deployment.dtype}
     if deployment.revision:
         loading["revision"] = deployment.revision[1]
     values: dict[str, Any] = {}
     if way == "prompt_lookup":
-        values = {"max_draft_len": config.draft_length, "max_matching_ngram_size": config.ngram_max}
+        values = {"max_draft_len": config.num_speculative_tokens, "max_matching_ngram_size": config.prompt_lookup_max}
         values |= {"is_keep_all": True, "is_use_oldest": config.match == "first", "is_public_pool": False}
-        differs += [f"config.ngram_min: matches of fewer than {config.ngram_min} tokens count, too"] * (config.ngram_min > 1)
+        differs += [f"config.prompt_lookup_min: matches of fewer than {config.prompt_lookup_min} tokens count, too"] * (
+            config.prompt_lookup_min > 1
+        )
     elif way != "none":
-        values = {"max_draft_len": config.draft_length, "speculative_model": deployment.draft(prepare, "tensorrt_llm")}
+        values = {
+            "max_draft_len": config.num_speculative_tokens,
+            "speculative_model": deployment.draft(prepare, "tensorrt_llm"),
+        }
     given = "" if way == "none" else f", speculative_config={_CONFIGS[way]}({_keywords(values)})"
     # The overlap scheduler is for drafters that run on the device within the target's step.
     given += ", disable_overlap_scheduler=True" if way in ("prompt_lookup", "draft_model") else ""

@@ -24,7 +24,7 @@ def launch(deployment: Deployment) -> Launch:
 def _own(deployment: Deployment, way: str) -> Launch:
     """Return a call of transformers' own drafters, which need no package but transformers."""
     config = deployment.config
-    if way in ("eagle", "eagle3", "medusa") or config.kind == "layer_skip":
+    if way in ("eagle", "eagle3", "medusa") or config.method == "layer_skip":
         return _custom(deployment)
     prepare, differs = list[list[str]](), left_out(config, stops=True)
     lines = [
@@ -33,12 +33,17 @@ def _own(deployment: Deployment, way: str) -> Launch:
     ]
     values, assistant, further = dict[str, Any](), dict[str, Any](), ""
     if way == "prompt_lookup":
-        values = {"prompt_lookup_num_tokens": config.draft_length, "max_matching_ngram_size": config.ngram_max}
+        values = {
+            "prompt_lookup_num_tokens": config.num_speculative_tokens,
+            "max_matching_ngram_size": config.prompt_lookup_max,
+        }
         differs += ["config.match: drafts are copied from the first match"] if config.match == "last" else []
-        differs += [f"config.ngram_min: matches of fewer than {config.ngram_min} tokens count, too"] * (config.ngram_min > 1)
+        differs += [f"config.prompt_lookup_min: matches of fewer than {config.prompt_lookup_min} tokens count, too"] * (
+            config.prompt_lookup_min > 1
+        )
     elif way != "none":
-        threshold = config.stop.threshold if config.stop.kind == "threshold" else 0.0
-        assistant = {"num_assistant_tokens": config.draft_length, "num_assistant_tokens_schedule": "constant"}
+        threshold = config.stop.threshold if config.stop.method == "threshold" else 0.0
+        assistant = {"num_assistant_tokens": config.num_speculative_tokens, "num_assistant_tokens_schedule": "constant"}
         assistant |= {"assistant_confidence_threshold": threshold}
         lines += _load("assistant", "assistant_tokenizer", deployment.draft(prepare, "transformers"), deployment, False)
         lines += [f"assistant.generation_config.{name} = {value!r}" for name, value in assistant.items()]

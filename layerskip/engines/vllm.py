@@ -42,9 +42,9 @@ def launch(deployment: Deployment) -> Launch:
     if way == "prompt_lookup" and config.match == "last":
         differs.append("config.match: drafts are copied from the first match")
     elif way == "suffix":
-        differs.append("config.kind: suffix decoding, which needs arctic-inference, drafts chains from a tree of suffixes")
+        differs.append("config.method: suffix decoding, which needs arctic-inference, drafts chains from a tree of suffixes")
     elif way == "cross_tokenizer":
-        differs.append("config.kind: only tokens that both vocabularies contain are drafted")
+        differs.append("config.method: only tokens that both vocabularies contain are drafted")
     if speculative:
         command += ["--speculative-config", json.dumps(speculative)]
     method = str(speculative.get("method", "none"))
@@ -68,19 +68,19 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
     """
     if way == "none":
         return {}
-    found: dict[str, Any] = {"method": _METHODS.get(way, way), "num_speculative_tokens": config.draft_length}
+    found: dict[str, Any] = {"method": _METHODS.get(way, way), "num_speculative_tokens": config.num_speculative_tokens}
     if way == "prompt_lookup":
-        return found | {"prompt_lookup_min": config.ngram_min, "prompt_lookup_max": config.ngram_max}
+        return found | {"prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
     if way == "suffix":
         return found | {
-            "suffix_decoding_max_tree_depth": config.ngram_max + config.draft_length,
-            "suffix_decoding_max_spec_factor": config.tree_tokens / config.ngram_max,
-            "suffix_decoding_min_token_prob": config.least_probability,
+            "suffix_decoding_max_tree_depth": config.prompt_lookup_max + config.num_speculative_tokens,
+            "suffix_decoding_max_spec_factor": config.tree_tokens / config.prompt_lookup_max,
+            "suffix_decoding_min_token_prob": config.min_token_prob,
         }
     if way == "medusa":  # vLLM would make up heads that are missing
         try:
             heads = count_medusa_heads(Path(config.head))
         except ConfigError as error:
             raise Unsupported(f"config.{error}") from None
-        found["num_speculative_tokens"] = min(config.draft_length, heads)
+        found["num_speculative_tokens"] = min(config.num_speculative_tokens, heads)
     return found | {"model": model()} | ({"use_heterogeneous_vocab": True} if way == "cross_tokenizer" else {})

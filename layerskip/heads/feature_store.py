@@ -112,7 +112,7 @@ class FeatureStore:
         self,
         target: Target,
         texts: Iterable[TrainingText],
-        most_bytes: int,
+        max_bytes: int,
         on_text: Callable[[], None] = lambda: None,
         spare: int = 0,
     ) -> None:
@@ -123,7 +123,7 @@ class FeatureStore:
         Args:
             target: the model that reads the texts.
             texts: all texts; stored texts must be the first of them.
-            most_bytes: budget for all hidden states.
+            max_bytes: budget for all hidden states.
             on_text: called after every stored text, read or found.
             spare: bytes that the disk must have left afterwards, for the files of the training.
 
@@ -135,23 +135,23 @@ class FeatureStore:
             if place < known:
                 if self._rows[place][:2] != (list(text.tokens), text.begin):
                     raise ConfigError(f"features: {self.folder} holds hidden states of other texts; delete it")
-                if _BYTES * self._end(place) > most_bytes:
+                if _BYTES * self._end(place) > max_bytes:
                     return
             else:
                 if place == known:
-                    self.check_disk(most_bytes, spare)
+                    self.check_disk(max_bytes, spare)
                 features = read_features(target, text.tokens, self.modules)
-                if self.nbytes + _BYTES * features.numel() > most_bytes:
+                if self.nbytes + _BYTES * features.numel() > max_bytes:
                     return
                 self._add(text, features)
             self._length = place + 1
             on_text()
 
-    def check_disk(self, most_bytes: int, spare: int = 0) -> None:
+    def check_disk(self, max_bytes: int, spare: int = 0) -> None:
         """Check that the disk has room for a budget; for arguments and error see :meth:`fill`."""
         free = shutil.disk_usage(self.folder).free - _SPARE - spare
-        if most_bytes - self.nbytes > free:
-            raise ConfigError(f"feature_bytes: {most_bytes:,} do not fit; {self.folder} has {max(0, free):,} bytes for them")
+        if max_bytes - self.nbytes > free:
+            raise ConfigError(f"feature_bytes: {max_bytes:,} do not fit; {self.folder} has {max(0, free):,} bytes for them")
 
     def _add(self, text: TrainingText, features: Tensor) -> None:
         start, width = self._end(len(self) - 1), features.shape[1]

@@ -103,8 +103,8 @@ def _whitening(rows: Tensor, weights: Tensor) -> Tensor:
     mean = weights @ rows
     spread = (rows - mean).T @ (weights[:, None] * (rows - mean))
     variances, directions = torch.linalg.eigh(spread)
-    least = torch.maximum(_FLOOR * variances.median(), _LEAST * variances[-1])
-    white: Tensor = variances.clamp_min(least).rsqrt()[:, None] * directions.T
+    minimum = torch.maximum(_FLOOR * variances.median(), _LEAST * variances[-1])
+    white: Tensor = variances.clamp_min(minimum).rsqrt()[:, None] * directions.T
     common = torch.nn.functional.normalize(white @ mean, dim=0)
     rest: Tensor = white - torch.outer(common, common @ white)
     return rest

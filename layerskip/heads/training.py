@@ -35,9 +35,9 @@ from layerskip.heads.readout import Readout
 _OFFSET = 1e-3  # makes the rate of the first step positive
 
 
-def rate_factor(done: float, warming: float) -> float:
-    """Return the factor of the learning rate at a share ``done`` of the training; it rises until the share ``warming``."""
-    return min(1.0, (done + _OFFSET) / warming) * (1 + math.cos(math.pi * done)) / 2
+def rate_factor(done: float, warmup: float) -> float:
+    """Return the factor of the learning rate at a share ``done`` of the training; it rises until the share ``warmup``."""
+    return min(1.0, (done + _OFFSET) / warmup) * (1 + math.cos(math.pi * done)) / 2
 
 
 _ROWS = 128  # at a time on a CPU

@@ -240,7 +240,7 @@ def interleave(
         One sample per contender, for one prompt.
     """
     order = random.Random(task.seed)
-    checks = _warm_up(target, prompts, contenders, task)
+    checks = _warmup(target, prompts, contenders, task)
     for repeat in range(repeats):
         # A contender that keeps state must not have decoded a prompt before, as it would not have in use.
         for contender in contenders.values():
@@ -266,7 +266,7 @@ def _restore_state(target: Target, prompts: PromptSet, contenders: Mapping[str, 
         _one_prompt(target, item, stateful, list(stateful), seeded, dict.fromkeys(stateful, Losslessness(0)))
 
 
-def _warm_up(
+def _warmup(
     target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task
 ) -> dict[str, Losslessness] | None:
     """Run every contender once. Sampled outputs cannot be compared, so greedy ones are then made and compared here.

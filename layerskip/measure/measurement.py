@@ -1,4 +1,4 @@
-"""Paired samples of a comparison, their summary figures and intervals. No clock and no torch in here."""
+"""Paired samples of a comparison, their summary metrics and intervals. No clock and no torch in here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.prompts import PromptError
 
 RESAMPLES = 2000
-LEAST_RESAMPLED = 5  # prompts; resamples of fewer say next to nothing about a new prompt
+MIN_RESAMPLED = 5  # prompts; resamples of fewer say next to nothing about a new prompt
 CONFIDENCE = 0.95
 
 
@@ -36,13 +36,13 @@ def interval_of_ratio(table: NDArray[np.float64], seed: int, confidence: float) 
     ratio, error = _log_ratio(table)
     tails = [(1 - confidence) / 2, (1 + confidence) / 2]
     # The quantile of one degree of freedom, the fewest possible, bounds the deviations of nearly equal prompts.
-    student, most = (float(stdtrit(freedom, tails[1])) for freedom in (prompts - 1, 1))
-    if prompts < LEAST_RESAMPLED:
+    student, maximum = (float(stdtrit(freedom, tails[1])) for freedom in (prompts - 1, 1))
+    if prompts < MIN_RESAMPLED:
         return float(np.exp(ratio - student * error)), float(np.exp(ratio + student * error))
     chosen = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
     ratios, errors = _log_ratio(table[chosen])
     varied = errors > 1e-6 * error  # a resample of a single prompt has no error to divide by
-    deviations = np.clip((ratios[varied] - ratio) / errors[varied], -most, most)
+    deviations = np.clip((ratios[varied] - ratio) / errors[varied], -maximum, maximum)
     below, above = np.quantile(deviations, tails) if len(deviations) else (-student, student)
     low, high = ratio - max(above, student) * error, ratio - min(below, -student) * error
     return float(np.exp(low)), float(np.exp(high))
@@ -256,7 +256,7 @@ class Measurement:
         return max((s.peak_memory_bytes for s in self.candidate), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain values, for exports and logs.
+        """Return the metrics as plain values, for exports and logs.
 
         ``empty_prompts`` of the ``prompts`` have no speed; those by category leave them out.
         """
@@ -272,8 +272,10 @@ class Measurement:
             "interval_by_category": {category: list(part.interval()) for category, part in kinds.items()},
             "acceptance_rate": stats.acceptance_rate,
             "acceptance_by_position": list(stats.acceptance_by_position),
-            "tokens_per_round": stats.tokens_per_round,
-            "tokens_per_round_by_category": {category: part.stats.tokens_per_round for category, part in kinds.items()},
+            "mean_acceptance_length": stats.mean_acceptance_length,
+            "mean_acceptance_length_by_category": {
+                category: part.stats.mean_acceptance_length for category, part in kinds.items()
+            },
             "draft_share": self.draft_share,
             "prompts": self.prompts,
             "empty_prompts": self.prompts - measured.prompts,
@@ -299,7 +301,7 @@ class Measurement:
             "baseline_tokens_per_second": [b.tokens_per_second for b, _ in pairs],
             "speedup": list(self.speedups),
             "acceptance_rate": [c.stats.acceptance_rate for _, c in pairs],
-            "tokens_per_round": [c.stats.tokens_per_round for _, c in pairs],
+            "mean_acceptance_length": [c.stats.mean_acceptance_length for _, c in pairs],
             "prefill_seconds": [c.prefill_seconds for _, c in pairs],
             "decode_seconds": [c.decode_seconds for _, c in pairs],
             "baseline_decode_seconds": [b.decode_seconds for b, _ in pairs],

@@ -224,15 +224,15 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
             draft = load_target(name, dtype=target.dtype, device=str(target.device), **options)
         except TargetError as error:
             reason = str(error).removeprefix("target: ").removeprefix("target.path: ")
-            raise TargetError(f"draft: {reason}") from error.__cause__
+            raise TargetError(f"draft_model: {reason}") from error.__cause__
         target.drafts[name] = draft
     draft = target.drafts[name]
     digests = {target.name: target.tokenizer_digest, name: draft.tokenizer_digest}
     without = [owner for owner, digest in digests.items() if digest is None]
     if without and not (same_tokenizer and target.tokenizer is None):
-        raise TargetError(f"draft: {without[0]} has no tokenizer, so its tokens cannot be matched")
+        raise TargetError(f"draft_model: {without[0]} has no tokenizer, so its tokens cannot be matched")
     if same_tokenizer and not without and len(set(digests.values())) > 1:
-        raise TargetError(f"draft: the tokenizer of {name} is not that of {target.name}")
+        raise TargetError(f"draft_model: the tokenizer of {name} is not that of {target.name}")
     return draft
 
 

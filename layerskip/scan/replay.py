@@ -84,7 +84,7 @@ class Counts:
 def replay(
     continuation: Continuation,
     trace: Trace,
-    draft_length: int,
+    num_speculative_tokens: int,
     stopper: Stopper,
     unresolved: dict[int, float],
     branching: Branching = CHAIN,
@@ -94,7 +94,7 @@ def replay(
     Args:
         continuation: the output to replay.
         trace: the drafts along it.
-        draft_length: at most the trace's depth.
+        num_speculative_tokens: at most the trace's depth.
         stopper: the stop rule's state, which adapts during the rounds.
         unresolved: output. Filled with the starts whose drafts have to be scanned past their first wrong token, because the
             stop rule needs those confidences, and the confidence threshold at each. While it is not empty, the rounds are a
@@ -106,7 +106,7 @@ def replay(
     totals = trace.total_siblings(branching) if branching.siblings else None
     start, starts = 0, continuation.starts
     while start < starts:
-        length, left = min(draft_length, continuation.limit(start)), starts - start
+        length, left = min(num_speculative_tokens, continuation.limit(start)), starts - start
         drafted = _drafted(confidences[start], length, left == agreed[start], left, stopper)
         if drafted is None:
             unresolved[start], drafted = stopper.threshold, length
@@ -147,7 +147,7 @@ def _drafted(confidences: Sequence[float], length: int, ends: bool, left: int, s
     Returns:
         None if a confidence that it depends on was not computed.
     """
-    if stopper.rule.kind == "length" or length < 1:
+    if stopper.rule.method == "length" or length < 1:
         return max(length, 0)
     for place in range(length - 1):  # the last token ends the draft anyway
         if ends and place == left:
@@ -190,7 +190,7 @@ def count(rounds: Sequence[Round]) -> Counts:
     return Counts(len(rounds), drafted, accepted, tokens, tuple(verified), drafted - longest, trees)
 
 
-def expected_counts(continuation: Continuation, trace: Trace, draft_length: int, stop: StopRule) -> Counts:
+def expected_counts(continuation: Continuation, trace: Trace, num_speculative_tokens: int, stop: StopRule) -> Counts:
     """Compute the expected counts of sampled decoding, given that the continuation is the output.
 
     A stop rule sees the confidences along the continuation; those after a rejected token are assumed to be the same. An
@@ -199,17 +199,17 @@ def expected_counts(continuation: Continuation, trace: Trace, draft_length: int,
     Args:
         continuation: the output.
         trace: the drafts along it.
-        draft_length: at most the trace's depth.
+        num_speculative_tokens: at most the trace's depth.
         stop: the stop rule.
     """
     stopper = Stopper(stop)
     visits = np.zeros(continuation.starts + 1)  # expected rounds from each position
     visits[0] = 1.0
-    verified = np.zeros(draft_length + 1)
+    verified = np.zeros(num_speculative_tokens + 1)
     total_accepted = 0.0
     for start in range(continuation.starts):
         left = continuation.starts - start
-        length = max(min(draft_length, continuation.limit(start)), 0)
+        length = max(min(num_speculative_tokens, continuation.limit(start)), 0)
         confidences = trace.confidence[start, : max(length - 1, 0)]
         stops = np.flatnonzero([stopper.stops_at(float(value)) for value in confidences])
         drafted = int(stops[0]) + 1 if len(stops) else length
@@ -222,5 +222,5 @@ def expected_counts(continuation: Continuation, trace: Trace, draft_length: int,
             visits[min(start + accepted + 1, continuation.starts)] += visits[start] * probability
             total_accepted += visits[start] * probability * accepted
             verified[left if ends else drafted] += visits[start] * probability
-    drafts = float(verified @ np.arange(draft_length + 1))
+    drafts = float(verified @ np.arange(num_speculative_tokens + 1))
     return Counts(float(verified.sum()), drafts, total_accepted, float(continuation.starts), tuple(verified.tolist()))

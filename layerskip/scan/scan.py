@@ -45,20 +45,20 @@ from layerskip.texts.continuations import Continuation
 
 @torch.inference_mode()
 def similar_masks(
-    layers: Sequence[Callable[[Tensor], Tensor]], states: Sequence[Tensor], skippable: Collection[int], most: int
+    layers: Sequence[Callable[[Tensor], Tensor]], states: Sequence[Tensor], skippable: Collection[int], maximum: int
 ) -> list[SkipMask]:
-    """Find the best mask for every number of skipped layers from 1 to ``most``.
+    """Find the best mask for every number of skipped layers from 1 to ``maximum``.
 
     Args:
         layers: functions that each run one layer on hidden states ``[1, R, H]``.
         states: the whole model's hidden states, before the first layer and after each; one more than ``layers``.
         skippable: the layers that may be skipped.
-        most: the most skipped layers.
+        maximum: the most skipped layers.
     """
     best: list[tuple[Tensor, tuple[int, ...]]] = [(states[0], ())]
     for index, layer in enumerate(layers):
         following: list[tuple[Tensor, tuple[int, ...]]] = []
-        for size in range(min(len(best) + 1, most + 1)):
+        for size in range(min(len(best) + 1, maximum + 1)):
             candidates = []
             if size < len(best):
                 hidden, skipped = best[size]
@@ -88,7 +88,7 @@ def lowest_threshold(stops: Iterable[StopRule]) -> float | None:
 
     As the ``floor`` of :meth:`Scanner.scan` it saves later passes over few rows each.
     """
-    thresholds = (stop.threshold - _MARGIN * (stop.kind == "adaptive") for stop in stops if stop.kind != "length")
+    thresholds = (stop.threshold - _MARGIN * (stop.method == "adaptive") for stop in stops if stop.method != "length")
     return min(thresholds, default=None)
 
 
@@ -135,7 +135,7 @@ class Scanner:
             starts.
         runners: the number of runners-up to record for every drafted token, which become siblings. Ignored for sampled
             texts.
-        most_bytes: budget for the target's keys, values and layer inputs of the continuations, without that cache.
+        max_bytes: budget for the target's keys, values and layer inputs of the continuations, without that cache.
             Continuations beyond it are left out; None for no limit.
 
     Raises:
@@ -150,7 +150,7 @@ class Scanner:
         depth: int = 8,
         max_rows: int = 256,
         runners: int = 0,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         if depth < 1 or max_rows < 1:
             raise ValueError(f"depth, max_rows: {depth}, {max_rows} are not at least 1")
@@ -158,7 +158,7 @@ class Scanner:
         self.depth, self.max_rows = depth, max_rows
         self.runners = runners if sampling.greedy else 0
         model, vocabulary = RowModel(target.model), target.vocabulary
-        self._texts = TextBatch(model, vocabulary, tuple(continuations), sampling, layer_inputs=True, most_bytes=most_bytes)
+        self._texts = TextBatch(model, vocabulary, tuple(continuations), sampling, layer_inputs=True, max_bytes=max_bytes)
         self.continuations = self._texts.continuations
         starts = [
             (p, s)
@@ -182,14 +182,14 @@ class Scanner:
         return [self._texts.pack(part, max(1, self.max_rows // len(part)) * len(part) * self.depth) for part in parts]
 
     @torch.inference_mode()
-    def similar_masks(self, skippable: Collection[int], most: int) -> list[SkipMask]:
+    def similar_masks(self, skippable: Collection[int], maximum: int) -> list[SkipMask]:
         """Return the masks of :func:`~layerskip.scan.scan.similar_masks`, from the rows of the first pack."""
         pack = self._packs[0]
         tokens = self._texts.tokens(pack.rows)
         draft_ids = torch.arange(len(pack.rows), device=self.target.device)
         visible, positions = self._texts.visible(pack, pack.rows, draft_ids, [], 0)
         layers, states = self._texts.model.layer_functions(tokens, positions, self._texts.load(pack), visible)
-        return similar_masks(layers, states, skippable, most)
+        return similar_masks(layers, states, skippable, maximum)
 
     def check(self) -> None:
         """Raise :class:`UnsupportedModel` unless a draft that skips nothing has the target's own confidences."""
@@ -242,7 +242,7 @@ class Scanner:
         return scans
 
     def counts(
-        self, scan: Scan, draft_length: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
+        self, scan: Scan, num_speculative_tokens: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
     ) -> list[Counts]:
         """Return the counts of decoding every continuation with a scanned mask.
 
@@ -250,7 +250,7 @@ class Scanner:
 
         Args:
             scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
-            draft_length: at most the scan's depth.
+            num_speculative_tokens: at most the scan's depth.
             stop: the stop rule.
             branching: siblings of drafted tokens.
             warmed: see :meth:`rounds`; without effect for sampled texts.
@@ -259,17 +259,17 @@ class Scanner:
             if branching.siblings:
                 raise ValueError("siblings: are supported for greedy decoding only")
             pairs = zip(self.continuations, scan.traces, strict=True)
-            return [expected_counts(continuation, trace, draft_length, stop) for continuation, trace in pairs]
-        return [count(rounds) for rounds in self.rounds(scan, draft_length, stop, branching, warmed)]
+            return [expected_counts(continuation, trace, num_speculative_tokens, stop) for continuation, trace in pairs]
+        return [count(rounds) for rounds in self.rounds(scan, num_speculative_tokens, stop, branching, warmed)]
 
     def rounds(
-        self, scan: Scan, draft_length: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
+        self, scan: Scan, num_speculative_tokens: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
     ) -> list[list[Round]]:
         """Return the rounds of greedy decoding for every continuation, see :func:`~layerskip.scan.replay.replay`.
 
         Args:
             scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
-            draft_length: at most the scan's depth.
+            num_speculative_tokens: at most the scan's depth.
             stop: the stop rule.
             branching: siblings of drafted tokens.
             warmed: whether a stop rule that carries over between prompts has already run on all continuations, like one that
@@ -280,22 +280,24 @@ class Scanner:
         """
         if not self.sampling.greedy:
             raise ValueError("sampling: single rounds are known for greedy decoding only")
-        if any(trace.depth < draft_length for trace in scan.traces):
-            raise ValueError(f"draft_length: {draft_length} exceeds the scan's depth")
+        if any(trace.depth < num_speculative_tokens for trace in scan.traces):
+            raise ValueError(f"num_speculative_tokens: {num_speculative_tokens} exceeds the scan's depth")
         extended: set[tuple[int, int, float]] = set()
-        repeats = 2 if warmed and stop.kind == "adaptive" and stop.carry else 1
+        repeats = 2 if warmed and stop.method == "adaptive" and stop.carry else 1
         while True:
             stopper = Stopper(stop)
             rounds, missing, floor = list[list[Round]](), set(), 1.0
             for index, continuation in [*enumerate(self.continuations)] * repeats:
                 stopper.start()
                 unresolved: dict[int, float] = {}
-                rounds.append(replay(continuation, scan.traces[index], draft_length, stopper, unresolved, branching))
+                rounds.append(
+                    replay(continuation, scan.traces[index], num_speculative_tokens, stopper, unresolved, branching)
+                )
                 missing |= {(index, start) for start in unresolved}
                 floor = min([floor, *unresolved.values()])
             if not missing:
                 return rounds[-len(self.continuations) :]
-            floor -= _MARGIN * (stop.kind == "adaptive")
+            floor -= _MARGIN * (stop.method == "adaptive")
             needed = {(*start, floor) for start in missing}
             if needed <= extended:
                 raise RuntimeError(f"scan: drafts from {sorted(missing)} cannot be extended")

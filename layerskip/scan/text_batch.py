@@ -73,13 +73,13 @@ class TextCache:
     """The states of texts within a budget, kept because reading a text again takes longer than drafting along it.
 
     Args:
-        most_bytes: budget for their tensors.
+        max_bytes: budget for their tensors.
         top_k: how many of the target's most likely tokens to keep at every position. Tokens beyond the default have almost
             no probability.
     """
 
-    def __init__(self, most_bytes: int, top_k: int = 256) -> None:
-        self.most_bytes, self.top_k, self.nbytes = most_bytes, top_k, 0
+    def __init__(self, max_bytes: int, top_k: int = 256) -> None:
+        self.max_bytes, self.top_k, self.nbytes = max_bytes, top_k, 0
         self._texts: dict[Continuation, TextStates] = {}
 
     def get(self, continuation: Continuation, read: Callable[[Continuation], TextStates]) -> TextStates:
@@ -87,7 +87,7 @@ class TextCache:
         text = self._texts.get(continuation)
         if text is None:
             text = read(continuation)
-            if self.nbytes + text.nbytes <= self.most_bytes:
+            if self.nbytes + text.nbytes <= self.max_bytes:
                 self._texts[continuation] = text
                 self.nbytes += text.nbytes
         return text
@@ -205,7 +205,7 @@ class TextBatch:
         sampling: how they were chosen.
         layer_inputs: whether to keep the input hidden states of every layer.
         text_cache: states of texts read before. It also decides how many of the most likely tokens are kept.
-        most_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
+        max_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
     """
 
     @torch.inference_mode()
@@ -217,7 +217,7 @@ class TextBatch:
         sampling: Sampling,
         layer_inputs: bool = False,
         text_cache: TextCache | None = None,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self.model, self.vocabulary, self._layer_inputs = model, vocabulary, layer_inputs
         self.sampling = sampling
@@ -226,7 +226,7 @@ class TextBatch:
         self.texts: list[TextStates] = []
         for continuation in continuations:
             text = text_cache.get(continuation, self._read)
-            if self.texts and most_bytes is not None and text.nbytes + sum(one.nbytes for one in self.texts) > most_bytes:
+            if self.texts and max_bytes is not None and text.nbytes + sum(one.nbytes for one in self.texts) > max_bytes:
                 break
             self.texts.append(text)
         self.continuations = tuple(continuations[: len(self.texts)])

@@ -16,11 +16,11 @@ class Branching:
 
     Args:
         siblings: the most siblings of one token; 0 for chains.
-        least_probability: the draft's probability below which a runner-up is no sibling.
+        min_token_prob: the draft's probability below which a runner-up is no sibling.
     """
 
     siblings: int = 0
-    least_probability: float = 0.05
+    min_token_prob: float = 0.05
 
 
 CHAIN = Branching()
@@ -101,7 +101,7 @@ class Trace:
         if branching.siblings > self.runner_probs.shape[2]:
             raise ValueError(f"siblings: {branching.siblings} per token, but {self.runner_probs.shape[2]} were scanned")
         probs = self.runner_probs[:, :, : branching.siblings]
-        counts: NDArray[np.int64] = (probs >= branching.least_probability).sum(-1)
+        counts: NDArray[np.int64] = (probs >= branching.min_token_prob).sum(-1)
         unknown = np.isnan(probs).any(-1)
         counts[unknown] = round(float(counts[~unknown].mean())) if not unknown.all() else 0
         return counts

@@ -28,7 +28,7 @@ _PROMPT_SAMPLING = Sampling(1.0, min_p=0.05)  # top_p would sort the vocabulary,
 _PATIENCE = 8  # batches without a prompt
 _FIRST_SHARE = (0.1, 1.0)  # of the words of a given prompt, from and to
 _FIRST_TOKENS = 256  # of the first words, at most
-_MOST_PADDING = 2  # times the length of the shortest prompt of a batch
+_MAX_PADDING = 2  # times the length of the shortest prompt of a batch
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _similar_lengths(prompts: list[list[int]]) -> list[list[int]]:
     """Return batches of prompt indices: a prompt is at most twice as long as the shortest of its batch."""
     batches: list[list[int]] = []
     for place in sorted(range(len(prompts)), key=lambda place: len(prompts[place])):
-        if batches and len(prompts[place]) <= _MOST_PADDING * len(prompts[batches[-1][0]]):
+        if batches and len(prompts[place]) <= _MAX_PADDING * len(prompts[batches[-1][0]]):
             batches[-1].append(place)
         else:
             batches.append([place])

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from layerskip import ConfigError
 from layerskip.config import check_integer, check_text
 
-_LEAST_FREE_BYTES = 64 * 2**20
+_MIN_FREE_BYTES = 64 * 2**20
 
 
 class InputError(ValueError):
@@ -25,40 +25,40 @@ def check_seed(seed: object) -> None:
         raise InputError(f"seed: {seed!r} is not a whole number from 0 to {2**31 - 1}")
 
 
-def check_whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
+def check_whole(name: str, value: object, minimum: int = 1, maximum: int | None = None) -> None:
     """Check an integer and its bounds, both inclusive.
 
     Args:
         name: the field's name.
         value: what the user gave.
-        least: the lowest value.
-        most: the highest value; None for any.
+        minimum: the lowest value.
+        maximum: the highest value; None for any.
     """
     try:
-        check_integer(name, value, least, most)
+        check_integer(name, value, minimum, maximum)
     except ConfigError as error:
         raise InputError(str(error)) from None
 
 
-def check_number(name: str, value: object, most: float = math.inf, or_zero: bool = False) -> None:
+def check_number(name: str, value: object, maximum: float = math.inf, or_zero: bool = False) -> None:
     """Check a positive number, or 0 if that is allowed, and its inclusive upper bound.
 
     Args:
         name: the field's name.
         value: what the user gave.
-        most: the highest value.
+        maximum: the highest value.
         or_zero: whether 0 is allowed.
     """
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if not (0 < number <= most or (or_zero and number == 0)):
-        wanted = "a number above 0" if most == math.inf else f"a number above 0 and up to {most:g}"
+    if not (0 < number <= maximum or (or_zero and number == 0)):
+        wanted = "a number above 0" if maximum == math.inf else f"a number above 0 and up to {maximum:g}"
         raise InputError(f"{name}: {value!r} is {'neither 0 nor' if or_zero else 'not'} {wanted}")
 
 
 def check_fraction(name: str, value: object) -> None:
     """Check a fraction from 0 to 1; None is allowed."""
     if value is not None:
-        check_number(name, value, most=1, or_zero=True)
+        check_number(name, value, maximum=1, or_zero=True)
 
 
 def check_flag(name: str, value: object) -> None:
@@ -92,8 +92,8 @@ def check_output_paths(config: DictConfig) -> None:
             raise InputError(f"outputs: {config.outputs!r} is not the path of a folder")
         if not isinstance(config.outputs, str):
             config.outputs = str(config.outputs)
-        if _free_bytes(check_folder("outputs", config.outputs)) < _LEAST_FREE_BYTES:
-            needed = _LEAST_FREE_BYTES // 2**20
+        if _free_bytes(check_folder("outputs", config.outputs)) < _MIN_FREE_BYTES:
+            needed = _MIN_FREE_BYTES // 2**20
             raise InputError(f"outputs: {config.outputs} has no space left; {needed} MB are needed")
     if config.get("record") is not None:
         if not isinstance(config.record, str):

@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, open_dict
 
-from layerskip.config import check_text, kinds
+from layerskip.config import check_text, methods
 
 _OWN = ("layerskip.", "searches.")
 _OVERRIDE = re.compile(r"(?P<key>\w+(\.\w+)+)=")
@@ -31,7 +31,20 @@ _CHOICE = re.compile(r"[+~]?\w+(@[\w.]+)?=[\w-]+$")
 _TEXT = re.compile(r"(?P<start>\+{0,2}(?P<field>[\w.]+)=)(?P<value>.+)", re.DOTALL)
 _ITEM = re.compile(r"""'(\\.|[^'\\])*'(?=,|$)|"(\\.|[^"\\])*"(?=,|$)|[^,]+""")  # of a list; commas in quotes belong to it
 _PATHS = (
-    *("outputs", "record", "config", "export", "output", "inspect", "model", "corpus", "begin_like", "warm_start", "path"),
+    *(
+        "outputs",
+        "record",
+        "config",
+        "export",
+        "output",
+        "inspect",
+        "model",
+        "corpus",
+        "begin_like",
+        "warm_start",
+        "path",
+        "draft",
+    ),
     *("folder", "python", "draft_folder", "cross_draft"),
     *("eagle_head", "medusa_head", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
 )
@@ -76,7 +89,7 @@ def _quote_path(override: str, several: bool) -> str:
         return override
     start, field, value = match["start"], match["field"], match["value"]
     last, read = field.rpartition(".")[2], _read(value)
-    declared = {each.name for kind in kinds().values() for each in kind.fields if each.path}
+    declared = {each.name for method in methods().values() for each in method.fields if each.path}
     if last == "paths" or (last in declared and field.startswith("space.ranges.")):
         is_list = value[0] + value[-1] == "[]" and not all(isinstance(item, str) for item in read or [None])
         return f"{start}[{_quoted_items(value[1:-1])}]" if is_list else override
@@ -119,12 +132,12 @@ def _choose(name: str, choices: tuple[str, ...]) -> DictConfig:
 
 
 def store_drafters() -> None:
-    """Make ``drafter=<kind>`` a choice for every registered kind, and their benchmark settings the default contenders."""
-    rows = {name: {"kind": name, **kind.row} for name, kind in kinds().items() if kind.benchmark is not None}
+    """Make ``drafter=<method>`` a choice for every registered method, and their benchmark rows the default contenders."""
+    rows = {name: {"method": name, **method.row} for name, method in methods().items() if method.benchmark is not None}
     store = ConfigStore.instance()
-    for kind, row in rows.items():
-        store.store(name=kind, group="drafter", node=row)
-    store.store(name="every_kind", group="benchmark_contenders", node=rows)
+    for method, row in rows.items():
+        store.store(name=method, group="drafter", node=row)
+    store.store(name="every_method", group="benchmark_contenders", node=rows)
 
 
 def fields_of(path: str) -> dict[str, Any]:

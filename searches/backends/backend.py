@@ -47,7 +47,7 @@ class BackendError(InputError):
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """The requests that an engine serves while it is measured.
 
     Args:
@@ -62,14 +62,14 @@ class Load:
 
     def __post_init__(self) -> None:
         if not isinstance(self.concurrency, int):
-            check_list("load.concurrency", self.concurrency, or_empty=False)
+            check_list("workload.concurrency", self.concurrency, or_empty=False)
             object.__setattr__(self, "concurrency", tuple(self.concurrency))
         for level in self.levels:
-            check_whole("load.concurrency", level)
+            check_whole("workload.concurrency", level)
         if len(set(self.levels)) < len(self.levels):
-            raise InputError(f"load.concurrency: {list(self.levels)} names a number twice")
+            raise InputError(f"workload.concurrency: {list(self.levels)} names a number twice")
         if self.goal not in ("decoding", "throughput"):
-            raise InputError(f"load.goal: {self.goal!r} is neither decoding nor throughput")
+            raise InputError(f"workload.goal: {self.goal!r} is neither decoding nor throughput")
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -102,8 +102,8 @@ class Backend(Protocol):
         """
         ...
 
-    def supports(self, kind: str) -> str | None:
-        """Return None if the engine drafts with a kind of drafter, else the reason in one line. ``none`` is supported."""
+    def supports(self, method: str) -> str | None:
+        """Return None if the engine drafts with a method, else the reason in one line. ``none`` is supported."""
         ...
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
@@ -118,7 +118,7 @@ class Backend(Protocol):
         configs: Mapping[str, SpeculativeConfig],
         prompts: PromptSet,
         task: Task,
-        load: Load = Load(),
+        workload: Workload = Workload(),
         repeats: int = 1,
         without: Collection[str] = (),
         before: PromptSet | None = None,
@@ -131,7 +131,7 @@ class Backend(Protocol):
             configs: by name; none of them is called ``baseline``.
             prompts: at least one.
             task: how tokens are chosen, how many per prompt and turn, and the seed of the draws and the order.
-            load: requests in flight.
+            workload: requests in flight.
             repeats: how often every prompt is decoded.
             without: names that are no longer measured; it may grow from prompt to prompt.
             before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
@@ -146,10 +146,10 @@ class Backend(Protocol):
         """
         ...
 
-    def figures(self) -> dict[str, float]:
-        """Return figures of the last comparison beside its samples: start-up seconds, throughput, latencies.
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the last comparison beside its samples: start-up seconds, throughput, latencies.
 
-        MLflow logs them with the trial. Names of the configurations' own figures are plain, those of plain decoding start
+        MLflow logs them with the trial. Names of the configurations' own metrics are plain, those of plain decoding start
         with ``baseline_``, such as ``throughput`` and ``baseline_throughput``.
         """
         return {}
@@ -159,11 +159,11 @@ class Backend(Protocol):
         ...
 
     def measure(
-        self, config: SpeculativeConfig, prompts: PromptSet, task: Task = Task(), load: Load = Load()
+        self, config: SpeculativeConfig, prompts: PromptSet, task: Task = Task(), workload: Workload = Workload()
     ) -> Measurement:
         """Measure one configuration against plain decoding; arguments and errors are those of :meth:`compare`."""
-        return Measurement.of(self.compare({CANDIDATE: config}, prompts, task, load), BASELINE, CANDIDATE)
+        return Measurement.of(self.compare({CANDIDATE: config}, prompts, task, workload), BASELINE, CANDIDATE)
 
-    def baseline(self, prompts: PromptSet, task: Task = Task(), load: Load = Load()) -> Measurement:
+    def baseline(self, prompts: PromptSet, task: Task = Task(), workload: Workload = Workload()) -> Measurement:
         """Measure plain decoding alone, as both sides of a measurement."""
-        return Measurement.of(self.compare({}, prompts, task, load), BASELINE, BASELINE)
+        return Measurement.of(self.compare({}, prompts, task, workload), BASELINE, BASELINE)

@@ -154,10 +154,10 @@ class Client:
                 pool.shutdown(wait=True, cancel_futures=True)  # after a failure, requests that were not sent never are
 
     def _connect(self, limit_seconds: float) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=limit_seconds)
+        method = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return method(self._host, self._port, timeout=limit_seconds)
 
-    def _stream(self, body: Mapping[str, Any], most: int) -> Completion:
+    def _stream(self, body: Mapping[str, Any], maximum: int) -> Completion:
         connection = self._connect(self.limit_seconds)
         start = time.perf_counter()
         try:
@@ -168,7 +168,7 @@ class Client:
                 answer = " ".join(response.read(4096).decode(errors="replace").split())[:_SHOWN]
                 error = _Refused if response.status in (400, 422) else RequestFailed
                 raise error(f"status {response.status}: {answer}")
-            return _read(self._events(response, start), start, most)
+            return _read(self._events(response, start), start, maximum)
         except (OSError, http.client.HTTPException) as error:
             raise RequestFailed(_reason(error, self.limit_seconds)) from None
         finally:
@@ -202,7 +202,7 @@ class _Refused(RequestFailed):
     """A request whose form the server refuses."""
 
 
-def _read(events: Iterator[dict[str, Any]], start: float, most: int) -> Completion:
+def _read(events: Iterator[dict[str, Any]], start: float, maximum: int) -> Completion:
     """Return the answer that a stream holds. One that the server ends before any text is a single token."""
     texts: list[str] = []
     tokens: list[int] = []
@@ -226,8 +226,8 @@ def _read(events: Iterator[dict[str, Any]], start: float, most: int) -> Completi
         return Completion("", None, (1,), time.perf_counter() - start, 0.0)
     if not total:
         raise RequestFailed(f"the answer has {f'no text, and {counted}' if counted else 'no'} tokens")
-    if total > most:
-        raise RequestFailed(f"the answer has {total} tokens, and at most {most} were asked for")
+    if total > maximum:
+        raise RequestFailed(f"the answer has {total} tokens, and at most {maximum} were asked for")
     ids = tuple(tokens) if len(tokens) == total else None
     return Completion("".join(texts), ids, tuple(sizes), first - start, last - first)
 

@@ -1,4 +1,4 @@
-"""This library's own decoder as a back end: one request at a time, with every kind of drafter."""
+"""This library's own decoder as a back end: one request at a time, with every method."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from layerskip import PromptSet, SpeculativeConfig, Target
-from layerskip.drafters.registry import drafted_kinds
+from layerskip.drafters.registry import drafted_methods
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from layerskip.models.graph_capture import capture_seconds
 from layerskip.models.target import NotFinite
 from searches.app.checks import InputError
-from searches.backends.backend import BASELINE, Backend, BackendError, Load
+from searches.backends.backend import BASELINE, Backend, BackendError, Workload
 from searches.results import RESULTS_VERSION
 from searches.tracking.names import STARTUP_SECONDS
 
@@ -41,16 +41,16 @@ class LayerskipBackend(Backend):
         """Return the target, the machine and the version of results."""
         return {"target": self.target.digest, "machine": machine(self.target), "version": RESULTS_VERSION}
 
-    def supports(self, kind: str) -> str | None:
-        """Return None for every kind that has a drafter."""
-        return None if kind in drafted_kinds() else "layerskip has no drafter of this kind"
+    def supports(self, method: str) -> str | None:
+        """Return None for every method that has a drafter."""
+        return None if method in drafted_methods() else "layerskip has no drafter of this method"
 
     def compare(
         self,
         configs: Mapping[str, SpeculativeConfig],
         prompts: PromptSet,
         task: Task,
-        load: Load = Load(),
+        workload: Workload = Workload(),
         repeats: int = 1,
         without: Collection[str] = (),
         before: PromptSet | None = None,
@@ -62,15 +62,15 @@ class LayerskipBackend(Backend):
         Raises:
             NotFinite: plain decoding gives NaN or infinite logits.
         """
-        if load.levels != (1,):
-            raise InputError("load.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
+        if workload.levels != (1,):
+            raise InputError("workload.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
         if self._compared.get("configs") != configs:
             self._compared.update(configs=dict(configs), before=capture_seconds())
         entries = {BASELINE: SpeculativeConfig(), **configs}
         contenders: dict[str, Contender] = {name: Decoder.of(self.target, config) for name, config in entries.items()}
         return _failing_alone(interleave(self.target, prompts, contenders, task, repeats, without, before))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the seconds of compiling and capturing passes, those of plain decoding included; empty if there were none.
 
         They count from the first of several comparisons of the same configurations on.

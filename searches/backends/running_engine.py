@@ -94,11 +94,11 @@ class Counters:
         return rounds + [Round(0, 0, 1)] * max(0, plain)
 
 
-def _even(least: Sequence[int], total: int) -> list[int]:
+def _even(minimum: Sequence[int], total: int) -> list[int]:
     """Return numbers with a sum, at least as large as these and as equal as possible: drafts are mostly of one length."""
-    sizes = [(size, place) for place, size in enumerate(least)]
+    sizes = [(size, place) for place, size in enumerate(minimum)]
     heapq.heapify(sizes)
-    for _ in range(total - sum(least) if sizes else 0):
+    for _ in range(total - sum(minimum) if sizes else 0):
         size, place = sizes[0]
         heapq.heapreplace(sizes, (size + 1, place))
     return [size for size, _ in sorted(sizes, key=lambda pair: pair[1])]
@@ -255,7 +255,7 @@ class RunningEngine:
 
     def _counters(self, config: SpeculativeConfig) -> Counters | None:
         """Return the counts of drafts so far; None if the server publishes none."""
-        if config.kind == "none":
+        if config.method == "none":
             return None
         try:
             return Counters.parse(self.client.get("/metrics"))
@@ -268,7 +268,7 @@ def _observed_rounds(completion: Completion, config: SpeculativeConfig) -> Decod
 
     A draft is taken to be as long as the configuration allows.
     """
-    if config.kind == "none":
+    if config.method == "none":
         return DecodeStats((Round(0, 0, 1),) * completion.decoded)
     sizes = [size for size in completion.piece_sizes[1:] if size]
-    return DecodeStats(tuple(Round(max(config.draft_length, size - 1), size - 1, size) for size in sizes))
+    return DecodeStats(tuple(Round(max(config.num_speculative_tokens, size - 1), size - 1, size) for size in sizes))

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from layerskip import Export, Target
 from searches.app.checks import InputError
 from searches.app.composition import CONF, fill_defaults
-from searches.backends.backend import Backend, BackendError, Load
+from searches.backends.backend import Backend, BackendError, Workload
 from searches.backends.layerskip import LayerskipBackend
 from searches.backends.server import ServerBackend
 from searches.space.search_space import SearchSpace
@@ -24,16 +24,16 @@ from searches.space.search_space import SearchSpace
 _OWN = LayerskipBackend.name
 
 
-def make_backend(config: DictConfig, target: Target) -> tuple[Backend, Load]:
-    """Return the configured back end and load; back ends without a load decode one request at a time."""
+def make_backend(config: DictConfig, target: Target) -> tuple[Backend, Workload]:
+    """Return the configured back end and workload; back ends without one decode one request at a time."""
     fields: Any = OmegaConf.to_container(config.backend, resolve=True)
     # Not instantiate(), which copies its arguments, the model included.
     backend: Backend = get_object(fields.pop("_target_"))(target, **fields)
-    return backend, Load() if config.get("load") is None else instantiate(config.load)
+    return backend, Workload() if config.get("workload") is None else instantiate(config.workload)
 
 
-def exported_backend(config: DictConfig, export: Export, target: Target) -> tuple[Backend, Load]:
-    """Return the back end and the load that an export was measured with.
+def exported_backend(config: DictConfig, export: Export, target: Target) -> tuple[Backend, Workload]:
+    """Return the back end and the workload that an export was measured with.
 
     The export gives the names alone. Settings are those of the configuration, since a back end may start programs that they
     name, and files of others must not choose these. An export of another engine may be measured on a server that runs this
@@ -45,10 +45,10 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
         target: the loaded model.
 
     Raises:
-        InputError: the configuration has another back end or load, or there is none of this name.
+        InputError: the configuration has another back end or workload, or there is none of this name.
     """
     stored = export.environment.get("backend", {})
-    name, load = str(stored.get("name", _OWN)), _stored_load(stored)
+    name, workload = str(stored.get("name", _OWN)), _stored_workload(stored)
     if config.get("backend") is None:
         file = Path(CONF) / "backend" / f"{name}.yaml"
         if not re.fullmatch(r"\w+", name) or not file.exists():
@@ -57,47 +57,47 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
             config.merge_with(OmegaConf.load(file))
         fill_defaults(config)
         backend, _ = make_backend(config, target)
-        return backend, load
+        return backend, workload
     if config.backend.get("candidate_url") and not config.backend.candidate:
         config.backend.candidate = export.config.to_dict()  # what a server is taken to decode with
     backend, asked = make_backend(config, target)
     if backend.name != name and (backend.name != ServerBackend.name or name == _OWN):
         raise InputError(f"backend: the export was measured with {name}, not with {backend.name}")
-    if asked not in (Load(), load):
-        stated = " and ".join(map(str, load.levels))
-        raise InputError(f"load: the export was measured with {stated} requests in flight, for {load.goal}")
-    return backend, load
+    if asked not in (Workload(), workload):
+        stated = " and ".join(map(str, workload.levels))
+        raise InputError(f"workload: the export was measured with {stated} requests in flight, for {workload.goal}")
+    return backend, workload
 
 
-def _stored_load(stored: Any) -> Load:
-    fields = stored.get("load", {}) if isinstance(stored, dict) else {}
-    return Load(fields.get("concurrency", 1), fields.get("goal", "decoding"))
+def _stored_workload(stored: Any) -> Workload:
+    fields = stored.get("workload", {}) if isinstance(stored, dict) else {}
+    return Workload(fields.get("concurrency", 1), fields.get("goal", "decoding"))
 
 
-def described(backend: Backend, load: Load) -> dict[str, Any]:
+def described(backend: Backend, workload: Workload) -> dict[str, Any]:
     """Return what exports and records say about another engine than this library's decoder, as ``backend``."""
     if backend.name == _OWN:
         return {}
-    return {"backend": {"name": backend.name, "load": load.to_dict(), **backend.describe()}}
+    return {"backend": {"name": backend.name, "workload": workload.to_dict(), **backend.describe()}}
 
 
 def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
-    """Return the space with what a back end supports; print which kinds are left out, and why.
+    """Return the space with what a back end supports; print which methods are left out, and why.
 
     Raises:
-        InputError: the back end has none of the kinds, or the space has draft heads that it cannot run.
+        InputError: the back end has none of the methods, or the space has draft heads that it cannot run.
     """
     reasons: dict[str, list[str]] = {}
-    for kind in space.available_kinds:
-        if (reason := backend.supports(kind)) is not None:
-            reasons.setdefault(reason, []).append(kind)
+    for method in space.available_methods:
+        if (reason := backend.supports(method)) is not None:
+            reasons.setdefault(reason, []).append(method)
     if reasons:
-        parts = [f"{', '.join(kinds)} ({reason})" for reason, kinds in reasons.items()]
-        print(f"space.kinds: left out for backend={backend.name}: {'; '.join(parts)}", flush=True)
-        left = [kind for kind in space.available_kinds if backend.supports(kind) is None]
+        parts = [f"{', '.join(methods)} ({reason})" for reason, methods in reasons.items()]
+        print(f"space.methods: left out for backend={backend.name}: {'; '.join(parts)}", flush=True)
+        left = [method for method in space.available_methods if backend.supports(method) is None]
         if left == ["none"]:
-            raise InputError(f"space.kinds: backend={backend.name} drafts with none of them")
-        space = dataclasses.replace(space, kinds=left)
+            raise InputError(f"space.methods: backend={backend.name} drafts with none of them")
+        space = dataclasses.replace(space, methods=left)
     if space.bridged and backend.name != _OWN:
         raise InputError(f"space.bridges, space.draft_heads: backend={backend.name} has none")
     return backend.restrict(space)

@@ -19,8 +19,8 @@ from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
 from searches.app.checks import check_number, check_whole
-from searches.backends.backend import BASELINE, Backend, BackendError, Load
-from searches.backends.figures import Figures
+from searches.backends.backend import BASELINE, Backend, BackendError, Workload
+from searches.backends.metrics import RequestMetrics
 from searches.backends.running_engine import Answer, RunningEngine
 
 _PLAIN = SpeculativeConfig()
@@ -63,7 +63,7 @@ class ServedBackend(Backend):
         check_number("backend.limit_seconds", self.limit_seconds)
         check_number("backend.start_seconds", self.start_seconds)
         self._running: dict[SpeculativeConfig, RunningEngine] = {}  # the most recently used one last
-        self._figures = Figures()
+        self._metrics = RequestMetrics()
 
     @abstractmethod
     def _start(self, config: SpeculativeConfig) -> RunningEngine:
@@ -74,9 +74,9 @@ class ServedBackend(Backend):
         """False: a difference keeps a configuration from winning, but is no defect of this program."""
         return False
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return start-up seconds, throughput and latencies of the last comparison."""
-        return self._figures.to_dict()
+        return self._metrics.to_dict()
 
     def close(self) -> None:
         """Stop every engine."""
@@ -88,7 +88,7 @@ class ServedBackend(Backend):
         configs: Mapping[str, SpeculativeConfig],
         prompts: PromptSet,
         task: Task,
-        load: Load = Load(),
+        workload: Workload = Workload(),
         repeats: int = 1,
         without: Collection[str] = (),
         before: PromptSet | None = None,
@@ -100,16 +100,16 @@ class ServedBackend(Backend):
         entries = {BASELINE: _PLAIN, **configs}
         asked = _Comparison(entries, prompts, task, 1, without, before, random.Random(task.seed))
         checks = None if task.sampling.greedy else self._greedy_checks(asked)
-        self._figures = Figures()
+        self._metrics = RequestMetrics()
         for repeat in range(repeats):
             asked = replace(asked, task=replace(task, seed=task.seed + 1000 * repeat))
-            for item, answers in zip(prompts, self._rows_under(load, asked), strict=True):
+            for item, answers in zip(prompts, self._rows_under(workload, asked), strict=True):
                 yield {name: self._sample(item, name, answers, task, checks) for name in entries if name in answers}
                 checks = checks and dict.fromkeys(checks, Losslessness(0))  # the comparison counts once
 
-    def _rows_under(self, load: Load, asked: _Comparison) -> Iterator[_Answers]:
+    def _rows_under(self, workload: Workload, asked: _Comparison) -> Iterator[_Answers]:
         """Yield the answers to each prompt; those under several numbers of requests in flight together, at the end."""
-        under = [self._rows(replace(asked, concurrency=level)) for level in load.levels]
+        under = [self._rows(replace(asked, concurrency=level)) for level in workload.levels]
         if len(under) == 1:
             yield from under[0]
             return
@@ -148,15 +148,15 @@ class ServedBackend(Backend):
             reference: answers of plain decoding by prompt, where it was measured before.
         """
         entries, prompts = {name: asked.entries[name] for name in group}, asked.prompts
-        learning = {name: config for name, config in entries.items() if config.kind == "retrieval"}
+        learning = {name: config for name, config in entries.items() if config.method == "retrieval"}
         for config in learning.values():
             self._forget(config)  # it must not have decoded a prompt before, as it would not have in use
-        warming = [self.target.encode(item.messages(), item.field) for item in prompts.items[: asked.concurrency]]
-        backwards = [list(reversed(prompt)) for prompt in warming]  # a drafter that learns gains nothing from them
+        warmup = [self.target.encode(item.messages(), item.field) for item in prompts.items[: asked.concurrency]]
+        backwards = [list(reversed(prompt)) for prompt in warmup]  # a drafter that learns gains nothing from them
         for name, config in entries.items():
             with self._ending(name, config):
-                engine = self._engine(config, entries.values(), backwards if name in learning else warming)
-            self._figures.startup_seconds[name] = engine.startup_seconds
+                engine = self._engine(config, entries.values(), backwards if name in learning else warmup)
+            self._metrics.startup_seconds[name] = engine.startup_seconds
         if learning and asked.before is not None and len(asked.before):
             self._batch(replace(asked, entries=learning), asked.before.items, 0, {}, counted=False)
         size = 1 if asked.concurrency == 1 else len(prompts)
@@ -180,7 +180,7 @@ class ServedBackend(Backend):
             items: the prompts.
             begin: place of the first one, which its seed depends on.
             reference: as for :meth:`_group_rows`.
-            counted: whether the requests count in the figures.
+            counted: whether the requests count in the metrics.
         """
         rows: list[_Answers] = [{name: [] for name in asked.entries} for _ in items]
         messages = [item.messages() for item in items]
@@ -207,11 +207,11 @@ class ServedBackend(Backend):
         with self._ending(name, config):
             answers, seconds = self._running[config].answer(prompts, tasks, asked.concurrency, config)
         if counted:
-            self._figures.add(name, asked.concurrency, [answer.completion for answer in answers], seconds)
+            self._metrics.add(name, asked.concurrency, [answer.completion for answer in answers], seconds)
         return answers
 
     def _engine(
-        self, config: SpeculativeConfig, kept: Collection[SpeculativeConfig], warming: Sequence[Sequence[int]]
+        self, config: SpeculativeConfig, kept: Collection[SpeculativeConfig], warmup: Sequence[Sequence[int]]
     ) -> RunningEngine:
         """Return the engine of a configuration, started and warm; others that may not run beside it are stopped."""
         engine = self._running.pop(config, None)
@@ -224,7 +224,7 @@ class ServedBackend(Backend):
             for other in spare[: max(0, len(self._running) + 1 - self.engines)]:
                 self._forget(other)
             engine = self._running[config] = self._start(config)
-            engine.answer(warming, [Task(max_new_tokens=_WARMUP_TOKENS)] * len(warming), len(warming), config)
+            engine.answer(warmup, [Task(max_new_tokens=_WARMUP_TOKENS)] * len(warmup), len(warmup), config)
         self._running[config] = engine
         return engine
 

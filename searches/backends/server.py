@@ -42,40 +42,40 @@ class ServedSpace(SearchSpace):
 
     @classmethod
     def of(cls, space: SearchSpace, served: SpeculativeConfig) -> ServedSpace:
-        """Return the space with nothing but a configuration, if it has its kind."""
+        """Return the space with nothing but a configuration, if it has its method."""
         return cls(**{each.name: getattr(space, each.name) for each in fields(SearchSpace)}, served=served)
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         """Return the configuration that a trial proposes."""
-        kind = trial.suggest_categorical("kind", self.available_kinds)
-        return self.served if kind == self.served.kind else SpeculativeConfig()
+        method = trial.suggest_categorical("method", self.available_methods)
+        return self.served if method == self.served.method else SpeculativeConfig()
 
     def params(self, config: SpeculativeConfig) -> Params:
-        """Return the choices that lead to a configuration of this kind."""
-        return {"kind": config.kind}
+        """Return the choices that lead to a configuration of this method."""
+        return {"method": config.method}
 
     def lookups(self) -> list[SpeculativeConfig]:
         """Return the configuration if it is a prompt lookup; an empty list otherwise."""
-        return [self.served] if self.served.kind == "prompt_lookup" else []
+        return [self.served] if self.served.method == "prompt_lookup" else []
 
 
 _SPECULATIVE = "speculative_config"
-_PLACES = ("draft_length", "ngram_min", "ngram_max", "draft", "head", _SPECULATIVE)
+_PLACES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "draft_model", "head", _SPECULATIVE)
 _KEY = "OPENAI_API_KEY"
 
 
 @dataclass(eq=False)
 class ServerBackend(ServedBackend):
-    """A back end that measures servers of any kind.
+    """A back end that measures any server.
 
     Args:
         command: starts a server. ``{port}`` is replaced in it, and ``{speculative_config}`` by vLLM's JSON for a
-            configuration, or ``{draft_length}``, ``{ngram_min}``, ``{ngram_max}``, ``{draft}`` and ``{head}`` by its fields.
-            Plain decoding leaves out arguments with these, and the options that they belong to.
+            configuration, or ``{num_speculative_tokens}``, ``{prompt_lookup_min}``, ``{prompt_lookup_max}``,
+            ``{draft_model}`` and ``{head}`` by its fields. Plain decoding leaves out these arguments and their options.
         baseline_command: the command of plain decoding, if leaving out does not make it.
         baseline_url: a running server that decodes plainly.
         candidate_url: a running server that drafts.
-        candidate: the configuration that it drafts with, such as ``{kind: prompt_lookup, draft_length: 4}``; in
+        candidate: the configuration that it drafts with, such as ``{method: prompt_lookup, num_speculative_tokens: 4}``; in
             ``searches.verify`` that of the export by default.
     """
 
@@ -107,8 +107,8 @@ class ServerBackend(ServedBackend):
             self._served = SpeculativeConfig.from_dict(dict(self.candidate))
         except ConfigError as error:
             raise InputError(f"backend.candidate.{error}") from None
-        if self._served.kind == "none":
-            raise InputError("backend.candidate: state what candidate_url drafts with, such as {kind: prompt_lookup}")
+        if self._served.method == "none":
+            raise InputError("backend.candidate: state what candidate_url drafts with, such as {method: prompt_lookup}")
 
     def describe(self) -> dict[str, Any]:
         """Return the commands or addresses, the model and the machine."""
@@ -123,20 +123,25 @@ class ServerBackend(ServedBackend):
             "machine": machine(self.target),
         }
 
-    def supports(self, kind: str) -> str | None:
-        """Return None for kinds that the command has places for, or that the named server drafts with."""
-        if kind == "none":
+    def supports(self, method: str) -> str | None:
+        """Return None for methods that the command has places for, or that the named server drafts with."""
+        if method == "none":
             return None
         if not self.command:
-            return None if kind == self._served.kind else f"backend.candidate_url drafts with {self._served.kind}"
+            return None if method == self._served.method else f"backend.candidate_url drafts with {self._served.method}"
         if f"{{{_SPECULATIVE}}}" in self.command:
-            return refusal(kind)
-        needed = {"prompt_lookup": "draft_length", "draft_model": "draft", "eagle": "head", "medusa": "head"}.get(kind)
+            return refusal(method)
+        needed = {
+            "prompt_lookup": "num_speculative_tokens",
+            "draft_model": "draft_model",
+            "eagle": "head",
+            "medusa": "head",
+        }.get(method)
         if needed is None or f"{{{needed}}}" not in self.command:
-            return f"backend.command has no place for {kind}"
-        others = {"draft", "head"} - {needed}
+            return f"backend.command has no place for {method}"
+        others = {"draft_model", "head"} - {needed}
         return (
-            f"backend.command drafts with another kind than {kind}"
+            f"backend.command drafts with another method than {method}"
             if any(f"{{{o}}}" in self.command for o in others)
             else None
         )
@@ -148,9 +153,9 @@ class ServerBackend(ServedBackend):
 
     def _start(self, config: SpeculativeConfig) -> RunningEngine:
         if not self.command:
-            if config.kind != "none" and config != self._served:
+            if config.method != "none" and config != self._served:
                 raise BackendError(f"server: {self.candidate_url} drafts with {self._served.label()}, not {config.label()}")
-            url = self.baseline_url if config.kind == "none" else self.candidate_url
+            url = self.baseline_url if config.method == "none" else self.candidate_url
             engine = RunningEngine(self.name, self._connect(url))
             if not engine.client.ready():
                 raise BackendError(f"server: nothing answers at {engine.client.url}/v1/models")
@@ -164,7 +169,7 @@ class ServerBackend(ServedBackend):
         Raises:
             BackendError: the configuration cannot be written as vLLM's, and the command asks for that.
         """
-        plain = config.kind == "none"
+        plain = config.method == "none"
         parts = shlex.split(self.baseline_command if plain and self.baseline_command else self.command)
         values: dict[str, Any] = {name: getattr(config, name, "") for name in _PLACES} | {"port": port}
         if f"{{{_SPECULATIVE}}}" in self.command:

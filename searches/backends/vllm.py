@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from huggingface_hub import snapshot_download
 
 from layerskip import ConfigError, Export, SpeculativeConfig, StopRule, Target
-from layerskip.config import kinds
+from layerskip.config import methods
 from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
 from layerskip.engines.vllm import API_SERVER, speculation
 from layerskip.export import attachment_digests
@@ -88,16 +88,16 @@ def _written(folder: Path, write: Callable[[Path], object]) -> str:
 
 
 _KEPT_LAYERS = (
-    "skips no layers; save the kept ones with layerskip.save_draft_checkpoint as one of space.ranges.draft_model.draft"
+    "skips no layers; save the kept ones with layerskip.save_draft_checkpoint as one of space.ranges.draft_model.draft_model"
 )
 
 
-def refusal(kind: str) -> str | None:
-    """Return None if vLLM drafts with a kind of drafter, else the reason in one line."""
-    known = kinds().get(kind)
+def refusal(method: str) -> str | None:
+    """Return None if vLLM drafts with a method, else the reason in one line."""
+    known = methods().get(method)
     if known is not None and "mask" in known:
         return f"vLLM {_KEPT_LAYERS}"
-    return None if known is not None and known.method else f"vLLM has no counterpart of {kind}"
+    return None if known is not None and known.engine_method else f"vLLM has no counterpart of {method}"
 
 
 def named(config: SpeculativeConfig) -> str:
@@ -108,7 +108,7 @@ def named(config: SpeculativeConfig) -> str:
     """
     if config.head and not is_published(Path(config.head)):
         raise Unsupported(f"config.head: {config.head} has no layout that vLLM loads; searches.export draft= writes it")
-    return config.head or config.draft
+    return config.head or config.draft_model
 
 
 def vllm_config(
@@ -124,8 +124,8 @@ def vllm_config(
     Raises:
         Unsupported: vLLM cannot do it, or does otherwise.
     """
-    if (reason := refusal(config.kind)) is not None:
-        raise Unsupported(f"config.kind: {reason}")
+    if (reason := refusal(config.method)) is not None:
+        raise Unsupported(f"config.method: {reason}")
     if config.stop != StopRule():
         raise Unsupported("config.stop: vLLM has no stop rules")
     if config.draft_head:
@@ -137,9 +137,9 @@ def vllm_config(
 def vllm_space(space: SearchSpace) -> SearchSpace:
     """Return the space without choices that vLLM does not have: stop rules, matches, datastores and lossy rules.
 
-    Its n-grams are copied from their first match. Heads draft chains: trees are left out unless a kind drafts nothing else.
+    Its n-grams are copied from their first match. Heads draft chains: a method keeps its trees only if it has no chains.
     """
-    trees = any(kinds()[kind].trees_only for kind in space.available_kinds)
+    trees = any(methods()[method].trees_only for method in space.available_methods)
     found = replace(space, allow_lossy=False).narrowed(stop=("length",), match=("first",), datastore=())
     return found if trees else replace(found, trees=False)
 
@@ -189,11 +189,11 @@ class VllmBackend(ServedBackend):
             "machine": machine(self.target),
         }
 
-    def supports(self, kind: str) -> str | None:
+    def supports(self, method: str) -> str | None:
         """Return None for plain decoding, n-grams, suffixes, draft models and heads; else the reason in one line."""
-        if kind == "retrieval" and not self._installed["arctic_inference"]:
+        if method == "retrieval" and not self._installed["arctic_inference"]:
             return "vLLM's suffix decoding needs arctic-inference, which is not installed in backend.python"
-        return refusal(kind)
+        return refusal(method)
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return the space without stop rules, other matches than the first, datastores, trees and lossy rules."""
@@ -258,5 +258,5 @@ class VllmBackend(ServedBackend):
         """Return a draft model or a head as vLLM can load it."""
         if config.head:
             return served_head(config, self.target, Path(self.folder))
-        draft = load_draft(self.target, config.draft, same_tokenizer=config.kind != "cross_tokenizer")
+        draft = load_draft(self.target, config.draft_model, same_tokenizer=config.method != "cross_tokenizer")
         return served_folder(draft, Path(self.folder))

@@ -98,7 +98,7 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
         InputError: a rival does not exist, or two contenders have the same name.
     """
     own, peers = _present(config.contenders), _present(config.peers)
-    drafts = [part.get("draft") for row in (*own.values(), *peers.values()) for part in (row, *row.get("members", ()))]
+    drafts = [part.get("draft_model") for row in (*own.values(), *peers.values()) for part in (row, *row.get("members", ()))]
     export = None if config.config is None else Export.load(config.config, target)
     if config.draft_mask and config.draft_folder in drafts and not Path(config.draft_folder).exists():
         save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), Path(config.draft_folder))
@@ -175,7 +175,7 @@ def _present(group: DictConfig) -> dict[str, Any]:
             not_installed.append(str(name))
             continue
         missing = [] if row is None else [str(part) for part in row if OmegaConf.is_missing(row, str(part))]
-        missing += [part for part in ("draft", "head") if row is not None and row.get(part, "") is None]
+        missing += [part for part in ("draft_model", "head") if row is not None and row.get(part, "") is None]
         if missing:
             print(f"{name!s}: left out: it has no {missing[0]}")
         elif row is not None:

@@ -53,9 +53,9 @@ class EnginePeer:
         engine: ``openvino_genai`` or ``vllm``.
         method: ``plain``, ``prompt_lookup`` or ``assistant``.
         python: the interpreter in which the engine is installed; None for this one.
-        draft_length: tokens drafted per round.
-        ngram_max: longest n-gram of ``prompt_lookup``.
-        draft: draft model of ``assistant``.
+        num_speculative_tokens: tokens drafted per round.
+        prompt_lookup_max: longest n-gram of ``prompt_lookup``.
+        draft_model: draft model of ``assistant``.
 
     Raises:
         InputError: a field is unknown or out of range.
@@ -67,26 +67,28 @@ class EnginePeer:
     engine: str
     method: str
     python: str | None = None
-    draft_length: int = 8
-    ngram_max: int = 3
-    draft: str = ""
+    num_speculative_tokens: int = 8
+    prompt_lookup_max: int = 3
+    draft_model: str = ""
     version: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         for name, known in (("engine", ENGINES), ("method", METHODS)):
             if getattr(self, name) not in known:
                 raise InputError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(known)}")
-        check_whole("draft_length", self.draft_length)
-        check_whole("ngram_max", self.ngram_max)
+        check_whole("num_speculative_tokens", self.num_speculative_tokens)
+        check_whole("prompt_lookup_max", self.prompt_lookup_max)
         python = self.python or sys.executable
         if shutil.which(python) is None:
             raise InputError(f"python: {python} is not a program")
         model = self._model_folder(self.target)
-        draft = self._model_folder(load_draft(self.target, self.draft)) if self.method == "assistant" else ""
-        settings = {name: getattr(self, name) for name in ("engine", "method", "draft_length", "ngram_max")}
+        draft = self._model_folder(load_draft(self.target, self.draft_model)) if self.method == "assistant" else ""
+        settings = {
+            name: getattr(self, name) for name in ("engine", "method", "num_speculative_tokens", "prompt_lookup_max")
+        }
         settings |= {
             "model": str(model),
-            "draft": str(draft),
+            "draft_model": str(draft),
             "dtype": self.target.dtype,
             "threads": torch.get_num_threads(),
         }

@@ -58,10 +58,13 @@ class OpenVinoGenAi:
         self._assist: dict[str, int] = {}
         if settings["method"] == "prompt_lookup":
             drafting["prompt_lookup"] = True
-            self._assist = {"num_assistant_tokens": settings["draft_length"], "max_ngram_size": settings["ngram_max"]}
+            self._assist = {
+                "num_assistant_tokens": settings["num_speculative_tokens"],
+                "max_ngram_size": settings["prompt_lookup_max"],
+            }
         elif settings["method"] == "assistant":
-            drafting["draft_model"] = openvino_genai.draft_model(settings["draft"], "CPU", **options)
-            self._assist = {"num_assistant_tokens": settings["draft_length"]}
+            drafting["draft_model"] = openvino_genai.draft_model(settings["draft_model"], "CPU", **options)
+            self._assist = {"num_assistant_tokens": settings["num_speculative_tokens"]}
         self._pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", **drafting, **options)
         self.version = str(openvino_genai.__version__)
 
@@ -105,11 +108,11 @@ class Vllm:
 
         speculative: dict[str, Any] | None = None
         if settings["method"] == "prompt_lookup":
-            lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": settings["ngram_max"]}
-            speculative = {"method": "ngram", "num_speculative_tokens": settings["draft_length"], **lookup}
+            lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": settings["prompt_lookup_max"]}
+            speculative = {"method": "ngram", "num_speculative_tokens": settings["num_speculative_tokens"], **lookup}
         elif settings["method"] == "assistant":
-            speculative = {"method": "draft_model", "num_speculative_tokens": settings["draft_length"]}
-            speculative["model"] = settings["draft"]
+            speculative = {"method": "draft_model", "num_speculative_tokens": settings["num_speculative_tokens"]}
+            speculative["model"] = settings["draft_model"]
         arguments = AsyncEngineArgs(
             model=settings["model"],
             dtype=settings["dtype"],

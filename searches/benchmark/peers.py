@@ -40,10 +40,10 @@ class Peer:
         method: ``plain``, ``static`` (``cache_implementation="static"``, which compiles the passes on CUDA),
             ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``), ``assistant``
             (``assistant_model``) or ``universal`` (the same with two tokenizers).
-        draft_length: tokens drafted per round; None keeps transformers' default.
-        ngram_max: longest n-gram of ``prompt_lookup``.
+        num_speculative_tokens: tokens drafted per round; None keeps transformers' default.
+        prompt_lookup_max: longest n-gram of ``prompt_lookup``.
         exit_layer: number of layers that the draft of ``early_exit`` keeps.
-        draft: draft model of ``assistant`` and ``universal``.
+        draft_model: draft model of ``assistant`` and ``universal``.
         confidence: confidence below which drafting stops; 0 never stops; None keeps transformers' default.
 
     Raises:
@@ -53,10 +53,10 @@ class Peer:
 
     target: Target
     method: str
-    draft_length: int | None = None
-    ngram_max: int = 3
+    num_speculative_tokens: int | None = None
+    prompt_lookup_max: int = 3
     exit_layer: int = 0
-    draft: str = ""
+    draft_model: str = ""
     confidence: float | None = 0.0
     _pinned: dict[str, Any] = field(init=False, default_factory=dict)
 
@@ -64,13 +64,13 @@ class Peer:
         if self.method not in METHODS:
             raise InputError(f"method: {self.method!r} is not one of {', '.join(METHODS)}")
         if self.method == "universal":
-            draft = load_draft(self.target, self.draft, same_tokenizer=False).model
+            draft = load_draft(self.target, self.draft_model, same_tokenizer=False).model
             sizes = {model.config.get_text_config(decoder=True).vocab_size for model in (self.target.model, draft)}
             if len(sizes) == 1:
                 reason = "its vocabulary is as large as the target's, which transformers takes for the same tokenizer"
-                raise UnsupportedModel(f"draft: {self.draft}: {reason}")
-        if self.draft_length is not None:
-            self._pinned["num_assistant_tokens"] = self.draft_length
+                raise UnsupportedModel(f"draft_model: {self.draft_model}: {reason}")
+        if self.num_speculative_tokens is not None:
+            self._pinned["num_assistant_tokens"] = self.num_speculative_tokens
         self._pinned["num_assistant_tokens_schedule"] = "constant"
         if self.confidence is not None:
             self._pinned["assistant_confidence_threshold"] = self.confidence
@@ -106,12 +106,15 @@ class Peer:
         elif self.method == "static":
             yield {"cache_implementation": "static"}
         elif self.method == "prompt_lookup":
-            yield {"prompt_lookup_num_tokens": self.draft_length or 10, "max_matching_ngram_size": self.ngram_max}
+            yield {
+                "prompt_lookup_num_tokens": self.num_speculative_tokens or 10,
+                "max_matching_ngram_size": self.prompt_lookup_max,
+            }
         elif self.method == "early_exit":
             with _pinned(self.target.model, self._pinned):
                 yield {"assistant_early_exit": self.exit_layer}
         else:
-            assistant = load_draft(self.target, self.draft, self.method == "assistant")
+            assistant = load_draft(self.target, self.draft_model, self.method == "assistant")
             tokenizers = {"tokenizer": self.target.tokenizer, "assistant_tokenizer": assistant.tokenizer}
             with _pinned(assistant.model, self._pinned):
                 yield {"assistant_model": assistant.model} | (tokenizers if self.method == "universal" else {})

@@ -140,7 +140,9 @@ def _ratio(measurement: Measurement) -> dict[str, float]:
 
 
 def _ratio_by_category(measurement: Measurement) -> dict[str, Any]:
-    return _ratio(measurement) | {"by_category": {kind: _ratio(part) for kind, part in measurement.by_category.items()}}
+    return _ratio(measurement) | {
+        "by_category": {category: _ratio(part) for category, part in measurement.by_category.items()}
+    }
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -153,20 +155,20 @@ def table(record: Mapping[str, Any]) -> str:
     results = record["results"]
     for name, result in results.items():
         rival = _interval(result["rival"]) if "rival" in result else ""
-        drafts = record["configs"].get(name, {"kind": "none"})["kind"] != "none"
+        drafts = record["configs"].get(name, {"method": "none"})["method"] != "none"
         acceptance = f"{result['acceptance_rate']:.2f}" if drafts else ""
         draft_share = f"{result['draft_share']:.0%}" if drafts else ""
         speedup = " | ".join(speedup_cells(result, 2).values())
         output = result["losslessness"]["verdict"].replace("_", "-") if result["lossless"] else "lossy"
         lines.append(
             f"| {name} | {result['tokens_per_second']:.1f} | {speedup} | {acceptance} "
-            f"| {result['tokens_per_round']:.2f} | {draft_share} | {_memory(result)} | {output} | {rival} |"
+            f"| {result['mean_acceptance_length']:.2f} | {draft_share} | {_memory(result)} | {output} | {rival} |"
         )
     categories = sorted({category for result in results.values() for category in result["speedup_by_category"]})
     marked = {name if result["lossless"] else f"{name} (lossy)": result for name, result in results.items()}
     speedups = {name: result["speedup_by_category"] for name, result in marked.items()}
-    drafting = {name: result for name, result in marked.items() if result["tokens_per_round"] > 1}
-    rounds = {name: result["tokens_per_round_by_category"] for name, result in drafting.items()}
+    drafting = {name: result for name, result in marked.items() if result["mean_acceptance_length"] > 1}
+    rounds = {name: result["mean_acceptance_length_by_category"] for name, result in drafting.items()}
     lines += _by_category("speedup by category", categories, speedups)
     lines += [line for result in list(results.values())[:1] for line in empty_note(result)]
     lines += _near_ties(results)

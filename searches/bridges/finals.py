@@ -104,15 +104,15 @@ def measure_finalists(
     return BridgeFinals(configs, predicted, finals, rows)
 
 
-def choose_finalists(points: Sequence[Point], most: int) -> dict[str, Point]:
-    """Return the points with the highest predictions, at most ``most`` empty and ``most`` bridged ones."""
+def choose_finalists(points: Sequence[Point], maximum: int) -> dict[str, Point]:
+    """Return the points with the highest predictions, at most ``maximum`` empty and ``maximum`` bridged ones."""
     finalists = {}
     for name, empty in (("empty", True), ("bridged", False)):
         candidates = [point for point in points if (point["bridge"] == EMPTY) is empty and point["fit"]["helps"]]
         best: dict[tuple[str, str], Point] = {}
         for point in sorted(candidates, key=lambda point: -point["predicted"]):
             best.setdefault((point["mask"], point["bridge"]), point)
-        for number, point in enumerate(list(best.values())[:most]):
+        for number, point in enumerate(list(best.values())[:maximum]):
             finalists[f"{name} {number + 1}"] = point
     return finalists
 

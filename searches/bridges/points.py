@@ -197,11 +197,11 @@ class BridgePoints:
             points += [self._point(mask, kind, scan["fit"] | {"helps": helps}, row) for row in scan["heads"]]
         return points
 
-    def short_skips(self, most: int) -> list[SkipMask]:
+    def short_skips(self, maximum: int) -> list[SkipMask]:
         """Return the best short empty skips; see :func:`short_skips`."""
         screen = self.scanner.sample(self._screened_rows)
         predictor = ScanPredictor(self.scanner, screen, self.profile, self._choices, self.folder / "short")
-        return short_skips(predictor, self.scanner.depth, most, self._screenings)
+        return short_skips(predictor, self.scanner.depth, maximum, self._screenings)
 
     @property
     def screening_seconds(self) -> float:
@@ -293,7 +293,7 @@ class BridgePoints:
         ]
         choices = [(speedup, *choice[:3]) for speedup, choice in zip(speedups, row["counts"], strict=True)]
         best, length, rule, siblings = max(choices)
-        fields: dict[str, Any] = {"kind": "layer_skip", "mask": mask.format(), "draft_length": length}
+        fields: dict[str, Any] = {"method": "layer_skip", "mask": mask.format(), "num_speculative_tokens": length}
         fields["stop"] = self.stops[rule].to_dict()
         if siblings:
             fields["siblings"] = siblings
@@ -320,7 +320,7 @@ class BridgePoints:
         return str(folder.resolve())
 
 
-def short_skips(predictor: ScanPredictor, depth: int, most: int, screenings: ResultLog) -> list[SkipMask]:
+def short_skips(predictor: ScanPredictor, depth: int, maximum: int, screenings: ResultLog) -> list[SkipMask]:
     """Return the single sub-layers and short runs with the highest expected speedup as empty skips, best first.
 
     The bridged masks are chosen for their speedup with bridges, so the best empty skips need a search of their own.
@@ -328,11 +328,11 @@ def short_skips(predictor: ScanPredictor, depth: int, most: int, screenings: Res
     Args:
         predictor: screens the masks.
         depth: longest draft length.
-        most: number of masks.
+        maximum: number of masks.
         screenings: receives the seconds of screening.
     """
     edge = _EDGE if predictor.layers > 2 * _EDGE else 0
-    lengths = {"layer_skip": {"draft_length": (1, depth)}}
+    lengths = {"layer_skip": {"num_speculative_tokens": (1, depth)}}
     space = SearchSpace(predictor.layers, ["layer_skip"], edge, edge, lengths)
     logged = 0.0
 
@@ -345,4 +345,4 @@ def short_skips(predictor: ScanPredictor, depth: int, most: int, screenings: Res
     search = MaskSearch(predictor, space, _SCREENED, log_seconds)
     search.screen(search.single(*part) for part in search.sublayers())
     screen_runs(search, {}, ((first, first + length) for length in _LENGTHS for first in space.skippable))
-    return search.best_masks(most)
+    return search.best_masks(maximum)

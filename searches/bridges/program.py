@@ -163,9 +163,9 @@ def _seconds(points: Sequence[Mapping[str, Any]], work: BridgePoints, result: Br
 
 def _runs(layers: int) -> list[str]:
     """Return contiguous runs from the third layer on, of seven lengths, up to the third layer from the end."""
-    most = layers - 4
-    lengths = dict.fromkeys(max(1, round(most * share)) for share in (0.27, 0.42, 0.58, 0.69, 0.81, 0.92, 1.0))
-    return [f"layers:2-{1 + length}" for length in lengths if most > 0]
+    maximum = layers - 4
+    lengths = dict.fromkeys(max(1, round(maximum * share)) for share in (0.27, 0.42, 0.58, 0.69, 0.81, 0.92, 1.0))
+    return [f"layers:2-{1 + length}" for length in lengths if maximum > 0]
 
 
 def _mask(text: str, target: Target) -> SkipMask:
@@ -211,8 +211,8 @@ def table(record: Mapping[str, Any]) -> str:
 def eagle_configs(head: str) -> dict[str, SpeculativeConfig]:
     """Return the configurations of a head that are measured, by name: chains with a confidence threshold, and trees."""
     return {
-        CHAIN: SpeculativeConfig("eagle", 4, head=head, stop=StopRule("threshold", 0.5), candidates=1),
-        "eagle_tree": SpeculativeConfig("eagle", 3, head=head, candidates=4, tree_tokens=8, least_probability=0.05),
+        CHAIN: SpeculativeConfig("eagle", 4, head=head, stop=StopRule("threshold", 0.5), top_k=1),
+        "eagle_tree": SpeculativeConfig("eagle", 3, head=head, top_k=4, tree_tokens=8, min_token_prob=0.05),
     }
 
 

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig
 from layerskip.files import digest
-from layerskip.measure.measurement import LEAST_RESAMPLED
+from layerskip.measure.measurement import MIN_RESAMPLED
 from searches.app.application import run
 from searches.app.checks import check_fraction, check_number
 from searches.evaluate.criteria import Count, check_fields, conclude
@@ -68,7 +68,7 @@ def calibrate(config: DictConfig) -> None:
     _check(config)
     counts = [compare_with_itself(config), *measure_coverage(config)]
     outcomes = _plant(config)
-    counts += summarise(outcomes, config.planted.least_hits, config.planted.most_lost)
+    counts += summarise(outcomes, config.planted.min_hits, config.planted.max_lost)
     record = {
         "schema": "layerskip.calibration/1",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -81,11 +81,11 @@ def calibrate(config: DictConfig) -> None:
 
 
 def _check(config: DictConfig) -> None:
-    least = {"itself.comparisons": 1, "itself.prompts": LEAST_RESAMPLED}  # fewer prompts never name a winner
-    least |= {"coverage.resamplings": 0, "coverage.prompts": 1, "planted.layers": 6, "planted.prompts": 10}
-    check_fields(config, least | dict.fromkeys(("planted.seeds", "planted.hopeless", "planted.close"), 0))
-    check_number("stalls", config.stalls, most=1, or_zero=True)
-    for name in ("itself.most_winners", "coverage.least", "planted.least_hits", "planted.most_lost"):
+    minimum = {"itself.comparisons": 1, "itself.prompts": MIN_RESAMPLED}  # fewer prompts never name a winner
+    minimum |= {"coverage.resamplings": 0, "coverage.prompts": 1, "planted.layers": 6, "planted.prompts": 10}
+    check_fields(config, minimum | dict.fromkeys(("planted.seeds", "planted.hopeless", "planted.close"), 0))
+    check_number("stalls", config.stalls, maximum=1, or_zero=True)
+    for name in ("itself.max_winners", "coverage.minimum", "planted.min_hits", "planted.max_lost"):
         check_fraction(name, OmegaConf.select(config, name))
 
 
@@ -93,7 +93,7 @@ def compare_with_itself(config: DictConfig) -> Count:
     """Compare a configuration with itself many times, by the rule of finals, and count the winners."""
     same = SpeculativeConfig.from_dict(OmegaConf.to_container(config.itself.config, resolve=True))  # type: ignore[arg-type]
     # Plain decoding is always measured, as the baseline.
-    one, other = (BASELINE, _OTHER) if same.kind == "none" else (_ONE, _OTHER)
+    one, other = (BASELINE, _OTHER) if same.method == "none" else (_ONE, _OTHER)
     entries = {name: same for name in (one, other) if name != BASELINE}
     bench = _bench(config, config.seed)  # its drift continues from comparison to comparison
     winners, times = 0, config.itself.comparisons
@@ -102,7 +102,7 @@ def compare_with_itself(config: DictConfig) -> Count:
         # Each of the two may be named the winner.
         both = [Measurement.of(rows, *pair) for pair in ((one, other), (other, one))]
         winners += sum(Finalist(same, m.speedup, m.to_dict(), m.interval()[0]).eligible for m in both)
-    return Count("winners over itself", winners, times, most=config.itself.most_winners)
+    return Count("winners over itself", winners, times, maximum=config.itself.max_winners)
 
 
 def measure_coverage(config: DictConfig) -> list[Count]:
@@ -122,8 +122,10 @@ def measure_coverage(config: DictConfig) -> list[Count]:
             for name in configs:
                 low, high = Measurement.of(rows, BASELINE, name).interval()
                 covered[name] += low <= truths[name] <= high
-        least = config.coverage.least
-        counts += [Count(f"coverage, {name}, {size} prompts", hits, times, least=least) for name, hits in covered.items()]
+        minimum = config.coverage.minimum
+        counts += [
+            Count(f"coverage, {name}, {size} prompts", hits, times, minimum=minimum) for name, hits in covered.items()
+        ]
     return counts
 
 
@@ -171,7 +173,9 @@ def search_planted(seed: int, prospect: Prospect, planted: DictConfig) -> Outcom
     scanning: ScanSettings = instantiate(parts.scan)
     tune, held_out = draw_prompts(planted.prompts, seed).split()
     bench = SimulatedBench(landscape, Machine(seed))
-    predictor = SimulatedPredictor(landscape, space.values("layer_skip", "draft_length"), tune.take(scanning.prompts))
+    predictor = SimulatedPredictor(
+        landscape, space.values("layer_skip", "num_speculative_tokens"), tune.take(scanning.prompts)
+    )
     study = open_study(f"planted-{seed}", InMemoryStorage(), instantiate(parts.pruner), {})
     study.sampler = instantiate(parts.sampler, seed=seed)
     starts = starting_points(space, propose_all(predictor, space, scanning.proposals))
@@ -196,15 +200,15 @@ def search_planted(seed: int, prospect: Prospect, planted: DictConfig) -> Outcom
     }
 
 
-def summarise(outcomes: list[Outcome], least_hits: float | None, most_lost: float | None) -> list[Count]:
+def summarise(outcomes: list[Outcome], min_hits: float | None, max_lost: float | None) -> list[Count]:
     """Count the searches that found the best configuration, and those that exported one slower than plain decoding."""
     slower = "exports slower than plain decoding"
     hopeful, close = ([o for o in outcomes if o["prospect"] == prospect] for prospect in ("hopeful", "close"))
     clear = [outcome for outcome in outcomes if outcome["prospect"] != "close"]
     counts = [
-        Count(slower, sum(o["slower"] for o in clear), len(clear), most=0.0),
-        Count("best configuration found", sum(o["hit"] for o in hopeful), len(hopeful), least=least_hits),
-        Count(f"{slower}, close landscapes", sum(o["slower"] for o in close), len(close), most=most_lost),
+        Count(slower, sum(o["slower"] for o in clear), len(clear), maximum=0.0),
+        Count("best configuration found", sum(o["hit"] for o in hopeful), len(hopeful), minimum=min_hits),
+        Count(f"{slower}, close landscapes", sum(o["slower"] for o in close), len(close), maximum=max_lost),
     ]
     return [count for count in counts if count.of]
 

@@ -17,21 +17,21 @@ from searches.app.checks import check_list, check_seed, check_whole
 
 @dataclass(frozen=True)
 class Count:
-    """Number of times that something happened, or a measured figure, and the criterion for it.
+    """Number of times that something happened, or a measured metric, and the criterion for it.
 
     Args:
         name: what was counted or measured.
-        times: how often it happened, or the figure.
-        of: how often it could have happened; 1 for a figure.
-        least: smallest share that passes; None sets no lower limit.
-        most: largest share that passes; None sets no upper limit.
+        times: how often it happened, or the metric.
+        of: how often it could have happened; 1 for a metric.
+        minimum: smallest share that passes; None sets no lower limit.
+        maximum: largest share that passes; None sets no upper limit.
     """
 
     name: str
     times: float
     of: float = 1
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
 
     @property
     def share(self) -> float:
@@ -40,24 +40,24 @@ class Count:
 
     @property
     def passed(self) -> bool:
-        """True if the criterion is met; False if the figure is not a number."""
-        return (self.least is None or self.share >= self.least) and (self.most is None or self.share <= self.most)
+        """True if the criterion is met; False if the metric is not a number."""
+        return (self.minimum is None or self.share >= self.minimum) and (self.maximum is None or self.share <= self.maximum)
 
     def cells(self) -> list[str]:
         """Return the count as a row of the table of criteria."""
-        limits = {"at least": self.least, "at most": self.most}
+        limits = {"at least": self.minimum, "at most": self.maximum}
         asked = ", ".join(f"{limit} {share:g}" for limit, share in limits.items() if share is not None)
         return [self.name, f"{self.times:g} of {self.of:g}", f"{self.share:.3g}", asked, "met" if self.passed else "MISSED"]
 
 
-def check_fields(config: DictConfig, least: Mapping[str, int]) -> None:
+def check_fields(config: DictConfig, minimum: Mapping[str, int]) -> None:
     """Check the seed, and whole numbers or lists of them by their lowest value.
 
     Raises:
         InputError: a field is wrong; the message begins with its name.
     """
     check_seed(config.seed)
-    for name, lowest in least.items():
+    for name, lowest in minimum.items():
         value = OmegaConf.select(config, name)
         if isinstance(value, ListConfig):
             check_list(name, value, or_empty=False)
@@ -78,7 +78,7 @@ def conclude(record: dict[str, Any], outputs: str, name: str, path: str | None, 
         outputs: folder of the program's outputs.
         name: of the file in it.
         path: of another file; None for that one.
-        counts: judged events and figures.
+        counts: judged events and metrics.
 
     Raises:
         SystemExit: a criterion is missed; exit code 4.

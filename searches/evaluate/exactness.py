@@ -77,7 +77,7 @@ def exactness(config: DictConfig) -> None:
     }
     decodings, rounds, drafted, accepted = (sum(row[name] for row in rows) for name in _COUNTED)
     print(f"{decodings} decodings with {rounds} rounds, {drafted} drafted and {accepted} accepted tokens")
-    counts = [Count("decodings that differ from their scans", len(differing), decodings, most=0)]
+    counts = [Count("decodings that differ from their scans", len(differing), decodings, maximum=0)]
     conclude(record, config.outputs, "exactness.json", config.record, counts)
 
 
@@ -87,7 +87,7 @@ def _check(config: DictConfig) -> None:
     for name in ("thresholds", "shares"):
         check_list(name, config[name], or_empty=False)
         for value in config[name]:
-            check_number(name, value, most=1.0)
+            check_number(name, value, maximum=1.0)
 
 
 def _compare(scanner: Scanner, mask: SkipMask, settings: Sequence[Setting]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _compare(scanner: Scanner, mask: SkipMask, settings: Sequence[Setting]) -> d
             sums = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
             counted.update(dict(zip(_COUNTED, (1, len(rounds), *sums), strict=True)))
             if rounds != predicted[length, stop][index] or not same:
-                case = {"prompt": continuation.prompt_id, "draft_length": length, "threshold": stop.threshold}
+                case = {"prompt": continuation.prompt_id, "num_speculative_tokens": length, "threshold": stop.threshold}
                 differing.append(case | {"output": same})
     return dict(counted) | {"differing": differing}
 

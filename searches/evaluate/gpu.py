@@ -12,7 +12,7 @@ leaves the others. Every finished row is kept. An error is written into the reco
 code is 1. Runs on a CPU, too.
 
 A pass over one token reads every weight and the cache of all tokens before it. No pass is faster than this reading, at the
-bandwidth that a large copy on the device reaches: the floor. No figure of a data sheet is used.
+bandwidth that a large copy on the device reaches: the floor. No metric of a data sheet is used.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ Row = dict[str, Any]
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of the copied buffer; beyond any cache
 _COPIES = 20  # of a timing, so that reading the clock does not count
 _PEERS = {"transformers": "plain", "transformers_static": "static"}
-_FIGURES = {
+_METRICS = {
     "tokens_per_second": "{:.1f}",
     "share_of_floor": "{:.0%}",
     "over_plain": "{:.2f}",
     "over_plain_low": "{:.2f}",
     "over_plain_high": "{:.2f}",
-    "tokens_per_round": "{:.2f}",
+    "mean_acceptance_length": "{:.2f}",
     "acceptance_rate": "{:.2f}",
     "chain_seconds": "{:.3g}",
     "tree_seconds": "{:.3g}",
@@ -236,10 +236,15 @@ def _plain(
     if not tokens:
         raise ValueError("measure.max_new_tokens: the output ends after its first token, which is not timed")
     floor, context = floor_of(target), len(prompt) + tokens / len(timings) / 2
-    rate, most = tokens / seconds, floor_tokens_per_second(floor, context, part.bandwidth)
+    rate, maximum = tokens / seconds, floor_tokens_per_second(floor, context, part.bandwidth)
     if decoding not in _PEERS:
         rates[name] = rate
-    row = {"tokens_per_second": rate, "floor_tokens_per_second": most, "share_of_floor": rate / most, "context": context}
+    row = {
+        "tokens_per_second": rate,
+        "floor_tokens_per_second": maximum,
+        "share_of_floor": rate / maximum,
+        "context": context,
+    }
     row["over_plain"] = rate / rates[name] if name in rates else None
     return (
         {"model": name, "decoding": decoding}
@@ -278,7 +283,7 @@ def _compilation(part: Part, prompts: PromptSet, name: str, mode: str) -> Row:
 
 def _drafter(part: Part, prompts: PromptSet, config: DictConfig, name: str) -> Row:
     contender = config.contenders[name]
-    if missing := [of for of in ("draft", "head") if contender.get(of, "") is None]:
+    if missing := [of for of in ("draft_model", "head") if contender.get(of, "") is None]:
         return {"left_out": f"it has no {missing[0]}"}
     alone = config.copy()
     alone.contenders = {name: contender}
@@ -304,7 +309,7 @@ def _in_turns(part: Part, prompts: PromptSet, pair: Mapping[str, Contender]) -> 
         "over_plain_low": low,
         "over_plain_high": high,
         "share_of_floor": measured.tokens_per_second / floor_tokens_per_second(floor_of(target), context, part.bandwidth),
-        "tokens_per_round": measured.stats.tokens_per_round,
+        "mean_acceptance_length": measured.stats.mean_acceptance_length,
         "acceptance_rate": measured.stats.acceptance_rate,
         "draft_share": measured.draft_share,
         "capture_seconds": capture_seconds() - capturing,
@@ -398,7 +403,7 @@ def describe(row: Mapping[str, Any]) -> str:
     shown = [f"ERROR: {row['error']}"] if "error" in row else []
     shown += [f"left out: {row['left_out']}"] if "left_out" in row else []
     return ", ".join(
-        shown or [f"{name} {text.format(row[name])}" for name, text in _FIGURES.items() if row.get(name) is not None]
+        shown or [f"{name} {text.format(row[name])}" for name, text in _METRICS.items() if row.get(name) is not None]
     )
 
 
@@ -409,12 +414,12 @@ def tables(record: Mapping[str, Any]) -> list[str]:
         bad = [f"{key}: {describe(row)}" for key, row in part["rows"].items() if row.keys() & {"error", "left_out"}]
         bad += [f"ERROR: {part['error']}"] if "error" in part else []
         good = {key: row for key, row in part["rows"].items() if not row.keys() & {"error", "left_out"}}
-        shown = [figure for figure in _FIGURES if any(row.get(figure) is not None for row in good.values())]
+        shown = [metric for metric in _METRICS if any(row.get(metric) is not None for row in good.values())]
         cells = [
-            [key, *("" if row.get(figure) is None else _FIGURES[figure].format(row[figure]) for figure in shown)]
+            [key, *("" if row.get(metric) is None else _METRICS[metric].format(row[metric]) for metric in shown)]
             for key, row in good.items()
         ]
-        lines += ["", *table([name, *(figure.replace("_", " ") for figure in shown)], cells).splitlines()] if good else []
+        lines += ["", *table([name, *(metric.replace("_", " ") for metric in shown)], cells).splitlines()] if good else []
         lines += ["", *(f"- {name}: {line}" for line in bad)] if bad else []
     return lines
 

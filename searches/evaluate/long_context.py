@@ -5,7 +5,7 @@ Usage: ``python -m searches.evaluate.long_context [field=value]``
 Reads prompts of several lengths and decodes plainly after each. Peak memory is that of all tensors beside the weights, the
 cache included; memory inside kernels is not seen. Then a cost profile of two contexts predicts speedups of layer skipping at
 a third one, from the rounds of real decoding, so that the remaining error is that of the costs. Random weights suffice:
-neither memory nor time depends on them. The exit code is 4 if a predicted speedup is wrong by more than ``most_error``.
+neither memory nor time depends on them. The exit code is 4 if a predicted speedup is wrong by more than ``max_error``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _ERROR = 0.02  # standard error of timed parts, as in a search
 
 def measure_long_contexts(config: DictConfig) -> None:
     """Measure and write the record. See ``conf/long_context.yaml``."""
-    fields = ("new_tokens", "repeats", "predicted", "draft_length", "lengths", "profiled")
+    fields = ("new_tokens", "repeats", "predicted", "num_speculative_tokens", "lengths", "profiled")
     check_fields(config, dict.fromkeys(fields, 1))
-    check_fraction("most_error", config.most_error)
+    check_fraction("max_error", config.max_error)
     check_list("masks", config.masks, or_empty=False)
     if not min(config.profiled) < config.predicted < max(config.profiled):
         raise InputError(f"predicted: {config.predicted} is not between the contexts of profiled")
@@ -52,7 +52,7 @@ def measure_long_contexts(config: DictConfig) -> None:
     }
     points = {name: _predictions(target, config) for name, target in targets.items()}
     errors = [abs(point["predicted"] / point["measured"] - 1) for name in points for point in points[name]]
-    counts = [Count("greatest error of a predicted speedup", max(errors), most=config.most_error)]
+    counts = [Count("greatest error of a predicted speedup", max(errors), maximum=config.max_error)]
     record = record_header("layerskip.long_context/1", next(iter(targets.values()))) | {
         "models": OmegaConf.to_container(config.models),
         "sizes": OmegaConf.to_container(config.sizes),
@@ -61,7 +61,7 @@ def measure_long_contexts(config: DictConfig) -> None:
         "rows": rows,
         "predicted_context": config.predicted,
         "profiled_contexts": list(config.profiled),
-        "draft_length": config.draft_length,
+        "num_speculative_tokens": config.num_speculative_tokens,
         "points": points,
     }
     conclude(record, config.outputs, "long-context.json", config.record, counts)
@@ -114,13 +114,13 @@ def _decoded(
 def _predictions(target: Target, config: DictConfig) -> list[dict[str, Any]]:
     """Return measured and predicted speedups of every mask after a prompt of ``predicted`` tokens."""
     profile, *others = (
-        profile_costs(target, context, config.draft_length, error=_ERROR) for context in sorted(config.profiled)
+        profile_costs(target, context, config.num_speculative_tokens, error=_ERROR) for context in sorted(config.profiled)
     )
     costs = replace(profile, others=tuple(others)).at(config.predicted + config.new_tokens / 2)
     prompt = _prompt(target, config.predicted, config.seed)
     prefill = Prefill.of(target, prompt)
     contenders = {"": SpeculativeConfig()} | {
-        mask: SpeculativeConfig("layer_skip", config.draft_length, mask=mask) for mask in config.masks
+        mask: SpeculativeConfig("layer_skip", config.num_speculative_tokens, mask=mask) for mask in config.masks
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     rounds: dict[str, DecodeStats] = {}

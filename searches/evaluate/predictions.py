@@ -57,7 +57,9 @@ def compare_predictions(config: DictConfig) -> None:
     lengths = sorted(config.lengths)
     target: Target = instantiate(config.target)
     space: SearchSpace = instantiate(config.space, layers=target.layers)
-    space = space.narrowed(["layer_skip"], draft_length=(lengths[0], lengths[-1]), stop=("length",), siblings=(0, 0))
+    space = space.narrowed(
+        ["layer_skip"], num_speculative_tokens=(lengths[0], lengths[-1]), stop=("length",), siblings=(0, 0)
+    )
     if space.bridged:
         raise InputError(
             "space.bridges, space.draft_heads: only empty skips are compared; searches.bridges compares bridges"
@@ -79,14 +81,14 @@ def compare_predictions(config: DictConfig) -> None:
         name = f"{mask.format()} {lengths}"
         if name not in log:
             rows = list(bench.compare(configs | {AGAIN: SpeculativeConfig()}, prompts, measuring.repeats, config.seed))
-            log.add(name, measured_figures(rows, list(configs)))
+            log.add(name, measured_metrics(rows, list(configs)))
         for length, drafting in configs.items():
             speedup, rounds, seconds = log[name][length]
             trial_seconds.append(seconds)
             # The prediction with the real rounds: its remaining error is that of the cost profile.
             from_real_rounds = predictor.profile.speedup(Counts.from_list(rounds), mask, drafting.stop)
             predicted = {"predicted": predictor.speedup(drafting), "predicted_from_real_rounds": from_real_rounds}
-            points.append({"mask": mask.format(), "draft_length": int(length), "measured": speedup} | predicted)
+            points.append({"mask": mask.format(), "num_speculative_tokens": int(length), "measured": speedup} | predicted)
     errors, trial = prediction_error(points), statistics.fmean(trial_seconds)
     scanned = {"masks": len(masks), "seconds_per_mask": predictor.scan_seconds, "max_rows": predictor.max_rows}
     if predictor.scan_seconds is not None:
@@ -103,34 +105,34 @@ def compare_predictions(config: DictConfig) -> None:
     known = errors["median_absolute_error_from_real_rounds"]
     print(f"{len(points)} predictions; with the real rounds, the median absolute error is {known:.1%}")
     counts = [
-        Count("rank correlation", errors["spearman"], least=config.least_correlation),
-        Count("median absolute error", errors["median_absolute_error"], most=config.most_error),
-        Count(f"{SCANNED_MASKS} scans, in trials", scanned.get("trials") or 0.0, most=config.most_trials),
+        Count("rank correlation", errors["spearman"], minimum=config.min_correlation),
+        Count("median absolute error", errors["median_absolute_error"], maximum=config.max_error),
+        Count(f"{SCANNED_MASKS} scans, in trials", scanned.get("trials") or 0.0, maximum=config.max_trials),
     ]
     conclude(record, config.outputs, "predictions.json", config.record, counts)
 
 
 def _check(config: DictConfig) -> None:
-    for name in ("least_correlation", "most_error", "most_trials"):
+    for name in ("min_correlation", "max_error", "max_trials"):
         if config[name] is not None:
             check_number(name, config[name], or_zero=True)
     check_fields(config, {"masks": 1, "lengths": 1})
 
 
-def measured_figures(rows: Sequence[Mapping[str, Sample]], lengths: Sequence[str]) -> dict[str, list[Any]]:
+def measured_metrics(rows: Sequence[Mapping[str, Sample]], lengths: Sequence[str]) -> dict[str, list[Any]]:
     """Return the speedup, the round counts and the seconds of a trial of every draft length.
 
     All lengths are compared with the same plain decoding, so an error in its time affects them all. It is therefore measured
     twice, and speedups are relative to the mean of both times.
     """
     mean_baseline = statistics.fmean([1.0, 1 / Measurement.of(rows, BASELINE, AGAIN).speedup])  # over the first time
-    figures = {}
+    metrics = {}
     for length in lengths:
         measured = Measurement.of(rows, BASELINE, length)
         counts = count([one_round for sample in measured.candidate for one_round in sample.stats.rounds])
         seconds = sum(s.prefill_seconds + s.decode_seconds for s in (*measured.baseline, *measured.candidate))
-        figures[length] = [measured.speedup * mean_baseline, counts.to_list(), seconds]
-    return figures
+        metrics[length] = [measured.speedup * mean_baseline, counts.to_list(), seconds]
+    return metrics
 
 
 def _masks(predictor: SpeedupPredictor, space: SearchSpace, count: int, seed: int) -> list[SkipMask]:

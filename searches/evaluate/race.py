@@ -7,7 +7,7 @@ search itself. What they claim, the configuration that they would export at a ti
 by side.
 
 The same command resumes: finished searches and measurements are kept until the program changes. The exit code is 4 if ours
-needed more than ``most_share`` of another strategy's seconds to reach its final speedup.
+needed more than ``max_share`` of another strategy's seconds to reach its final speedup.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OURS, _CANDIDATE = "ours", "candidate"
 _SUBLAYERS = ("attention", "mlp")
 _HELD_OUT_SEED = 1_000_003
 # SWIFT: share of sub-layers that a mask skips, masks between two Bayesian steps, and masks in all.
-_SKIP_RATIO, _BAYESIAN_EVERY, _MOST_MASKS = 0.45, 25, 1000
+_SKIP_RATIO, _BAYESIAN_EVERY, _MAX_MASKS = 0.45, 25, 1000
 
 T = TypeVar("T")
 Screen = Callable[[Sequence[SkipMask]], Sequence[float]]
@@ -136,11 +136,11 @@ def draft_verify(race: Race) -> None:
     layers, stop = range(race.space.layers), StopRule("adaptive", 0.6)
     while True:
         trial = study.ask()
-        flags = [[trial.suggest_float(f"{kind}_{i}", 0.0, 1.0) > 0.5 for i in layers] for kind in _SUBLAYERS]
+        flags = [[trial.suggest_float(f"{method}_{i}", 0.0, 1.0) > 0.5 for i in layers] for method in _SUBLAYERS]
         study.tell(
             trial,
             race.measure(
-                _layer_skip(SkipMask(*map(tuple, flags)), race.space.values("layer_skip", "draft_length")[1], stop)
+                _layer_skip(SkipMask(*map(tuple, flags)), race.space.values("layer_skip", "num_speculative_tokens")[1], stop)
             ),
         )
 
@@ -154,19 +154,19 @@ def swift(race: Race) -> None:
     """
     agreements = race.screen()
     source, layers = random.Random(race.seed), race.space.layers
-    parts = {f"{kind}_{layer}": (kind, layer) for kind in _SUBLAYERS for layer in race.space.skippable}
+    parts = {f"{method}_{layer}": (method, layer) for method in _SUBLAYERS for layer in race.space.skippable}
     count = min(len(parts), round(_SKIP_RATIO * 2 * layers))
     study = optuna.create_study(direction="maximize", sampler=GaussianProcess(n_startup_trials=1, seed=race.seed))
     ranges: dict[str, BaseDistribution] = {name: FloatDistribution(0.0, 1.0) for name in parts}
     best = -1.0
-    for turn in range(1, _MOST_MASKS + 1):
+    for turn in range(1, _MAX_MASKS + 1):
         race.check_budget()
         trial = study.ask(ranges) if turn % _BAYESIAN_EVERY == 0 else None
         order = (
             source.sample(list(parts), len(parts)) if trial is None else sorted(parts, key=lambda name: -trial.params[name])
         )
         skipped = [parts[name] for name in order[:count]]
-        mask = SkipMask.of(layers, *({layer for kind, layer in skipped if kind == which} for which in _SUBLAYERS))
+        mask = SkipMask.of(layers, *({layer for method, layer in skipped if method == which} for which in _SUBLAYERS))
         (score,) = agreements([mask])
         if trial is not None:
             study.tell(trial, score)
@@ -175,7 +175,9 @@ def swift(race: Race) -> None:
             study.add_trial(create_trial(params=values, distributions=ranges, value=score))
         if score > best:
             best = score
-            race.claim(_layer_skip(mask, race.space.values("layer_skip", "draft_length")[1], StopRule("threshold", 0.8)))
+            race.claim(
+                _layer_skip(mask, race.space.values("layer_skip", "num_speculative_tokens")[1], StopRule("threshold", 0.8))
+            )
 
 
 def ours(race: Race) -> None:
@@ -251,7 +253,7 @@ def race_strategies(config: DictConfig) -> None:
         "searches": searches,
         "verdict": rows,
     }
-    conclude(record, config.outputs, "race.json", config.record, _counts(rows, config.most_share))
+    conclude(record, config.outputs, "race.json", config.record, _counts(rows, config.max_share))
 
 
 def _check(config: DictConfig) -> None:
@@ -260,11 +262,11 @@ def _check(config: DictConfig) -> None:
     for seed in config.seeds:
         check_seed(seed)
     check_number("seconds", config.seconds)
-    if config.most_share is not None:
-        check_number("most_share", config.most_share, or_zero=True)
+    if config.max_share is not None:
+        check_number("max_share", config.max_share, or_zero=True)
         if not {_OURS} < set(config.strategies):
             raise InputError(
-                f"strategies: most_share compares {_OURS} with others, so both are needed; most_share=null disables it"
+                f"strategies: max_share compares {_OURS} with others, so both are needed; max_share=null disables it"
             )
 
 
@@ -321,13 +323,15 @@ def verdict(searches: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[
     return rows
 
 
-def _counts(rows: Sequence[Mapping[str, Any]], most: float | None) -> list[Count]:
+def _counts(rows: Sequence[Mapping[str, Any]], maximum: float | None) -> list[Count]:
     """Return the share of every other search's seconds that ours needed; without another search, the criterion is missed."""
-    counts = [] if rows or most is None else [Count("searches to compare with", 0, least=1)]
+    counts = [] if rows or maximum is None else [Count("searches to compare with", 0, minimum=1)]
     for row in rows:
         share = row["share_of_its_seconds"]
         name = f"seconds of ours, of those of {row['strategy']} with seed {row['seed']} ({row['held_out_speedup']:.3f} x)"
-        counts.append(Count(f"{name}, never as fast" if share is None else name, 1.0 if share is None else share, most=most))
+        counts.append(
+            Count(f"{name}, never as fast" if share is None else name, 1.0 if share is None else share, maximum=maximum)
+        )
     return counts
 
 

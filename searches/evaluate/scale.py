@@ -80,8 +80,8 @@ def _scenarios(config: DictConfig) -> list[str]:
     names = [str(name) for name in config.scenarios if config.only is None or name in config.only]
     for place, name in enumerate(names):
         scenario = config.scenarios[name]
-        for field, least in (("workers", 1), ("n_trials", 1), ("kills", 0)):
-            check_whole(f"scenarios.{name}.{field}", scenario[field], least)
+        for field, minimum in (("workers", 1), ("n_trials", 1), ("kills", 0)):
+            check_whole(f"scenarios.{name}.{field}", scenario[field], minimum)
         for field in ("trial_seconds", "limit_seconds"):
             check_number(f"scenarios.{name}.{field}", scenario[field])
         if scenario.like is not None and scenario.like not in names[:place]:
@@ -212,22 +212,22 @@ def judge(name: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Count]:
     scenario, trials, runs, ends = row["settings"], row["trials"], row["runs"], row["ends"]
     finished, every = sum(trials.get(state, 0) for state in ("COMPLETE", "PRUNED")), sum(trials.values())
     counts = [
-        Count("trials finished, of those asked for", finished, scenario["n_trials"], least=1, most=1),
-        Count("trials left running", trials.get("RUNNING", 0), every, most=0),
-        Count("finished trials with exactly one MLflow run", row["trials_with_one_run"], finished, least=1, most=1),
-        Count("further MLflow runs of trials", row["trial_runs"] - row["trials_with_one_run"], row["trial_runs"], most=0),
-        Count("MLflow runs left running", runs.get("RUNNING", 0), sum(runs.values()), most=0),
-        Count("rows of workers left live", row["rows"].get("RUNNING", 0), sum(row["rows"].values()), most=0),
-        Count("workers that ended with an error", sum(ends.values()) - ends.get("0", 0), sum(ends.values()), most=0),
-        Count("kills that happened", row["faults"]["kills"], scenario["kills"], least=1 if scenario["kills"] else None),
+        Count("trials finished, of those asked for", finished, scenario["n_trials"], minimum=1, maximum=1),
+        Count("trials left running", trials.get("RUNNING", 0), every, maximum=0),
+        Count("finished trials with exactly one MLflow run", row["trials_with_one_run"], finished, minimum=1, maximum=1),
+        Count("further MLflow runs of trials", row["trial_runs"] - row["trials_with_one_run"], row["trial_runs"], maximum=0),
+        Count("MLflow runs left running", runs.get("RUNNING", 0), sum(runs.values()), maximum=0),
+        Count("rows of workers left live", row["rows"].get("RUNNING", 0), sum(row["rows"].values()), maximum=0),
+        Count("workers that ended with an error", sum(ends.values()) - ends.get("0", 0), sum(ends.values()), maximum=0),
+        Count("kills that happened", row["faults"]["kills"], scenario["kills"], minimum=1 if scenario["kills"] else None),
     ]
     if scenario["like"] is not None:
         like = rows[scenario["like"]]
         speedups = [found["winner"]["true_speedup"] for found in (row, like)]
         alike = min(speedups) >= CLOSE * max(speedups)
-        counts.append(Count(f"winner as fast as that of {scenario['like']}", int(alike), least=1))
+        counts.append(Count(f"winner as fast as that of {scenario['like']}", int(alike), minimum=1))
         took, whole = round(row["seconds"]), round(like["seconds"])
-        counts.append(Count(f"seconds, of those of {scenario['like']}", took, whole, most=scenario["most_share"]))
+        counts.append(Count(f"seconds, of those of {scenario['like']}", took, whole, maximum=scenario["max_share"]))
     return [replace(count, name=f"{name}: {count.name}") for count in counts]
 
 

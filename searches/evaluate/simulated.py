@@ -27,7 +27,7 @@ from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
-from searches.backends.backend import Backend, Load
+from searches.backends.backend import Backend, Workload
 from searches.predict.predictor import SCREENED_TOGETHER, Prediction, SpeedupPredictor
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench
@@ -167,23 +167,25 @@ class Landscape:
         """
         difficulty, copying = np.array(list(CATEGORIES.values())).T
         copying = 1 / (1 + np.exp(-self.copying - copying))
-        if config.kind == "layer_skip":
+        if config.method == "layer_skip":
             loss = self.loss(SkipMask.parse(config.mask, self.layers))
             return np.array([np.ones_like(difficulty), np.exp(-loss * difficulty)])
-        if config.kind == "prompt_lookup":
-            drafts = (0.2 + 0.75 * copying) * 0.85 ** (config.ngram_min - 1) * (0.95 if config.match == "first" else 1.0)
-            reliability = 1.5 - 0.5**config.ngram_max + 0.15 * (config.ngram_min - 1)
+        if config.method == "prompt_lookup":
+            drafts = (
+                (0.2 + 0.75 * copying) * 0.85 ** (config.prompt_lookup_min - 1) * (0.95 if config.match == "first" else 1.0)
+            )
+            reliability = 1.5 - 0.5**config.prompt_lookup_max + 0.15 * (config.prompt_lookup_min - 1)
             return np.array([drafts, 0.95 * copying ** (1 / reliability)])
-        raise ConfigError(f"kind: a simulated decoder has no {config.kind}")
+        raise ConfigError(f"method: a simulated decoder has no {config.method}")
 
     def draft_seconds(self, config: SpeculativeConfig) -> float:
         """Return the seconds of drafting one token; 0 for prompt lookup."""
-        masked = config.kind == "layer_skip"
+        masked = config.method == "layer_skip"
         return self.profile.draft_seconds(SkipMask.parse(config.mask, self.layers)) if masked else 0.0
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Return the true speedup over plain decoding: the expectation over all possible prompts."""
-        return 1.0 if config.kind == "none" else self._speedups([config], config.draft_length)[0]
+        return 1.0 if config.method == "none" else self._speedups([config], config.num_speculative_tokens)[0]
 
     def _speedups(self, configs: Sequence[SpeculativeConfig], length: int) -> list[float]:
         """Return the true speedups of configurations of one draft length."""
@@ -200,16 +202,16 @@ class Landscape:
         ones with the smallest losses can be the best.
         """
         configs = space.lookups()
-        if "layer_skip" in space.available_kinds:
-            shortest, longest = space.values("layer_skip", "draft_length")
+        if "layer_skip" in space.available_methods:
+            shortest, longest = space.values("layer_skip", "num_speculative_tokens")
             lengths = range(shortest, longest + 1)
-            least, each = space.skippable, range(len(space.skippable) + 1)
-            attention, mlp = (sorted(least, key=losses.__getitem__) for losses in (self.attention_losses, self.mlp_losses))
+            minimum, each = space.skippable, range(len(space.skippable) + 1)
+            attention, mlp = (sorted(minimum, key=losses.__getitem__) for losses in (self.attention_losses, self.mlp_losses))
             masks = [SkipMask.of(self.layers, set(attention[:a]), set(mlp[:m])) for a, m in itertools.product(each, each)]
             configs += [SpeculativeConfig("layer_skip", n, mask=mask.format()) for mask in masks for n in lengths]
         found = [(SpeculativeConfig(), 1.0)]
-        for length in {config.draft_length for config in configs}:
-            group = [config for config in configs if config.draft_length == length]
+        for length in {config.num_speculative_tokens for config in configs}:
+            group = [config for config in configs if config.num_speculative_tokens == length]
             found += zip(group, self._speedups(group, length), strict=True)
         return max(found, key=lambda pair: pair[1])
 
@@ -295,7 +297,7 @@ def draw_rounds(landscape: Landscape, item: PromptItem, config: SpeculativeConfi
     Luck belongs to the position of a token in the output, so a better draft is right wherever a worse one is.
     """
     tokens = landscape.tokens(item)
-    if config.kind == "none":
+    if config.method == "none":
         return [Round(0, 0, 1)] * tokens
     luck, matched = _draws(landscape.seed, item.id, tokens)
     drafts, accepted_rate = _odds(landscape, config)[:, list(CATEGORIES).index(item.category)]
@@ -303,7 +305,7 @@ def draw_rounds(landscape: Landscape, item: PromptItem, config: SpeculativeConfi
     rounds = []
     start = 0
     while start < tokens:
-        drafted = min(config.draft_length, tokens - start - 1) if matched[start] < drafts else 0
+        drafted = min(config.num_speculative_tokens, tokens - start - 1) if matched[start] < drafts else 0
         wrong = np.flatnonzero(~right[start : start + drafted])
         accepted = int(wrong[0]) if wrong.size else drafted
         rounds.append(Round(drafted, accepted, accepted + 1))
@@ -379,7 +381,7 @@ class SimulatedPredictor(SpeedupPredictor):
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
         """Return whether this is lossless layer skipping or prompt lookup without siblings."""
-        return config.kind in ("layer_skip", "prompt_lookup") and not config.siblings and config.lossless
+        return config.method in ("layer_skip", "prompt_lookup") and not config.siblings and config.lossless
 
     def extras(self, mask: SkipMask) -> DraftExtras:
         """Return no extras: skips are empty."""
@@ -425,9 +427,9 @@ class SimulatedBackend(Backend):
         """Return the seed of the landscape. The pace changes no sample."""
         return {"landscape": self.seed}
 
-    def supports(self, kind: str) -> str | None:
-        """Return None for the kinds that a landscape knows."""
-        return None if kind in ("none", "layer_skip", "prompt_lookup") else "it is not simulated"
+    def supports(self, method: str) -> str | None:
+        """Return None for the methods that a landscape knows."""
+        return None if method in ("none", "layer_skip", "prompt_lookup") else "it is not simulated"
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return the space without siblings and without stop rules."""
@@ -438,7 +440,7 @@ class SimulatedBackend(Backend):
         configs: Mapping[str, SpeculativeConfig],
         prompts: PromptSet,
         task: Task,
-        load: Load = Load(),
+        workload: Workload = Workload(),
         repeats: int = 1,
         without: Collection[str] = (),
         before: PromptSet | None = None,

@@ -60,7 +60,7 @@ class MaskSearch:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
-        self._lengths, self.left = space.values("layer_skip", "draft_length"), budget
+        self._lengths, self.left = space.values("layer_skip", "num_speculative_tokens"), budget
         self._on_mask, self._on_best, self._is_over = on_mask, on_best, is_over
 
     def screen(self, masks: Iterable[SkipMask]) -> list[float]:
@@ -106,9 +106,9 @@ class MaskSearch:
         yield self.best
         _improve_best(self)
 
-    def best_masks(self, most: int) -> list[SkipMask]:
+    def best_masks(self, maximum: int) -> list[SkipMask]:
         """Return the screened masks with the greatest expected speedups, best first."""
-        return sorted(self.scores, key=lambda mask: -self.scores[mask])[:most]
+        return sorted(self.scores, key=lambda mask: -self.scores[mask])[:maximum]
 
     def single(self, kind: str, layer: int) -> SkipMask:
         """Return the mask that skips one sub-layer."""

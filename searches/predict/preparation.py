@@ -18,7 +18,7 @@ import torch
 
 from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
 from layerskip.costs.cost_model import CostProfile
-from layerskip.costs.profile import LEAST_REPEATS, profile_costs
+from layerskip.costs.profile import MIN_REPEATS, profile_costs
 from layerskip.device.memory import within_memory
 from layerskip.files import digest, read_json, write_json
 from layerskip.models.environment import machine
@@ -32,11 +32,11 @@ from searches.predict.scan_predictor import ScanPredictor, masks_at_once
 from searches.progress import counting, say
 from searches.results import exclusive
 from searches.space.search_space import LOOKUP, SearchSpace
-from searches.workers.crew import ALONE, Workers
+from searches.workers.pool import ALONE, Workers
 
 _SCAN_VERSION = 3  # of the counts; those of another version are scanned again
 _PROFILE_VERSION = 4  # of stored profiles and their measurement
-_LEAST_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
+_MIN_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def prepare_predictor(
     folder: Path,
     seed: int,
     report_cost: ReportCost = lambda *_: None,
-    crew: Workers = ALONE,
+    pool: Workers = ALONE,
     is_over: Callable[[], bool] = lambda: False,
 ) -> ScanPredictor | None:
     """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned.
@@ -113,23 +113,23 @@ def prepare_predictor(
         folder: of scans.
         seed: of the continuations.
         report_cost: called with the name and the seconds of every continuation and of the profile.
-        crew: the workers that share all of this.
+        pool: the workers that share all of this.
         is_over: returns whether time has run out: nothing more is measured than a rough profile needs.
     """
-    scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed, report_cost, crew)
+    scanner = open_scanner(target, prompts, sampling, max_new_tokens, space, settings, outputs, seed, report_cost, pool)
     if scanner is None:
         return None
     depth, continuations = scanner.depth, scanner.continuations
-    copied = space.values(LOOKUP, "draft_length")[1] if LOOKUP in space.available_kinds else 0
+    copied = space.values(LOOKUP, "num_speculative_tokens")[1] if LOOKUP in space.available_methods else 0
     longest = max(depth, copied)
     parts = space.bridged, scanner.runners > 0
 
     def measure(repeats: int, error: float) -> CostProfile:
         enough = dataclasses.replace(settings, profile_repeats=repeats, profile_error=error)
-        return cost_profile(target, continuations, longest, sampling, enough, outputs, *parts, report_cost, crew, is_over)
+        return cost_profile(target, continuations, longest, sampling, enough, outputs, *parts, report_cost, pool, is_over)
 
-    profile = measure(min(LEAST_REPEATS, settings.profile_repeats), math.inf)
-    stops, lengths = scanned_stops(space, settings.thresholds), space.values("layer_skip", "draft_length")
+    profile = measure(min(MIN_REPEATS, settings.profile_repeats), math.inf)
+    stops, lengths = scanned_stops(space, settings.thresholds), space.values("layer_skip", "num_speculative_tokens")
     identity = {
         "target": target.digest,
         "continuations": [dataclasses.astuple(continuation) for continuation in continuations],
@@ -142,7 +142,7 @@ def prepare_predictor(
     choices = DraftChoices(lengths, stops, tuple(range(scanner.runners + 1)))
     place = folder / f"scans-{digest(identity)[:16]}"
     sharpen = partial(measure, settings.profile_repeats, settings.profile_error)
-    return ScanPredictor(scanner, scanner.sample(settings.screened_rows), profile, choices, place, crew=crew, costs=sharpen)
+    return ScanPredictor(scanner, scanner.sample(settings.screened_rows), profile, choices, place, pool=pool, costs=sharpen)
 
 
 def open_scanner(
@@ -155,7 +155,7 @@ def open_scanner(
     outputs: Path,
     seed: int,
     report_cost: ReportCost = lambda *_: None,
-    crew: Workers = ALONE,
+    pool: Workers = ALONE,
 ) -> Scanner | None:
     """Return a scanner of the target's continuations of prompts; print a line and return None if it cannot be scanned.
 
@@ -172,7 +172,7 @@ def open_scanner(
         ids = [item.id for item in prompts]
         identity = [target.digest, prompts.digest, ids, sampling.to_dict(), max_new_tokens, seed, machine(target)]
         names = [f"continuations {digest(identity)[:16]} {place}" for place in range(len(prompts))]
-        rows = dict(crew.share_all(names, work))
+        rows = dict(pool.share_all(names, work))
     continuations = tuple(
         continuation
         for name in names
@@ -183,7 +183,7 @@ def open_scanner(
         say("scan: every continuation ends at once; there is nothing to scan")
         return None
     try:
-        depth, siblings = (space.values("layer_skip", name)[1] for name in ("draft_length", "siblings"))
+        depth, siblings = (space.values("layer_skip", name)[1] for name in ("num_speculative_tokens", "siblings"))
         return make_scanner(target, continuations, sampling, depth, siblings, settings)
     except UnsupportedModel as error:
         say(f"scan: {error}")
@@ -219,7 +219,7 @@ def make_scanner(
         return scanner
 
     while (scanner := within_memory(checked_scanner)) is None:
-        fewer = rows // 2 if rows > _LEAST_ROWS else 0
+        fewer = rows // 2 if rows > _MIN_ROWS else 0
         say(f"scan: out of memory with scan.max_rows={rows}; {f'trying {fewer}' if fewer else 'nothing is scanned'}")
         if not fewer:
             return None
@@ -233,9 +233,9 @@ def make_scanner(
 def scanned_stops(space: SearchSpace, thresholds: Sequence[float]) -> tuple[StopRule, ...]:
     """Return the stop rules that every scanned mask is combined with."""
     searched = space.values("layer_skip", "stop")
-    kinds = [kind for kind in ("threshold", "adaptive") if kind in searched]
+    methods = [method for method in ("threshold", "adaptive") if method in searched]
     plain = [StopRule()] if "length" in searched else []
-    return (*plain, *(StopRule(kind, value) for kind in kinds for value in dict.fromkeys(map(float, thresholds))))
+    return (*plain, *(StopRule(method, value) for method in methods for value in dict.fromkeys(map(float, thresholds))))
 
 
 def cost_profile(
@@ -248,7 +248,7 @@ def cost_profile(
     bridged: bool = False,
     branching: bool = False,
     report_cost: ReportCost = lambda *_: None,
-    crew: Workers = ALONE,
+    pool: Workers = ALONE,
     is_over: Callable[[], bool] = lambda: False,
 ) -> CostProfile:
     """Return the cost profile of a target at the contexts of its continuations; measure it if no such one is stored.
@@ -265,7 +265,7 @@ def cost_profile(
         bridged: whether bridges and draft heads are timed.
         branching: whether trees are timed.
         report_cost: called with the name and the seconds of the profile.
-        crew: the workers that share it.
+        pool: the workers that share it.
         is_over: returns whether time has run out; then few repeats are enough.
     """
     repeats, error = settings.profile_repeats, float(settings.profile_error)
@@ -296,10 +296,10 @@ def cost_profile(
                     profile, *others = (profile_costs(target, context, *parts) for context in contexts)
                 profile, seconds = dataclasses.replace(profile, others=tuple(others)), time.monotonic() - start
                 taken = stored.get("seconds", 0.0) + seconds
-                done = min(repeats, LEAST_REPEATS) if is_over() else repeats  # a study with more time measures again
+                done = min(repeats, MIN_REPEATS) if is_over() else repeats  # a study with more time measures again
                 stored = {"asked": identity, "profile": profile.to_dict(), "seconds": taken, "repeats": done}
                 write_json(file, stored)
         report_cost(f"profile {name}", float(stored["seconds"]), seconds)
         return stored
 
-    return CostProfile.from_dict(crew.share(f"profile {name} {repeats}", measure)["profile"])
+    return CostProfile.from_dict(pool.share(f"profile {name} {repeats}", measure)["profile"])

@@ -139,16 +139,16 @@ def propose_bridged(
     screen_runs(search, runs, early, reserve)
     others = space.skippable[::_SPACING]
     screen_runs(search, runs, ((first, min(end, first + 2**power)) for power in _POWERS for first in others), reserve // 2)
-    search.screen(search.single(kind, layer) for layer in others for kind in ("attention", "mlp"))
+    search.screen(search.single(sublayer, layer) for layer in others for sublayer in ("attention", "mlp"))
     move_ends(search, runs)
     return _best_first(predictor.predict(search.best_masks(settings.scanned)), settings)
 
 
-def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace, most: int) -> list[Prediction]:
+def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace, maximum: int) -> list[Prediction]:
     """Propose the prompt lookups with the greatest predicted speedups, best first. Their drafts depend on the text alone."""
     configs = [config for config in space.lookups() if predictor.can_predict(config)]
     predictions = [Prediction(config, predictor.speedup(config), 0.0) for config in configs]
-    return sorted(predictions, key=lambda prediction: -prediction.speedup)[:most]
+    return sorted(predictions, key=lambda prediction: -prediction.speedup)[:maximum]
 
 
 def propose_all(

@@ -32,7 +32,7 @@ from searches.predict.stability import Stability, stability
 from searches.results import ResultLog
 from searches.space.bridge_spec import BridgeSpec
 from searches.train.bridge_store import BridgeStore, training_record
-from searches.workers.crew import ALONE, Workers
+from searches.workers.pool import ALONE, Workers
 
 SHARED_TOGETHER = 256  # masks that several workers screen together, so that all have some
 _ROWS_PER_MASK = 256  # fewer rows of a pass are not worth sharing among masks
@@ -44,7 +44,7 @@ def masks_at_once(rows: int) -> int:
 
 
 def share_scans(
-    crew: Workers,
+    pool: Workers,
     identity: Sequence[str],
     masks: Sequence[SkipMask],
     rows: int,
@@ -54,7 +54,7 @@ def share_scans(
     """Yield the results of the masks that a log lacks, batch by batch.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         identity: everything that the results depend on, except the masks.
         masks: the masks.
         rows: of a pass.
@@ -64,7 +64,7 @@ def share_scans(
     new, size = [mask for mask in dict.fromkeys(masks) if mask.format() not in log], masks_at_once(rows)
     batches = [new[first : first + size] for first in range(0, len(new), size)]
     named = {digest([*identity, *(mask.format() for mask in batch)])[:32]: batch for batch in batches}
-    for name, results in crew.share_all(named, lambda name: scan(named[name])):
+    for name, results in pool.share_all(named, lambda name: scan(named[name])):
         for mask in named[name]:
             yield mask, results[mask.format()]
 
@@ -139,7 +139,7 @@ class ScanPredictor:
         folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
         bridge_spec: the bridges and the draft head of every mask; None for none.
         bridge_store: the source of bridges and draft heads; None for none.
-        crew: the workers that share the predictions through their storage instead of the folder.
+        pool: the workers that share the predictions through their storage instead of the folder.
         costs: measures the costs well; None if ``profile`` is good enough.
 
     Attributes:
@@ -156,18 +156,18 @@ class ScanPredictor:
         folder: Path,
         bridge_spec: BridgeSpec | None = None,
         bridge_store: BridgeStore | None = None,
-        crew: Workers = ALONE,
+        pool: Workers = ALONE,
         costs: Callable[[], CostProfile] | None = None,
     ) -> None:
         self.bridge_spec = bridge_spec or BridgeSpec()
         self._drafts = BridgedDrafts(self.bridge_spec, bridge_store)
-        self._folder, self._crew = folder, crew
-        self.screened_together = SCREENED_TOGETHER if crew.alone else SHARED_TOGETHER
+        self._folder, self._pool = folder, pool
+        self.screened_together = SCREENED_TOGETHER if pool.alone else SHARED_TOGETHER
         self._scanner, self._screen, self._choices = scanner, screen, choices
         self._measure_costs = costs
         self._set_costs(profile)
         names = ("agreements", "counts", "others", "similar", "trained")
-        logs = (ResultLog(folder / f"{name}.jsonl" if crew.alone else None) for name in names)
+        logs = (ResultLog(folder / f"{name}.jsonl" if pool.alone else None) for name in names)
         self._agreements, self._counts, self._others, self._similar, self._trained = logs
         self._scans: dict[SkipMask, Scan] = {}
         self.screening_seconds = 0.0
@@ -227,22 +227,28 @@ class ScanPredictor:
         False for an adaptive stop rule with sampled tokens: replays hold the threshold constant, and decoding moves it.
         """
         longest = {"prompt_lookup": self.profile.longest, "layer_skip": min(self._scanner.depth, self.profile.longest)}
-        if config.kind == "layer_skip" and not (self.matches(config) and config.siblings <= self._scanner.runners):
+        if config.method == "layer_skip" and not (self.matches(config) and config.siblings <= self._scanner.runners):
             return False
-        if config.stop.kind == "adaptive" and not self._scanner.sampling.greedy:
+        if config.stop.method == "adaptive" and not self._scanner.sampling.greedy:
             return False
-        verified = config.draft_length * (1 + config.siblings)
-        return config.lossless and config.draft_length <= longest.get(config.kind, 0) and verified <= self.profile.longest
+        verified = config.num_speculative_tokens * (1 + config.siblings)
+        return (
+            config.lossless
+            and config.num_speculative_tokens <= longest.get(config.method, 0)
+            and verified <= self.profile.longest
+        )
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict a configuration's speedup from the counts of its rounds; scans its mask if it is new."""
-        if config.kind == "prompt_lookup":
-            drafter = PromptLookup(config.ngram_min, config.ngram_max, config.match, config.draft_length)
+        if config.method == "prompt_lookup":
+            drafter = PromptLookup(
+                config.prompt_lookup_min, config.prompt_lookup_max, config.match, config.num_speculative_tokens
+            )
             counts = [count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations]
             return self._costs.speedup(counts, CostProfile.lookup_seconds)
         mask = SkipMask.parse(config.mask, self.layers)
         known = self._parse(self._counts[mask.format()]["counts"]) if mask.format() in self._counts else {}
-        choice = config.draft_length, config.stop, Branching(config.siblings, config.least_probability)
+        choice = config.num_speculative_tokens, config.stop, Branching(config.siblings, config.min_token_prob)
         counts = known[choice] if choice in known else self._count(mask, *choice)
         return self._choice_speedup(counts, choice, mask, self.extras(mask))
 
@@ -260,9 +266,11 @@ class ScanPredictor:
         Its bridges may have been trained since.
         """
         mask, folder = SkipMask.parse(config.mask, self.layers), Path(config.bridge)
-        own = config.draft_length, config.stop, Branching(config.siblings, config.least_probability)
+        own = config.num_speculative_tokens, config.stop, Branching(config.siblings, config.min_token_prob)
         bridges = load_bridges(folder, self._scanner.target, mask)
-        name = digest([folder.name, training_record(folder), config.draft_length, config.stop.to_dict(), astuple(own[2])])
+        name = digest(
+            [folder.name, training_record(folder), config.num_speculative_tokens, config.stop.to_dict(), astuple(own[2])]
+        )
         if name not in self._trained:
             (scan,) = self._scanner.scan([mask], bridges=[bridges], tokens=self._drafts.tokens)
             counts = self._scanner.counts(scan, *own, warmed=True)
@@ -270,23 +278,23 @@ class ScanPredictor:
         others, own_counts = self._trained[name]
         every = self._parse(others) | {own: _read_counts(own_counts)}
         (length, stop, branching), _ = self._fastest(every, mask, self._drafts.trained_extras(bridges))
-        siblings, least = astuple(branching)
-        return replace(config, draft_length=length, stop=stop, siblings=siblings, least_probability=least)
+        siblings, minimum = astuple(branching)
+        return replace(config, num_speculative_tokens=length, stop=stop, siblings=siblings, min_token_prob=minimum)
 
     def bridged(self, bridge_spec: BridgeSpec, bridge_store: BridgeStore) -> ScanPredictor:
         """Return a predictor for another bridge spec that shares the texts and their passes."""
         bridge = f"{bridge_spec.bridge}{bridge_spec.width or ''}"
         folder = self._folder / f"{bridge}-{bridge_spec.rank}-{bridge_spec.tokens}-{bridge_store.digest[:12]}"
         parts = self._scanner, self._screen, self._costs.profile, self._choices
-        return ScanPredictor(*parts, folder, bridge_spec, bridge_store, self._crew, self._measure_costs)
+        return ScanPredictor(*parts, folder, bridge_spec, bridge_store, self._pool, self._measure_costs)
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""
         found = np.full((2, self.layers), np.nan)
-        for row, kind in enumerate(("attention", "mlp")):
+        for row, sublayer in enumerate(("attention", "mlp")):
             for layer in range(self.layers):
-                if f"{kind}:{layer}" in self._agreements:
-                    found[row, layer] = self._agreements[f"{kind}:{layer}"]
+                if f"{sublayer}:{layer}" in self._agreements:
+                    found[row, layer] = self._agreements[f"{sublayer}:{layer}"]
         return found
 
     def best_mask(self) -> SkipMask | None:
@@ -302,7 +310,7 @@ class ScanPredictor:
         for mask in masks:
             best = self._best(mask).config
             branching = Branching(best.siblings)
-            counts = self._parse(self._counts[mask.format()]["counts"])[best.draft_length, best.stop, branching]
+            counts = self._parse(self._counts[mask.format()]["counts"])[best.num_speculative_tokens, best.stop, branching]
             pairs, extras = list(zip(self._costs.profiles, counts, strict=True)), self.extras(mask)
             seconds.append([profile.seconds(part, mask, best.stop, extras, branching) for profile, part in pairs])
             baseline = [part.tokens * profile.verify_seconds[0] for profile, part in pairs]
@@ -316,7 +324,7 @@ class ScanPredictor:
             def find() -> list[str]:
                 return [mask.format() for mask in self._screen.similar_masks(skippable, len(skippable) // 2)]
 
-            self._similar.add(name, self._crew.share(f"similar {digest([*self._folder.parts[-2:], name])[:32]}", find))
+            self._similar.add(name, self._pool.share(f"similar {digest([*self._folder.parts[-2:], name])[:32]}", find))
         return [SkipMask.parse(text, self.layers) for text in self._similar[name]]
 
     def _scanned_masks(self) -> list[SkipMask]:
@@ -339,21 +347,21 @@ class ScanPredictor:
         self._share("counts", masks, self._counts, scan)
 
     def _share(
-        self, kind: str, masks: Sequence[SkipMask], log: ResultLog, scan: Callable[[Sequence[SkipMask]], dict[str, Any]]
+        self, stage: str, masks: Sequence[SkipMask], log: ResultLog, scan: Callable[[Sequence[SkipMask]], dict[str, Any]]
     ) -> None:
         """Add the results of the masks that a log lacks, batch by batch."""
-        identity = kind, *self._folder.parts[-2:]
-        for mask, result in share_scans(self._crew, identity, masks, self.max_rows, log, scan):
+        identity = stage, *self._folder.parts[-2:]
+        for mask, result in share_scans(self._pool, identity, masks, self.max_rows, log, scan):
             log.add(mask.format(), result, self._drafts.reproducible(mask))
 
-    def _count(self, mask: SkipMask, draft_length: int, stop: StopRule, branching: Branching) -> list[Counts]:
+    def _count(self, mask: SkipMask, num_speculative_tokens: int, stop: StopRule, branching: Branching) -> list[Counts]:
         """Return each continuation's counts of a choice that is not among those every mask is combined with."""
-        name = json.dumps([mask.format(), draft_length, stop.to_dict(), *astuple(branching)])
+        name = json.dumps([mask.format(), num_speculative_tokens, stop.to_dict(), *astuple(branching)])
         if name not in self._others:
             if mask not in self._scans:
                 (scan,) = self._drafts.scan(self._scanner, [mask])
                 self._cache(scan)
-            counts = self._scanner.counts(self._scans[mask], draft_length, stop, branching, warmed=True)
+            counts = self._scanner.counts(self._scans[mask], num_speculative_tokens, stop, branching, warmed=True)
             self._others.add(name, [each.to_list() for each in counts], self._drafts.reproducible(mask))
         return _read_counts(self._others[name])
 

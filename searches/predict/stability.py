@@ -20,7 +20,7 @@ from layerskip import SkipMask
 from layerskip.files import digest, read_json, write_json
 
 _CHOICE = "choice.json"
-_LEAST_PAIRS = 200  # random pairs; fewer estimate chance poorly
+_MIN_PAIRS = 200  # random pairs; fewer estimate chance poorly
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def seed_stability(folder: Path, settings: Mapping[str, Any], mask: SkipMask, su
     if len(chosen) < 2:
         return None
     pairs = [*itertools.combinations(chosen.values(), 2)]
-    repeats = -(-_LEAST_PAIRS // len(pairs))
+    repeats = -(-_MIN_PAIRS // len(pairs))
     return SeedStability(len(chosen), *_overlaps(pairs * repeats, sublayers, random.Random(0)))
 
 

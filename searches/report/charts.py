@@ -20,13 +20,13 @@ from plotly import graph_objects as go
 
 from layerskip import SkipMask, SpeculativeConfig, config
 from layerskip.mask import count_skipped
-from searches.report.tables import output_state, trial_load
+from searches.report.tables import output_state, trial_requests
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, is_lossless
 from searches.tracking.names import PREDICTED
 
 OTHER = "#000000"
-"""The colour of kinds that are not known here, such as those of a study whose drafter is missing."""
+"""The colour of methods that are not known here, such as those of a study whose drafter is missing."""
 TOKEN, FIRST = "tpot", "ttft"
 """The names of latencies: of a token after the first, and until the first."""
 GREY = "#9aa3af"
@@ -60,27 +60,27 @@ class Point:
         trial: its number.
         config: the configuration.
         complete: whether it was measured to the end.
-        figures: of its measurement, as :meth:`layerskip.Measurement.to_dict` returns them.
+        metrics: of its measurement, as :meth:`layerskip.Measurement.to_dict` returns them.
         predicted: the speedup that was predicted before it ran; None without a prediction.
-        load: throughput and latencies that the back end reports; empty for this library's decoder.
+        requests: throughput and latencies that the back end reports; empty for this library's decoder.
     """
 
     trial: int
     config: SpeculativeConfig
     complete: bool
-    figures: dict[str, Any]
+    metrics: dict[str, Any]
     predicted: float | None
-    load: Mapping[str, float] = field(default_factory=dict)
+    requests: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def speedup(self) -> float:
         """The measured speedup over plain decoding."""
-        return float(self.figures["speedup"])
+        return float(self.metrics["speedup"])
 
     @property
     def may_lead(self) -> bool:
         """True if it was measured to the end and kept the output, or is lossy by choice."""
-        return self.complete and (is_lossless(self.figures) or not self.config.lossless)
+        return self.complete and (is_lossless(self.metrics) or not self.config.lossless)
 
 
 Value = Callable[[Point], float]
@@ -93,9 +93,9 @@ def points(trials: Iterable[FrozenTrial]) -> list[Point]:
             trial=trial.number,
             config=configuration(trial),
             complete=trial.state == TrialState.COMPLETE,
-            figures=trial.user_attrs["measurement"],
+            metrics=trial.user_attrs["measurement"],
             predicted=trial.user_attrs.get(PREDICTED),
-            load=trial_load(trial),
+            requests=trial_requests(trial),
         )
         for trial in trials
         if "measurement" in trial.user_attrs
@@ -118,7 +118,7 @@ def history(measured: Sequence[Point]) -> go.Figure | None:
 
 def acceptance(measured: Sequence[Point]) -> go.Figure | None:
     """Return the speedup against the acceptance rate of trials that draft, and the trials that none exceeds in both."""
-    drafting = [point for point in measured if point.config.kind != "none"]
+    drafting = [point for point in measured if point.config.method != "none"]
     if not drafting:
         return None
     chart = figure("acceptance rate", "speedup", plain=1.0)
@@ -129,7 +129,7 @@ def acceptance(measured: Sequence[Point]) -> go.Figure | None:
 
 def memory(measured: Sequence[Point]) -> go.Figure | None:
     """Return the speedup against peak memory, and the trials that none is faster than with less memory."""
-    known = [point for point in measured if point.figures.get("peak_memory_bytes")]
+    known = [point for point in measured if point.metrics.get("peak_memory_bytes")]
     if not known:
         return None
     chart = figure("peak memory, MiB", "speedup", plain=1.0)
@@ -152,41 +152,43 @@ def predictions(measured: Sequence[Point]) -> go.Figure | None:
 def throughput(measured: Sequence[Point], latency: str, level: str = "") -> go.Figure | None:
     """Return the tokens per second of the engine against a latency, and the trials that no other one exceeds in both.
 
-    A bar leads from the median to the 95th percentile. A star is plain decoding under the same load, the median of trials.
+    A bar leads from the median to the 95th percentile. A star is plain decoding, the median of trials.
 
     Args:
         measured: the trials.
         latency: ``TOKEN`` or ``FIRST``.
         level: one of :func:`~searches.report.tables.levels`.
     """
-    under = [replace(point, load=_under(point.load, level)) for point in measured]
-    known = [point for point in under if {"throughput", f"{latency}_p50"} <= point.load.keys()]
+    under = [replace(point, requests=_under(point.requests, level)) for point in measured]
+    known = [point for point in under if {"throughput", f"{latency}_p50"} <= point.requests.keys()]
     if not known:
         return None
 
     def median(point: Point) -> float:
-        return _milliseconds(point.load, latency)
+        return _milliseconds(point.requests, latency)
 
     def tails(chosen: Sequence[Point]) -> dict[str, Any]:
-        ends = [_milliseconds(point.load, latency, 95) - median(point) for point in chosen]
+        ends = [_milliseconds(point.requests, latency, 95) - median(point) for point in chosen]
         return {"error_x": {"symmetric": False, "array": ends, "arrayminus": [0.0] * len(ends)}}
 
     chart = figure(_LATENCIES[latency], "tokens/s of the engine")
-    _add_trials(chart, known, median, _throughput, tails, lambda point: f"{describe(point)}<br>{_load_lines(point.load)}")
+    _add_trials(
+        chart, known, median, _throughput, tails, lambda point: f"{describe(point)}<br>{_request_lines(point.requests)}"
+    )
     _add_front(chart, known, median, more_is_better=False, y=_throughput)
-    loads = [
-        {name.removeprefix(_PLAIN): value for name, value in point.load.items() if name.startswith(_PLAIN)}
+    plain = [
+        {name.removeprefix(_PLAIN): value for name, value in point.requests.items() if name.startswith(_PLAIN)}
         for point in known
-        if {f"{_PLAIN}throughput", f"{_PLAIN}{latency}_p50"} <= point.load.keys()
+        if {f"{_PLAIN}throughput", f"{_PLAIN}{latency}_p50"} <= point.requests.keys()
     ]
-    if loads:  # trials were compared with plain decoding under the load
-        shown = {name: statistics.median(load[name] for load in loads if name in load) for name in loads[0]}
+    if plain:  # trials were compared with plain decoding under the load
+        shown = {name: statistics.median(one[name] for one in plain if name in one) for name in plain[0]}
         chart.add_scatter(
             mode="markers",
             name="plain decoding",
             x=[_milliseconds(shown, latency)],
             y=[shown["throughput"]],
-            text=[f"<b>plain decoding</b>, median of trials<br>{_load_lines(shown)}"],
+            text=[f"<b>plain decoding</b>, median of trials<br>{_request_lines(shown)}"],
             hoverinfo="text",
             marker={"color": INK, "size": 13, "symbol": "star-open"},
         )
@@ -214,7 +216,7 @@ def skipped_speedups(measured: Sequence[Point], layers: int) -> tuple[NDArray[np
     """
     total, count = np.zeros((2, layers)), np.zeros((2, layers), dtype=np.int64)
     for point in measured:
-        if point.config.kind == "layer_skip" and sum(count_skipped(point.config.mask)) > 0:
+        if point.config.method == "layer_skip" and sum(count_skipped(point.config.mask)) > 0:
             mask = SkipMask.parse(point.config.mask, layers)
             skipped = np.array([mask.attention, mask.mlp])
             total[skipped] += point.speedup
@@ -239,16 +241,16 @@ def held_out(finals: Finals | None) -> go.Figure | None:
     chart.update_layout(margin_l=12, height=90 + 72 * count)
     farthest = _FARTHEST * max(1.0, *(finalist.held_out["speedup"] for finalist in finals.finalists))
     for place, finalist in zip(range(count - 1, -1, -1), finals.finalists, strict=True):
-        figures, label = finalist.held_out, finalist.config.label()
+        metrics, label = finalist.held_out, finalist.config.label()
         note = {"text": shortened(label, 2), "showarrow": False, "align": "left", "bgcolor": "rgba(255,255,255,0.8)"}
         chart.add_annotation(xref="paper", x=0.01, xanchor="left", y=place + 0.36, **note)
-        text = f"{wrapped(label)}<br>held-out {_with_interval(figures)}<br>in the search {finalist.search_speedup:.3f}"
+        text = f"{wrapped(label)}<br>held-out {_with_interval(metrics)}<br>in the search {finalist.search_speedup:.3f}"
         shown = {"mode": "markers", "y": [place], "text": [text], "hoverinfo": "text"}
         chart.add_scatter(
             name=html.escape(label),
-            x=[figures["speedup"]],
-            error_x=_errors([figures], farthest) | {"width": 5},
-            marker={"color": color_of(finalist.config.kind), "size": 10},
+            x=[metrics["speedup"]],
+            error_x=_errors([metrics], farthest) | {"width": 5},
+            marker={"color": color_of(finalist.config.method), "size": 10},
             **shown,
         )
         search = {"color": INK, "size": 14, "symbol": "line-ns-open"}
@@ -272,11 +274,11 @@ def _speedup(point: Point) -> float:
 
 
 def _acceptance_rate(point: Point) -> float:
-    return float(point.figures["acceptance_rate"])
+    return float(point.metrics["acceptance_rate"])
 
 
 def _memory(point: Point) -> float:
-    return float(point.figures["peak_memory_bytes"]) / _MEBIBYTE
+    return float(point.metrics["peak_memory_bytes"]) / _MEBIBYTE
 
 
 def _predicted(point: Point) -> float:
@@ -284,19 +286,19 @@ def _predicted(point: Point) -> float:
 
 
 def _throughput(point: Point) -> float:
-    return float(point.load["throughput"])
+    return float(point.requests["throughput"])
 
 
 def describe(point: Point) -> str:
     """Return the text that is shown for a trial under the pointer."""
-    figures = point.figures
+    metrics = point.metrics
     lines = [
         f"<b>trial {point.trial}</b>{'' if point.complete else ', stopped early'}",
         wrapped(point.config.label()),
-        f"speedup {_with_interval(figures)}",
-        f"{figures['tokens_per_second']:.1f} tokens/s, acceptance {figures['acceptance_rate']:.2f}",
+        f"speedup {_with_interval(metrics)}",
+        f"{metrics['tokens_per_second']:.1f} tokens/s, acceptance {metrics['acceptance_rate']:.2f}",
         *([f"predicted {point.predicted:.3f}"] if point.predicted else []),
-        f"output {output_state(point.config, figures)}",
+        f"output {output_state(point.config, metrics)}",
     ]
     return "<br>".join(lines)
 
@@ -319,13 +321,13 @@ def _add_trials(
         bars: returns the bars of some of the trials, by ``error_x`` or ``error_y``.
         text: returns what is shown under the pointer.
     """
-    for kind, complete in sorted({(point.config.kind, point.complete) for point in measured}):
-        chosen = [point for point in measured if (point.config.kind, point.complete) == (kind, complete)]
-        color = color_of(kind)
+    for method, complete in sorted({(point.config.method, point.complete) for point in measured}):
+        chosen = [point for point in measured if (point.config.method, point.complete) == (method, complete)]
+        color = color_of(method)
         style = {"width": 2, "thickness": 1, "color": f"{color}80"}
         chart.add_scatter(
             mode="markers",
-            name=f"{html.escape(kind.replace('_', ' '))}{'' if complete else ', stopped early'}",
+            name=f"{html.escape(method.replace('_', ' '))}{'' if complete else ', stopped early'}",
             x=[x(point) for point in chosen],
             y=[y(point) for point in chosen],
             marker={"color": color, "opacity": 0.85, "size": 8, "symbol": "circle" if complete else "x-thin-open"},
@@ -355,7 +357,7 @@ def _add_line(chart: go.Figure, name: str, x: Sequence[float], y: Sequence[float
 def _intervals(measured: Sequence[Point]) -> Callable[[Sequence[Point]], dict[str, Any]]:
     """Return a function that returns the vertical bars of some of the trials: the intervals of their speedups."""
     farthest = _FARTHEST * max(1.0, *map(_speedup, measured))
-    return lambda chosen: {"error_y": _errors([point.figures for point in chosen], farthest)}
+    return lambda chosen: {"error_y": _errors([point.metrics for point in chosen], farthest)}
 
 
 def _errors(measured: Sequence[Mapping[str, float]], farthest: float) -> dict[str, Any]:
@@ -389,27 +391,29 @@ def _heat_map(cells: NDArray[np.float64], texts: list[list[str]], name: str) -> 
     return chart.update_layout(plot_bgcolor="#e5e7eb")
 
 
-def _under(load: Mapping[str, float], level: str) -> dict[str, float]:
+def _under(requests: Mapping[str, float], level: str) -> dict[str, float]:
     """Return the figures under a number of requests in flight, without the end of their names."""
-    return {name.removesuffix(level): value for name, value in load.items() if name.endswith(level)}
+    return {name.removesuffix(level): value for name, value in requests.items() if name.endswith(level)}
 
 
-def _milliseconds(load: Mapping[str, float], latency: str, percent: int = 50) -> float:
+def _milliseconds(requests: Mapping[str, float], latency: str, percent: int = 50) -> float:
     """Return a percentile of a latency; the median if no other is known."""
-    return 1000.0 * load.get(f"{latency}_p{percent}", load[f"{latency}_p50"])
+    return 1000.0 * requests.get(f"{latency}_p{percent}", requests[f"{latency}_p50"])
 
 
-def _load_lines(load: Mapping[str, float]) -> str:
+def _request_lines(requests: Mapping[str, float]) -> str:
     """Return throughput and latencies in lines of their own."""
-    lines = [f"{load['throughput']:.1f} tokens/s of the engine"]
+    lines = [f"{requests['throughput']:.1f} tokens/s of the engine"]
     for latency, title in _LATENCIES.items():
-        if f"{latency}_p50" in load:
-            lines.append(f"{title}: {_milliseconds(load, latency):.1f}, 95 % below {_milliseconds(load, latency, 95):.1f}")
+        if f"{latency}_p50" in requests:
+            lines.append(
+                f"{title}: {_milliseconds(requests, latency):.1f}, 95 % below {_milliseconds(requests, latency, 95):.1f}"
+            )
     return "<br>".join(lines)
 
 
-def _with_interval(figures: Mapping[str, float]) -> str:
-    return f"{figures['speedup']:.3f} ({figures['speedup_low']:.2f} to {figures['speedup_high']:.2f})"
+def _with_interval(metrics: Mapping[str, float]) -> str:
+    return f"{metrics['speedup']:.3f} ({metrics['speedup_low']:.2f} to {metrics['speedup_high']:.2f})"
 
 
 def wrapped(text: str) -> str:
@@ -422,13 +426,13 @@ def shortened(text: str, lines: int = 1) -> str:
     return "<br>".join(map(html.escape, textwrap.wrap(text, _HOVER_COLUMNS, max_lines=lines, placeholder="…")))
 
 
-def color_of(kind: str) -> str:
-    """Return the declared colour of a kind of drafter."""
-    known = config.kinds()
-    return known[kind].color if kind in known else OTHER
+def color_of(method: str) -> str:
+    """Return the declared colour of a method."""
+    known = config.methods()
+    return known[method].color if method in known else OTHER
 
 
-def kinds(found: Set[str]) -> list[str]:
-    """Return kinds of drafters in the order of their ranks, unknown ones last."""
-    known = config.kinds()
-    return [kind for kind in known if kind in found] + sorted(found - known.keys())
+def methods(found: Set[str]) -> list[str]:
+    """Return methods in the order of their ranks, unknown ones last."""
+    known = config.methods()
+    return [method for method in known if method in found] + sorted(found - known.keys())

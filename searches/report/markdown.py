@@ -10,7 +10,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from layerskip.measure.measurement import LEAST_RESAMPLED
+from layerskip.measure.measurement import MIN_RESAMPLED
 from searches.predict.prediction_error import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
 from searches.report.tables import (
@@ -18,16 +18,16 @@ from searches.report.tables import (
     as_markdown,
     best_trials,
     empty_note,
-    finals_loads,
+    finals_requests,
     finals_rows,
     join_rows,
     levels,
-    load_rows,
     measured,
     named_row,
     output_state,
     pareto_front,
-    trial_load,
+    request_rows,
+    trial_requests,
     trial_rows,
 )
 from searches.study.budget import left_out
@@ -37,9 +37,9 @@ from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
 from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
 from searches.study.time_ledger import FITS, KEPT_SECONDS, SHARED, recorded_seconds
-from searches.tracking.names import DRIFTED, ENGINE_FAILED, FIGURES, STARTUP_SECONDS, WORKER
+from searches.tracking.names import DRIFTED, ENGINE_FAILED, METRICS, STARTUP_SECONDS, WORKER
 
-_LEAST_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
+_MIN_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
 
 
 def summary(
@@ -69,7 +69,7 @@ def summary(
         ]
     best = trial_rows(best_trials(trials))
     lines += ["## Best trials (tune prompts)", "", *(as_markdown(best) if best else ["None was measured to the end."])]
-    lines += load_tables(measured(trials))
+    lines += request_tables(measured(trials))
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
     if changed:
         lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
@@ -117,8 +117,8 @@ def study_notes(
         )
     if fits := recorded_seconds(study, FITS):
         notes.append(f"Fitting bridges took {sum(fits.values()):.0f} seconds, {len(fits)} times.")
-    figures = [trial.user_attrs.get(FIGURES, {}) for trial in trials]
-    if started := [found[STARTUP_SECONDS] for found in figures if STARTUP_SECONDS in found]:
+    metrics = [trial.user_attrs.get(METRICS, {}) for trial in trials]
+    if started := [found[STARTUP_SECONDS] for found in metrics if STARTUP_SECONDS in found]:
         notes.append(
             f"{len(started)} trials began with {statistics.fmean(started):.1f} seconds of compiling and capturing passes, "
             "or of starting an engine, on average. No speedup includes them."
@@ -180,7 +180,7 @@ def winner_notes(study: optuna.Study, finals: Finals) -> list[str]:
     seconds = search_seconds(study, finals)
     together = " of all workers together" if any(WORKER in trial.user_attrs for trial in finished(study)) else ""
     cost = f"The search took {seconds:.0f} seconds{together}"
-    if finals.winner.config.kind == "none":
+    if finals.winner.config.method == "none":
         kept = [finalist for finalist in finals.finalists if finalist.keeps_output]
         if not kept:
             return [f"{cost}."]
@@ -203,7 +203,7 @@ def _details(finalist: Finalist) -> str:
 
 def _interval(held_out: Mapping[str, Any], category: str) -> str:
     """Return the interval of a category that has enough prompts for one."""
-    if held_out["prompts_by_category"][category] < _LEAST_OF_A_CATEGORY:
+    if held_out["prompts_by_category"][category] < _MIN_OF_A_CATEGORY:
         return ""
     low, high = held_out["interval_by_category"][category]
     return f" ({low:.2f} to {high:.2f})"
@@ -212,15 +212,15 @@ def _interval(held_out: Mapping[str, Any], category: str) -> str:
 def verdict(finals: Finals) -> str:
     """Return one sentence: the winner, its speedup and the interval, or the reason why plain decoding wins."""
     winner, count = finals.winner, len(finals.finalists)
-    if winner.config.kind == "none":
+    if winner.config.method == "none":
         prompts = measured_prompts(finals.baseline)
-        if prompts < LEAST_RESAMPLED:
+        if prompts < MIN_RESAMPLED:
             others = (
                 ", as the outputs of the others end with their first token" if finals.baseline.get("empty_prompts") else ""
             )
             return (
                 f"No drafting wins: {prompts} held-out prompts cannot show that anything is faster{others}; "
-                f"{LEAST_RESAMPLED} are the least."
+                f"{MIN_RESAMPLED} are the least."
             )
         faster = [finalist for finalist in finals.finalists if finalist.low > 1.0]
         if faster:
@@ -238,33 +238,33 @@ def verdict(finals: Finals) -> str:
 
 
 def _finals_loads(finals: Finals) -> list[str]:
-    """Return a table of plain decoding and the finalists for each number of requests in flight; none without figures."""
-    loads, lines = finals_loads(finals), list[str]()
+    """Return a table of plain decoding and the finalists for each number of requests in flight; none without metrics."""
+    loads, lines = finals_requests(finals), list[str]()
     names: list[Row] = [{"configuration": row["configuration"]} for row in finals_rows(finals)]
     for level in levels(loads):
-        lines += _load_table("held-out prompts", level, join_rows(names, load_rows(loads, level)))
+        lines += _request_table("held-out prompts", level, join_rows(names, request_rows(loads, level)))
     return lines
 
 
-def load_tables(trials: Sequence[FrozenTrial]) -> list[str]:
-    """Return a table for each number of requests in flight; none if the back end does not report these figures.
+def request_tables(trials: Sequence[FrozenTrial]) -> list[str]:
+    """Return a table for each number of requests in flight; none if the back end does not report these metrics.
 
     It holds the trials that no other one exceeds in throughput and latency.
 
     Args:
         trials: measured to the end.
     """
-    loads = {trial.number: trial_load(trial) for trial in trials if is_lossless(trial.user_attrs["measurement"])}
+    loads = {trial.number: trial_requests(trial) for trial in trials if is_lossless(trial.user_attrs["measurement"])}
     names = {trial.number: named_row(trial) for trial in trials}
     lines = []
     for level in levels(loads.values()):
         front = pareto_front({n: (x.get(f"throughput{level}"), x.get(f"tpot_p50{level}")) for n, x in loads.items()})
         if front:
-            shown = load_rows([loads[number] for number in front], level)
-            lines += _load_table("Pareto front", level, join_rows([names[number] for number in front], shown))
+            shown = request_rows([loads[number] for number in front], level)
+            lines += _request_table("Pareto front", level, join_rows([names[number] for number in front], shown))
     return lines
 
 
-def _load_table(of: str, level: str, rows: Sequence[Row]) -> list[str]:
+def _request_table(of: str, level: str, rows: Sequence[Row]) -> list[str]:
     requests = f", {level.removeprefix('_at_')} requests in flight" if level else ""
     return ["", f"## Throughput and latency{requests} ({of})", "", *as_markdown(rows)]

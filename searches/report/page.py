@@ -27,12 +27,12 @@ from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.report import charts
 from searches.report.markdown import study_notes, verdict, winner_notes
 from searches.report.tables import (
-    as_html_with_loads,
+    as_html_with_requests,
     best_trials,
-    finals_loads,
+    finals_requests,
     finals_rows,
     levels,
-    trial_load,
+    trial_requests,
     trial_rows,
 )
 from searches.report.timeline import timeline, timeline_notes
@@ -40,7 +40,7 @@ from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, ranking
 from searches.study.study import SETTINGS, finished
 from searches.tracking.names import DEVICE
-from searches.workers.crew import ALONE, Workers
+from searches.workers.pool import ALONE, Workers
 
 PAGE = "report.html"
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
@@ -49,7 +49,7 @@ _PLOTLY = "@plotly@"
 _REFRESH = '<meta http-equiv="refresh" content="60">'
 _EMPTY = '<p class="empty">Nothing measured yet.</p>'
 _HELD_OUT = "Held-out prompts, 95 % intervals. A stroke is the speedup in the search. Dotted: plain decoding."
-_LOAD = "Bar: from the median to the 95th percentile. Star: plain decoding. Dashed: the Pareto front of medians."
+_WORKLOAD = "Bar: from the median to the 95th percentile. Star: plain decoding. Dashed: the Pareto front of medians."
 _BEST = "Speedups are those on the tune prompts that every trial decodes, over all trials of the configuration."
 _CODE = """import layerskip
 
@@ -161,7 +161,7 @@ def _figures(study: optuna.Study, page: Page, now: datetime) -> dict[str, go.Fig
         "timeline": timeline(study.get_trials(deepcopy=False), now),
         "held-out": charts.held_out(page.finals),
     }
-    for level in levels(point.load for point in measured):
+    for level in levels(point.requests for point in measured):
         for latency in (charts.TOKEN, charts.FIRST):
             drawn[f"{latency}{level}"] = charts.throughput(measured, latency, level)
     return {name: figure for name, figure in drawn.items() if figure is not None}
@@ -175,14 +175,14 @@ def _as_json(figures: Mapping[str, go.Figure]) -> str:
 
 def _content(study: optuna.Study, page: Page, figures: Mapping[str, go.Figure], path: Path, now: datetime) -> str:
     """Return the cards of the page."""
-    requests = study.user_attrs.get(SETTINGS, {}).get("load.concurrency", 1)
+    requests = study.user_attrs.get(SETTINGS, {}).get("workload.concurrency", 1)
     cards = []
     for kind, (title, text, shape) in _CHARTS.items():
         for name in [name for name in figures if name.partition("_at_")[0] == kind] or [_ALWAYS] * (kind == _ALWAYS):
             if kind == "timeline":
                 text = timeline_notes(study.get_trials(deepcopy=False), now)
             elif kind in (charts.TOKEN, charts.FIRST):
-                text = f"Requests in flight: {name.partition('_at_')[2] or requests}. {_LOAD}"
+                text = f"Requests in flight: {name.partition('_at_')[2] or requests}. {_WORKLOAD}"
             cards.append(_chart(figures, name, title, text, shape))
     finals = use = ""
     if page.finals is not None:
@@ -226,10 +226,10 @@ def _verdict(study: optuna.Study, page: Page) -> str:
 
 def _legend(study: optuna.Study) -> str:
     """Return the colours of the drafters, which all charts share."""
-    found = {configuration(trial).kind for trial in finished(study)}
-    names = {kind: "no drafting" if kind == "none" else kind.replace("_", " ") for kind in charts.kinds(found)}
+    found = {configuration(trial).method for trial in finished(study)}
+    names = {method: "no drafting" if method == "none" else method.replace("_", " ") for method in charts.methods(found)}
     items = (
-        f'<li><i style="background:{charts.color_of(kind)}"></i>{html.escape(name)}</li>' for kind, name in names.items()
+        f'<li><i style="background:{charts.color_of(method)}"></i>{html.escape(name)}</li>' for method, name in names.items()
     )
     return f'<ul class="legend">{"".join(items)}</ul>'
 
@@ -238,7 +238,7 @@ def _finals_table(finals: Finals) -> str:
     """Return the table of plain decoding and the finalists."""
     rows = finals_rows(finals)
     names = [{name: row[name] for name in ("configuration", "verdict")} for row in rows]
-    return as_html_with_loads(rows, names, finals_loads(finals))
+    return as_html_with_requests(rows, names, finals_requests(finals))
 
 
 def _best_table(study: optuna.Study) -> str:
@@ -246,12 +246,12 @@ def _best_table(study: optuna.Study) -> str:
     trials = best_trials(finished(study))
     rows = [{"configuration": row["configuration"]} | row for row in trial_rows(trials)]
     names = [{name: row[name] for name in ("configuration", "trial")} for row in rows]
-    return as_html_with_loads(rows, names, [trial_load(trial) for trial in trials]) if rows else ""
+    return as_html_with_requests(rows, names, [trial_requests(trial) for trial in trials]) if rows else ""
 
 
 def _usage(study: optuna.Study, finals: Finals, path: Path) -> str:
     """Return how the winner is used; ``path`` is that of the page."""
-    if finals.winner.config.kind == "none":
+    if finals.winner.config.method == "none":
         return "<p>Plain decoding wins: use the model as it is. best.json holds the evidence.</p>"
     settings, export = study.user_attrs.get(SETTINGS, {}), str(path.with_name("best.json"))
     parts = [f"<p>best.json holds {html.escape(finals.winner.config.label())}.</p>"]
@@ -277,14 +277,14 @@ class LiveView:
         folder: of the study.
         layers: the number of decoder layers of the target.
         trials: the number of finished trials at the end.
-        crew: the workers of the study, of which the first writes the page until one measures the finals.
+        pool: the workers of the study, of which the first writes the page until one measures the finals.
 
     Attributes:
         singles: ``[2, layers]``, the agreement with one sub-layer skipped, once scans have found it.
     """
 
-    def __init__(self, study: optuna.Study, folder: Path, layers: int, trials: int, crew: Workers = ALONE) -> None:
-        self._study, self._path, self._layers, self._trials, self._crew = study, folder / PAGE, layers, trials, crew
+    def __init__(self, study: optuna.Study, folder: Path, layers: int, trials: int, pool: Workers = ALONE) -> None:
+        self._study, self._path, self._layers, self._trials, self._pool = study, folder / PAGE, layers, trials, pool
         self._stage, self._written, self._writes = "", 0.0, False
         self.singles: NDArray[np.float64] | None = None
 
@@ -320,7 +320,7 @@ class LiveView:
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 self._stage = ""
-                if self._crew.leave():
+                if self._pool.leave():
                     pass
                 elif is_interrupt(error):
                     self._write(INTERRUPTED, "Interrupted: the same command continues.")
@@ -332,7 +332,7 @@ class LiveView:
     @defer_interrupt()
     def _write(self, state: str, reason: str = "") -> None:
         self._written = time.monotonic()
-        if not (self._writes or self._crew.leads()):
+        if not (self._writes or self._pool.leads()):
             return
         notes = study_notes(self._study, None)
         page = Page(self._layers, self._trials, notes, state, self._stage, reason, singles=self.singles)

@@ -125,7 +125,7 @@ class Publisher:
         evidence = {**figures, "prompts_digest": prompts.digest, "max_new_tokens": plan.measuring.max_new_tokens}
         search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds}
         search |= {"mlflow_run_id": self.tracker.run_id, **marks}
-        where = environment(plan.target) | described(plan.backend, plan.load)
+        where = environment(plan.target) | described(plan.backend, plan.workload)
         return Export(Export.describe(plan.target), config, plan.sampling, evidence, where, search=search)
 
     def _compare_seeds(self, predictor: ScanPredictor | None) -> SeedStability | None:
@@ -153,4 +153,4 @@ def _winning_trial(study: optuna.Study, winner: SpeculativeConfig) -> int | None
 
 
 def _drafts_with(config: SpeculativeConfig) -> list[tuple[str, str]]:
-    return [(part.kind, part.mask) for part in config.members or (config,)]
+    return [(part.method, part.mask) for part in config.members or (config,)]

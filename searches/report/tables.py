@@ -9,21 +9,21 @@ from typing import Any
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
-from layerskip.measure.measurement import LEAST_RESAMPLED
+from layerskip.measure.measurement import MIN_RESAMPLED
 from searches.study.finals import Finalist, Finals, measured_prompts
 from searches.study.leaderboard import configuration, is_lossless
-from searches.tracking.names import FIGURES
+from searches.tracking.names import METRICS
 
 Row = dict[str, str]
 
-_LOAD = {
+_REQUEST_COLUMNS = {
     "throughput": ("throughput", "{:.1f}", 1.0),
     "tpot_p50": ("ms/token p50", "{:.1f}", 1000.0),
     "tpot_p95": ("ms/token p95", "{:.1f}", 1000.0),
     "ttft_p50": ("ms to first p50", "{:.0f}", 1000.0),
     "ttft_p95": ("ms to first p95", "{:.0f}", 1000.0),
 }
-"""Title, format and factor of the figures of an engine that the tables show; throughput is in tokens/s."""
+"""Title, format and factor of the metrics of an engine that the tables show; throughput is in tokens/s."""
 _LONG = ("95 % interval", "output", "verdict")  # values that a narrow screen shows in lines of their own
 _OUTPUTS = {
     "exact": "identical",
@@ -38,40 +38,40 @@ def output_state(config: SpeculativeConfig, measured: Mapping[str, Any]) -> str:
     return _OUTPUTS[measured["losslessness"]["verdict"]] if config.lossless else "LOSSY"
 
 
-def speedup_cells(figures: Mapping[str, Any], digits: int) -> Row:
+def speedup_cells(metrics: Mapping[str, Any], digits: int) -> Row:
     """Return the speedup and its interval; both are empty if no prompt has a speed."""
-    if not measured_prompts(figures):
+    if not measured_prompts(metrics):
         return {"speedup": "", "95 % interval": ""}
-    value, low, high = (f"{figures[name]:.{digits}f}" for name in ("speedup", "speedup_low", "speedup_high"))
+    value, low, high = (f"{metrics[name]:.{digits}f}" for name in ("speedup", "speedup_low", "speedup_high"))
     return {"speedup": value, "95 % interval": f"{low} to {high}"}
 
 
-def empty_note(figures: Mapping[str, Any]) -> list[str]:
+def empty_note(metrics: Mapping[str, Any]) -> list[str]:
     """Return the lines that count the prompts without a speed; none if all have one."""
-    if not figures.get("empty_prompts"):
+    if not metrics.get("empty_prompts"):
         return []
-    counts = f"{figures['empty_prompts']} of {figures['prompts']}"
+    counts = f"{metrics['empty_prompts']} of {metrics['prompts']}"
     return ["", f"The outputs of {counts} prompts end with their first token. Speedups leave them out."]
 
 
 def finals_rows(finals: Finals) -> list[Row]:
     """Return plain decoding and the finalists on held-out prompts."""
-    plain = "wins" if finals.winner.config.kind == "none" else "reference"
+    plain = "wins" if finals.winner.config.method == "none" else "reference"
     rows = [("no drafting", plain, SpeculativeConfig(), finals.baseline, 1.0)]
     rows += [(f.config.label(), _outcome(finals, f), f.config, f.held_out, f.search_speedup) for f in finals.finalists]
     return [
         {"configuration": label, "verdict": outcome}
-        | speedup_cells(figures, 3)
+        | speedup_cells(metrics, 3)
         | {"in the search": f"{search_speedup:.3f}"}
-        | _rates(figures)
-        | {"output": output_state(config, figures)}
-        for label, outcome, config, figures, search_speedup in rows
+        | _rates(metrics)
+        | {"output": output_state(config, metrics)}
+        for label, outcome, config, metrics, search_speedup in rows
     ]
 
 
-def finals_loads(finals: Finals) -> list[Mapping[str, float]]:
-    """Return an engine's figures of each row of :func:`finals_rows`; empty ones if it reports none."""
-    return [held_out.get(FIGURES, {}) for held_out in (finals.baseline, *(each.held_out for each in finals.finalists))]
+def finals_requests(finals: Finals) -> list[Mapping[str, float]]:
+    """Return an engine's metrics of each row of :func:`finals_rows`; empty ones if it reports none."""
+    return [held_out.get(METRICS, {}) for held_out in (finals.baseline, *(each.held_out for each in finals.finalists))]
 
 
 def _outcome(finals: Finals, finalist: Finalist) -> str:
@@ -82,7 +82,7 @@ def _outcome(finals: Finals, finalist: Finalist) -> str:
         return "cannot win: output changed"
     if not finalist.stayed:
         return "dropped: slower than the leader"
-    if measured_prompts(finalist.held_out) < LEAST_RESAMPLED:
+    if measured_prompts(finalist.held_out) < MIN_RESAMPLED:
         return "too few prompts"
     if not finalist.eligible:
         return "not shown to be faster"
@@ -94,10 +94,10 @@ def measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
     return [trial for trial in trials if trial.state == TrialState.COMPLETE and "measurement" in trial.user_attrs]
 
 
-def best_trials(trials: Iterable[FrozenTrial], most: int = 10) -> list[FrozenTrial]:
+def best_trials(trials: Iterable[FrozenTrial], maximum: int = 10) -> list[FrozenTrial]:
     """Return the fastest trials that were measured to the end and kept the output."""
     kept = [t for t in measured(trials) if is_lossless(t.user_attrs["measurement"]) or not configuration(t).lossless]
-    return sorted(kept, key=lambda t: -(t.value or 0.0))[:most]
+    return sorted(kept, key=lambda t: -(t.value or 0.0))[:maximum]
 
 
 def trial_rows(trials: Iterable[FrozenTrial]) -> list[Row]:
@@ -112,35 +112,35 @@ def named_row(trial: FrozenTrial) -> Row:
     return {"trial": str(trial.number), "configuration": configuration(trial).label()}
 
 
-def trial_load(trial: FrozenTrial) -> Mapping[str, float]:
-    """Return an engine's figures of a trial; empty if it reports none."""
-    found: Mapping[str, float] = trial.user_attrs.get(FIGURES, {})
+def trial_requests(trial: FrozenTrial) -> Mapping[str, float]:
+    """Return an engine's metrics of a trial; empty if it reports none."""
+    found: Mapping[str, float] = trial.user_attrs.get(METRICS, {})
     return found
 
 
-def _rates(figures: Mapping[str, Any]) -> Row:
+def _rates(metrics: Mapping[str, Any]) -> Row:
     return {
-        "tokens/s": f"{figures['tokens_per_second']:.1f}",
-        "acceptance": f"{figures['acceptance_rate']:.2f}",
-        "tokens/round": f"{figures['tokens_per_round']:.2f}",
+        "tokens/s": f"{metrics['tokens_per_second']:.1f}",
+        "acceptance": f"{metrics['acceptance_rate']:.2f}",
+        "tokens/round": f"{metrics['mean_acceptance_length']:.2f}",
     }
 
 
 def levels(loads: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the ends of the names of the figures: one for each number of requests in flight, empty for a single one."""
-    ends = {name.removeprefix("throughput") for load in loads for name in load if name.startswith("throughput")}
+    """Return the ends of the names of the metrics: one for each number of requests in flight, empty for a single one."""
+    ends = {name.removeprefix("throughput") for workload in loads for name in workload if name.startswith("throughput")}
     return sorted(ends, key=lambda end: (len(end), end))
 
 
-def load_rows(loads: Sequence[Mapping[str, float]], level: str) -> list[Row]:
-    """Return an engine's figures under one of :func:`levels`; a figure that no row has is no column."""
-    shown = {name: each for name, each in _LOAD.items() if any(name + level in load for load in loads)}
+def request_rows(loads: Sequence[Mapping[str, float]], level: str) -> list[Row]:
+    """Return an engine's metrics under one of :func:`levels`; a metric that no row has is no column."""
+    shown = {name: each for name, each in _REQUEST_COLUMNS.items() if any(name + level in workload for workload in loads)}
     return [
         {
-            title: form.format(factor * load[name + level]) if name + level in load else ""
+            title: form.format(factor * workload[name + level]) if name + level in workload else ""
             for name, (title, form, factor) in shown.items()
         }
-        for load in loads
+        for workload in loads
     ]
 
 
@@ -183,16 +183,16 @@ def as_html(rows: Sequence[Row]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
-def as_html_with_loads(rows: Sequence[Row], names: Sequence[Row], loads: Sequence[Mapping[str, float]]) -> str:
-    """Return a table with an engine's figures as further columns; those of several numbers of requests in further tables.
+def as_html_with_requests(rows: Sequence[Row], names: Sequence[Row], loads: Sequence[Mapping[str, float]]) -> str:
+    """Return a table with an engine's metrics as further columns; those of several numbers of requests in further tables.
 
     Args:
         rows: of the table.
         names: the cells that name each row.
-        loads: the figures of each row; empty if there are none.
+        loads: the metrics of each row; empty if there are none.
     """
-    tables = [as_html(join_rows(rows, load_rows(loads, "")))]
+    tables = [as_html(join_rows(rows, request_rows(loads, "")))]
     for level in filter(None, levels(loads)):
-        further = as_html(join_rows(names, load_rows(loads, level)))
+        further = as_html(join_rows(names, request_rows(loads, level)))
         tables.append(f"<p>Requests in flight: {level.removeprefix('_at_')}.</p>{further}")
     return "".join(tables)

@@ -16,7 +16,7 @@ from searches.study.leaderboard import FINISHED, configuration
 from searches.study.study import DUPLICATE_OF
 from searches.tracking.names import ENGINE_FAILED, RETRY_OF, WORKER
 
-_LEAST_PAUSE = 60.0  # seconds without a trial that are cut out, and at least this share of the time with trials:
+_MIN_PAUSE = 60.0  # seconds without a trial that are cut out, and at least this share of the time with trials:
 _PAUSE_SHARE = 0.1
 _ONE_LANE = "trials"
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
@@ -55,9 +55,9 @@ class Span:
         return self.trial.state == TrialState.FAIL and not self.seconds
 
     @property
-    def kind(self) -> str:
+    def method(self) -> str:
         """Its drafter."""
-        return configuration(self.trial).kind if "config" in self.trial.user_attrs else "not sampled"
+        return configuration(self.trial).method if "config" in self.trial.user_attrs else "not sampled"
 
     @property
     def outcome(self) -> str:
@@ -77,7 +77,7 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
     if not spans:
         return None
     total = max(span.begin + span.seconds for span in spans)
-    unit, name = next((unit, name) for least, unit, name in _UNITS if total >= least)
+    unit, name = next((unit, name) for minimum, unit, name in _UNITS if total >= minimum)
     chart = figure(f"{name} in which trials ran", "")
     chart.update_xaxes(range=[-0.01 * total / unit, 1.02 * total / unit or 1.0])
     chart.update_layout(barmode="overlay", margin_t=28 if pauses else 10, margin_l=12)
@@ -88,8 +88,8 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
         note = {"text": _duration(seconds), "showarrow": False, "yref": "paper", "y": 1, "yanchor": "bottom"}
         chart.add_annotation(x=offset / unit, xanchor="right" if 2 * offset > total else "left", **note)
     ended = [span for span in spans if not span.killed]
-    for group in sorted({(span.kind, span.outcome) for span in ended}):
-        _add_bars(chart, [span for span in ended if (span.kind, span.outcome) == group], unit)
+    for group in sorted({(span.method, span.outcome) for span in ended}):
+        _add_bars(chart, [span for span in ended if (span.method, span.outcome) == group], unit)
     if killed := [span for span in spans if span.killed]:
         chart.add_scatter(
             mode="markers",
@@ -137,13 +137,13 @@ def _spans(trials: Sequence[FrozenTrial], now: datetime) -> tuple[list[Span], li
             seconds = (now - start).total_seconds()
         spans.append(Span(trial, start, max(0.0, float(seconds or 0.0))))
     spans.sort(key=lambda span: span.start)
-    least = max(_LEAST_PAUSE, _PAUSE_SHARE * sum(span.seconds for span in spans))
+    minimum = max(_MIN_PAUSE, _PAUSE_SHARE * sum(span.seconds for span in spans))
     placed: list[Span] = []
     pauses: list[tuple[float, float]] = []
     cut, end = 0.0, spans[0].start if spans else now
     for span in spans:
         idle = (span.start - end).total_seconds()
-        if idle > least:
+        if idle > minimum:
             pauses.append(((end - spans[0].start).total_seconds() - cut, idle))
             cut += idle
         placed.append(replace(span, begin=(span.start - spans[0].start).total_seconds() - cut))
@@ -168,17 +168,17 @@ def _natural(text: str) -> list[tuple[int, str]]:
 
 
 def _add_bars(chart: go.Figure, spans: Sequence[Span], unit: float) -> None:
-    """Add the bars of the trials of one kind and outcome."""
-    kind, outcome, state = spans[0].kind, spans[0].outcome, spans[0].trial.state
+    """Add the bars of the trials of one method and outcome."""
+    method, outcome, state = spans[0].method, spans[0].outcome, spans[0].trial.state
     failed, interrupted = outcome == _FAILED, state == TrialState.FAIL
     chart.add_bar(
         orientation="h",
         width=0.45,
-        name=f"{html.escape(kind.replace('_', ' '))}, {outcome}",
+        name=f"{html.escape(method.replace('_', ' '))}, {outcome}",
         base=[span.begin / unit for span in spans],
         x=[span.seconds / unit for span in spans],
         y=[span.lane for span in spans],
-        marker_color=color_of(kind) if state in FINISHED else GREY,
+        marker_color=color_of(method) if state in FINISHED else GREY,
         marker_line={"color": INK, "width": 1} if interrupted else {"color": "#ffffff", "width": 0.5},
         marker_pattern={"shape": "x", "size": 5, "fgcolor": INK} if failed else None,
         marker_opacity=0.45 if state == TrialState.PRUNED and not failed else 1.0,
@@ -210,5 +210,5 @@ def _describe(span: Span) -> str:
 
 
 def _duration(seconds: float) -> str:
-    unit, name = next((unit, name) for least, unit, name in _UNITS if seconds >= least)
+    unit, name = next((unit, name) for minimum, unit, name in _UNITS if seconds >= minimum)
     return f"{seconds / unit:.1f} {name}"

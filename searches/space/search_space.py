@@ -1,6 +1,6 @@
 """The search space of a study: from a trial's choices to a configuration, and back.
 
-The space is conditional: a trial chooses a kind of drafter first, then the fields of that kind, within the ranges that its
+The space is conditional: a trial chooses a method first, then the fields of that method, within the ranges that its
 drafter declares. The members of a cascade are chosen otherwise, and so are masks: one ``suggest_int`` of 0 or 1 per
 sub-layer outside the protected first and last layers, because Optuna's TPE does not learn from the same bits as categorical
 parameters.
@@ -16,7 +16,7 @@ from typing import Any
 import optuna
 
 from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig, StopRule
-from layerskip.config import Costs, Field, Kind, kinds
+from layerskip.config import Costs, Field, Method, methods
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_whole
 from searches.space.bridge_spec import BRIDGES, RANKED, BridgeSource, BridgeSpec
 
@@ -43,9 +43,9 @@ def check_values(name: str, field: Field, values: Any) -> None:
         raise InputError(f"{name}: {values!r} is not a range, such as [{field.range[0]:g},{field.range[1]:g}]")
     for end in values:
         if isinstance(field.default, float):
-            check_number(name, end, most=1, or_zero=not field.log)
+            check_number(name, end, maximum=1, or_zero=not field.log)
         else:
-            check_whole(name, end, field.least)
+            check_whole(name, end, field.minimum)
 
 
 def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values: Sequence[Any]) -> Any:
@@ -81,8 +81,8 @@ def value_params(name: str, field: Field, values: Sequence[Any], value: Any) -> 
     found: Params = {}
     if field.range is None:
         if len(values) > 1:
-            found[name] = value.kind if isinstance(value, StopRule) else value
-        if isinstance(value, StopRule) and value.kind != "length":
+            found[name] = value.method if isinstance(value, StopRule) else value
+        if isinstance(value, StopRule) and value.method != "length":
             found[f"{name}.threshold"] = value.threshold
         return found
     if _may_be_chains(field, values):
@@ -95,9 +95,9 @@ def value_params(name: str, field: Field, values: Sequence[Any], value: Any) -> 
 def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
     """Return a value, or the nearest one of a range, or the first of the choices."""
     if field.range is None:
-        kind = value.kind if isinstance(value, StopRule) else value
+        method = value.method if isinstance(value, StopRule) else value
         first = values[0] if values else value
-        return value if kind in values else StopRule(first) if isinstance(value, StopRule) else first
+        return value if method in values else StopRule(first) if isinstance(value, StopRule) else first
     if _may_be_chains(field, values) and value == field.chains:
         return value
     return min(max(value, values[0]), values[1])
@@ -121,10 +121,10 @@ def check_masks(space: SearchSpace) -> None:
     for name in ("protect_first", "protect_last"):
         check_whole(f"space.{name}", getattr(space, name), 0)
     check_list("space.bridges", space.bridges, BRIDGES, or_empty=False)
-    for name, least in (("ranks", 0), ("widths", 1), ("draft_heads", 0)):
+    for name, minimum in (("ranks", 0), ("widths", 1), ("draft_heads", 0)):
         check_list(f"space.{name}", getattr(space, name), or_empty=False)
         for value in getattr(space, name):
-            check_whole(f"space.{name}", value, least)
+            check_whole(f"space.{name}", value, minimum)
     check_list("space.masks", space.masks)
     for mask in space.masks:
         try:
@@ -152,33 +152,35 @@ def mask_params(space: SearchSpace, text: str) -> Params:
 
 def suggest_parts(space: SearchSpace, trial: optuna.trial.BaseTrial, config: SpeculativeConfig) -> SpeculativeConfig:
     """Return a configuration with a trial's bridges and draft head, which are made now unless they exist."""
-    store, kind = space.bridge_store, config.kind
-    if store is None or "draft_head" not in kinds()[kind]:
+    store, method = space.bridge_store, config.method
+    if store is None or "draft_head" not in methods()[method]:
         return config
-    tokens = int(trial.suggest_categorical(f"{kind}.draft_head", tuple(space.draft_heads)))
-    if "mask" in kinds()[kind]:
-        bridge = str(trial.suggest_categorical(f"{kind}.bridge", tuple(space.bridges)))
-        rank = int(trial.suggest_categorical(f"{kind}.bridge.rank", tuple(space.ranks))) if bridge in RANKED else 0
-        width = int(trial.suggest_categorical(f"{kind}.bridge.width", tuple(space.widths))) if bridge == "mlp" else 0
+    tokens = int(trial.suggest_categorical(f"{method}.draft_head", tuple(space.draft_heads)))
+    if "mask" in methods()[method]:
+        bridge = str(trial.suggest_categorical(f"{method}.bridge", tuple(space.bridges)))
+        rank = int(trial.suggest_categorical(f"{method}.bridge.rank", tuple(space.ranks))) if bridge in RANKED else 0
+        width = int(trial.suggest_categorical(f"{method}.bridge.width", tuple(space.widths))) if bridge == "mlp" else 0
         mask = SkipMask.parse(config.mask, space.layers)
         config = replace(config, bridge=store.bridge(mask, BridgeSpec(bridge, rank, tokens, width)))
-    own_tokens = kind != "cross_tokenizer"
-    return replace(config, draft_head=store.head(tokens) if own_tokens else store.draft_model_head(config.draft, tokens))
+    own_tokens = method != "cross_tokenizer"
+    return replace(
+        config, draft_head=store.head(tokens) if own_tokens else store.draft_model_head(config.draft_model, tokens)
+    )
 
 
 def parts_params(space: SearchSpace, config: SpeculativeConfig) -> Params:
     """Return the parameters that lead to a configuration's bridges and draft head."""
-    kind = config.kind
-    if space.bridge_store is None or "draft_head" not in kinds()[kind]:
+    method = config.method
+    if space.bridge_store is None or "draft_head" not in methods()[method]:
         return {}
     spec = space.bridge_store.bridge_spec(config)
-    found: Params = {f"{kind}.draft_head": spec.tokens}
-    if "mask" in kinds()[kind]:
-        found[f"{kind}.bridge"] = spec.bridge
+    found: Params = {f"{method}.draft_head": spec.tokens}
+    if "mask" in methods()[method]:
+        found[f"{method}.bridge"] = spec.bridge
         if spec.bridge in RANKED:
-            found[f"{kind}.bridge.rank"] = spec.rank
+            found[f"{method}.bridge.rank"] = spec.rank
         if spec.bridge == "mlp":
-            found[f"{kind}.bridge.width"] = spec.width
+            found[f"{method}.bridge.width"] = spec.width
     return found
 
 
@@ -203,9 +205,9 @@ _CASCADE = "cascade"
 _RUNTIME = {"runtime": True}  # measured or made by the program, not configured
 
 
-def searched_fields(kind: Kind) -> list[Field]:
-    """Return the fields of a kind that a study chooses within their declared ranges, choices or paths."""
-    return [each for each in kind.fields if each.name not in PARTS and (each.range or each.choices or each.path)]
+def searched_fields(method: Method) -> list[Field]:
+    """Return the fields of a method that a study chooses within their declared ranges, choices or paths."""
+    return [each for each in method.fields if each.name not in PARTS and (each.range or each.choices or each.path)]
 
 
 @dataclass(frozen=True)
@@ -214,18 +216,18 @@ class SearchSpace:
 
     Args:
         layers: the number of decoder layers of the target.
-        kinds: the drafters to choose from; None for all. ``none`` is always among them.
+        methods: the drafters to choose from; None for all. ``none`` is always among them.
         protect_first: the number of first layers that are never skipped.
         protect_last: the number of last layers that are never skipped.
-        ranges: what a study chooses a field from, by kind and field, in place of its declared range or choices. For heads,
-            draft models and datastores, the folders or names; without any, kinds that need one are left out.
+        ranges: what a study chooses a field from, by method and field, in place of its declared range or choices. For heads,
+            draft models and datastores, the folders or names; without any, methods that need one are left out.
         masks: further masks to try first, in text form.
         bridges: what may stand in for skipped sub-layers: ``none``, ``mean``, ``linear``, ``mlp``.
         ranks: the ranks of the maps of ``linear`` and ``mlp`` bridges; 0 is a full-rank map.
         widths: the widths of the MLPs of ``mlp`` bridges.
         draft_heads: sizes of the vocabulary that self-drafts and draft models choose from; 0 is the whole vocabulary.
         allow_lossy: whether acceptance rules that change the output are searched and may win.
-        trees: whether the target can verify trees. Otherwise kinds that draft only trees are left out, and others draft
+        trees: whether the target can verify trees. Otherwise methods that draft only trees are left out, and others draft
             chains.
         verify_cost: the cost of verification in cascades; empty if it was not measured.
         draft_cost: the cost of drafting by members of cascades; None if it is not measured.
@@ -233,7 +235,7 @@ class SearchSpace:
     """
 
     layers: int = field(metadata=_RUNTIME)
-    kinds: Sequence[str] | None = None
+    methods: Sequence[str] | None = None
     protect_first: int = 2
     protect_last: int = 2
     ranges: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
@@ -250,30 +252,30 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         check_flag("allow_lossy", self.allow_lossy)
-        known = kinds()
-        if self.kinds is not None:
-            check_list("space.kinds", self.kinds, tuple(known))
-        if self.kinds is not None and _CASCADE in self.kinds and set(self.kinds) <= {"none", _CASCADE}:
-            raise InputError("space.kinds: a cascade is prompt_lookup and another kind, and those are missing")
+        known = methods()
+        if self.methods is not None:
+            check_list("space.methods", self.methods, tuple(known))
+        if self.methods is not None and _CASCADE in self.methods and set(self.methods) <= {"none", _CASCADE}:
+            raise InputError("space.methods: a cascade is prompt_lookup and another method, and those are missing")
         ranges: dict[str, dict[str, tuple[Any, ...]]] = {}
-        for kind, fields in (self.ranges or {}).items():
-            check_list("space.ranges", [kind], tuple(known))
+        for method, fields in (self.ranges or {}).items():
+            check_list("space.ranges", [method], tuple(known))
             if not isinstance(fields, Mapping):
-                raise InputError(f"space.ranges.{kind}: {fields!r} is not a table of fields")
-            searched = {each.name: each for each in searched_fields(known[kind])}
+                raise InputError(f"space.ranges.{method}: {fields!r} is not a table of fields")
+            searched = {each.name: each for each in searched_fields(known[method])}
             for name, values in fields.items():
-                check_list(f"space.ranges.{kind}", [name], tuple(searched))
-                check_values(f"space.ranges.{kind}.{name}", searched[name], values)
-                ranges.setdefault(kind, {})[name] = tuple(values)
+                check_list(f"space.ranges.{method}", [name], tuple(searched))
+                check_values(f"space.ranges.{method}.{name}", searched[name], values)
+                ranges.setdefault(method, {})[name] = tuple(values)
         object.__setattr__(self, "ranges", ranges)
-        for kind in ranges:
-            for each in known[kind].fields:
-                if each.at_least and self.values(kind, each.name)[1] < self.values(kind, each.at_least)[0]:
-                    raise InputError(f"space.ranges.{kind}.{each.name}: ends below {each.at_least}, which is not above it")
+        for method in ranges:
+            for each in known[method].fields:
+                if each.at_least and self.values(method, each.name)[1] < self.values(method, each.at_least)[0]:
+                    raise InputError(f"space.ranges.{method}.{each.name}: ends below {each.at_least}, which is not above it")
         check_masks(self)
         for part, plain in (("bridges", "none"), ("draft_heads", 0)):  # the plain choice is always there
             object.__setattr__(self, part, tuple(dict.fromkeys([plain, *getattr(self, part)])))
-        if not self.skippable and any("mask" in known[kind] for kind in self.available_kinds):
+        if not self.skippable and any("mask" in known[method] for method in self.available_methods):
             raise InputError(f"space.protect_first, space.protect_last: leave none of {self.layers} layers to skip")
 
     @property
@@ -282,76 +284,76 @@ class SearchSpace:
         return tuple(range(self.protect_first, self.layers - self.protect_last))
 
     @property
-    def available_kinds(self) -> tuple[str, ...]:
-        """The kinds that a trial chooses from: those of ``kinds``, without those that lack a head, a model or trees."""
+    def available_methods(self) -> tuple[str, ...]:
+        """The methods that a trial chooses from: those of ``methods``, without those that lack a head, a model or trees."""
         found = [
-            kind
-            for kind in kinds().values()
-            if (self.kinds is None or kind.name in ("none", *self.kinds))
-            and (self.trees or not kind.trees_only)
-            and all(self.values(kind.name, each.name) for each in kind.fields if each.required)
+            method
+            for method in methods().values()
+            if (self.methods is None or method.name in ("none", *self.methods))
+            and (self.trees or not method.trees_only)
+            and all(self.values(method.name, each.name) for each in method.fields if each.required)
         ]
-        names = [kind.name for kind in found]
-        if LOOKUP not in names or not any(kind.second for kind in found):
+        names = [method.name for method in found]
+        if LOOKUP not in names or not any(method.second for method in found):
             names = [name for name in names if name != _CASCADE]
         return tuple(names)
 
     @property
-    def second_kinds(self) -> tuple[str, ...]:
-        """The kinds that may follow the lookup of a cascade."""
-        return tuple(kind for kind in self.available_kinds if kinds()[kind].second)
+    def second_methods(self) -> tuple[str, ...]:
+        """The methods that may follow the lookup of a cascade."""
+        return tuple(method for method in self.available_methods if methods()[method].second)
 
     @property
     def bridged(self) -> bool:
         """True if drafts may have bridges or a reduced vocabulary."""
-        chosen = [kinds()[kind] for kind in self.available_kinds]
-        reduced = any(self.draft_heads) and any("draft_head" in kind for kind in chosen)
-        return reduced or (set(self.bridges) != {"none"} and any("bridge" in kind for kind in chosen))
+        chosen = [methods()[method] for method in self.available_methods]
+        reduced = any(self.draft_heads) and any("draft_head" in method for method in chosen)
+        return reduced or (set(self.bridges) != {"none"} and any("bridge" in method for method in chosen))
 
-    def values(self, kind: str, name: str) -> tuple[Any, ...]:
+    def values(self, method: str, name: str) -> tuple[Any, ...]:
         """Return what a field is chosen from: the lowest and highest value of a number, or all choices.
 
         Args:
-            kind: a kind of drafter.
+            method: a method.
             name: a field that its drafter declares with a range, with choices or as a path.
         """
-        return self._values(kinds()[kind], kinds()[kind][name])
+        return self._values(methods()[method], methods()[method][name])
 
-    def _values(self, kind: Kind, declared: Field) -> tuple[Any, ...]:
+    def _values(self, method: Method, declared: Field) -> tuple[Any, ...]:
         if declared.chains is not None and not self.trees:
             return declared.chains, declared.chains
-        given = self.ranges.get(kind.name, {}).get(declared.name)
+        given = self.ranges.get(method.name, {}).get(declared.name)
         if declared.path:
             return (*(() if declared.required else ("",)), *map(str, given or ()))
         found = tuple(given) if given is not None else declared.range or declared.choices
-        for other in kind.fields:
+        for other in method.fields:
             if other.at_least == declared.name:
-                found = found[0], min(found[1], self._values(kind, other)[1])
+                found = found[0], min(found[1], self._values(method, other)[1])
         return found
 
-    def narrowed(self, kinds_of: Collection[str] | None = None, **values: Sequence[Any]) -> SearchSpace:
+    def narrowed(self, methods_of: Collection[str] | None = None, **values: Sequence[Any]) -> SearchSpace:
         """Return the space with other ranges or choices of some fields.
 
         Args:
-            kinds_of: the kinds whose fields change; None for all kinds that have such a field.
+            kinds_of: the methods whose fields change; None for all methods that have such a field.
             values: the values by field.
         """
-        ranges = {kind: dict(fields) for kind, fields in self.ranges.items()}
-        for kind in kinds().values():
-            for each in searched_fields(kind) if kinds_of is None or kind.name in kinds_of else ():
+        ranges = {method: dict(fields) for method, fields in self.ranges.items()}
+        for method in methods().values():
+            for each in searched_fields(method) if methods_of is None or method.name in methods_of else ():
                 if each.name in values:
-                    ranges.setdefault(kind.name, {})[each.name] = values[each.name]
+                    ranges.setdefault(method.name, {})[each.name] = values[each.name]
         return replace(self, ranges=ranges)
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         """Return the configuration that a trial proposes."""
-        kind = str(trial.suggest_categorical("kind", self.available_kinds))
-        if kind == _CASCADE:
-            second = str(trial.suggest_categorical("cascade.second", self.second_kinds))
+        method = str(trial.suggest_categorical("method", self.available_methods))
+        if method == _CASCADE:
+            second = str(trial.suggest_categorical("cascade.second", self.second_methods))
             config = self._cascade(self._suggest(LOOKUP, trial), self._suggest(second, trial))
         else:
-            config = self._suggest(kind, trial)
-        if not self.allow_lossy or kind == "none":
+            config = self._suggest(method, trial)
+        if not self.allow_lossy or method == "none":
             return config
         rule = str(trial.suggest_categorical("accept", ("exact", "threshold", "typical")))
         if rule == "threshold":
@@ -360,73 +362,73 @@ class SearchSpace:
 
     def params(self, config: SpeculativeConfig) -> Params:
         """Return the choices that lead to a configuration; the reverse of :meth:`suggest`."""
-        found: Params = {"kind": config.kind}
+        found: Params = {"method": config.method}
         for member in config.members or (config,):
             found |= self._params(member)
         if config.members:
-            found["cascade.second"] = config.members[1].kind
-        if self.allow_lossy and config.kind != "none":
-            found["accept"] = config.accept.kind
-            if config.accept.kind == "threshold":
+            found["cascade.second"] = config.members[1].method
+        if self.allow_lossy and config.method != "none":
+            found["accept"] = config.accept.method
+            if config.accept.method == "threshold":
                 found["accept.threshold"] = config.accept.threshold
         return found
 
-    def _suggest(self, kind: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-        declared = kinds()[kind]
+    def _suggest(self, method: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+        declared = methods()[method]
         values: dict[str, Any] = {"mask": suggest_mask(self, trial)} if "mask" in declared else {}
 
         def choose(each: Field) -> Any:
-            return suggest_value(trial, f"{kind}.{each.name}", each, self._values(declared, each))
+            return suggest_value(trial, f"{method}.{each.name}", each, self._values(declared, each))
 
         return suggest_parts(self, trial, _fill(declared, values, choose))
 
     def _params(self, config: SpeculativeConfig) -> Params:
-        kind = kinds()[config.kind]
-        found = mask_params(self, config.mask) if "mask" in kind else {}
-        for each in searched_fields(kind):
+        method = methods()[config.method]
+        found = mask_params(self, config.mask) if "mask" in method else {}
+        for each in searched_fields(method):
             if each.used(config):
-                name, value = f"{kind.name}.{each.name}", config.value(each.name)
-                found |= value_params(name, each, self.values(kind.name, each.name), value)
+                name, value = f"{method.name}.{each.name}", config.value(each.name)
+                found |= value_params(name, each, self.values(method.name, each.name), value)
         return found | parts_params(self, config)
 
-    def nearest(self, kind: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
-        """Return the configuration of a kind with the wanted values, or the nearest ones of the space."""
+    def nearest(self, method: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
+        """Return the configuration of a method with the wanted values, or the nearest ones of the space."""
 
         def choose(each: Field) -> Any:
-            return nearest_value(each, self.values(kind, each.name), wanted.get(each.name, each.default))
+            return nearest_value(each, self.values(method, each.name), wanted.get(each.name, each.default))
 
-        return _fill(kinds()[kind], {name: wanted[name] for name in PARTS if name in wanted}, choose)
+        return _fill(methods()[method], {name: wanted[name] for name in PARTS if name in wanted}, choose)
 
-    def starts(self, kind: str) -> list[SpeculativeConfig]:
-        """Return the configurations of a kind to try first, with each head, model or datastore.
+    def starts(self, method: str) -> list[SpeculativeConfig]:
+        """Return the configurations of a method to try first, with each head, model or datastore.
 
         Self-drafts and cascades have none: their masks and members are found otherwise.
         """
-        declared = kinds()[kind]
-        if kind in ("none", _CASCADE) or "mask" in declared:
+        declared = methods()[method]
+        if method in ("none", _CASCADE) or "mask" in declared:
             return []
         paths = [each.name for each in searched_fields(declared) if each.path]
-        named = [dict(zip(paths, one, strict=True)) for one in itertools.product(*(self.values(kind, p) for p in paths))]
-        found = [self.nearest(kind, declared.first | dict(more) | one) for more in ({}, *declared.also) for one in named]
+        named = [dict(zip(paths, one, strict=True)) for one in itertools.product(*(self.values(method, p) for p in paths))]
+        found = [self.nearest(method, declared.first | dict(more) | one) for more in ({}, *declared.also) for one in named]
         return list(dict.fromkeys(found))
 
     def skip_starts(self, masks: Sequence[str]) -> list[SpeculativeConfig]:
         """Return self-drafts of some masks, with the declared first draft length and stop rule."""
-        return [self.nearest("layer_skip", kinds()["layer_skip"].first | {"mask": mask}) for mask in masks]
+        return [self.nearest("layer_skip", methods()["layer_skip"].first | {"mask": mask}) for mask in masks]
 
     def after_lookup(self, seconds: Sequence[SpeculativeConfig]) -> list[SpeculativeConfig]:
         """Return the first of some configurations after a lookup; an empty list if the study has no cascades."""
-        if _CASCADE not in self.available_kinds:
+        if _CASCADE not in self.available_methods:
             return []
-        first = dict(kinds()[_CASCADE].row["members"][0])
-        lookup = self.nearest(first.pop("kind"), first)
+        first = dict(methods()[_CASCADE].row["members"][0])
+        lookup = self.nearest(first.pop("method"), first)
         return [self._cascade(lookup, second) for second in seconds[:1]]
 
     def lookups(self) -> list[SpeculativeConfig]:
         """Return every prompt lookup of the space; an empty list if it has none."""
-        if LOOKUP not in self.available_kinds:
+        if LOOKUP not in self.available_methods:
             return []
-        fields = searched_fields(kinds()[LOOKUP])
+        fields = searched_fields(methods()[LOOKUP])
         found = []
         for values in itertools.product(*(every_value(each, self.values(LOOKUP, each.name)) for each in fields)):
             chosen = dict(zip((each.name for each in fields), values, strict=True))
@@ -440,19 +442,19 @@ class SearchSpace:
         return SpeculativeConfig(_CASCADE, members=members, verify_cost=self.verify_cost, draft_cost=costs)
 
 
-def _fill(kind: Kind, values: dict[str, Any], choose: Callable[[Field], Any]) -> SpeculativeConfig:
-    """Return a configuration of a kind.
+def _fill(method: Method, values: dict[str, Any], choose: Callable[[Field], Any]) -> SpeculativeConfig:
+    """Return a configuration of a method.
 
     Fields that are read only with some values of others come last.
 
     Args:
-        kind: the declaration.
+        method: the declaration.
         values: the values that are known; chosen ones are added.
         choose: returns the value of a field.
     """
-    fields = sorted(searched_fields(kind), key=lambda each: each.used is not Field.used)
+    fields = sorted(searched_fields(method), key=lambda each: each.used is not Field.used)
     for each in fields:
-        if each.used is Field.used or each.used(SpeculativeConfig.of(kind.name, values)):
+        if each.used is Field.used or each.used(SpeculativeConfig.of(method.name, values)):
             value = choose(each)
             values[each.name] = max(value, values[each.at_least]) if each.at_least else value
-    return SpeculativeConfig.of(kind.name, values)
+    return SpeculativeConfig.of(method.name, values)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from layerskip import PromptSet, Sampling, SpeculativeConfig
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
-from searches.backends.backend import BASELINE, Backend, BackendError, Load, Row
+from searches.backends.backend import BASELINE, Backend, BackendError, Row, Workload
 from searches.results import ResultLog
 
 __all__ = ["BASELINE", "Bench", "ModelBench", "Row", "logged_row", "logged_seconds", "resumed_rows", "surviving_rows"]
@@ -54,7 +54,7 @@ class Bench(Protocol):
             After each prompt one sample per name, ``baseline`` included.
         """
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Return what the back end reports of the last comparison beside its samples."""
         return {}
 
@@ -67,13 +67,13 @@ class ModelBench:
         backend: runs it.
         sampling: of its tokens.
         max_new_tokens: per prompt and turn.
-        load: requests in flight, and what a speedup compares.
+        workload: requests in flight, and what a speedup compares.
     """
 
     backend: Backend
     sampling: Sampling
     max_new_tokens: int
-    load: Load = Load()
+    workload: Workload = Workload()
 
     @property
     def exact(self) -> bool:
@@ -83,7 +83,7 @@ class ModelBench:
     @property
     def conditions(self) -> Any:
         """The back end's description, the sampling, the number of tokens and the load."""
-        return [self.backend.describe(), self.sampling.to_dict(), self.max_new_tokens, self.load.to_dict()]
+        return [self.backend.describe(), self.sampling.to_dict(), self.max_new_tokens, self.workload.to_dict()]
 
     def compare(
         self,
@@ -100,12 +100,12 @@ class ModelBench:
             BackendError: see :meth:`~searches.backends.backend.Backend.compare`.
         """
         task = Task(self.sampling, self.max_new_tokens, seed)
-        rows = self.backend.compare(configs, prompts, task, self.load, repeats, without, before)
-        return rows if self.load.goal == "decoding" else map(_whole_requests, rows)
+        rows = self.backend.compare(configs, prompts, task, self.workload, repeats, without, before)
+        return rows if self.workload.goal == "decoding" else map(_whole_requests, rows)
 
-    def figures(self) -> Mapping[str, float]:
-        """Return the figures of :meth:`~searches.backends.backend.Backend.figures`."""
-        return self.backend.figures()
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics of :meth:`~searches.backends.backend.Backend.metrics`."""
+        return self.backend.metrics()
 
 
 def _whole_requests(row: Row) -> dict[str, Sample]:

@@ -27,17 +27,17 @@ from typing import Any
 import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
-from layerskip.config import kinds
+from layerskip.config import methods
 from layerskip.export import attachment_digests
 from layerskip.files import digest
-from layerskip.measure.measurement import CONFIDENCE, LEAST_RESAMPLED
-from searches.backends.figures import sample_figures
+from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED
+from searches.backends.metrics import sample_metrics
 from searches.results import ResultLog
 from searches.study.bench import BASELINE, Bench, Row, logged_row, logged_seconds, resumed_rows, surviving_rows
 from searches.study.drift import drifted_rows
 from searches.study.leaderboard import FINISHED, LeaderboardEntry, contenders, drafters, is_lossless
 from searches.study.objective import MeasureSettings
-from searches.tracking.names import FIGURES
+from searches.tracking.names import METRICS
 
 _LOG = "finals-{}.jsonl"
 _AFFORDABLE = "finalists_of_{}_trials"
@@ -58,7 +58,7 @@ class Finalist:
     Args:
         config: the configuration.
         search_speedup: its speedup in the search, pooled over its trials.
-        held_out: its figures, as :meth:`layerskip.Measurement.to_dict` returns them; under ``figures`` those of an engine.
+        held_out: its metrics, as :meth:`layerskip.Measurement.to_dict` returns them; under ``metrics`` those of an engine.
         low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
         ties: whether it cannot be distinguished from the fastest and seems about as fast.
         stayed: whether it was measured to the end.
@@ -79,24 +79,24 @@ class Finalist:
     @property
     def eligible(self) -> bool:
         """True if the configuration may win: it kept the output and is significantly faster, on enough prompts."""
-        enough = measured_prompts(self.held_out) >= LEAST_RESAMPLED
+        enough = measured_prompts(self.held_out) >= MIN_RESAMPLED
         return self.stayed and self.keeps_output and enough and self.low > 1.0
 
     @property
     def complexity(self) -> tuple[int, int, bool, int, int, int]:
         """Sort key that decides ties.
 
-        It is the kind of drafter, the number of drafters, whether they have bridges or draft heads, the number of skipped
+        It is the method, the number of drafters, whether they have bridges or draft heads, the number of skipped
         sub-layers, siblings, and draft length.
         """
         parts = self.config.members or (self.config,)
         return (
-            max(kinds()[part.kind].rank for part in parts),
+            max(methods()[part.method].rank for part in parts),
             len(parts),
             any(part.bridge or part.draft_head for part in parts),
             sum(sum(mask.count_skipped(part.mask)) for part in parts),
             max(part.siblings for part in parts),
-            max(part.draft_length for part in parts),
+            max(part.num_speculative_tokens for part in parts),
         )
 
 
@@ -106,7 +106,7 @@ class Finals:
 
     Args:
         finalists: fastest first.
-        baseline: figures of plain decoding.
+        baseline: metrics of plain decoding.
         seconds: that measuring took.
         drifted: number of rows that drifted by more than ``measure.drift`` and were measured again.
         unsteady: number of these that drifted again.
@@ -129,12 +129,12 @@ class Finals:
         return min([*eligible[:1], *tied], key=lambda finalist: finalist.complexity, default=plain)
 
 
-def measured_prompts(figures: Mapping[str, Any]) -> int:
+def measured_prompts(metrics: Mapping[str, Any]) -> int:
     """Return the number of prompts that a speedup rests on.
 
     An output that ends with its first token, which the prefill gives, has no speed; speedups leave it out.
     """
-    return int(figures["prompts"] - figures.get("empty_prompts", 0))  # earlier versions did not count the latter
+    return int(metrics["prompts"] - metrics.get("empty_prompts", 0))  # earlier versions did not count the latter
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def measure_held_out(
             break
     again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log, control.is_over)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
-    finalists, baseline = judge_rows(rows, configs, expected, left), _with_figures(Measurement.of(rows, BASELINE, BASELINE))
+    finalists, baseline = judge_rows(rows, configs, expected, left), _with_metrics(Measurement.of(rows, BASELINE, BASELINE))
     unsteady = sum(drifted for place, drifted in enumerate(drifted_rows(rows, settings.drift)) if place in again)
     left_out = "" if ended == "clear" else ended
     return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady, left_out), rows
@@ -289,7 +289,7 @@ def remeasure_drifted(
         repeat, number = divmod(place, len(prompts))
         name = f"{repeat} {prompts.items[number].id} again"
         if drifted and (name in log or not is_over()):
-            item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warming) : number])
+            item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warmup) : number])
             measured = surviving_rows(bench, configs, PromptSet((item,)), _held_out_seed(seed, repeat) + number, (), before)
             again[place] = logged_row(measured, log, name)
     return again
@@ -315,7 +315,7 @@ def judge_rows(
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = {
         name: Finalist(
-            config, expected[name], _with_figures(measured[name]), measured[name].interval(confidence=confidence)[0]
+            config, expected[name], _with_metrics(measured[name]), measured[name].interval(confidence=confidence)[0]
         )
         for name, config in configs.items()
     }
@@ -328,11 +328,11 @@ def judge_rows(
     return tuple(sorted(judged, key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"])))
 
 
-def _with_figures(measured: Measurement) -> dict[str, Any]:
-    """Return the figures of a measurement, and those of an engine's requests if it has any, plain decoding's as well."""
-    plain, figures = sample_figures(measured.baseline), sample_figures(measured.candidate)
-    figures |= {f"{BASELINE}_{name}": value for name, value in plain.items()}
-    return measured.to_dict() | ({FIGURES: figures} if figures else {})
+def _with_metrics(measured: Measurement) -> dict[str, Any]:
+    """Return the metrics of a measurement, and those of an engine's requests if it has any, plain decoding's as well."""
+    plain, metrics = sample_metrics(measured.baseline), sample_metrics(measured.candidate)
+    metrics |= {f"{BASELINE}_{name}": value for name, value in plain.items()}
+    return measured.to_dict() | ({METRICS: metrics} if metrics else {})
 
 
 def _is_slower_than_leader(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:
@@ -381,9 +381,9 @@ def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:
 
 
 def _distinct_first(entries: Sequence[LeaderboardEntry]) -> list[LeaderboardEntry]:
-    """Return the first entry of each kind of drafters, then the others."""
-    kinds = [drafters(entry) for entry in entries]
-    return sorted(entries, key=lambda entry: kinds.index(drafters(entry)) != entries.index(entry))
+    """Return the first entry of each method, then the others."""
+    methods = [drafters(entry) for entry in entries]
+    return sorted(entries, key=lambda entry: methods.index(drafters(entry)) != entries.index(entry))
 
 
 def _is_slower(rows: Sequence[Row], other: str, name: str) -> bool:

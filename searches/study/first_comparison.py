@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from layerskip import SpeculativeConfig
-from layerskip.config import kinds
+from layerskip.config import methods
 from layerskip.files import digest
 from layerskip.measure.measurement import Sample
 from searches.backends.backend import BASELINE, CANDIDATE
@@ -20,17 +20,17 @@ from searches.space.search_space import LOOKUP, SearchSpace
 from searches.study.bench import Row, resumed_rows
 from searches.study.budget import OPENING, Budget
 from searches.study.objective import Objective
-from searches.workers.crew import Workers
+from searches.workers.pool import Workers
 
 _LOG = "first-{}.jsonl"
-_LEAST_PROMPTS = 3  # that are measured however long they take
+_MIN_PROMPTS = 3  # that are measured however long they take
 
 
 def cheap_arms(space: SearchSpace) -> list[SpeculativeConfig]:
     """Return the usual prompt lookup of a space, and drafters that run no model and pair with it, alone and after it."""
-    paired = [kind for kind in space.available_kinds if kinds()[kind].lookup and kinds()[kind].paired]
-    alone = [space.starts(kind)[0] for kind in (LOOKUP, *paired) if kind in space.available_kinds]
-    return [*alone, *(cascade for config in alone if config.kind in paired for cascade in space.after_lookup([config]))]
+    paired = [method for method in space.available_methods if methods()[method].lookup and methods()[method].paired]
+    alone = [space.starts(method)[0] for method in (LOOKUP, *paired) if method in space.available_methods]
+    return [*alone, *(cascade for config in alone if config.method in paired for cascade in space.after_lookup([config]))]
 
 
 def compare_arms(
@@ -38,7 +38,7 @@ def compare_arms(
     objective: Objective,
     folder: Path,
     budget: Budget,
-    crew: Workers,
+    pool: Workers,
     on_prompt: Callable[[], object] = lambda: None,
 ) -> dict[SpeculativeConfig, list[Row]]:
     """Measure configurations on tune prompts, and return the rows of each, with plain decoding's samples.
@@ -48,19 +48,19 @@ def compare_arms(
         objective: of the trials that take the rows, with its bench and prompts.
         folder: of the study, which keeps rows as they are measured.
         budget: ends the comparison, after three prompts at least.
-        crew: the workers that share the rows.
+        pool: the workers that share the rows.
         on_prompt: called after each prompt.
     """
-    bench, prompts, before, seed = objective.bench, objective.first, objective.warming, objective.seed
+    bench, prompts, before, seed = objective.bench, objective.first, objective.warmup, objective.seed
     names = {str(number): config for number, config in enumerate(arms)}
     asked = digest([[config.to_dict() for config in arms], prompts.digest, before.digest, seed, bench.conditions])[:12]
 
     def work() -> list[dict[str, Any]]:
-        log = ResultLog(folder / _LOG.format(asked) if crew.alone else None)
+        log = ResultLog(folder / _LOG.format(asked) if pool.alone else None)
         rows = resumed_rows(partial(bench.compare, names, repeats=1, seed=seed), prompts, log, "0", before)
         found: list[Row] = []
         for item in prompts:
-            if f"0 {item.id}" not in log and len(found) >= _LEAST_PROMPTS and budget.is_over(OPENING):
+            if f"0 {item.id}" not in log and len(found) >= _MIN_PROMPTS and budget.is_over(OPENING):
                 budget.leave_out(OPENING, f"it ended after {len(found)} of {len(prompts)} prompts")
                 break
             found.append(next(rows))
@@ -68,6 +68,6 @@ def compare_arms(
             budget.save()
         return [{name: sample.to_dict() for name, sample in row.items()} for row in found]
 
-    shared = crew.share(f"first comparison {asked}", work)
+    shared = pool.share(f"first comparison {asked}", work)
     rows = [{name: Sample.from_dict(fields) for name, fields in row.items()} for row in shared]
     return {config: [{BASELINE: row[BASELINE], CANDIDATE: row[name]} for row in rows] for name, config in names.items()}

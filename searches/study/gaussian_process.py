@@ -1,7 +1,7 @@
-"""A Gaussian-process sampler for a search space with one branch per kind of drafter.
+"""A Gaussian-process sampler for a search space with one branch per method.
 
-Optuna's ``GPSampler`` models only the parameters that all trials share. In this space that is the kind alone. This sampler
-models the parameters of the leading kind. Pruned trials count with their predicted speedup, since they would be suggested
+Optuna's ``GPSampler`` models only the parameters that all trials share. In this space that is the method alone. This sampler
+models the parameters of the leading method. Pruned trials count with their predicted speedup, since they would be suggested
 again and again otherwise. Running trials of other workers count, too: ``GPSampler`` keeps away from them (constant liar).
 """
 
@@ -17,14 +17,14 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from searches.tracking.names import PREDICTED
 
-_KIND = "kind"  # the parameter that chooses the branch; some studies do not have it
+_METHOD = "method"  # the parameter that chooses the branch; some studies do not have it
 _Valued = tuple[float, FrozenTrial]  # a speedup and its trial
 
 
 class GaussianProcess(optuna.samplers.BaseSampler):
-    """Optuna's ``GPSampler`` over the trials of the leading kind, and TPE for parameters that not all of these have.
+    """Optuna's ``GPSampler`` over the trials of the leading method, and TPE for parameters that not all of these have.
 
-    TPE also samples the first ``n_startup_trials`` of a kind.
+    TPE also samples the first ``n_startup_trials`` of a method.
     """
 
     def __init__(self, n_startup_trials: int, seed: int) -> None:
@@ -36,8 +36,8 @@ class GaussianProcess(optuna.samplers.BaseSampler):
         self._tpe.reseed_rng()
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """Return the parameters that all trials of the leading kind share; TPE chooses the kind itself."""
-        shared = intersection_search_space(trials_of_leading_kind(study))
+        """Return the parameters that all trials of the leading method share; TPE chooses the method itself."""
+        shared = intersection_search_space(trials_of_leading_method(study))
         return {name: distribution for name, distribution in shared.items() if not distribution.single()}
 
     def sample_relative(
@@ -45,15 +45,15 @@ class GaussianProcess(optuna.samplers.BaseSampler):
     ) -> dict[str, Any]:
         """Sample from the Gaussian process; return nothing while there are too few trials."""
         valued = _valued(study)
-        kind = _leading_kind(valued)
-        known = _of_kind(valued, kind)
+        method = _leading_method(valued)
+        known = _of_method(valued, method)
         if not search_space or len(known) < self._startup:
             return {}
-        running = _running_trials(study, trial, kind, search_space.keys())
+        running = _running_trials(study, trial, method, search_space.keys())
         process = optuna.samplers.GPSampler(seed=self._seed + trial.number, n_startup_trials=0)
-        one_kind = optuna.create_study(direction=study.direction, sampler=process)
-        one_kind.add_trials([*known, *running])
-        chosen: dict[str, Any] = one_kind.ask().relative_params
+        one_method = optuna.create_study(direction=study.direction, sampler=process)
+        one_method.add_trials([*known, *running])
+        chosen: dict[str, Any] = one_method.ask().relative_params
         return {name: chosen[name] for name in search_space if name in chosen}
 
     def sample_independent(
@@ -70,22 +70,22 @@ class GaussianProcess(optuna.samplers.BaseSampler):
         return self._tpe.sample_independent(study, trial, param_name, param_distribution)
 
 
-def trials_of_leading_kind(study: optuna.Study) -> list[FrozenTrial]:
-    """Return the trials of the kind with the best trial, with their measured or predicted speedups as values."""
+def trials_of_leading_method(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the trials of the method with the best trial, with their measured or predicted speedups as values."""
     valued = _valued(study)
-    return _of_kind(valued, _leading_kind(valued))
+    return _of_method(valued, _leading_method(valued))
 
 
-def _of_kind(valued: Sequence[_Valued], kind: str | None) -> list[FrozenTrial]:
-    """Return copies of the trials of a kind, with their speedups as values."""
-    converted = (_without_branch(trial, value) for value, trial in valued if trial.params.get(_KIND) == kind)
+def _of_method(valued: Sequence[_Valued], method: str | None) -> list[FrozenTrial]:
+    """Return copies of the trials of a method, with their speedups as values."""
+    converted = (_without_branch(trial, value) for value, trial in valued if trial.params.get(_METHOD) == method)
     return [trial for trial in converted if trial is not None]
 
 
-def _leading_kind(valued: Sequence[_Valued]) -> str | None:
-    """Return the kind of the best trial, a measured one if there is any; None without trials, or without kinds."""
+def _leading_method(valued: Sequence[_Valued]) -> str | None:
+    """Return the kind of the best trial, a measured one if there is any; None without trials, or without methods."""
     best = max(valued, key=lambda pair: (pair[1].state == TrialState.COMPLETE, pair[0]), default=None)
-    return None if best is None else best[1].params.get(_KIND)
+    return None if best is None else best[1].params.get(_METHOD)
 
 
 def _valued(study: optuna.Study) -> list[_Valued]:
@@ -98,24 +98,26 @@ def _valued(study: optuna.Study) -> list[_Valued]:
     return valued
 
 
-def _running_trials(study: optuna.Study, asking: FrozenTrial, kind: str | None, names: Collection[str]) -> list[FrozenTrial]:
-    """Return the running trials of a kind that have all of some parameters, except the one that asks."""
+def _running_trials(
+    study: optuna.Study, asking: FrozenTrial, method: str | None, names: Collection[str]
+) -> list[FrozenTrial]:
+    """Return the running trials of a method that have all of some parameters, except the one that asks."""
     running = [
         _without_branch(trial, None)
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        if trial.number != asking.number and trial.params.get(_KIND) == kind and set(names) <= trial.params.keys()
+        if trial.number != asking.number and trial.params.get(_METHOD) == method and set(names) <= trial.params.keys()
     ]
     return [trial for trial in running if trial is not None]
 
 
 def _without_branch(trial: FrozenTrial, value: float | None) -> FrozenTrial | None:
-    """Return a copy of a trial without its kind; None if a scan chose a value that is not among the sampler's choices.
+    """Return a copy of a trial without its method; None if a scan chose a value that is not among the sampler's choices.
 
     Args:
         trial: the trial.
         value: of the copy; None for a trial that runs.
     """
-    params, distributions = _without_kind(trial.params), _without_kind(trial.distributions)
+    params, distributions = _without_method(trial.params), _without_method(trial.distributions)
     state = TrialState.RUNNING if value is None else TrialState.COMPLETE
     try:
         return create_trial(state=state, params=params, distributions=distributions, value=value)
@@ -123,5 +125,5 @@ def _without_branch(trial: FrozenTrial, value: float | None) -> FrozenTrial | No
         return None
 
 
-def _without_kind(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in parameters.items() if name != _KIND}
+def _without_method(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in parameters.items() if name != _METHOD}

@@ -140,7 +140,7 @@ class Leaderboard:
         for trial in trials:
             if trial.number not in self._pooled:
                 self._pool(trial)
-        eligible = [e for e in self.entries.values() if e.complete and e.keeps_output and e.config.kind != "none"]
+        eligible = [e for e in self.entries.values() if e.complete and e.keeps_output and e.config.method != "none"]
         eligible.sort(key=lambda entry: entry.first)  # without a common prompt two tie
         self.ranking = sorted(eligible, key=functools.cmp_to_key(_compare), reverse=True)
         self.leader = next(iter(self.ranking), None)
@@ -218,7 +218,7 @@ def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
 def drafters(entry: LeaderboardEntry) -> tuple[str, ...]:
     """Return the kind of an entry's drafter, and those of a cascade's members."""
     config = entry.config
-    return config.kind, *(member.kind for member in config.members)
+    return config.method, *(member.method for member in config.members)
 
 
 def _is_near(entry: LeaderboardEntry, leader: LeaderboardEntry) -> bool:

@@ -20,13 +20,13 @@ from layerskip.measure.measurement import check_output, pair_speedup
 from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.backends.backend import CANDIDATE, BackendError
-from searches.backends.figures import sample_figures
+from searches.backends.metrics import sample_metrics
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench, Row
 from searches.study.drift import drifted_rows, drifted_since
 from searches.study.leaderboard import Leaderboard, LeaderboardEntry, leaderboard
 from searches.study.pruning import BoundEstimator, SpeedupBound
-from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, FIGURES, PREDICTED
+from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
 
 MEASURING_SECONDS = "measuring_seconds"
 """User attribute: a trial's seconds of decoding, without those of fitting, timing and prediction."""
@@ -61,7 +61,7 @@ class MeasureSettings:
         held_out_repeats: highest number of times that the finals decode each of them.
         finalists: configurations that are measured on held-out prompts; the best with other drafters and the first
             with the leader's drafter are added.
-        warming: other tune prompts that drafters decode before each trial, unmeasured, if they learn from prompt to prompt.
+        warmup: other tune prompts that drafters decode before each trial, unmeasured, if they learn from prompt to prompt.
         indifference: the finals end once no finalist can be more than this share faster than the leader; None measures to
             the end.
     """
@@ -75,7 +75,7 @@ class MeasureSettings:
     held_out_prompts: int | None = None
     held_out_repeats: int = 1
     finalists: int = 5
-    warming: int = 6
+    warmup: int = 6
     indifference: float | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class MeasureSettings:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name not in ("drift", "indifference") and (value is not None or not field.name.endswith("prompts")):
-                check_whole(f"measure.{field.name}", value, 0 if field.name in ("survivor_repeats", "warming") else 1)
+                check_whole(f"measure.{field.name}", value, 0 if field.name in ("survivor_repeats", "warmup") else 1)
 
 
 class Objective:
@@ -104,7 +104,7 @@ class Objective:
     Attributes:
         first: the prompts that every trial decodes.
         further: those that only trials which are level with the leader decode.
-        warming: prompts that drafters which learn decode before, unmeasured.
+        warmup: prompts that drafters which learn decode before, unmeasured.
         compared: rows of configurations that were measured together, in place of the measurement of their first trial.
     """
 
@@ -129,7 +129,7 @@ class Objective:
         self.further = tuple(item for item in survivors if item.id not in self._first_ids)
         measured = self._first_ids.union(item.id for item in self.further)
         others = [item for item in prompts.take(None) if item.id not in measured]
-        self.warming = PromptSet(tuple(others[: settings.warming]))
+        self.warmup = PromptSet(tuple(others[: settings.warmup]))
 
     def __call__(self, trial: optuna.Trial, refuse: Refusal = lambda *_: None) -> float:
         """Measure a trial that ``refuse`` does not end by an error, report its speedup prompt by prompt, and return it.
@@ -173,7 +173,7 @@ class Objective:
     def _is_measured_enough(self, known: LeaderboardEntry, board: Leaderboard) -> bool:
         """Return whether a configuration needs no further trial; the leader is measured again and again."""
         leads = board.leader is not None and board.leader.config == known.config
-        enough = _REPLICATES if known.config.kind != "none" else 1  # every other trial measures plain decoding, too
+        enough = _REPLICATES if known.config.method != "none" else 1  # every other trial measures plain decoding, too
         return known.complete >= enough and not leads
 
     def _bound(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
@@ -218,9 +218,9 @@ class Objective:
             trial.set_user_attr("reason", reason)
         changed = False
         if measurement.candidate:
-            figures = measurement.to_dict()
-            changed = figures["losslessness"]["verdict"] == "different" and config.lossless
-            trial.set_user_attr("measurement", figures)
+            metrics = measurement.to_dict()
+            changed = metrics["losslessness"]["verdict"] == "different" and config.lossless
+            trial.set_user_attr("measurement", metrics)
             trial.set_user_attr("table", measurement.table())
             if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
@@ -260,8 +260,8 @@ class _Race:
         self.rows += compared
         for number, row in enumerate(compared):
             self.trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
-        if figures := sample_figures([row[CANDIDATE] for row in compared]):
-            self.trial.set_user_attr(FIGURES, figures)
+        if metrics := sample_metrics([row[CANDIDATE] for row in compared]):
+            self.trial.set_user_attr(METRICS, metrics)
 
     def run(self) -> str | None:
         """Measure a few prompts first; if the trial is level with the leader, more of them, and all again.
@@ -269,9 +269,9 @@ class _Race:
         Returns the reason for stopping early, or None for a trial that was measured to the end.
         """
         objective, settings = self._objective, self._settings
-        survives = self.config.kind != "none"  # every other trial measures plain decoding, too
+        survives = self.config.method != "none"  # every other trial measures plain decoding, too
         more = objective.further if survives else ()
-        few, most = len(objective.first.items), len(objective.first.items) + len(more)
+        few, maximum = len(objective.first.items), len(objective.first.items) + len(more)
         prompts = PromptSet((*objective.first.items, *more))
         for repeat in range(settings.repeats + settings.survivor_repeats):
             if repeat >= settings.repeats and not (survives and self._is_level()):
@@ -279,19 +279,19 @@ class _Race:
             # No two trials share a seed, else replicates would repeat the same draws.
             part = _Part(prompts, len(self.rows), objective.seed + _SEED_STEP * (self.trial.number + 1) + len(self.rows))
             # One comparison for all prompts, as some drafters learn from prompt to prompt.
-            measured = objective.bench.compare({CANDIDATE: self.config}, prompts, 1, part.seed, (), objective.warming)
+            measured = objective.bench.compare({CANDIDATE: self.config}, prompts, 1, part.seed, (), objective.warmup)
             for number, row in enumerate(measured, 1):
                 self.rows.append(row)
                 objective.on_prompt()
                 # One step for each prompt of each repeat: the pruner compares trials at the same step.
-                self.trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), repeat * most + number - 1)
-                is_last, is_first_look = number == len(prompts.items), repeat == 0 and number == few
+                self.trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), repeat * maximum + number - 1)
+                is_last, is_first_snapshot = number == len(prompts.items), repeat == 0 and number == few
                 slower = not is_last and self.trial.should_prune() and self._is_slower()
-                if slower or is_last or is_first_look:
-                    if figures := dict(objective.bench.figures()):
-                        self.trial.set_user_attr(FIGURES, figures)
+                if slower or is_last or is_first_snapshot:
+                    if metrics := dict(objective.bench.metrics()):
+                        self.trial.set_user_attr(METRICS, metrics)
                     self._remeasure_drifted(part)
-                if is_first_look:
+                if is_first_snapshot:
                     if more and not self._is_level():
                         survives = False
                         break
@@ -338,7 +338,7 @@ class _Race:
             if (drifted or all_drifted) and part.begin + place not in self._remeasured:
                 self._remeasured.add(part.begin + place)
                 trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
-                earlier = PromptSet((*objective.warming, *part.prompts.items[:place])[-settings.warming or None :])
+                earlier = PromptSet((*objective.warmup, *part.prompts.items[:place])[-settings.warmup or None :])
                 one = PromptSet((part.prompts.items[place],))
                 compared = objective.bench.compare({CANDIDATE: self.config}, one, 1, part.seed + place, (), earlier)
                 (self.rows[part.begin + place],) = compared

@@ -25,7 +25,7 @@ from searches.study.finals import Finalist, Finals
 from searches.study.storage import locked, open_database, open_journal
 from searches.study.study import StudySettings
 from searches.tracking.tracker import Tracker
-from searches.workers.crew import ALONE, Crew, Workers
+from searches.workers.pool import ALONE, WorkerPool, Workers
 
 JOINED = "works on study "
 """In the line that a worker prints when it joins, before the name of the study."""
@@ -104,33 +104,33 @@ def joined(
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it warns of every connection that breaks
     storage = database or open_database(storage_url(settings, folder))
-    with Crew(storage, name, device) as crew:
-        first = crew.share("device", lambda: device)
+    with WorkerPool(storage, name, device) as pool:
+        first = pool.share("device", lambda: device)
         if first != device:
             raise InputError(
                 f"study.devices: study {name} measures on {first}, and this is {device}; "
                 "study.devices=mixed keeps the results of each type apart"
             )
-        print(f"worker {crew.name} {JOINED}{name}", flush=True)
-        yield storage, crew
+        print(f"worker {pool.name} {JOINED}{name}", flush=True)
+        yield storage, pool
 
 
-def share_finals(crew: Workers, trials: Sequence[FrozenTrial], measure: Callable[[Callable[[], None]], Finals]) -> Finals:
+def share_finals(pool: Workers, trials: Sequence[FrozenTrial], measure: Callable[[Callable[[], None]], Finals]) -> Finals:
     """Return the finals of a study, which one of its workers measures and publishes.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         trials: the finished trials.
         measure: does both. It calls its argument from time to time, which raises an error if another worker does them now.
     """
     name = f"finals {digest([trial.number for trial in trials])[:16]}"
 
     def work() -> dict[str, Any]:
-        finals = measure(partial(crew.check, name))
+        finals = measure(partial(pool.check, name))
         fields = {field.name: getattr(finals, field.name) for field in dataclasses.fields(finals)}
         return fields | {"finalists": [vars(row) | {"config": row.config.to_dict()} for row in finals.finalists]}
 
-    fields = crew.share(name, work)
+    fields = pool.share(name, work)
     rows = (row | {"config": SpeculativeConfig.from_dict(row["config"])} for row in fields["finalists"])
     return Finals(**fields | {"finalists": tuple(Finalist(**row) for row in rows)})
 

@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
-from layerskip.config import kinds
+from layerskip.config import methods
 from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.decoding.tree import tree_model
 from layerskip.device.memory import within_memory
@@ -24,7 +24,7 @@ from layerskip.models.loading import WHEELS, load_draft
 from layerskip.models.packing import uses_packing
 from layerskip.models.positions import check_positions
 from searches.app.checks import InputError, check_list, check_seed
-from searches.backends.backend import Backend, Load
+from searches.backends.backend import Backend, Workload
 from searches.backends.layerskip import LayerskipBackend
 from searches.backends.selection import make_backend, supported_space
 from searches.predict.preparation import ScanSettings
@@ -35,7 +35,7 @@ from searches.train.bridge_store import BridgeStore, BridgingSettings
 from searches.train.texts import check_draft_vocabulary, opening_texts, refuse_answers
 
 _BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
-_WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "load", "worker")
+_WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "workload", "worker")
 """Parts of the configuration that do not change the results of trials, or that :func:`describe` describes itself."""
 
 
@@ -50,9 +50,9 @@ class Plan:
         sampling: of the target's tokens.
         target: the loaded target.
         backend: the engine that decodes.
-        load: requests in flight while it is measured.
+        workload: requests in flight while it is measured.
         prompts: all prompts, tune and held-out.
-        space: the search space, without kinds that the target or the back end does not support.
+        space: the search space, without methods that the target or the back end does not support.
         bridge_store: the source of bridges and draft heads; None without any.
         seed: of the study.
         outputs: folder of all results.
@@ -64,7 +64,7 @@ class Plan:
     sampling: Sampling
     target: Target
     backend: Backend
-    load: Load
+    workload: Workload
     prompts: PromptSet
     space: SearchSpace
     bridge_store: BridgeStore | None
@@ -81,8 +81,8 @@ class Plan:
         prompts.split()  # refuses a set that is too small for held-out prompts
         target: Target = instantiate(config.target)
         check_settings(target, sampling)
-        backend, load = make_backend(config, target)
-        if load.levels != (1,):  # one prompt measured again would be alone in the engine
+        backend, workload = make_backend(config, target)
+        if workload.levels != (1,):  # one prompt measured again would be alone in the engine
             measuring = replace(measuring, drift=math.inf)
         check_prompts(prompts, target, measuring.max_new_tokens)
         _resolve(config)
@@ -100,9 +100,9 @@ class Plan:
             width = max(space.widths, default=0) if "mlp" in space.bridges else 0
             store = BridgeStore(target, sampling, bridging, Path(config.outputs), config.seed, like, width)
             space = replace(space, bridge_store=store)
-        for kind, field, names in _given_paths(config):
+        for method, field, names in _given_paths(config):
             for name in names if field == "datastore" else ():
-                refuse_answers(f"space.ranges.{kind}.{field}", str(name), target, prompts)
+                refuse_answers(f"space.ranges.{method}.{field}", str(name), target, prompts)
         return cls(
             settings=settings,
             measuring=measuring,
@@ -110,7 +110,7 @@ class Plan:
             sampling=sampling,
             target=target,
             backend=backend,
-            load=load,
+            workload=workload,
             prompts=prompts,
             space=space,
             bridge_store=store,
@@ -138,34 +138,34 @@ def _resolve(config: DictConfig) -> None:
     def absolute(name: str) -> str:
         return str(Path(name).resolve()) if name not in WHEELS and Path(name).exists() else name
 
-    for kind, field, names in _given_paths(config):
-        check_list(f"space.ranges.{kind}.{field}", names)
-        config.space.ranges[kind][field] = [absolute(str(name)) for name in names]
+    for method, field, names in _given_paths(config):
+        check_list(f"space.ranges.{method}.{field}", names)
+        config.space.ranges[method][field] = [absolute(str(name)) for name in names]
 
 
 def _given_paths(config: DictConfig) -> list[tuple[str, str, Any]]:
-    """Return the kind, the field and the values of all heads, models and datastores that a configuration names."""
+    """Return the method, the field and the values of all heads, models and datastores that a configuration names."""
     given = config.space.ranges or {}
     return [
-        (kind.name, field.name, given[kind.name][field.name])
-        for kind in kinds().values()
-        if isinstance(given.get(kind.name), DictConfig)
-        for field in kind.fields
-        if field.path and field.name in given[kind.name]
+        (method.name, field.name, given[method.name][field.name])
+        for method in methods().values()
+        if isinstance(given.get(method.name), DictConfig)
+        for field in method.fields
+        if field.path and field.name in given[method.name]
     ]
 
 
 def _print_left_out(space: SearchSpace) -> None:
-    """Print the chosen kinds that have no head or model to draft with, and the fields that would provide one."""
+    """Print the chosen methods that have no head or model to draft with, and the fields that would provide one."""
     missing = [
-        f"{kind.name} (space.ranges.{kind.name}.{field.name} is empty)"
-        for kind in kinds().values()
-        if space.kinds is None or kind.name in space.kinds
-        for field in kind.fields
-        if field.required and not space.values(kind.name, field.name)
+        f"{method.name} (space.ranges.{method.name}.{field.name} is empty)"
+        for method in methods().values()
+        if space.methods is None or method.name in space.methods
+        for field in method.fields
+        if field.required and not space.values(method.name, field.name)
     ]
     if missing:
-        print(f"space.kinds: left out: {', '.join(missing)}", flush=True)
+        print(f"space.methods: left out: {', '.join(missing)}", flush=True)
 
 
 def _check_drafters(space: SearchSpace, target: Target) -> None:
@@ -173,32 +173,32 @@ def _check_drafters(space: SearchSpace, target: Target) -> None:
 
     Draft models stay loaded, as each is among the study's first trials.
     """
-    for kind in map(kinds().__getitem__, space.available_kinds):
+    for method in map(methods().__getitem__, space.available_methods):
         # Chains, since trees may have been left out for a target that cannot verify them.
-        chains = {field.name: field.chains for field in kind.fields if field.chains is not None}
-        for field in (field for field in kind.fields if field.required):
-            for name in space.values(kind.name, field.name):
-                config = SpeculativeConfig.of(kind.name, chains | {field.name: name})
+        chains = {field.name: field.chains for field in method.fields if field.chains is not None}
+        for field in (field for field in method.fields if field.required):
+            for name in space.values(method.name, field.name):
+                config = SpeculativeConfig.of(method.name, chains | {field.name: name})
                 if within_memory(partial(build_drafter, config, target)) is None:
-                    raise InputError(f"space.ranges.{kind.name}.{field.name}: {name} does not fit into memory")
+                    raise InputError(f"space.ranges.{method.name}.{field.name}: {name} does not fit into memory")
 
 
 def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
     """Return the space without tree drafts if the target cannot verify them; print which are left out."""
-    chosen = [kinds()[kind] for kind in space.available_kinds]
-    trees = [kind.name for kind in chosen if kind.trees_only]
+    chosen = [methods()[method] for method in space.available_methods]
+    trees = [method.name for method in chosen if method.trees_only]
     trees += [
-        f"trees of {kind.name}"
-        for kind in chosen
-        for field in kind.fields
-        if field.chains is not None and space.values(kind.name, field.name)[1] > field.chains
+        f"trees of {method.name}"
+        for method in chosen
+        for field in method.fields
+        if field.chains is not None and space.values(method.name, field.name)[1] > field.chains
     ]
     if not trees:
         return space
     try:
         tree_model(target.model)
     except UnsupportedModel as error:
-        print(f"space.kinds: {', '.join(trees)} left out: {error}")
+        print(f"space.methods: {', '.join(trees)} left out: {error}")
         return replace(space, trees=False)
     return space
 
@@ -208,7 +208,7 @@ def _check_bridged(space: SearchSpace, target: Target) -> None:
     for rank in space.ranks:
         if rank > target.hidden:
             raise InputError(f"space.ranks: {rank} is not between 0 (full rank) and {target.hidden}")
-    others = space.values("cross_tokenizer", "draft") if "cross_tokenizer" in space.available_kinds else ()
+    others = space.values("cross_tokenizer", "draft_model") if "cross_tokenizer" in space.available_methods else ()
     for owner in (target, *(load_draft(target, name, same_tokenizer=False) for name in others)):
         for size in filter(None, space.draft_heads):
             check_draft_vocabulary("space.draft_heads", size, owner)
@@ -229,7 +229,7 @@ def describe(
     engine = None if isinstance(backend, LayerskipBackend) else backend
     parts = {k: v for k, v in _plain(config).items() if k not in _WITHOUT_EFFECT}
     if engine is not None:
-        parts |= {"backend": {"name": engine.name, **engine.describe()}, "load": _plain(config.get("load"))}
+        parts |= {"backend": {"name": engine.name, **engine.describe()}, "workload": _plain(config.get("workload"))}
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
     if not bridged:  # what has no effect
         flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_BRIDGED))}
@@ -245,18 +245,18 @@ def describe(
         "target.layers": target.layers,
         "prompts.digest": prompts.digest,
         "space.digests": [
-            _path_digest(kind, field, str(name), target, engine is None)
-            for kind, field, names in _given_paths(config)
-            for name in (names if config.space.kinds is None or kind in config.space.kinds else ())
+            _path_digest(method, field, str(name), target, engine is None)
+            for method, field, names in _given_paths(config)
+            for name in (names if config.space.methods is None or method in config.space.methods else ())
         ],
     }
 
 
-def _path_digest(kind: str, field: str, name: str, target: Target, loads: bool) -> str:
+def _path_digest(method: str, field: str, name: str, target: Target, loads: bool) -> str:
     """Return the digest of what a field names, such as the weights of a head.
 
     Args:
-        kind: of drafter.
+        method: of drafter.
         field: ``datastore``, ``draft`` or the name of a folder of weights.
         name: the value.
         target: the loaded target.
@@ -264,7 +264,9 @@ def _path_digest(kind: str, field: str, name: str, target: Target, loads: bool) 
     """
     if field == "datastore":
         return str(Datastore.load(name, target).about["digest"])
-    return load_draft(target, name, kind == "draft_model").digest if field == "draft" and loads else _head_digest(name)
+    return (
+        load_draft(target, name, method == "draft_model").digest if field == "draft_model" and loads else _head_digest(name)
+    )
 
 
 def _head_digest(folder: str) -> str:

@@ -22,8 +22,8 @@ _FIRST_ERROR = 0.15
 """Log error that is assumed until enough predicted configurations were measured."""
 _SIBLINGS = 0.15
 """Log speedup that siblings may add to a mask's best chain if no scan has counted them."""
-_LEAST_ERROR = 0.03
-_LEAST_CONFIGURATIONS = 4
+_MIN_ERROR = 0.03
+_MIN_CONFIGURATIONS = 4
 _DEVIATIONS = 2.0
 
 
@@ -72,12 +72,12 @@ class BoundEstimator:
         """
         predictor = next((predictor for predictor in self._predictors if predictor.matches(config)), None)
         predictable = predictor is not None and predictor.can_predict(config)
-        if predictor is None or not (predictable or config.kind == "layer_skip"):
+        if predictor is None or not (predictable or config.method == "layer_skip"):
             return None
         board = leaderboard(study)
         to_beat = board.to_beat(predictor.prompts)
-        error = calibrated_error(board.entries.values(), predictor.prompts, config.kind)
-        if config.kind != "layer_skip":
+        error = calibrated_error(board.entries.values(), predictor.prompts, config.method)
+        if config.method != "layer_skip":
             predicted = predictor.speedup(config)
             return SpeedupBound(predicted, predicted * math.exp(error), to_beat)
         mask = SkipMask.parse(config.mask, predictor.layers)
@@ -93,17 +93,17 @@ class BoundEstimator:
         return SpeedupBound(None, min(by_cost, best.speedup) * math.exp(margin), to_beat)
 
 
-def calibrated_error(entries: Iterable[LeaderboardEntry], prompts: Collection[str], kind: str) -> float:
+def calibrated_error(entries: Iterable[LeaderboardEntry], prompts: Collection[str], method: str) -> float:
     """Return how far the measured speedup of a configuration may exceed its prediction, as a log ratio.
 
-    Only configurations of the same kind count: the rounds of a prompt lookup are known without a scan, and it runs no model.
+    Only configurations of the same method count: a prompt lookup runs no model, and its rounds are known without a scan.
     Those that decoded none of the predictions' prompts are left out.
     """
     errors = [
         math.log(entry.speedup_on(prompts) / entry.predicted)
         for entry in entries
-        if entry.predicted and entry.config.kind == kind and entry.seconds.keys() & prompts
+        if entry.predicted and entry.config.method == method and entry.seconds.keys() & prompts
     ]
-    if len(errors) < _LEAST_CONFIGURATIONS:
+    if len(errors) < _MIN_CONFIGURATIONS:
         return _FIRST_ERROR
-    return max(_LEAST_ERROR, float(np.mean(errors) + _DEVIATIONS * np.std(errors, ddof=1)))
+    return max(_MIN_ERROR, float(np.mean(errors) + _DEVIATIONS * np.std(errors, ddof=1)))

@@ -33,8 +33,8 @@ from searches.study.leaderboard import FINISHED, leaderboard
 from searches.study.objective import MEASURING_SECONDS, Objective, Refusal
 from searches.study.time_ledger import TimeLedger, record_shared_seconds, total_seconds_here
 from searches.tracking.names import RETRY_OF
-from searches.workers.board import Look
-from searches.workers.crew import ALONE, Alone, Workers
+from searches.workers.board import Snapshot
+from searches.workers.pool import ALONE, Alone, Workers
 from searches.workers.slots import Slot, close_slots, take_slot
 
 OVERHEAD_SECONDS = "between_seconds"
@@ -45,7 +45,7 @@ STUDY_ID = "id"
 DUPLICATE_OF = "duplicate_of"
 """User attribute of a failed trial: the number of the running trial that measured the same configuration."""
 _LOSSES = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
-_LEAST_TRIALS = 2  # however little time is left: the first may be plain decoding
+_MIN_TRIALS = 2  # however little time is left: the first may be plain decoding
 PREPARATION_SECONDS = "preparation_seconds"
 """User attribute of a study: the seconds of profiling, scans and texts."""
 _DUPLICATES = 3  # in a row, after which a worker measures a configuration that another one measures
@@ -129,34 +129,34 @@ def open_study(
     return study
 
 
-def with_stored_kinds(space: SearchSpace, study: optuna.Study) -> SearchSpace:
-    """Return the space with the kinds that the study's earlier trials chose from.
+def with_stored_methods(space: SearchSpace, study: optuna.Study) -> SearchSpace:
+    """Return the space with the methods that the study's earlier trials chose from.
 
-    Optuna does not allow the choices of a parameter to change. A study of an earlier version, which had fewer kinds,
+    Optuna does not allow the choices of a parameter to change. A study of an earlier version, which had fewer methods,
     therefore continues without the new ones.
     """
     for trial in study.get_trials(deepcopy=False):
-        before = trial.distributions.get("kind")
-        if isinstance(before, CategoricalDistribution) and tuple(before.choices) != space.available_kinds:
-            return replace(space, kinds=[str(kind) for kind in before.choices])
+        before = trial.distributions.get("method")
+        if isinstance(before, CategoricalDistribution) and tuple(before.choices) != space.available_methods:
+            return replace(space, methods=[str(method) for method in before.choices])
     return space
 
 
 @contextlib.contextmanager
-def counting_preparation(study: optuna.Study, ledgers: Sequence[TimeLedger] = (), crew: Workers = ALONE) -> Iterator[None]:
+def counting_preparation(study: optuna.Study, ledgers: Sequence[TimeLedger] = (), pool: Workers = ALONE) -> Iterator[None]:
     """Add the seconds of a block outside trials to the search's, even if the block is interrupted.
 
     The seconds of shared artifacts, which the ledgers count, are left out, and those of waiting for other workers. Each
     worker adds up its own.
     """
-    name = PREPARATION_SECONDS if isinstance(crew, Alone) else f"{PREPARATION_SECONDS}:{crew.name}"
-    start, before, waited = time.monotonic(), total_seconds_here(ledgers), crew.waited_seconds
+    name = PREPARATION_SECONDS if isinstance(pool, Alone) else f"{PREPARATION_SECONDS}:{pool.name}"
+    start, before, waited = time.monotonic(), total_seconds_here(ledgers), pool.waited_seconds
     try:
         yield
     finally:
         with defer_interrupt():
             earlier = study.user_attrs.get(name, 0.0)
-            others = total_seconds_here(ledgers) - before + crew.waited_seconds - waited
+            others = total_seconds_here(ledgers) - before + pool.waited_seconds - waited
             study.set_user_attr(name, earlier + max(0.0, time.monotonic() - start - others))
 
 
@@ -177,7 +177,7 @@ def run_trials(
     on_trial: Callable[[FrozenTrial], None],
     starts: Sequence[SpeculativeConfig] = (),
     ledgers: Sequence[TimeLedger] = (),
-    crew: Workers = ALONE,
+    pool: Workers = ALONE,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> None:
     """Run trials until the study has enough finished ones.
@@ -190,7 +190,7 @@ def run_trials(
         starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
             that measurements of the leader come in between.
         ledgers: count shared artifacts that trials make.
-        crew: the workers of the study.
+        pool: the workers of the study.
         seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
 
     Raises:
@@ -204,18 +204,18 @@ def run_trials(
         while not _waiting(study) and (config := next(remaining, None)) is not None:
             study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
 
-    while len(finished(study)) < _LEAST_TRIALS or seconds_left() > _usual_seconds(study):
-        slot = take_slot(crew, study, settings.n_trials, partial(repair, study, crew))
+    while len(finished(study)) < _MIN_TRIALS or seconds_left() > _usual_seconds(study):
+        slot = take_slot(pool, study, settings.n_trials, partial(repair, study, pool))
         if slot is None:
             break
         with slot:
             refuse = _refuse_duplicate if duplicates < _DUPLICATES else _accept
-            done, ended = _run_trial(study, objective, queue, slot, ledgers, crew, refuse, ended)
+            done, ended = _run_trial(study, objective, queue, slot, ledgers, pool, refuse, ended)
             duplicates = duplicates + 1 if done is not None and DUPLICATE_OF in done.user_attrs else 0
             if done is not None and done.state in FINISHED:
                 on_trial(done)
     else:
-        close_slots(crew)
+        close_slots(pool)
 
 
 def _usual_seconds(study: optuna.Study) -> float:
@@ -230,7 +230,7 @@ def _run_trial(
     queue: Callable[[], None],
     slot: Slot,
     ledgers: Sequence[TimeLedger],
-    crew: Workers,
+    pool: Workers,
     refuse: Refusal,
     ended: float,
 ) -> tuple[FrozenTrial | None, float]:
@@ -242,7 +242,7 @@ def _run_trial(
             queue()
             trial = study.ask()
             started = time.monotonic()
-            crew.sign(trial)
+            pool.sign(trial)
             trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
             slot.begin(trial)
         with record_shared_seconds(trial, ledgers):
@@ -301,22 +301,22 @@ def _waiting(study: optuna.Study) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
 
 
-def requeue_unfinished(study: optuna.Study, crew: Workers = ALONE) -> None:
+def requeue_unfinished(study: optuna.Study, pool: Workers = ALONE) -> None:
     """Mark killed trials as failed, and queue the choices of trials that were killed or interrupted again."""
-    while repair(study, crew, study.get_trials(deepcopy=False)):
+    while repair(study, pool, study.get_trials(deepcopy=False)):
         pass
 
 
-def repair(study: optuna.Study, crew: Workers, trials: Sequence[FrozenTrial], look: Look | None = None) -> bool:
+def repair(study: optuna.Study, pool: Workers, trials: Sequence[FrozenTrial], snapshot: Snapshot | None = None) -> bool:
     """Repair some trials as :func:`requeue_unfinished` does; return whether there was anything to do.
 
     Args:
         study: the study.
-        crew: its workers.
+        pool: its workers.
         trials: all its trials.
-        look: of the crew, taken after the trials were read; None takes one if needed.
+        snapshot: of the pool, taken after the trials were read; None takes one if needed.
     """
-    if fail_orphans(study, crew.orphans(trials, look)):
+    if fail_orphans(study, pool.orphans(trials, snapshot)):
         return True
     found = False
     again = {trial.user_attrs.get(RETRY_OF) for trial in trials}
@@ -325,9 +325,9 @@ def repair(study: optuna.Study, crew: Workers, trials: Sequence[FrozenTrial], lo
             # A trial that was killed while it was sampled has only its enqueued parameters.
             choices = trial.params if "config" in trial.user_attrs else trial.system_attrs.get("fixed_params")
             if choices and _losses(trials, trial) >= _LOSSES:
-                crew.share(f"given up {trial.number}", partial(_print_given_up, trial.number))
+                pool.share(f"given up {trial.number}", partial(_print_given_up, trial.number))
             elif choices:
-                crew.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices))
+                pool.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices))
                 found = True
     return found
 

@@ -33,7 +33,7 @@ from searches.study.opening import JOINED, storage_url
 from searches.study.storage import open_database
 from searches.study.study import StudySettings, finished
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _TAIL = 20  # lines of the log of a worker that failed
 _OWN = re.compile(r"\W*(study\.workers|worker)=")
 _SET_PARENT_DEATH_SIGNAL = 1  # of linux/prctl.h
@@ -88,19 +88,19 @@ def supervise(config: DictConfig) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     found = places(settings.workers, str(config.target.get("device")))
     overrides = [each for each in HydraConfig.get().overrides.task if not _OWN.match(each)]
-    crowd = Crowd(overrides, found, Path(config.outputs), settings)
+    workers = LocalWorkers(overrides, found, Path(config.outputs), settings)
     try:
-        crowd.watch()
+        workers.watch()
     except BaseException as error:
-        crowd.stop(interrupt_code(error) - 128)
+        workers.stop(interrupt_code(error) - 128)
         raise
-    codes = crowd.codes()
+    codes = workers.codes()
     if 0 not in codes:
         raise SystemExit(next(code for code in codes if code))
-    print((crowd.folder / "report.md").read_text(encoding="utf-8") if crowd.folder is not None else "", flush=True)
+    print((workers.folder / "report.md").read_text(encoding="utf-8") if workers.folder is not None else "", flush=True)
 
 
-class Crowd:
+class LocalWorkers:
     """The processes of the workers.
 
     Args:
@@ -128,7 +128,7 @@ class Crowd:
         with Progress(self._settings.max_seconds) as progress, progress.counting(wanted, "trials") as count:
             progress.begin(f"{len(self._processes)} workers")
             while any(process.poll() is None for process in self._processes):
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
                 self._report_ended()
                 if self._study is None:
                     self._find_study()

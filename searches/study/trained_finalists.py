@@ -171,7 +171,7 @@ class TrainedBridges:
         return seconds - trainer.earlier_seconds
 
     def _nearest(self, shape: BridgeShape) -> Bridges | None:
-        """Load the trained bridges of the same kind and size whose mask differs least, the latest of equals, if any."""
+        """Load the trained bridges of the same method and size whose mask differs least, the latest of equals, if any."""
         compatible = [other for other in self._trained if other.is_compatible(shape)]
         nearest = min(reversed(compatible), key=lambda other: _distance(shape, other), default=None)
         return None if nearest is None else load_bridges(self._trained[nearest], self._target)

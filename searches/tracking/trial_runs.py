@@ -8,7 +8,7 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from layerskip import SpeculativeConfig
-from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, FIGURES, PREDICTED
+from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
 from searches.tracking.parameters import parameters
 from searches.tracking.run import PARENT, Store, StudyRun, metrics_now
 
@@ -19,14 +19,14 @@ MEASURED = (
     "speedup_low",
     "speedup_high",
     "acceptance_rate",
-    "tokens_per_round",
+    "mean_acceptance_length",
     "draft_share",
     "peak_memory_bytes",
     "prefill_seconds",
     "decode_seconds",
 )
 NOT_MEASURED = dict.fromkeys((*MEASURED, PREDICTED), math.nan)
-"""Metrics of a run without figures. MLflow's parallel coordinates omit NaN, and draw a missing metric as the largest."""
+"""Metrics of a run without metrics. MLflow's parallel coordinates omit NaN, and draw a missing metric as the largest."""
 _NAME = 250  # characters of a run's name: a store takes no more
 
 
@@ -105,7 +105,7 @@ class TrialRuns:
 def _metrics(trial: FrozenTrial) -> dict[str, float]:
     measurement = trial.user_attrs.get("measurement", {})
     metrics = NOT_MEASURED | {name: measurement[name] for name in MEASURED if name in measurement}
-    metrics |= trial.user_attrs.get(FIGURES, {})
+    metrics |= trial.user_attrs.get(METRICS, {})
     if trial.user_attrs.get(PREDICTED) is not None:
         metrics[PREDICTED] = trial.user_attrs[PREDICTED]
     metrics["seconds"] = trial.user_attrs["seconds"]

@@ -228,7 +228,7 @@ def held_out_scanner(config: DictConfig, target: Target, continuations: Sequence
     if not any(continuation.starts > 0 and continuation.limit(0) > 0 for continuation in continuations):
         raise InputError(f"held_out_tokens: {config.held_out_tokens} leave nothing to draft")
     usable = [continuation for continuation in continuations if continuation.starts > 0]
-    scanner = Scanner(target, usable, Sampling(), int(config.unroll), most_bytes=int(config.calibration_bytes))
+    scanner = Scanner(target, usable, Sampling(), int(config.unroll), max_bytes=int(config.calibration_bytes))
     if len(scanner.continuations) < len(usable):
         held = f"{len(scanner.continuations)} of {len(usable)} held-out texts"
         print(f"calibration_bytes: {config.calibration_bytes:,} hold {held}")
@@ -288,19 +288,19 @@ def train_bridges(
         save_draft_tokens(folder / "draft_head", tokens, target, run.identity)
     run.tracker.log_file(folder / "head.json")
     also = f" draft_head={folder / 'draft_head'}" if tokens is not None else ""
-    print(f"wrote {folder}; decode with kind=layer_skip mask={shape.mask} bridge={folder}{also}")
+    print(f"wrote {folder}; decode with method=layer_skip mask={shape.mask} bridge={folder}{also}")
     return folder
 
 
 def calibrate(
-    target: Target, continuations: list[Continuation], most_bytes: int, field: str, cache: TextCache | None, width: int
+    target: Target, continuations: list[Continuation], max_bytes: int, field: str, cache: TextCache | None, width: int
 ) -> Calibration:
     """Read the texts that bridges are fitted to, within the budget that a field of a configuration sets.
 
     Args:
         target: the target.
         continuations: the texts.
-        most_bytes: the budget.
+        max_bytes: the budget.
         field: its name, for messages.
         cache: the target's states of texts; None keeps none.
         width: the largest width of MLPs to be fitted.
@@ -309,11 +309,11 @@ def calibrate(
         InputError: the budget is too small.
     """
     try:
-        return Calibration(target, continuations, most_bytes, text_cache=cache, width=width)
+        return Calibration(target, continuations, max_bytes, text_cache=cache, width=width)
     except UnsupportedModel:
         raise
     except ValueError as error:
-        raise InputError(f"{field}: {str(error).removeprefix('most_bytes: ')}") from None
+        raise InputError(f"{field}: {str(error).removeprefix('max_bytes: ')}") from None
 
 
 def format_rates(rates: list[float]) -> str:

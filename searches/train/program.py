@@ -2,7 +2,7 @@
 
 ``python -m searches.train drafter=eagle`` (or ``medusa``) generates prompts and answers with the target, stores its hidden
 states of them, trains the head, and prints how often its drafts are accepted on held-out prompts. Each stage is stored, and
-the same command resumes. The result is a head for ``kind: eagle``. ``drafter=layer_skip mask=...`` fits and trains the
+the same command resumes. The result is a head for ``method: eagle``. ``drafter=layer_skip mask=...`` fits and trains the
 bridges of that mask instead.
 """
 
@@ -86,7 +86,7 @@ def train(config: DictConfig) -> Path | None:
         InputError: a field is out of range, or a budget is too small.
     """
     _check(config)
-    kind, sampling = str(config.drafter.kind), instantiate(config.sampling)
+    kind, sampling = str(config.drafter.method), instantiate(config.sampling)
     if kind == "layer_skip" and config.max_seconds is None:
         config.max_seconds = _BRIDGE_SECONDS
     prompts: PromptSet = instantiate(config.prompts)
@@ -154,7 +154,7 @@ def _train_head(
     continuations: tuple[Continuation, ...],
     store: FeatureStore,
 ) -> Path:
-    config, target, folder, kind = run.config, run.target, run.folder, str(run.config.drafter.kind)
+    config, target, folder, kind = run.config, run.target, run.folder, str(run.config.drafter.method)
     head = _new_head(config, kind, target, texts)
     store = _fill_store(run, texts, head, store)
     held_out = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt), store.modules) for p in continuations]
@@ -178,7 +178,7 @@ def _train_head(
     if spared:
         rates = format_rates(spared)
         print(f"on texts like the training texts: {rates}; begin_like makes training texts like the prompts in use")
-    print(f"wrote {folder}; decode with kind={kind} head={folder}")
+    print(f"wrote {folder}; decode with method={kind} head={folder}")
     return folder
 
 
@@ -205,8 +205,8 @@ def _fill_store(
 
 def _check(config: DictConfig) -> None:
     check_seed(config.seed)
-    if config.drafter.get("kind") not in _KINDS:
-        raise InputError(f"drafter: {config.drafter.get('kind')!r} is not trained; {' and '.join(_KINDS)} are")
+    if config.drafter.get("method") not in _KINDS:
+        raise InputError(f"drafter: {config.drafter.get('method')!r} is not trained; {' and '.join(_KINDS)} are")
     for name in ("tokens", "max_new_tokens", "batch", "held_out_tokens", *_BUDGETS):
         check_whole(name, config[name])
     check_learning(config)

@@ -28,7 +28,7 @@ from searches.tracking.tracker import Tracker
 
 _WARMUP = 0.03  # share of the training during which the learning rate rises
 _CLIP = 1.0
-_LEAST_SECONDS = 1e-3  # of training, if initialisation took all the time
+_MIN_SECONDS = 1e-3  # of training, if initialisation took all the time
 _LOSSES = 50  # steps over which the loss is averaged
 
 
@@ -169,12 +169,12 @@ class Trainer(ABC):
     @property
     def progress(self) -> float:
         """The share of the steps, or of the time, that is done: from 0 to 1."""
-        by_steps, most = self.step / self.config.steps, self.config.max_seconds
-        if not most:
+        by_steps, maximum = self.step / self.config.steps, self.config.max_seconds
+        if not maximum:
             return float(by_steps)
         # Initialisation counts as time, but not for the learning rate, whose schedule begins after it.
         spent = self.seconds + self.evaluation_seconds - self._start_seconds
-        return float(max(by_steps, spent / max(most - self._start_seconds, _LEAST_SECONDS)))
+        return float(max(by_steps, spent / max(maximum - self._start_seconds, _MIN_SECONDS)))
 
     def train_step(self) -> float:
         """Do one step; return its loss. Raise :class:`TrainingDiverged` if the loss or the gradient is not finite."""

@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """What a worker saw.
 
     Args:

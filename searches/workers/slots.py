@@ -13,12 +13,12 @@ from types import TracebackType
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from searches.workers.board import Board, Look, of_kind
-from searches.workers.crew import Alone, Crew, Workers
+from searches.workers.board import Board, Snapshot, of_kind
+from searches.workers.pool import Alone, WorkerPool, Workers
 
 _CLOSED = "closed"
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
-Repair = Callable[[Sequence[FrozenTrial], Look], bool]
+Repair = Callable[[Sequence[FrozenTrial], Snapshot], bool]
 
 
 class Slot:
@@ -33,9 +33,9 @@ class Slot:
         self._board, self.number = board, number
 
     @classmethod
-    def add(cls, crew: Crew) -> Slot:
+    def add(cls, pool: WorkerPool) -> Slot:
         """Return a new slot behind all others."""
-        return cls(crew.board, crew.board.add(kind="slot", worker=crew.worker))
+        return cls(pool.board, pool.board.add(kind="slot", worker=pool.worker))
 
     def __enter__(self) -> Slot:
         return self
@@ -54,37 +54,37 @@ class Slot:
             self._board.set(self.number, "trial", trial.number)
 
 
-def take_slot(crew: Workers, study: optuna.Study, wanted: int, repair: Repair = lambda *_: False) -> Slot | None:
+def take_slot(pool: Workers, study: optuna.Study, wanted: int, repair: Repair = lambda *_: False) -> Slot | None:
     """Take the next slot of a study; return None once it has the wanted number of finished trials, or is closed.
 
     Args:
-        crew: this worker among the others.
+        pool: this worker among the others.
         study: the study. Its finished trials without a slot, from before it had workers, count.
         wanted: number of finished trials.
-        repair: called with the trials and a look that was taken after them; returns whether it changed any trial.
+        repair: called with the trials and a snapshot that was taken after them; returns whether it changed any trial.
     """
-    if isinstance(crew, Alone):
+    if isinstance(pool, Alone):
         return Slot() if len(study.get_trials(deepcopy=False, states=FINISHED)) < wanted else None
-    slot, counted = Slot.add(crew), wanted
+    slot, counted = Slot.add(pool), wanted
 
     def is_decided() -> bool:
         nonlocal slot, counted
         trials = study.get_trials(deepcopy=False)  # first: every trial that has finished here has its slot below
-        look = crew.look()
-        if repair(trials, look):
+        snapshot = pool.snapshot()
+        if repair(trials, snapshot):
             return False
-        if not any(look.is_held(row) for row in of_kind(look.rows, "slot") if row.number == slot.number):
-            crew.stay()
-            slot = Slot.add(crew)  # its worker was presumed dead
+        if not any(snapshot.is_held(row) for row in of_kind(snapshot.rows, "slot") if row.number == slot.number):
+            pool.stay()
+            slot = Slot.add(pool)  # its worker was presumed dead
             return False
-        if any(look.is_held(row) and row.number < slot.number for row in of_kind(look.rows, _CLOSED)):
+        if any(snapshot.is_held(row) and row.number < slot.number for row in of_kind(snapshot.rows, _CLOSED)):
             counted = wanted
             return True
-        counted = _count(trials, look, slot.number)
+        counted = _count(trials, snapshot, slot.number)
         return counted < wanted or sum(trial.state in FINISHED for trial in trials) >= wanted
 
     try:
-        crew.wait(is_decided)
+        pool.wait(is_decided)
     except BaseException:
         slot.__exit__(None, None, None)
         raise
@@ -94,28 +94,30 @@ def take_slot(crew: Workers, study: optuna.Study, wanted: int, repair: Repair = 
     return None
 
 
-def close_slots(crew: Workers) -> None:
+def close_slots(pool: Workers) -> None:
     """Let no worker take a further slot while this one is there, because the time for trials is over."""
-    if not isinstance(crew, Alone):
-        crew.board.add(kind=_CLOSED, worker=crew.worker)
+    if not isinstance(pool, Alone):
+        pool.board.add(kind=_CLOSED, worker=pool.worker)
 
 
-def wait_for_slots(crew: Workers) -> None:
+def wait_for_slots(pool: Workers) -> None:
     """Wait until no other worker that is alive runs a trial, or records one."""
-    if isinstance(crew, Alone):
+    if isinstance(pool, Alone):
         return
 
     def is_idle() -> bool:
-        look = crew.look()
-        return not any(look.is_held(row) and row.user_attrs["worker"] != crew.worker for row in of_kind(look.rows, "slot"))
+        snapshot = pool.snapshot()
+        return not any(
+            snapshot.is_held(row) and row.user_attrs["worker"] != pool.worker for row in of_kind(snapshot.rows, "slot")
+        )
 
-    crew.wait(is_idle)
+    pool.wait(is_idle)
 
 
-def _count(trials: Sequence[FrozenTrial], look: Look, number: int) -> int:
+def _count(trials: Sequence[FrozenTrial], snapshot: Snapshot, number: int) -> int:
     """Return how many trials before a slot have finished or may finish."""
     states = {trial.number: trial.state for trial in trials}
-    slots = of_kind(look.rows, "slot")
+    slots = of_kind(snapshot.rows, "slot")
     with_slot = {row.user_attrs.get("trial") for row in slots}
     counted = sum(trial.state in FINISHED and trial.number not in with_slot for trial in trials)
     for row in slots:

@@ -64,7 +64,7 @@ def test_the_memory_of_a_calibration_is_bounded(
     (half,) = found
     assert 0.5 * budget < peak <= budget
     assert 1 < len(half.continuations) < len(continuations)
-    with pytest.raises(ValueError, match=r"^most_bytes: 100 hold not even one of 200 continuations, which takes") as few:
+    with pytest.raises(ValueError, match=r"^max_bytes: 100 hold not even one of 200 continuations, which takes") as few:
         Calibration(target, continuations, 100)
     assert len(Calibration(target, continuations, int(str(few.value).split()[-1])).continuations) == 1
 

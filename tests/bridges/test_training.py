@@ -155,5 +155,5 @@ def test_a_cached_text_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     training = BridgeTraining(target, bridges, tokens, 2, small)
     for _ in range(2):
         assert [float(training.loss([continuation]).detach()) for continuation in continuations] == pytest.approx(of_each)
-    assert 0 < small.nbytes <= small.most_bytes
+    assert 0 < small.nbytes <= small.max_bytes
     assert 3 + 3 < len(read) < 3 + 6

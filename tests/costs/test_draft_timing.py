@@ -84,9 +84,9 @@ def test_members_are_timed_at_every_context(target: Target, monkeypatch: pytest.
 class _Trees(Member):
     """Drafts a tree of three levels with six passes, and nothing after more tokens than it can read."""
 
-    def __init__(self, passes: list[Any], most: int, at_once: bool) -> None:
+    def __init__(self, passes: list[Any], maximum: int, at_once: bool) -> None:
         super().__init__()
-        self._passes, self._most, self.single_pass = passes, most, at_once
+        self._passes, self._most, self.single_pass = passes, maximum, at_once
 
     def draft(self, context: Context, limit: int) -> Draft:
         if len(context.tokens) > self._most:
@@ -96,9 +96,9 @@ class _Trees(Member):
 
 
 @pytest.mark.parametrize(("at_once", "cost"), [(False, 2.0), (True, 6.0)])
-@pytest.mark.parametrize("most", [1000, 100, 0])
+@pytest.mark.parametrize("maximum", [1000, 100, 0])
 def test_the_cost_of_a_tree_is_that_of_a_level(
-    at_once: bool, cost: float, most: int, target: Target, passes: list[Any], monkeypatch: pytest.MonkeyPatch
+    at_once: bool, cost: float, maximum: int, target: Target, passes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "build_drafter", lambda config, target: _Trees(passes, most, at_once))
-    assert time_drafting(target, SKIP, 300) == (cost if most else 0.0)
+    monkeypatch.setattr(timing, "build_drafter", lambda config, target: _Trees(passes, maximum, at_once))
+    assert time_drafting(target, SKIP, 300) == (cost if maximum else 0.0)

@@ -37,7 +37,7 @@ VOCABULARY = 100  # no layer but the output layer is as wide, nor as a quarter o
 PASS, TOKEN, ROW = 7.0, 0.02, 0.5  # of the output layer: fixed, per token of the vocabulary, per row
 BLOCK, ROUND, CONFIDENCE = 1.0, 4.0, 0.25
 BRIDGE, MAP, NUMBER = 2.0, 0.75, 1e-3
-LOOK, TREE = 0.75, 1.5
+SNAPSHOT, TREE = 0.75, 1.5
 FULL, KEYS = ("full_attention",), 0.5
 
 
@@ -156,12 +156,12 @@ def test_predicted_seconds_of_counts_equal_the_decodings(siblings: int, monkeypa
     """The drafts are longer than the timed ones, and not every token has siblings."""
     clock = Clock(monkeypatch)
     target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
-    clock.charge(SiblingCollector, "collect", lambda *_: LOOK)
+    clock.charge(SiblingCollector, "collect", lambda *_: SNAPSHOT)
     clock.charge(TreeModel, "run", lambda *_: TREE)
     profile = profile_costs(target, 12, 2 * 6, repeats=1, branching=True)
-    assert (profile.siblings_seconds, profile.tree_seconds) == (pytest.approx(LOOK), pytest.approx(TREE))
+    assert (profile.siblings_seconds, profile.tree_seconds) == (pytest.approx(SNAPSHOT), pytest.approx(TREE))
     mask, branching = SkipMask.parse("mlp:1", target.layers), Branching(siblings, 0.3)
-    drafter = LayerSkip(skip_view(target.model, mask), 6, StopRule(), branching.siblings, branching.least_probability)
+    drafter = LayerSkip(skip_view(target.model, mask), 6, StopRule(), branching.siblings, branching.min_token_prob)
     began: list[float] = []
     found = decode(
         target,
@@ -201,11 +201,11 @@ def test_time_tree_measures_chain_and_tree(sampling: Sampling, monkeypatch: pyte
     clock = Clock(monkeypatch)
     target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
     clock.charge(TreeModel, "run", lambda *_: TREE)
-    clock.charge(KVCache, "gather", lambda *_: LOOK)
+    clock.charge(KVCache, "gather", lambda *_: SNAPSHOT)
     times = time_tree(target, 12, 6, sampling, repeats=3)
     plain = 4 * (BLOCK + 3.0 + 5.0) + PASS + TOKEN * VOCABULARY
     assert times.chain_seconds == pytest.approx(plain + ROW * 7)
-    assert times.tree_seconds == pytest.approx(plain + ROW * 7 + TREE + LOOK)
+    assert times.tree_seconds == pytest.approx(plain + ROW * 7 + TREE + SNAPSHOT)
     assert times.ratio == pytest.approx(times.tree_seconds / times.chain_seconds)
 
 

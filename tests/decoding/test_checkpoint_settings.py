@@ -19,7 +19,7 @@ from tests.accelerator import DEVICE
 from tests.families import build
 
 PROMPT = [3, 4, 5, 3, 4, 5, 3]
-PLAIN, LOOKUP = SpeculativeConfig(), SpeculativeConfig(kind="prompt_lookup")
+PLAIN, LOOKUP = SpeculativeConfig(), SpeculativeConfig(method="prompt_lookup")
 
 # Values with which transformers' own generate gives the same tokens.
 HARMLESS: dict[str, Any] = {

@@ -27,7 +27,7 @@ from tests.families import SKIPPABLE, build
 
 GREEDY = Sampling()
 PROMPT = [3, 4, 5, 3, 4, 5, 3, 4]
-KINDS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "draft_model", "cascade")
+METHODS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "draft_model", "cascade")
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +36,26 @@ def target() -> Target:
     return Target(build("llama", 1, vocab_size=12, eos_token_id=None))
 
 
-def _drafter(kind: str, target: Target) -> Drafter:
-    if kind == "draft_model":
+def _drafter(method: str, target: Target) -> Drafter:
+    if method == "draft_model":
         model = build("llama", 2, vocab_size=target.vocabulary, num_hidden_layers=2)
         return DraftModel(decoding_view(model), 2, 3, StopRule())
-    if kind == "eagle":
+    if method == "eagle":
         torch.manual_seed(0)
         head = EagleHead(EagleShape.of(target)).to(DEVICE).eval()
         return Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
     fields = {
         "none": {},
         "prompt_lookup": {},
-        "retrieval": {"least_probability": 0.0},
-        "lookahead": {"window": 2, "draft_length": 2},
-        "token_recycling": {"least_probability": 0.0},
-        "cascade": {"members": [{"kind": "prompt_lookup", "ngram_min": 3}, {"kind": "layer_skip", "mask": "mlp:2"}]},
-        "layer_skip": {"mask": "attention:1;mlp:2", "draft_length": 3},
-    }[kind]
-    return build_drafter(SpeculativeConfig.from_dict({"kind": kind} | fields), target)
+        "retrieval": {"min_token_prob": 0.0},
+        "lookahead": {"window": 2, "num_speculative_tokens": 2},
+        "token_recycling": {"min_token_prob": 0.0},
+        "cascade": {
+            "members": [{"method": "prompt_lookup", "prompt_lookup_min": 3}, {"method": "layer_skip", "mask": "mlp:2"}]
+        },
+        "layer_skip": {"mask": "attention:1;mlp:2", "num_speculative_tokens": 3},
+    }[method]
+    return build_drafter(SpeculativeConfig.from_dict({"method": method} | fields), target)
 
 
 def _generate(target: Target, prompt: list[int], **options: Any) -> list[int]:
@@ -68,13 +70,13 @@ def test_greedy_tokens_of_every_family_equal_those_of_generate(family: str) -> N
     """Beyond the sliding windows of families that have one."""
     target = Target(build(family, eos_token_id=None))
     prompt = [(7 * i) % 61 + 3 for i in range(9)]
-    config = SpeculativeConfig(kind="layer_skip", mask="attention:0;mlp:2", draft_length=3)
+    config = SpeculativeConfig(method="layer_skip", mask="attention:0;mlp:2", num_speculative_tokens=3)
     expected = _generate(target, prompt, max_new_tokens=12)
     assert decode(target, build_drafter(config, target), prompt, GREEDY, 12).tokens == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stop_predicate_sees_every_token_and_ends_the_output(target: Target, kind: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stop_predicate_sees_every_token_and_ends_the_output(target: Target, method: str) -> None:
     plain = decode(target, NoDraft(), PROMPT, GREEDY, 16)
     assert plain.finish == "length"
     for length in range(1, 12):
@@ -84,7 +86,7 @@ def test_a_stop_predicate_sees_every_token_and_ends_the_output(target: Target, k
             seen.append(list(tokens))
             return len(tokens) == len(PROMPT) + length
 
-        result = decode(target, _drafter(kind, target), PROMPT, GREEDY, 16, stops=stops)
+        result = decode(target, _drafter(method, target), PROMPT, GREEDY, 16, stops=stops)
         assert (result.tokens, result.finish) == (plain.tokens[:length], "stop")
         assert seen == [PROMPT + plain.tokens[: i + 1] for i in range(length)]
 
@@ -139,19 +141,19 @@ def test_the_first_token_is_reported_before_any_draft(target: Target) -> None:
     assert events == ["prefill 1", "commit 1", "draft", "commit 1", "commit 1"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_makes_sampling_repeatable(target: Target, kind: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_seed_makes_sampling_repeatable(target: Target, method: str) -> None:
     def sample(seed: int) -> list[int]:
-        return decode(target, _drafter(kind, target), PROMPT, Sampling(1.2), 24, seed=seed).tokens
+        return decode(target, _drafter(method, target), PROMPT, Sampling(1.2), 24, seed=seed).tokens
 
     first = sample(7)
     torch.manual_seed(99)  # other random numbers must not matter
     assert first == sample(7) != sample(8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rounds_account_for_every_token(target: Target, kind: str) -> None:
-    result = decode(target, _drafter(kind, target), PROMPT, Sampling(1.0), 30, seed=1)
+@pytest.mark.parametrize("method", METHODS)
+def test_rounds_account_for_every_token(target: Target, method: str) -> None:
+    result = decode(target, _drafter(method, target), PROMPT, Sampling(1.0), 30, seed=1)
     assert len(result.tokens) == 30 == 1 + sum(round.committed for round in result.stats.rounds)
     for round in result.stats.rounds:
         assert round.accepted <= round.drafted
@@ -159,12 +161,12 @@ def test_rounds_account_for_every_token(target: Target, kind: str) -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", [*KINDS, "eagle"])
-def test_a_stored_prefill_gives_the_same_result(target: Target, kind: str, sampling: Sampling) -> None:
+@pytest.mark.parametrize("method", [*METHODS, "eagle"])
+def test_a_stored_prefill_gives_the_same_result(target: Target, method: str, sampling: Sampling) -> None:
     """Also for a drafter that reads the prompt's hidden states, and repeatedly."""
     prefill = Prefill.of(target, PROMPT)
     for _ in range(2):
-        drafters = [_drafter(kind, target) for _ in range(2)]
+        drafters = [_drafter(method, target) for _ in range(2)]
         found, plain = (
             decode(target, drafter, PROMPT, sampling, 20, seed=5, prefill=known)
             for drafter, known in zip(drafters, (prefill, None), strict=True)

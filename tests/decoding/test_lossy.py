@@ -61,7 +61,7 @@ def test_the_deepest_branch_of_a_tree_is_accepted() -> None:
 
 def test_a_lossy_rule_accepts_the_same_of_trees_that_grow_on_the_device() -> None:
     target, accept = target_of("llama"), AcceptRule("threshold", 0.1)
-    config = SpeculativeConfig("layer_skip", 3, mask="layers:1", siblings=2, least_probability=0.05, accept=accept)
+    config = SpeculativeConfig("layer_skip", 3, mask="layers:1", siblings=2, min_token_prob=0.05, accept=accept)
     for prompt in PROMPTS[:3]:
         one, other = (
             decode(target, build_drafter(config, target), prompt, GREEDY, LENGTH, accept=accept, static_shapes=static)
@@ -70,12 +70,12 @@ def test_a_lossy_rule_accepts_the_same_of_trees_that_grow_on_the_device() -> Non
         assert one == other and one.stats.accepted
 
 
-@pytest.mark.parametrize("kind", ["layer_skip", "token_recycling"])
-def test_a_lossy_rule_accepts_more_and_changes_the_output(kind: str) -> None:
+@pytest.mark.parametrize("method", ["layer_skip", "token_recycling"])
+def test_a_lossy_rule_accepts_more_and_changes_the_output(method: str) -> None:
     target, changed = target_of("llama"), False
-    fields: dict[str, Any] = {"layer_skip": {"mask": "layers:1-2"}, "token_recycling": {"least_probability": 0.0}}[kind]
-    exact = SpeculativeConfig.from_dict({"kind": kind} | fields)
-    lossy = SpeculativeConfig.from_dict({"kind": kind, "accept": {"kind": "threshold", "threshold": 0.0}} | fields)
+    fields: dict[str, Any] = {"layer_skip": {"mask": "layers:1-2"}, "token_recycling": {"min_token_prob": 0.0}}[method]
+    exact = SpeculativeConfig.from_dict({"method": method} | fields)
+    lossy = SpeculativeConfig.from_dict({"method": method, "accept": {"method": "threshold", "threshold": 0.0}} | fields)
     for prompt in PROMPTS:
         kept, other = (
             decode(target, build_drafter(config, target), prompt, GREEDY, LENGTH, accept=config.accept)
@@ -89,14 +89,14 @@ def test_a_lossy_rule_accepts_more_and_changes_the_output(kind: str) -> None:
 
 
 def test_a_lossy_rule_supports_sampling() -> None:
-    config = SpeculativeConfig.from_dict({"kind": "prompt_lookup", "accept": "typical"})
+    config = SpeculativeConfig.from_dict({"method": "prompt_lookup", "accept": "typical"})
     target = target_of("llama")
     result = decode(target, build_drafter(config, target), PROMPTS[1], Sampling(1.0), LENGTH, seed=0, accept=config.accept)
     assert len(result.tokens) == LENGTH
 
 
 def test_a_lossy_configuration_is_marked_as_lossy() -> None:
-    config = SpeculativeConfig.from_dict({"kind": "layer_skip", "accept": {"kind": "threshold", "threshold": 0.5}})
+    config = SpeculativeConfig.from_dict({"method": "layer_skip", "accept": {"method": "threshold", "threshold": 0.5}})
     assert not config.lossless
     assert config.to_dict()["lossless"] is False
     assert "LOSSY" in config.label()
@@ -109,14 +109,14 @@ def test_a_lossy_configuration_is_marked_as_lossy() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"kind": "none", "accept": "typical"}, "accept"),
-        ({"kind": "layer_skip", "accept": "loose"}, "accept.kind"),
-        ({"kind": "layer_skip", "accept": {"kind": "typical", "threshold": 0.5}}, "accept.threshold"),
-        ({"kind": "layer_skip", "accept": {"kind": "threshold", "threshold": 2}}, "accept.threshold"),
-        ({"kind": "layer_skip", "accept": {"kind": "threshold"}, "lossless": True}, "lossless"),
-        ({"kind": "layer_skip", "lossless": False}, "lossless"),
+        ({"method": "none", "accept": "typical"}, "accept"),
+        ({"method": "layer_skip", "accept": "loose"}, "accept.method"),
+        ({"method": "layer_skip", "accept": {"method": "typical", "threshold": 0.5}}, "accept.threshold"),
+        ({"method": "layer_skip", "accept": {"method": "threshold", "threshold": 2}}, "accept.threshold"),
+        ({"method": "layer_skip", "accept": {"method": "threshold"}, "lossless": True}, "lossless"),
+        ({"method": "layer_skip", "lossless": False}, "lossless"),
         (
-            {"kind": "cascade", "members": [{"kind": "prompt_lookup"}, {"kind": "layer_skip", "accept": "typical"}]},
+            {"method": "cascade", "members": [{"method": "prompt_lookup"}, {"method": "layer_skip", "accept": "typical"}]},
             "members",
         ),
     ],
@@ -132,6 +132,6 @@ def test_a_space_has_lossy_rules_only_if_they_are_allowed() -> None:
     allowed = SearchSpace(layers=12, allow_lossy=True)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     configs = [allowed.suggest(study.ask()) for _ in range(60)]
-    assert {config.accept.kind for config in configs} == {"exact", "threshold", "typical"}
+    assert {config.accept.method for config in configs} == {"exact", "threshold", "typical"}
     for config in configs:
         assert allowed.suggest(optuna.trial.FixedTrial(allowed.params(config))) == config

@@ -33,8 +33,8 @@ PROMPT = [13, 14, 15, 13, 14, 15, 13]
 GREEDY = Sampling()
 SAMPLINGS = [GREEDY, Sampling(1.0), Sampling(0.8, 5, 0.9, 0.02, 1.2)]
 CONFIGS = [
-    SpeculativeConfig(kind=kind, **fields)  # type: ignore[arg-type]
-    for kind, fields in (
+    SpeculativeConfig(method=method, **fields)  # type: ignore[arg-type]
+    for method, fields in (
         ("none", {}), ("prompt_lookup", {}), ("layer_skip", {"mask": "attention:0;mlp:2"}), ("token_recycling", {}),
         ("lookahead", {}), ("retrieval", {}),
     )
@@ -48,7 +48,7 @@ def _fill_bias(model: PreTrainedModel, tokens: slice, value: float) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
 def test_a_token_that_makes_the_logits_nan_ends_decoding(config: SpeculativeConfig, static: bool) -> None:
     target = Target(build("llama", 3, eos_token_id=None), name="mine")
     drafter = build_drafter(config, target)  # its self-checks come before the damage
@@ -60,7 +60,7 @@ def test_a_token_that_makes_the_logits_nan_ends_decoding(config: SpeculativeConf
     with pytest.raises(NotFinite, match="^target: the largest logit of mine is nan after position") as caught:
         decode(target, drafter, PROMPT, GREEDY, 16, callback=streamed.extend, static_shapes=static)
     assert streamed == plain[: len(streamed)] and len(streamed) <= place + 1
-    if config.kind in ("none", "prompt_lookup"):
+    if config.method in ("none", "prompt_lookup"):
         assert f"after position {len(PROMPT) + place};" in str(caught.value)
         assert len(streamed) == place + 1
     for sampling in SAMPLINGS:
@@ -80,7 +80,7 @@ def test_logits_are_named_as_what_they_are(tokens: slice, value: float, sampling
         architecture(target.model)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
 def test_tokens_without_a_finite_logit_are_never_chosen(config: SpeculativeConfig) -> None:
     """As those that fill up a vocabulary. No self-check blames the model for them."""
     target = Target(build("phi", eos_token_id=None))
@@ -95,14 +95,14 @@ def test_tokens_without_a_finite_logit_are_never_chosen(config: SpeculativeConfi
         assert not {free[0], *range(50, 64)} & {*decode(target, drafter, PROMPT, sampling, 12, seed=1).tokens}
 
 
-def _nan_drafter(kind: str, target: Target) -> Drafter:
-    if kind == "draft_model":
+def _nan_drafter(method: str, target: Target) -> Drafter:
+    if method == "draft_model":
         model = build("llama", 2, num_hidden_layers=2)
         drafter: Drafter = DraftModel(decoding_view(model), 2, 3, StopRule("threshold", 0.5))
         damaged: torch.nn.Module = model
     else:
         damaged = EagleHead(EagleShape.of(target)).to(DEVICE).eval()
-        siblings = {"eagle": 1, "eagle_tree": 3}[kind]
+        siblings = {"eagle": 1, "eagle_tree": 3}[method]
         embeddings = target.model.get_input_embeddings()  # type: ignore[operator]
         drafter = Eagle(damaged, embeddings, Readout(target, None), 3, StopRule(), siblings)  # type: ignore[arg-type]
     with torch.no_grad():
@@ -111,18 +111,18 @@ def _nan_drafter(kind: str, target: Target) -> Drafter:
     return drafter
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle_tree"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle_tree"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "warped"])
-def test_nan_in_a_drafter_changes_nothing(kind: str, sampling: Sampling) -> None:
+def test_nan_in_a_drafter_changes_nothing(method: str, sampling: Sampling) -> None:
     target = Target(build("llama", 3, eos_token_id=None))
-    result = decode(target, _nan_drafter(kind, target), PROMPT, sampling, 12, seed=0)
+    result = decode(target, _nan_drafter(method, target), PROMPT, sampling, 12, seed=0)
     assert len(result.tokens) == 12
     if sampling.greedy:
         assert result.tokens == decode(target, NoDraft(), PROMPT, sampling, 12).tokens
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.02}], ids=["plain", "filtered"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
 def test_a_temperature_near_zero_decodes_greedily(config: SpeculativeConfig, filters: dict[str, Any]) -> None:
     target = Target(build("llama", 3, eos_token_id=None))
     drafter = build_drafter(config, target)

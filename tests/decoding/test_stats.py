@@ -15,7 +15,7 @@ def test_ratios_of_one_decoding() -> None:
     assert (FIRST.drafted, FIRST.accepted) == (11, 7)
     assert FIRST.acceptance_rate == pytest.approx(7 / 11)
     assert FIRST.accepted_per_round == pytest.approx(7 / 4)
-    assert FIRST.tokens_per_round == pytest.approx(10 / 4)
+    assert FIRST.mean_acceptance_length == pytest.approx(10 / 4)
 
 
 def test_acceptance_by_position_counts_only_rounds_that_drafted_that_position() -> None:
@@ -33,13 +33,13 @@ def test_the_positions_of_a_tree_are_its_depths() -> None:
 def test_joined_decodings_pool_their_rounds() -> None:
     joined = DecodeStats.join([FIRST, DecodeStats(), SECOND])
     assert joined.acceptance_rate == pytest.approx(7 / 12)
-    assert joined.tokens_per_round == pytest.approx(11 / 5)
+    assert joined.mean_acceptance_length == pytest.approx(11 / 5)
     assert joined.acceptance_by_position == pytest.approx((3 / 4, 2 / 3, 1 / 3, 1 / 2))
 
 
 def test_without_rounds_or_drafts_every_ratio_is_zero() -> None:
     for stats in (DecodeStats(), DecodeStats.join([])):
-        assert (stats.acceptance_rate, stats.accepted_per_round, stats.tokens_per_round) == (0.0, 0.0, 0.0)
+        assert (stats.acceptance_rate, stats.accepted_per_round, stats.mean_acceptance_length) == (0.0, 0.0, 0.0)
         assert stats.acceptance_by_position == ()
     plain = DecodeStats((Round(0, 0, 1), Round(0, 0, 1)))
-    assert (plain.acceptance_rate, plain.tokens_per_round, plain.acceptance_by_position) == (0.0, 1.0, ())
+    assert (plain.acceptance_rate, plain.mean_acceptance_length, plain.acceptance_by_position) == (0.0, 1.0, ())

@@ -11,7 +11,9 @@ from torch import Tensor
 from layerskip.config import StopRule
 from layerskip.decoding.stopping import Stopper
 
-RULE = StopRule(kind="adaptive", threshold=0.6, target_acceptance=0.7, step=0.2, acceptance_decay=0.5, threshold_decay=0.75)
+RULE = StopRule(
+    method="adaptive", threshold=0.6, target_acceptance=0.7, step=0.2, acceptance_decay=0.5, threshold_decay=0.75
+)
 
 
 def _logits(confidence: float) -> Tensor:
@@ -29,9 +31,9 @@ def _threshold(stopper: Stopper) -> float:
 
 
 @pytest.mark.parametrize("threshold", [0.4, 0.6, 0.95])
-@pytest.mark.parametrize("kind", ["threshold", "adaptive"])
-def test_a_confidence_below_the_threshold_stops(kind: str, threshold: float) -> None:
-    stopper = Stopper(StopRule(kind=kind, threshold=threshold))
+@pytest.mark.parametrize("method", ["threshold", "adaptive"])
+def test_a_confidence_below_the_threshold_stops(method: str, threshold: float) -> None:
+    stopper = Stopper(StopRule(method=method, threshold=threshold))
     stopper.start()
     assert stopper.stops(_logits(threshold - 0.01))
     assert not stopper.stops(_logits(threshold + 0.01))
@@ -45,7 +47,7 @@ def test_the_length_rule_never_stops() -> None:
 
 
 def test_a_fixed_threshold_stays() -> None:
-    stopper = Stopper(StopRule(kind="threshold", threshold=0.6))
+    stopper = Stopper(StopRule(method="threshold", threshold=0.6))
     stopper.start()
     for accepted in (0, 0, 4):
         stopper.observe(4, accepted)
@@ -70,7 +72,7 @@ def test_the_adaptive_threshold_follows_the_acceptance_rate() -> None:
 
 
 def test_an_acceptance_rate_at_the_target_raises_the_threshold() -> None:
-    stopper = Stopper(StopRule(kind="adaptive", threshold=0.5, target_acceptance=0.5, step=0.1, threshold_decay=0.0))
+    stopper = Stopper(StopRule(method="adaptive", threshold=0.5, target_acceptance=0.5, step=0.1, threshold_decay=0.0))
     stopper.start()
     stopper.observe(4, 2)
     assert _threshold(stopper) == pytest.approx(0.6, abs=1e-4)
@@ -78,7 +80,7 @@ def test_an_acceptance_rate_at_the_target_raises_the_threshold() -> None:
 
 @pytest.mark.parametrize(("start", "accepted", "end"), [(0.9, 0, 1.0), (0.4, 4, 0.0)])
 def test_the_threshold_stays_a_probability(start: float, accepted: int, end: float) -> None:
-    rule = StopRule(kind="adaptive", threshold=start, target_acceptance=0.5, step=1.0, threshold_decay=0.0)
+    rule = StopRule(method="adaptive", threshold=start, target_acceptance=0.5, step=1.0, threshold_decay=0.0)
     stopper = Stopper(rule)
     stopper.start()
     stopper.observe(4, accepted)

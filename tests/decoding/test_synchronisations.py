@@ -181,28 +181,28 @@ def _medusa(target: Target) -> Medusa:
     return Medusa(heads, Readout(target, None), 3, 3, 12, 0.02)
 
 
-def _of(kind: str, **fields: Any) -> Callable[[Target], Drafter]:
-    return lambda target: build_drafter(SpeculativeConfig.from_dict({"kind": kind} | fields), target)
+def _of(method: str, **fields: Any) -> Callable[[Target], Drafter]:
+    return lambda target: build_drafter(SpeculativeConfig.from_dict({"method": method} | fields), target)
 
 
-SKIP = {"mask": "attention:1;mlp:2", "draft_length": 3}
-LOOKUP = {"kind": "prompt_lookup", "ngram_min": 3}
+SKIP = {"mask": "attention:1;mlp:2", "num_speculative_tokens": 3}
+LOOKUP = {"method": "prompt_lookup", "prompt_lookup_min": 3}
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "none": _of("none"),
     "prompt_lookup": _of("prompt_lookup"),
-    "retrieval": _of("retrieval", least_probability=0.0),
-    "token_recycling": _of("token_recycling", least_probability=0.0),
-    "lookahead": _of("lookahead", window=2, draft_length=2),
+    "retrieval": _of("retrieval", min_token_prob=0.0),
+    "token_recycling": _of("token_recycling", min_token_prob=0.0),
+    "lookahead": _of("lookahead", window=2, num_speculative_tokens=2),
     "layer_skip": _of("layer_skip", **SKIP),
-    "layer_skip with siblings": _of("layer_skip", siblings=2, least_probability=0.1, **SKIP),
+    "layer_skip with siblings": _of("layer_skip", siblings=2, min_token_prob=0.1, **SKIP),
     "draft_model": lambda target: _draft_model(target, 3, StopRule()),
     # An adaptive rule that never waits for a confidence: the last token of a draft needs none.
     "draft_model of one token": lambda target: _draft_model(target, 1, StopRule("adaptive", 0.5)),
     "eagle": _eagle,
-    "eagle trees": lambda target: _eagle(target, candidates=3, tree_tokens=7, least_probability=0.02),
+    "eagle trees": lambda target: _eagle(target, top_k=3, tree_tokens=7, min_token_prob=0.02),
     "medusa": _medusa,
-    "cascade": _of("cascade", members=[LOOKUP, {"kind": "layer_skip", **SKIP}]),
-    "priced cascade": _of("cascade", members=[LOOKUP, {"kind": "layer_skip", **SKIP}], verify_cost=[1.1, 1.2]),
+    "cascade": _of("cascade", members=[LOOKUP, {"method": "layer_skip", **SKIP}]),
+    "priced cascade": _of("cascade", members=[LOOKUP, {"method": "layer_skip", **SKIP}], verify_cost=[1.1, 1.2]),
     "cascade that learns": lambda target: Cascade(
         [DRAFTERS["prompt_lookup"](target), DRAFTERS["token_recycling"](target), DRAFTERS["eagle trees"](target)]
     ),

@@ -116,9 +116,9 @@ def test_a_shape_on_the_device_equals_that_on_the_host(more: int) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("kind", ["drawn", "without replacement", "deterministic"])
+@pytest.mark.parametrize("method", ["drawn", "without replacement", "deterministic"])
 @pytest.mark.parametrize("seed", representative([0], [1, 2]))
-def test_tokens_committed_from_a_tree_follow_the_target(kind: str, seed: int, on_device: bool) -> None:
+def test_tokens_committed_from_a_tree_follow_the_target(method: str, seed: int, on_device: bool) -> None:
     """Two siblings, the first with two children: every committed token follows the row of its parent."""
     parents = (-1, -1, 0, 0)
     p, q = P.roll(seed, 1), Q.roll(seed, 1)
@@ -129,12 +129,12 @@ def test_tokens_committed_from_a_tree_follow_the_target(kind: str, seed: int, on
     third: dict[int, list[int]] = {2: [], 3: []}
     for _ in range(3000):
         probs = q.clone()
-        if kind == "deterministic":
+        if method == "deterministic":
             draft = Draft(fixed, parents)
         else:
             tokens = torch.empty(4, dtype=torch.int64)
             for node in range(4):
-                if kind == "without replacement" and node in (1, 3):
+                if method == "without replacement" and node in (1, 3):
                     probs[node] = probs[node - 1].clone()
                     probs[node, tokens[node - 1]] = 0.0
                     probs[node] /= probs[node].sum()

@@ -16,11 +16,11 @@ ROOT = torch.tensor([7])
 
 
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize(("width", "size", "least"), [(30, 9, 0.0), (30, 30, 0.05), (30, 100, 0.0), (30, 5, 2.0)])
-def test_a_wide_tree_has_the_likeliest_of_all_branches(width: int, size: int, least: float, reads: bool) -> None:
+@pytest.mark.parametrize(("width", "size", "minimum"), [(30, 9, 0.0), (30, 30, 0.05), (30, 100, 0.0), (30, 5, 2.0)])
+def test_a_wide_tree_has_the_likeliest_of_all_branches(width: int, size: int, minimum: float, reads: bool) -> None:
     """All nodes of a level have the same children."""
     levels = torch.rand(3, 3, generator=torch.Generator().manual_seed(size)).softmax(-1)
-    tree = LevelwiseTree(ROOT, width, least, reads)
+    tree = LevelwiseTree(ROOT, width, minimum, reads)
     for number, level in enumerate(levels):
         tree.add_level(level[None], torch.tensor([[10, 20, 30]]) + number)
     known = tree.draft(size)
@@ -37,7 +37,7 @@ def test_a_wide_tree_has_the_likeliest_of_all_branches(width: int, size: int, le
         for depth in (1, 2, 3)
         for places in itertools.product(range(3), repeat=depth)
     }
-    expected = sorted((branch for branch in chances if chances[branch] >= least), key=lambda branch: -chances[branch])
+    expected = sorted((branch for branch in chances if chances[branch] >= minimum), key=lambda branch: -chances[branch])
     assert found == expected[:size]
 
 

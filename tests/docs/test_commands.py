@@ -33,7 +33,7 @@ Command = tuple[str, ...]
 
 def _blocks(page: Path, language: str) -> list[str]:
     found = FENCE.findall(page.read_text(encoding="utf-8"))
-    return [re.sub(f"^{indent}", "", block, flags=re.M) for indent, kind, block in found if kind == language]
+    return [re.sub(f"^{indent}", "", block, flags=re.M) for indent, method, block in found if method == language]
 
 
 def _split(block: str) -> list[Command]:
@@ -176,7 +176,7 @@ def test_the_examples_of_the_drafters_run(folder: Path, stand_in: Path) -> None:
     """One after the other in one process, the new drafter included, which then decodes."""
     blocks = _blocks(REPOSITORY / "docs" / "drafters.md", "python")
     assert len(blocks) == 3
-    use = "own = layerskip.SpeculativeConfig.from_dict({'kind': 'repeat_last', 'repeats': 3})\n"
+    use = "own = layerskip.SpeculativeConfig.from_dict({'method': 'repeat_last', 'repeats': 3})\n"
     use += "print(len(layerskip.generate(target, 'Why?', own, max_new_tokens=8).tokens))\n"
     program = "\n\n".join([*blocks, use])
     assert program.count('load_target("smollm2")') == 2

@@ -85,7 +85,7 @@ def test_the_doctored_copy_can_be_made_again(tmp_path: Path, monkeypatch: pytest
     measured = record["measured"]
     found = Speedup(*(measured[name] for name in RANGE))
     output = measured["losslessness"]["verdict"]
-    assert judge(claim, found, output, record["tolerance"], measured["tokens_per_round"]).name == record["verdict"]
+    assert judge(claim, found, output, record["tolerance"], measured["mean_acceptance_length"]).name == record["verdict"]
 
 
 def _front_page(title: str) -> tuple[str, list[list[str]]]:

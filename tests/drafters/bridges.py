@@ -30,8 +30,8 @@ def drawn_continuations(target: Target, count: int = 6, length: int = 20, prompt
     return [Continuation(str(i), "own", tuple(t[:prompt]), tuple(t[prompt:]), length - prompt) for i, t in enumerate(tokens)]
 
 
-def bridge_shape(target: Target, mask: str, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
-    return BridgeShape.of(target, SkipMask.parse(mask, target.layers), kind, rank, width)
+def bridge_shape(target: Target, mask: str, method: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
+    return BridgeShape.of(target, SkipMask.parse(mask, target.layers), method, rank, width)
 
 
 @functools.cache
@@ -46,15 +46,15 @@ def calibration(family: str) -> Calibration:
 
 
 @functools.cache
-def bridge_folder(family: str, mask: str, kind: str, rank: int = 0, width: int = 0) -> str:
+def bridge_folder(family: str, mask: str, method: str, rank: int = 0, width: int = 0) -> str:
     """Returns the folder of saved bridges. Their MLPs are drawn at random, as fitting may leave them empty."""
     target = tiny(family)
-    bridges = calibration(family).fit(bridge_shape(target, mask, kind, rank, width)).bridges
+    bridges = calibration(family).fit(bridge_shape(target, mask, method, rank, width)).bridges
     with torch.no_grad():
         for _, bridge in bridges.items():
             if bridge.out is not None:
                 bridge.out.normal_(0, 0.02)
-    folder = Path(_folder.name) / f"{family}-{mask}-{kind}-{rank}-{width}"
+    folder = Path(_folder.name) / f"{family}-{mask}-{method}-{rank}-{width}"
     save_bridges(folder, bridges, target, {})
     return str(folder)
 
@@ -67,7 +67,7 @@ def head_folder(family: str, tokens: tuple[int, ...]) -> str:
     return str(folder)
 
 
-def most_tokens(target: Target) -> tuple[int, ...]:
+def max_tokens(target: Target) -> tuple[int, ...]:
     """Returns all tokens of a tiny target but one.
 
     The one left out is rare in the target's texts. For the toy target it is a token that its prompt lacks, as tokens of the

@@ -1,4 +1,4 @@
-"""Members of cascades: drafters of every kind, and scripted ones that record their calls."""
+"""Members of cascades: drafters of every method, and scripted ones that record their calls."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from tests.drafters.contract import FEW_PROMPTS, GREEDY, LENGTH, DrafterContract
 from tests.drafters.heads import eagle_head, medusa_heads
 from tests.drafters.test_cross_tokenizer import LETTERS, _spelling
 
-LOOKUP = {"kind": "prompt_lookup", "ngram_min": 2, "ngram_max": 3, "draft_length": 4}
-SKIP = {"kind": "layer_skip", "mask": "attention:0;mlp:1", "draft_length": 3}
+LOOKUP = {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
+SKIP = {"method": "layer_skip", "mask": "attention:0;mlp:1", "num_speculative_tokens": 3}
 
 Open = list[tuple[int, int, list[list[int]]]]
 """Drafts that the text has not decided: where they start, the lengths of their matches, and their branches."""
 
 
-def member_of(kind: str, target: Target) -> Drafter:
-    """Returns a drafter of a kind."""
-    tree = {"least_probability": 0.0}
+def member_of(method: str, target: Target) -> Drafter:
+    """Returns a drafter of a method."""
+    tree = {"min_token_prob": 0.0}
     fields: dict[str, dict[str, object]] = {
         "prompt_lookup": LOOKUP,
-        "retrieval": {"ngram_min": 2, "ngram_max": 3, "draft_length": 4} | tree,
-        "token_recycling": {"draft_length": 3} | tree,
-        "lookahead": {"draft_length": 2, "window": 3, "candidates": 2},
+        "retrieval": {"prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4} | tree,
+        "token_recycling": {"num_speculative_tokens": 3} | tree,
+        "lookahead": {"num_speculative_tokens": 2, "window": 3, "guess_set_size": 2},
         "layer_skip": SKIP,
     }
-    if kind in fields:
-        return build_drafter(SpeculativeConfig.from_dict({"kind": kind} | fields[kind]), target)
-    if kind == "eagle":
+    if method in fields:
+        return build_drafter(SpeculativeConfig.from_dict({"method": method} | fields[method]), target)
+    if method == "eagle":
         head = eagle_head("llama")
         return Eagle(head, target.model.get_input_embeddings(), Readout(target, head.tokens), 3, StopRule())
-    if kind == "medusa":
+    if method == "medusa":
         return Medusa(medusa_heads("llama"), Readout(target, None), 3, 4, 20, 0.01)
-    if kind == "draft_model":
+    if method == "draft_model":
         return DraftModel(target.model, target.layers, 3, StopRule())
     letters = _spelling(LETTERS[: target.vocabulary])
     return CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule())

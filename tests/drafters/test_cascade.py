@@ -38,7 +38,7 @@ def _skip(target: Target) -> dict[str, object]:
 class TestLookupThenLayerSkip(Choosing):
     def drafter(self, target: Target) -> Drafter:
         skip = _skip(target)
-        return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, skip]}), target)
+        return build_drafter(SpeculativeConfig.from_dict({"method": "cascade", "members": [LOOKUP, skip]}), target)
 
 
 class TestLookupThenTrees(DrafterContract):
@@ -59,8 +59,8 @@ class TestLookupThenWindow(Choosing):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        window = {"kind": "lookahead", "draft_length": 2, "window": 3, "candidates": 2}
-        return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, window]}), target)
+        window = {"method": "lookahead", "num_speculative_tokens": 2, "window": 3, "guess_set_size": 2}
+        return build_drafter(SpeculativeConfig.from_dict({"method": "cascade", "members": [LOOKUP, window]}), target)
 
 
 class TestLookupThenSiblings(Choosing):
@@ -70,7 +70,7 @@ class TestLookupThenSiblings(Choosing):
 
     def drafter(self, target: Target) -> Drafter:
         skip = _skip(target) | {"siblings": 1}
-        return build_drafter(SpeculativeConfig.from_dict({"kind": "cascade", "members": [LOOKUP, skip]}), target)
+        return build_drafter(SpeculativeConfig.from_dict({"method": "cascade", "members": [LOOKUP, skip]}), target)
 
 
 class TestLookupThenDraftModel(Choosing):
@@ -219,10 +219,10 @@ SECONDS = ("prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_
 TRAINED = ("eagle", "medusa", "draft_model", "cross_tokenizer")
 
 
-@pytest.mark.parametrize("kind", [*SECONDS, *TRAINED])
-def test_a_member_that_was_skipped_for_rounds_catches_up(kind: str) -> None:
+@pytest.mark.parametrize("method", [*SECONDS, *TRAINED])
+def test_a_member_that_was_skipped_for_rounds_catches_up(method: str) -> None:
     target, right = target_of("llama"), 0
-    second = Recorder(member_of(kind, target))
+    second = Recorder(member_of(method, target))
     cascade = Cascade([Often(), second])
     for prompt in PROMPTS:
         second.drafts.clear()
@@ -232,6 +232,6 @@ def test_a_member_that_was_skipped_for_rounds_catches_up(kind: str) -> None:
         for context, branches in second.drafts:
             assert context == text[: len(context)]
             hits = sum(text[len(context) : len(context) + len(branch)] == branch for branch in branches)
-            assert hits or kind not in ("draft_model", "cross_tokenizer")  # these draft with the target itself
+            assert hits or method not in ("draft_model", "cross_tokenizer")  # these draft with the target itself
             right += hits
     assert right > 0

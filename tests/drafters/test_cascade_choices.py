@@ -17,11 +17,11 @@ from tests.drafters.contract import target_of, toy_target
 from tests.drafters.members import LOOKUP, Member, Open, ResultLog, ScriptedMember, branches_of, mean, run_along, score
 
 
-@pytest.mark.parametrize("kind", ["prompt_lookup", "retrieval"])
-def test_a_lookup_is_provisional_if_a_later_member_has_more_accepted(kind: str) -> None:
+@pytest.mark.parametrize("method", ["prompt_lookup", "retrieval"])
+def test_a_lookup_is_provisional_if_a_later_member_has_more_accepted(method: str) -> None:
     """Every choice on some texts, against means of everything that the texts had shown of earlier drafts."""
     source, text = random.Random(1), list[int]()
-    fields = {"kind": kind, "ngram_min": 2, "ngram_max": 3, "draft_length": 4}
+    fields = {"method": method, "prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
     first = ResultLog(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
     second = ResultLog(ScriptedMember(text))
     cascade = Cascade([first, second])
@@ -97,17 +97,17 @@ def test_a_member_that_runs_a_model_does_not_outdo_a_lookup() -> None:
         runs_model = True
 
     text = random.Random(1).choices(range(4), k=300)
-    lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP | {"ngram_max": 2}), target_of("llama"))
+    lookup = build_drafter(SpeculativeConfig.from_dict(LOOKUP | {"prompt_lookup_max": 2}), target_of("llama"))
     asked = {}
-    for kind in (ResultLog, RunsModel):
-        second = kind(ScriptedMember(text))
+    for method in (ResultLog, RunsModel):
+        second = method(ScriptedMember(text))
         cascade = Cascade([first := ResultLog(lookup), second])
         cascade.start(text[:1], None, None)  # type: ignore[arg-type]
-        asked[kind] = 0
+        asked[method] = 0
         for known in range(2, 290):
             second.last = Draft.empty(torch.device("cpu"))
             draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
-            asked[kind] += first.last.match_length > 0 and draft is second.last
+            asked[method] += first.last.match_length > 0 and draft is second.last
             accepted = run_along(branches_of(draft), text[known:])
             cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
     assert asked[ResultLog] > 10
@@ -116,12 +116,15 @@ def test_a_member_that_runs_a_model_does_not_outdo_a_lookup() -> None:
 
 def test_the_more_promising_of_two_lookups_is_taken() -> None:
     """Three tokens repeat. The first member copies one of them; the second, once it has made a lookup draft, copies six."""
-    fields = {"kind": "prompt_lookup", "ngram_max": 3}
+    fields = {"method": "prompt_lookup", "prompt_lookup_max": 3}
     first, second = (
         ResultLog(
-            build_drafter(SpeculativeConfig.from_dict(fields | {"ngram_min": least, "draft_length": length}), toy_target())
+            build_drafter(
+                SpeculativeConfig.from_dict(fields | {"prompt_lookup_min": minimum, "num_speculative_tokens": length}),
+                toy_target(),
+            )
         )
-        for least, length in ((2, 1), (1, 6))
+        for minimum, length in ((2, 1), (1, 6))
     )
     cascade, text, chosen = Cascade([first, second]), [1, 2, 3] * 40, []
     known = 4

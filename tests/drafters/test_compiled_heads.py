@@ -17,13 +17,13 @@ from tests.models.compilers import rewrite_only
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="stands in for a GPU")
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_compiled_heads_draft_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("llama")
     graphs = rewrite_only(monkeypatch)
     found = []
     for mode in ("off", "on"):
-        drafter = member_of(kind, target)
+        drafter = member_of(method, target)
         assert isinstance(drafter, Eagle | Medusa)
         module = drafter.head.body if isinstance(drafter, Eagle) else drafter.heads
         set_compiling(module, mode)

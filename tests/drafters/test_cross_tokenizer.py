@@ -184,7 +184,9 @@ def test_a_limited_number_of_positions_ends_drafting_but_not_decoding(monkeypatc
 def test_a_configured_draft_model_is_used(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device=DEVICE)
     draft = save_tiny(tmp_path / "draft", seed=2)
-    config = SpeculativeConfig.from_dict({"kind": "cross_tokenizer", "draft": str(draft), "draft_length": 2})
+    config = SpeculativeConfig.from_dict(
+        {"method": "cross_tokenizer", "draft_model": str(draft), "num_speculative_tokens": 2}
+    )
     plain = decode(target, build_drafter(SpeculativeConfig(), target), target.encode("Hello there"), GREEDY, 12)
     result = decode(target, build_drafter(config, target), target.encode("Hello there"), GREEDY, 12)
     assert result.tokens == plain.tokens
@@ -198,7 +200,7 @@ def test_a_reduced_vocabulary_belongs_to_the_draft_models_tokenizer(tmp_path: Pa
     plain = decode(target, build_drafter(SpeculativeConfig(), target), prompt, GREEDY, 12)
     common = torch.arange(0, draft.vocabulary, 3)
     save_draft_tokens(tmp_path / "common", common, draft, {})
-    config = SpeculativeConfig("cross_tokenizer", 2, draft=draft.name, draft_head=str(tmp_path / "common"))
+    config = SpeculativeConfig("cross_tokenizer", 2, draft_model=draft.name, draft_head=str(tmp_path / "common"))
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
     drafter = build_drafter(config, target)
     assert isinstance(drafter, CrossTokenizer)
@@ -216,24 +218,26 @@ def test_a_reduced_vocabulary_belongs_to_the_draft_models_tokenizer(tmp_path: Pa
         build_drafter(replace(config, draft_head=str(tmp_path / "strange")), target)
 
 
-@pytest.mark.parametrize("kind", ["cross_tokenizer", "draft_model"])
+@pytest.mark.parametrize("method", ["cross_tokenizer", "draft_model"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path, family: str, kind: str) -> None:
+def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path, family: str, method: str) -> None:
     """transformers cannot make a tokenizer for one family, and makes an empty one for the other."""
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     bare = without_tokenizer(save_tiny(tmp_path / "bare", family))
     for _ in range(2):  # loaded once, it is refused again
-        with pytest.raises(TargetError, match=rf"^draft: {bare} has no tokenizer, so its tokens cannot be matched$"):
-            build_drafter(SpeculativeConfig(kind, draft=str(bare)), target)
+        with pytest.raises(TargetError, match=rf"^draft_model: {bare} has no tokenizer, so its tokens cannot be matched$"):
+            build_drafter(SpeculativeConfig(method, draft_model=str(bare)), target)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_target_without_a_tokenizer_is_refused(tmp_path: Path, family: str) -> None:
     target = load_target(str(without_tokenizer(save_tiny(tmp_path / "target", family))), dtype="float32", device=DEVICE)
     draft = save_tiny(tmp_path / "draft")
-    with pytest.raises(TargetError, match=f"^draft: {target.name} has no tokenizer"):
-        build_drafter(SpeculativeConfig("cross_tokenizer", draft=str(draft)), target)
-    assert build_drafter(SpeculativeConfig("draft_model", draft=str(draft)), target)  # the tokenizers cannot be compared
+    with pytest.raises(TargetError, match=f"^draft_model: {target.name} has no tokenizer"):
+        build_drafter(SpeculativeConfig("cross_tokenizer", draft_model=str(draft)), target)
+    assert build_drafter(
+        SpeculativeConfig("draft_model", draft_model=str(draft)), target
+    )  # the tokenizers cannot be compared
 
 
 def test_tokenizers_that_share_nothing_are_refused(tmp_path: Path) -> None:
@@ -242,8 +246,8 @@ def test_tokenizers_that_share_nothing_are_refused(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     draft = load_target(str(save_tiny(tmp_path / "draft")), dtype="float32", device=DEVICE)
     target.drafts["greek"] = Target(draft.model, _spelling("αβγδ"), "greek")
-    with pytest.raises(ConfigError, match="^draft: greek cannot draft for .*share no token"):
-        build_drafter(SpeculativeConfig("cross_tokenizer", draft="greek"), target)
+    with pytest.raises(ConfigError, match="^draft_model: greek cannot draft for .*share no token"):
+        build_drafter(SpeculativeConfig("cross_tokenizer", draft_model="greek"), target)
 
 
 def test_a_tokenizer_that_does_not_reproduce_its_text_is_refused() -> None:

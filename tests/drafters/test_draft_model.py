@@ -23,7 +23,7 @@ from layerskip.models.loading import load_target
 from layerskip.models.skip_view import shared_copy
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
-from tests.drafters.bridges import most_tokens
+from tests.drafters.bridges import max_tokens
 from tests.drafters.contract import FAMILIES, GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, target_of, toy_target
 from tests.families import build
 
@@ -62,7 +62,7 @@ class TestNoisyTargetOfFewTokens(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         model = noisy_copy(target)
-        head = DraftHead(model, torch.tensor(most_tokens(target)), target.vocabulary)
+        head = DraftHead(model, torch.tensor(max_tokens(target)), target.vocabulary)
         view = shared_copy(model)
         head.restrict(view)
         return DraftModel(view, target.layers, 3, StopRule(), head)
@@ -148,7 +148,7 @@ def _saved(folder: Path, family: str, words: int, **changes: int) -> str:
 
 
 def _config(draft: str) -> SpeculativeConfig:
-    return SpeculativeConfig.from_dict({"kind": "draft_model", "draft": draft, "draft_length": 2})
+    return SpeculativeConfig.from_dict({"method": "draft_model", "draft_model": draft, "num_speculative_tokens": 2})
 
 
 def test_a_configured_draft_model_is_loaded_once(tmp_path: Path) -> None:
@@ -168,21 +168,21 @@ def test_a_configured_draft_model_is_loaded_once(tmp_path: Path) -> None:
 
 def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device=DEVICE)
-    with pytest.raises(TargetError, match="^draft: .*tokenizer"):
+    with pytest.raises(TargetError, match="^draft_model: .*tokenizer"):
         build_drafter(_config(_saved(tmp_path / "draft", "llama", 13)), target)
 
 
 def test_a_recurrent_draft_model_is_refused(tmp_path: Path) -> None:
     target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device=DEVICE)
-    with pytest.raises(UnsupportedModel, match="^draft: MambaForCausalLM: .*rewind"):
+    with pytest.raises(UnsupportedModel, match="^draft_model: MambaForCausalLM: .*rewind"):
         build_drafter(_config(_saved(tmp_path / "draft", "mamba", 14)), target)
 
 
 def test_a_missing_draft_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match="^draft: .*no folder"):
+    with pytest.raises(TargetError, match="^draft_model: .*no folder"):
         build_drafter(_config(str(tmp_path / "nothing")), target_of("llama"))
 
 
 def test_a_draft_model_must_be_named() -> None:
-    with pytest.raises(ConfigError, match="^draft: "):
-        SpeculativeConfig(kind="draft_model")
+    with pytest.raises(ConfigError, match="^draft_model: "):
+        SpeculativeConfig(method="draft_model")

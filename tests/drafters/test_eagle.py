@@ -50,7 +50,7 @@ class TestTree(DrafterContract):
     trees = True
 
     def drafter(self, target: Target) -> Drafter:
-        return _eagle(target, eagle_head(family_of(target)), candidates=3, tree_tokens=7, least_probability=0.01)
+        return _eagle(target, eagle_head(family_of(target)), top_k=3, tree_tokens=7, min_token_prob=0.01)
 
 
 class TestTreeOnTheDevice(TestTree):
@@ -91,7 +91,7 @@ class TestTreesLookingBack(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         head = eagle_head(family_of(target), True, lookback=9)
-        return _eagle(target, head, candidates=3, tree_tokens=7, least_probability=0.01)
+        return _eagle(target, head, top_k=3, tree_tokens=7, min_token_prob=0.01)
 
 
 class TestBehindLookup(DrafterContract):
@@ -116,7 +116,7 @@ class TestTreesBehindLookup(DrafterContract):
     samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
-        trees = _eagle(target, eagle_head(family_of(target)), candidates=3, tree_tokens=6)
+        trees = _eagle(target, eagle_head(family_of(target)), top_k=3, tree_tokens=6)
         return PricedCascade([PromptLookup(1, 3, "last", 3), trees], (1.25, 1.3))
 
 
@@ -146,7 +146,7 @@ def test_drafts_equal_the_predictions_of_training(three_layers: bool, lookback: 
 def test_a_round_without_a_likely_token_drafts_nothing() -> None:
     """Within a text, and the following drafts are right."""
     target = target_of("llama")
-    recorder = Recorder(_eagle(target, eagle_head("llama"), candidates=3, tree_tokens=7, least_probability=0.4))
+    recorder = Recorder(_eagle(target, eagle_head("llama"), top_k=3, tree_tokens=7, min_token_prob=0.4))
     for prompt in PROMPTS:
         assert decode(target, recorder, prompt, GREEDY, LENGTH).tokens == generated("llama", prompt, LENGTH)
     empty = [not branches for _, branches in recorder.drafts]
@@ -176,7 +176,7 @@ def test_trees_contain_the_likeliest_tokens() -> None:
     """If wide enough, the first level is the head's most likely tokens, and the best branch is the chain."""
     target, head = target_of("llama"), eagle_head("llama")
     for prompt in PROMPTS[1:3]:
-        chains, trees = Recorder(_eagle(target, head)), Recorder(_eagle(target, head, candidates=4, tree_tokens=30))
+        chains, trees = Recorder(_eagle(target, head)), Recorder(_eagle(target, head, top_k=4, tree_tokens=30))
         decode(target, chains, prompt, GREEDY, 5)
         decode(target, trees, prompt, GREEDY, 5)
         (context, chain), (same, tree) = chains.drafts[0], trees.drafts[0]
@@ -224,7 +224,7 @@ def test_trees_equal_those_computed_without_a_cache(family: str, few: int, back:
     head = eagle_head(family, family == "deep", target.vocabulary - few if few else None, back)
     for prompt in PROMPTS[1:4]:
         prompt = tuple(token % target.vocabulary for token in prompt)
-        recorder = Recorder(_eagle(target, head, 4, candidates=width, tree_tokens=size))
+        recorder = Recorder(_eagle(target, head, 4, top_k=width, tree_tokens=size))
         decode(target, recorder, prompt, GREEDY, LENGTH, eos_ids=frozenset())
         for context, branches in recorder.drafts[:4]:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Every kind of drafter is one file that names the papers it follows."""
+"""Every method is one file that names the papers it follows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from layerskip import drafters
-from layerskip.config import kinds
+from layerskip.config import methods
 
 FOLDER = Path(drafters.__path__[0])
 PAPERS = {
@@ -26,10 +26,10 @@ PAPERS = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in kinds() if kind != "none"])
-def test_a_kind_is_one_file_that_names_its_papers(kind: str) -> None:
-    source = (FOLDER / f"{kind}.py").read_text(encoding="utf-8")
+@pytest.mark.parametrize("method", [method for method in methods() if method != "none"])
+def test_a_method_is_one_file_that_names_its_papers(method: str) -> None:
+    source = (FOLDER / f"{method}.py").read_text(encoding="utf-8")
     head = ast.get_docstring(ast.parse(source)) or ""
     named = re.findall(r"arXiv\s(\d{4}\.\d{5})", head)
-    assert set(PAPERS[kind]) <= set(named)
-    assert bool(named) == bool(PAPERS[kind])
+    assert set(PAPERS[method]) <= set(named)
+    assert bool(named) == bool(PAPERS[method])

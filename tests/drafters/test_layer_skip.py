@@ -15,7 +15,7 @@ from layerskip.drafters import layer_skip
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
-from tests.drafters.bridges import FEW_PROMPT, bridge_folder, few_tokens, head_folder, most_tokens
+from tests.drafters.bridges import FEW_PROMPT, bridge_folder, few_tokens, head_folder, max_tokens
 from tests.drafters.contract import (
     FAMILIES,
     LENGTH,
@@ -33,14 +33,14 @@ from tests.drafters.heads import family_of
 
 def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter:
     mask = toy_mask if target is toy_target() else mask
-    return build_drafter(SpeculativeConfig.from_dict({"kind": "layer_skip", "mask": mask} | fields), target)
+    return build_drafter(SpeculativeConfig.from_dict({"method": "layer_skip", "mask": mask} | fields), target)
 
 
 class TestSkippedAttention(DrafterContract):
     """transformers reads a cache's length from attention 0, which the draft skips here."""
 
     def drafter(self, target: Target) -> Drafter:
-        return _drafter(target, "attention:0", "attention:0", draft_length=3)
+        return _drafter(target, "attention:0", "attention:0", num_speculative_tokens=3)
 
 
 class TestThreshold(DrafterContract):
@@ -48,8 +48,8 @@ class TestThreshold(DrafterContract):
     samplings = SAMPLINGS[:1]
 
     def drafter(self, target: Target) -> Drafter:
-        stop = {"kind": "threshold", "threshold": 0.5}
-        return _drafter(target, "attention:1;mlp:2", "mlp:0", draft_length=5, stop=stop)
+        stop = {"method": "threshold", "threshold": 0.5}
+        return _drafter(target, "attention:1;mlp:2", "mlp:0", num_speculative_tokens=5, stop=stop)
 
 
 class TestAdaptive(DrafterContract):
@@ -57,15 +57,15 @@ class TestAdaptive(DrafterContract):
     samplings = SAMPLINGS[2:]
 
     def drafter(self, target: Target) -> Drafter:
-        stop = {"kind": "adaptive", "threshold": 0.5, "step": 0.5, "threshold_decay": 0.5}
-        return _drafter(target, "attention:1", "attention:0", draft_length=4, stop=stop)
+        stop = {"method": "adaptive", "threshold": 0.5, "step": 0.5, "threshold_decay": 0.5}
+        return _drafter(target, "attention:1", "attention:0", num_speculative_tokens=4, stop=stop)
 
 
 class TestSiblings(DrafterContract):
     trees = True
 
     def drafter(self, target: Target) -> Drafter:
-        return _drafter(target, "attention:1;mlp:2", "mlp:0", draft_length=3, siblings=2, least_probability=0.05)
+        return _drafter(target, "attention:1;mlp:2", "mlp:0", num_speculative_tokens=3, siblings=2, min_token_prob=0.05)
 
 
 class TestSiblingsOnTheDevice(TestSiblings):
@@ -76,10 +76,10 @@ class TestSiblingsOnTheDevice(TestSiblings):
         monkeypatch.setattr(layer_skip, "reads_while_growing", lambda cache, device: False)
 
 
-def _bridged(target: Target, mask: str, kind: str, rank: int = 0, width: int = 0, **fields: Any) -> Drafter:
+def _bridged(target: Target, mask: str, method: str, rank: int = 0, width: int = 0, **fields: Any) -> Drafter:
     family = family_of(target)
     mask = {"toy": "attention:0", "deep": "layers:1;mlp:2"}.get(family, mask)
-    fields["bridge"] = bridge_folder(family, mask, kind, rank, width)
+    fields["bridge"] = bridge_folder(family, mask, method, rank, width)
     return _drafter(target, mask, mask, **fields)
 
 
@@ -87,7 +87,7 @@ class TestBridgedByMeans(DrafterContract):
     samples_by_default = False
 
     def drafter(self, target: Target) -> Drafter:
-        return _bridged(target, "layers:1", "mean", draft_length=3)
+        return _bridged(target, "layers:1", "mean", num_speculative_tokens=3)
 
 
 class TestBridgedByMaps(DrafterContract):
@@ -96,8 +96,8 @@ class TestBridgedByMaps(DrafterContract):
     samples_by_default = False
 
     def drafter(self, target: Target) -> Drafter:
-        head = head_folder(family_of(target), most_tokens(target))
-        return _bridged(target, "layers:1;attention:2;mlp:3", "linear", draft_length=3, draft_head=head)
+        head = head_folder(family_of(target), max_tokens(target))
+        return _bridged(target, "layers:1;attention:2;mlp:3", "linear", num_speculative_tokens=3, draft_head=head)
 
 
 class TestBridgedByMLPs(DrafterContract):
@@ -108,7 +108,7 @@ class TestBridgedByMLPs(DrafterContract):
     toy = staticmethod(deep_toy)
 
     def drafter(self, target: Target) -> Drafter:
-        return _bridged(target, "layers:1-2", "mlp", 4, 8, draft_length=3, siblings=2, least_probability=0.05)
+        return _bridged(target, "layers:1-2", "mlp", 4, 8, num_speculative_tokens=3, siblings=2, min_token_prob=0.05)
 
 
 class TestBridgedByMLPsBesideWholeMaps(DrafterContract):
@@ -116,14 +116,14 @@ class TestBridgedByMLPsBesideWholeMaps(DrafterContract):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        return _bridged(target, "layers:1-2", "mlp", 0, 8, draft_length=3)
+        return _bridged(target, "layers:1-2", "mlp", 0, 8, num_speculative_tokens=3)
 
 
 class TestBridgedByMapsOfLowRank(DrafterContract):
     samples_by_default = False
 
     def drafter(self, target: Target) -> Drafter:
-        return _bridged(target, "layers:1-2", "linear", 4, draft_length=3)
+        return _bridged(target, "layers:1-2", "linear", 4, num_speculative_tokens=3)
 
 
 class TestThreeTokens(DrafterContract):
@@ -133,7 +133,7 @@ class TestThreeTokens(DrafterContract):
 
     def drafter(self, target: Target) -> Drafter:
         head = head_folder(family_of(target), few_tokens(target))
-        return _drafter(target, "attention:1", "mlp:0", draft_length=3, draft_head=head)
+        return _drafter(target, "attention:1", "mlp:0", num_speculative_tokens=3, draft_head=head)
 
 
 class TestFewTokens(DrafterContract):
@@ -141,8 +141,8 @@ class TestFewTokens(DrafterContract):
     samplings = SAMPLINGS[2:]
 
     def drafter(self, target: Target) -> Drafter:
-        head = head_folder(family_of(target), most_tokens(target))
-        return _drafter(target, "attention:1", "attention:0", draft_length=4, draft_head=head)
+        head = head_folder(family_of(target), max_tokens(target))
+        return _drafter(target, "attention:1", "attention:0", num_speculative_tokens=4, draft_head=head)
 
 
 class TestSiblingsOfFewTokens(DrafterContract):
@@ -150,16 +150,16 @@ class TestSiblingsOfFewTokens(DrafterContract):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        head = head_folder(family_of(target), most_tokens(target))
-        fields: dict[str, Any] = {"siblings": 2, "least_probability": 0.05, "draft_head": head}
-        return _drafter(target, "attention:1;mlp:2", "mlp:0", draft_length=3, **fields)
+        head = head_folder(family_of(target), max_tokens(target))
+        fields: dict[str, Any] = {"siblings": 2, "min_token_prob": 0.05, "draft_head": head}
+        return _drafter(target, "attention:1;mlp:2", "mlp:0", num_speculative_tokens=3, **fields)
 
 
 def test_siblings_are_the_likely_runners_up_of_each_token() -> None:
     """With nothing skipped the draft's distributions are the target's, which one teacher-forced pass gives."""
-    target, least = target_of("llama"), 0.15
+    target, minimum = target_of("llama"), 0.15
     for prompt in PROMPTS[1:4]:
-        drafter = Recorder(_drafter(target, "", "", draft_length=3, siblings=2, least_probability=least))
+        drafter = Recorder(_drafter(target, "", "", num_speculative_tokens=3, siblings=2, min_token_prob=minimum))
         result = decode(target, drafter, prompt, Sampling(), LENGTH)
         assert any(round.drafted > 3 for round in result.stats.rounds)
         with torch.inference_mode():
@@ -171,7 +171,7 @@ def test_siblings_are_the_likely_runners_up_of_each_token() -> None:
             expected = []
             for place in range(len(chain)):
                 probs = logits[len(context) - 1 + place].softmax(-1)
-                likely = [token for token in probs.argsort(descending=True).tolist() if probs[token] >= least]
+                likely = [token for token in probs.argsort(descending=True).tolist() if probs[token] >= minimum]
                 expected += [(*chain[place][:-1], token) for token in likely[1:3]]
             assert sorted(branches) == sorted([*chain, *expected])
 
@@ -180,7 +180,7 @@ def test_siblings_are_the_likely_runners_up_of_each_token() -> None:
 @pytest.mark.parametrize("mask", ["", "layers:0-3", "layers:0,3", "attention:0-3", "mlp:0-3"])
 def test_any_mask_is_lossless(family: str, mask: str) -> None:
     target = target_of(family)
-    drafter = _drafter(target, mask, mask, draft_length=6)
+    drafter = _drafter(target, mask, mask, num_speculative_tokens=6)
     for prompt in PROMPTS[:3]:
         result = decode(target, drafter, prompt, Sampling(), LENGTH)
         assert result.tokens == generated(family, prompt, LENGTH)
@@ -192,9 +192,9 @@ def test_any_mask_is_lossless(family: str, mask: str) -> None:
 def test_a_threshold_stops_after_the_first_token_of_low_confidence(threshold: float) -> None:
     """With nothing skipped the draft's confidence is the target's, which one teacher-forced pass gives."""
     target = target_of("llama")
-    stop = {"kind": "threshold", "threshold": threshold}
+    stop = {"method": "threshold", "threshold": threshold}
     for prompt in PROMPTS[:4]:
-        drafter = _drafter(target, "", "", draft_length=5, stop=stop)
+        drafter = _drafter(target, "", "", num_speculative_tokens=5, stop=stop)
         result = decode(target, drafter, prompt, Sampling(), LENGTH)
         with torch.inference_mode():
             logits = target.model(
@@ -203,9 +203,9 @@ def test_a_threshold_stops_after_the_first_token_of_low_confidence(threshold: fl
         confidence = logits.softmax(-1).amax(-1)[len(prompt) - 1 :].tolist()  # entry i: of new token i
         expected, done = [], 1
         while done < LENGTH:
-            most = min(5, LENGTH - done - 1)
-            low = [i for i in range(most) if confidence[done + i] < threshold]
-            expected.append(low[0] + 1 if low else most)
+            maximum = min(5, LENGTH - done - 1)
+            low = [i for i in range(maximum) if confidence[done + i] < threshold]
+            expected.append(low[0] + 1 if low else maximum)
             done += expected[-1] + 1
         assert [round.drafted for round in result.stats.rounds] == expected
 

@@ -23,7 +23,7 @@ class TestLookahead(DrafterContract):
     history_dependent = True  # it learns from the target's logits, within a prompt
 
     def drafter(self, target: Target) -> Drafter:
-        fields = {"kind": "lookahead", "draft_length": 2, "window": 3, "candidates": 2}
+        fields = {"method": "lookahead", "num_speculative_tokens": 2, "window": 3, "guess_set_size": 2}
         return build_drafter(SpeculativeConfig.from_dict(fields), target)
 
 

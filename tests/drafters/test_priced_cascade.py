@@ -86,7 +86,7 @@ class TestLookupThenWindowThatHasToPay(Priced):
     trees = True
 
     def drafter(self, target: Target) -> Drafter:
-        members = [member_of(kind, target) for kind in ("prompt_lookup", "lookahead")]
+        members = [member_of(method, target) for method in ("prompt_lookup", "lookahead")]
         return PricedCascade(members, (1.02, 1.04), (0.0, 0.0))
 
     def test_the_second_member_drafts_some_of_the_remaining_rounds(self) -> None:
@@ -140,7 +140,7 @@ class TestSureModelAndLookupThatHaveToPay(Priced):
 
 def test_without_draft_costs_a_model_is_asked_if_no_lookup_pays() -> None:
     target, asked, lost = target_of("llama"), 0, 0
-    first, second = (Recorder(member_of(kind, target)) for kind in ("prompt_lookup", "layer_skip"))
+    first, second = (Recorder(member_of(method, target)) for method in ("prompt_lookup", "layer_skip"))
     cascade = PricedCascade([first, second], (1.1, 1.2))
     for prompt in PROMPTS:
         for recorder in (first, second):
@@ -186,6 +186,6 @@ def test_tokens_that_only_fill_up_a_tree_on_the_device_have_a_cost(monkeypatch: 
 def test_lossy_rules_use_the_cascade_without_costs() -> None:
     members = [SpeculativeConfig.from_dict(fields) for fields in (LOOKUP, SKIP)]
     costs = {"verify_cost": (1.1, 1.2), "draft_cost": (0.0, 0.1)}
-    for rule, kind in (("exact", PricedCascade), ("typical", Cascade)):
+    for rule, method in (("exact", PricedCascade), ("typical", Cascade)):
         config = SpeculativeConfig("cascade", members=tuple(members), accept=AcceptRule(rule), **costs)  # type: ignore[arg-type]
-        assert type(build_drafter(config, target_of("llama"))) is kind
+        assert type(build_drafter(config, target_of("llama"))) is method

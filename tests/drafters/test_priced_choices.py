@@ -47,7 +47,7 @@ def _paying(chances: Sequence[float], costs: dict[int, float], rate: float) -> t
 def test_a_lookup_is_cut_to_the_tokens_that_pay(alone: bool) -> None:
     """Every choice on some texts, against the hit rates of everything that the texts had shown, taken or not."""
     source, text, costs = random.Random(1), list[int](), {0: 1.0, 1: 1.3, 2: 1.3, 3: 1.8, 4: 2.05}
-    fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
+    fields = {"method": "prompt_lookup", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
     first = ResultLog(build_drafter(SpeculativeConfig.from_dict(fields), target_of("llama")))
     second = ResultLog(script := LookupScriptedMember([] if alone else text))
     script.hit_rate = 0.5

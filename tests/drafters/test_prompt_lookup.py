@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 class TestLastMatch(DrafterContract):
     def drafter(self, target: Target) -> Drafter:
-        fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 3, "draft_length": 4}
+        fields = {"method": "prompt_lookup", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
         return build_drafter(SpeculativeConfig.from_dict(fields), target)
 
 
@@ -32,14 +32,20 @@ class TestFirstMatch(DrafterContract):
     samplings = SAMPLINGS[1:2]
 
     def drafter(self, target: Target) -> Drafter:
-        fields = {"kind": "prompt_lookup", "ngram_min": 1, "ngram_max": 2, "match": "first", "draft_length": 3}
+        fields = {
+            "method": "prompt_lookup",
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 2,
+            "match": "first",
+            "num_speculative_tokens": 3,
+        }
         return build_drafter(SpeculativeConfig.from_dict(fields), target)
 
 
 def _search(tokens: Sequence[int], sizes: tuple[int, int], match: str, length: int) -> list[int]:
     """Returns what followed an earlier occurrence of the longest n-gram that has one, continued with the copied tokens."""
-    least, most = sizes
-    for size in range(most, least - 1, -1):
+    minimum, maximum = sizes
+    for size in range(maximum, minimum - 1, -1):
         if size < len(tokens):
             ends = [e for e in range(size, len(tokens)) if tokens[e - size : e] == tokens[-size:]]
             if ends:

@@ -1,4 +1,4 @@
-"""A new kind of drafter is one file: everything else that lists kinds is derived from what it declares."""
+"""A new method is one file: everything else that lists methods is derived from what it declares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from layerskip import ConfigError, SpeculativeConfig, Target, config, drafters, generate, load_drafters
-from layerskip.config import Field, Kind, declare, kinds, shared
+from layerskip.config import Field, Method, declare, methods, shared
 from layerskip.decoding import drafter as base
 from layerskip.drafters.registry import build_drafter
 from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
@@ -21,13 +21,13 @@ from searches.report.charts import OTHER, color_of
 from searches.space.search_space import SearchSpace
 from searches.study.finals import Finalist
 from searches.study.starting_points import starting_points
-from searches.study.study import with_stored_kinds
+from searches.study.study import with_stored_methods
 from searches.tracking.parameters import parameters
 
 DRAFTER = '''
 """Drafting the last token again."""
 
-from layerskip.config import Field, Kind
+from layerskip.config import Field, Method
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Drafter
 
@@ -35,7 +35,7 @@ from layerskip.decoding.drafter import Drafter
 class RepeatLast(Drafter):
     """A drafter that repeats the last token."""
 
-    kind = Kind(
+    method = Method(
         "repeat_last",
         (Field("repeats", 2, "how often the last token is repeated", "tokens", range=(1, 4), first=3),),
         source="the last token",
@@ -53,9 +53,9 @@ class RepeatLast(Drafter):
 
 
 @pytest.fixture
-def _new_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _new_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Write the file, add its folder to the package and load it; nothing of it is left after the test."""
-    monkeypatch.setattr(config, "_KINDS", dict(config._KINDS))
+    monkeypatch.setattr(config, "_METHODS", dict(config._METHODS))
     monkeypatch.setattr(base, "_CLASSES", dict(base._CLASSES))
     (tmp_path / "repeat_last.py").write_text(DRAFTER, encoding="utf-8")
     monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
@@ -67,10 +67,10 @@ def _new_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def _of(**fields: object) -> SpeculativeConfig:
-    return SpeculativeConfig.from_dict({"kind": "repeat_last"} | fields)
+    return SpeculativeConfig.from_dict({"method": "repeat_last"} | fields)
 
 
-@pytest.mark.usefixtures("_new_kind")
+@pytest.mark.usefixtures("_new_method")
 def test_a_new_drafter_decodes_losslessly(tiny_target: Target) -> None:
     plain = generate(tiny_target, "one two three", max_new_tokens=24)
     for repeats in (1, 3):
@@ -80,22 +80,22 @@ def test_a_new_drafter_decodes_losslessly(tiny_target: Target) -> None:
         assert max(r.drafted for r in found.stats.rounds) == repeats
 
 
-@pytest.mark.usefixtures("_new_kind")
+@pytest.mark.usefixtures("_new_method")
 @pytest.mark.parametrize("fields", [{}, {"repeats": 2}, {"repeats": 3}])
 def test_a_new_configuration_keeps_its_own_field(fields: dict[str, int]) -> None:
     own = _of(**fields)
-    assert own.to_dict() == {"kind": "repeat_last", "repeats": fields.get("repeats", 2)}
+    assert own.to_dict() == {"method": "repeat_last", "repeats": fields.get("repeats", 2)}
     assert SpeculativeConfig.from_dict(own.to_dict()) == own
     assert own.label() == f"repeat last ({own.option('repeats')} times)"
 
 
-@pytest.mark.usefixtures("_new_kind")
+@pytest.mark.usefixtures("_new_method")
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"kind": "repeat_last", "repeats": 0}, "repeats"),
-        ({"kind": "repeat_last", "ngram_max": 5}, "ngram_max"),
-        ({"kind": "prompt_lookup", "repeats": 2}, "repeats"),
+        ({"method": "repeat_last", "repeats": 0}, "repeats"),
+        ({"method": "repeat_last", "prompt_lookup_max": 5}, "prompt_lookup_max"),
+        ({"method": "prompt_lookup", "repeats": 2}, "repeats"),
     ],
 )
 def test_a_new_configuration_is_checked(fields: dict[str, object], named: str) -> None:
@@ -103,62 +103,64 @@ def test_a_new_configuration_is_checked(fields: dict[str, object], named: str) -
         SpeculativeConfig.from_dict(fields)
 
 
-@pytest.mark.usefixtures("_new_kind")
-def test_a_new_kind_is_searched() -> None:
+@pytest.mark.usefixtures("_new_method")
+def test_a_new_method_is_searched() -> None:
     space = SearchSpace(layers=12)
-    assert "repeat_last" in space.available_kinds
-    assert "repeat_last" in space.second_kinds  # a cascade may put it after a lookup
+    assert "repeat_last" in space.available_methods
+    assert "repeat_last" in space.second_methods  # a cascade may put it after a lookup
     assert _of(repeats=3) in starting_points(space)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     proposed = [space.suggest(study.ask()) for _ in range(80)]
-    own = [each for each in proposed if each.kind == "repeat_last"]
+    own = [each for each in proposed if each.method == "repeat_last"]
     assert len({each.option("repeats") for each in own}) > 1
-    assert any(member.kind == "repeat_last" for each in proposed for member in each.members)
+    assert any(member.method == "repeat_last" for each in proposed for member in each.members)
     for each in proposed:
         assert space.suggest(optuna.trial.FixedTrial(space.params(each))) == each
     composed = compose_config("layerskip", ["space.ranges.repeat_last.repeats=[7,7]"])
-    narrow = SearchSpace(layers=12, kinds=("repeat_last",), ranges=composed.space.ranges)
+    narrow = SearchSpace(layers=12, methods=("repeat_last",), ranges=composed.space.ranges)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    assert {each.option("repeats") for each in (narrow.suggest(study.ask()) for _ in range(8)) if each.kind != "none"} == {7}
+    assert {each.option("repeats") for each in (narrow.suggest(study.ask()) for _ in range(8)) if each.method != "none"} == {
+        7
+    }
 
 
-def test_a_study_that_began_without_a_kind_resumes_with_it(request: pytest.FixtureRequest) -> None:
+def test_a_study_that_began_without_a_method_resumes_with_it(request: pytest.FixtureRequest) -> None:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     before = SearchSpace(layers=12)
-    stored = before.available_kinds
+    stored = before.available_methods
     for _ in range(20):
         before.suggest(study.ask())
     settings = OmegaConf.to_container(compose_config("layerskip").space)
-    request.getfixturevalue("_new_kind")
+    request.getfixturevalue("_new_method")
     assert OmegaConf.to_container(compose_config("layerskip").space) == settings
-    space = with_stored_kinds(SearchSpace(layers=12), study)
-    assert space.available_kinds == stored
-    found = {space.suggest(study.ask()).kind for _ in range(60)}
+    space = with_stored_methods(SearchSpace(layers=12), study)
+    assert space.available_methods == stored
+    found = {space.suggest(study.ask()).method for _ in range(60)}
     assert "cascade" in found and "repeat_last" not in found
     new = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    space = with_stored_kinds(SearchSpace(layers=12), new)
-    assert "repeat_last" in {space.suggest(new.ask()).kind for _ in range(60)}
+    space = with_stored_methods(SearchSpace(layers=12), new)
+    assert "repeat_last" in {space.suggest(new.ask()).method for _ in range(60)}
 
 
-@pytest.mark.usefixtures("_new_kind")
-def test_a_new_kind_is_a_contender_of_the_benchmark() -> None:
+@pytest.mark.usefixtures("_new_method")
+def test_a_new_method_is_a_contender_of_the_benchmark() -> None:
     row = OmegaConf.to_container(compose_config("benchmark").contenders.repeat_last)
-    assert row == {"kind": "repeat_last", "repeats": 3}
+    assert row == {"method": "repeat_last", "repeats": 3}
     chosen = compose_config("benchmark", ["contenders.repeat_last.repeats=1"]).contenders.repeat_last
-    assert OmegaConf.to_container(chosen) == {"kind": "repeat_last", "repeats": 1}
+    assert OmegaConf.to_container(chosen) == {"method": "repeat_last", "repeats": 1}
 
 
-@pytest.mark.usefixtures("_new_kind")
-def test_a_new_kind_can_win_a_study() -> None:
+@pytest.mark.usefixtures("_new_method")
+def test_a_new_method_can_win_a_study() -> None:
     simple, new, complex_ = (
-        Finalist(SpeculativeConfig.of(kind, fields), 1.2, {}, 1.1)
-        for kind, fields in (("none", {}), ("repeat_last", {}), ("draft_model", {"draft": "d"}))
+        Finalist(SpeculativeConfig.of(method, fields), 1.2, {}, 1.1)
+        for method, fields in (("none", {}), ("repeat_last", {}), ("draft_model", {"draft_model": "d"}))
     )
     assert simple.complexity < new.complexity < complex_.complexity
 
 
-@pytest.mark.usefixtures("_new_kind")
-def test_a_new_kind_has_a_colour_a_name_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_new_method")
+def test_a_new_method_has_a_colour_a_name_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert color_of("repeat_last") == "#123456"
     assert parameters(_of(repeats=4))["drafter"] == "repeat_las"
     monkeypatch.syspath_prepend(str(Path(drafters.__path__[0]).parents[1] / "docs"))
@@ -168,31 +170,37 @@ def test_a_new_kind_has_a_colour_a_name_and_a_table(monkeypatch: pytest.MonkeyPa
     assert page.drafter_fields()["repeats"] == ("2", "how often the last token is repeated, in tokens")
 
 
-@pytest.mark.usefixtures("_new_kind")
-def test_no_engine_has_a_kind_that_names_no_method() -> None:
-    with pytest.raises(Unsupported, match=r"^config\.kind: repeat_last: no engine knows it"):
+@pytest.mark.usefixtures("_new_method")
+def test_no_engine_has_a_method_that_names_no_method() -> None:
+    with pytest.raises(Unsupported, match=r"^config\.method: repeat_last: no engine knows it"):
         way_of_drafting(Deployment({"layers": 2}, _of()))
 
 
-def test_a_new_kind_is_gone_after_its_test() -> None:
-    assert "repeat_last" not in kinds()
+def test_a_new_method_is_gone_after_its_test() -> None:
+    assert "repeat_last" not in methods()
     assert "layerskip.drafters.repeat_last" not in sys.modules
     assert color_of("repeat_last") == OTHER
 
 
-def test_a_kind_without_a_colour_has_one_that_follows_from_its_name() -> None:
-    assert Kind("one").color == Kind("one").color != Kind("other").color
+def test_a_method_without_a_colour_has_one_that_follows_from_its_name() -> None:
+    assert Method("one").color == Method("one").color != Method("other").color
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: declare(Kind("prompt_lookup")), "prompt_lookup is declared twice"),
-        (lambda: Kind("new", (Field("own", 1, "one"), Field("own", 2, "two"))), r"new\.own: is declared twice"),
-        (lambda: Kind("new", (Field("kind", "", "taken"),)), r"new\.kind: is declared twice"),
-        (lambda: Kind("new", (Field("draft_length", 9, "more"),)), r"new\.draft_length: has another default"),
-        (lambda: Kind("new.one"), "are not all names"),
-        (lambda: Kind("new", (shared("ngram_max"), shared("ngram_min"))), r"new\.ngram_max: follows ngram_min"),
+        (lambda: declare(Method("prompt_lookup")), "prompt_lookup is declared twice"),
+        (lambda: Method("new", (Field("own", 1, "one"), Field("own", 2, "two"))), r"new\.own: is declared twice"),
+        (lambda: Method("new", (Field("method", "", "taken"),)), r"new\.method: is declared twice"),
+        (
+            lambda: Method("new", (Field("num_speculative_tokens", 9, "more"),)),
+            r"new\.num_speculative_tokens: has another default",
+        ),
+        (lambda: Method("new.one"), "are not all names"),
+        (
+            lambda: Method("new", (shared("prompt_lookup_max"), shared("prompt_lookup_min"))),
+            r"new\.prompt_lookup_max: follows prompt_lookup_min",
+        ),
     ],
 )
 def test_contradictory_declarations_are_refused(make: object, message: str) -> None:

@@ -18,7 +18,13 @@ from layerskip.drafters.retrieval import Retrieval
 from layerskip.models.target import Target
 from tests.drafters.contract import DrafterContract, target_of, toy_target
 
-SHAPE = {"ngram_min": 1, "ngram_max": 3, "draft_length": 4, "tree_tokens": 6, "least_probability": 0.0}
+SHAPE = {
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+    "num_speculative_tokens": 4,
+    "tree_tokens": 6,
+    "min_token_prob": 0.0,
+}
 
 
 class TestOwnTexts(DrafterContract):
@@ -27,7 +33,7 @@ class TestOwnTexts(DrafterContract):
     keeps_state = True
 
     def drafter(self, target: Target) -> Drafter:
-        return build_drafter(SpeculativeConfig.from_dict({"kind": "retrieval"} | SHAPE), target)
+        return build_drafter(SpeculativeConfig.from_dict({"method": "retrieval"} | SHAPE), target)
 
 
 class TestDatastore(DrafterContract):
@@ -133,7 +139,7 @@ def test_a_datastore_is_saved_and_belongs_to_its_vocabulary(tmp_path: Path) -> N
     folder = tmp_path / "store"
     Datastore.build([[3, 4, 5], [3, 4, 6]], target, "two texts").save(folder)
     assert Datastore.load(folder, target).continuations([3, 4], 2, 9) == [[5], [6]]
-    drafter = build_drafter(SpeculativeConfig.from_dict({"kind": "retrieval", "datastore": str(folder)}), target)
+    drafter = build_drafter(SpeculativeConfig.from_dict({"method": "retrieval", "datastore": str(folder)}), target)
     assert isinstance(drafter, Retrieval)
     assert drafter.propose([9, 3, 4], 2) == ([5, 6], [-1, -1], [0.5, 0.5], 2)
     with pytest.raises(ConfigError, match=r"output: .*store exists already"):

@@ -20,7 +20,7 @@ from tests.drafters.contract import LENGTH, PROMPTS, DrafterContract
 
 
 def _fresh(target: Target) -> Drafter:
-    fields = {"kind": "token_recycling", "tree_tokens": 6, "candidates": 2, "least_probability": 0.0}
+    fields = {"method": "token_recycling", "tree_tokens": 6, "top_k": 2, "min_token_prob": 0.0}
     return build_drafter(SpeculativeConfig.from_dict(fields), target)
 
 
@@ -42,9 +42,9 @@ class TestTokenRecycling(DrafterContract):
         return copy.deepcopy(experienced_drafter(target))
 
 
-def _taught(tree_tokens: int = 9, least: float = 0.0) -> TokenRecycling:
+def _taught(tree_tokens: int = 9, minimum: float = 0.0) -> TokenRecycling:
     """Its table has the successors 1 (0.6) and 2 (0.4) of 0, 2 (1.0) of 1, and 0 (0.9) and 1 (0.1) of 2."""
-    drafter = TokenRecycling(3, tree_tokens, 2, least)
+    drafter = TokenRecycling(3, tree_tokens, 2, minimum)
     probs = torch.tensor([[0.0, 0.6, 0.4], [0.0, 0.0, 1.0], [0.9, 0.1, 0.0]])
     block = torch.tensor([0, 1, 2])
     (late,) = drafter.observe_logits(VerifyOutput(block, probs.log()))
@@ -53,7 +53,7 @@ def _taught(tree_tokens: int = 9, least: float = 0.0) -> TokenRecycling:
 
 
 @pytest.mark.parametrize(
-    ("size", "least", "depth", "tokens", "parents", "chances"),
+    ("size", "minimum", "depth", "tokens", "parents", "chances"),
     [
         # Branches by probability: 1 (0.6), then 1-2 (0.6), 1-2-0 (0.54), 2 (0.4), 2-0 (0.36), ...
         (5, 0.0, 3, [1, 2, 0, 2, 0], [-1, 0, 1, -1, 3], [0.6, 0.6, 0.54, 0.4, 0.36]),
@@ -63,9 +63,9 @@ def _taught(tree_tokens: int = 9, least: float = 0.0) -> TokenRecycling:
     ],
 )
 def test_the_likeliest_branch_grows_first(
-    size: int, least: float, depth: int, tokens: list[int], parents: list[int], chances: list[float]
+    size: int, minimum: float, depth: int, tokens: list[int], parents: list[int], chances: list[float]
 ) -> None:
-    assert _taught(size, least).grow(0, depth) == (tokens, parents, pytest.approx(chances))
+    assert _taught(size, minimum).grow(0, depth) == (tokens, parents, pytest.approx(chances))
 
 
 def test_an_unseen_token_gives_an_empty_tree() -> None:

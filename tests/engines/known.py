@@ -12,16 +12,18 @@ from layerskip import AcceptRule, Sampling, SpeculativeConfig, StopRule
 from layerskip.engines.deployment import Deployment
 
 TARGET = {"name": "Org/Model", "revision": "abc", "architecture": "LlamaForCausalLM", "layers": 6, "dtype": "float32"}
-LOOKUP = SpeculativeConfig("prompt_lookup", 7, ngram_min=2, ngram_max=4, match="first")
-MODEL = SpeculativeConfig("draft_model", 3, draft="Org/Draft")
+LOOKUP = SpeculativeConfig("prompt_lookup", 7, prompt_lookup_min=2, prompt_lookup_max=4, match="first")
+MODEL = SpeculativeConfig("draft_model", 3, draft_model="Org/Draft")
 KEPT = SpeculativeConfig("layer_skip", 3, mask="layers:2-3", stop=StopRule("adaptive"))
 CONFIGS = {
     "none": SpeculativeConfig(),
     "lookup": LOOKUP,
-    "last lookup": SpeculativeConfig("prompt_lookup", 5, ngram_min=1, ngram_max=3),
+    "last lookup": SpeculativeConfig("prompt_lookup", 5, prompt_lookup_min=1, prompt_lookup_max=3),
     "model": MODEL,
-    "stopping model": SpeculativeConfig("draft_model", 3, draft="Org/Draft", stop=StopRule("threshold", threshold=0.4)),
-    "other tokenizer": SpeculativeConfig("cross_tokenizer", 4, draft="Org/Other"),
+    "stopping model": SpeculativeConfig(
+        "draft_model", 3, draft_model="Org/Draft", stop=StopRule("threshold", threshold=0.4)
+    ),
+    "other tokenizer": SpeculativeConfig("cross_tokenizer", 4, draft_model="Org/Other"),
     "kept layers": KEPT,
     "sub-layers": SpeculativeConfig("layer_skip", 3, mask="mlp:2"),
     "all layers": SpeculativeConfig("layer_skip", 3, mask="layers:0-5"),

@@ -77,7 +77,7 @@ def test_an_export_of_a_cpu_starts_the_server_that_its_wheel_has() -> None:
 
 
 def test_retrieval_is_vllms_suffix_decoding() -> None:
-    config = SpeculativeConfig("retrieval", 6, ngram_min=1, ngram_max=4, tree_tokens=8, least_probability=0.1)
+    config = SpeculativeConfig("retrieval", 6, prompt_lookup_min=1, prompt_lookup_max=4, tree_tokens=8, min_token_prob=0.1)
     assert _entry("vllm", config)["arguments"] == {
         "method": "suffix",
         "num_speculative_tokens": 6,
@@ -86,13 +86,13 @@ def test_retrieval_is_vllms_suffix_decoding() -> None:
         "suffix_decoding_min_token_prob": 0.1,
     }
     stored = SpeculativeConfig("retrieval", 6, datastore="store")
-    assert _entry("vllm", stored)["reason"].startswith("config.kind: retrieval: no engine drafts from a datastore")
+    assert _entry("vllm", stored)["reason"].startswith("config.method: retrieval: no engine drafts from a datastore")
 
 
 def test_a_published_head_of_eagle_3_is_for_the_engines_that_load_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     (tmp_path / "model.safetensors").touch()
-    engines = describe_engines(deployment(SpeculativeConfig("eagle", 3, head=str(tmp_path), candidates=1)))
+    engines = describe_engines(deployment(SpeculativeConfig("eagle", 3, head=str(tmp_path), top_k=1)))
     methods = {name: entry.get("method") for name, entry in engines.items()}
     assert methods == {
         "vllm": "eagle3",

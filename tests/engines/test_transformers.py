@@ -10,11 +10,11 @@ from layerskip import Export, SpeculativeConfig, StopRule, Target, load_target
 from tests.tiny import save_tiny
 
 PROMPT = "the cat in the hat, the cat in the"
-LOOKUP = SpeculativeConfig("prompt_lookup", 5, ngram_min=1, ngram_max=3, match="first")
+LOOKUP = SpeculativeConfig("prompt_lookup", 5, prompt_lookup_min=1, prompt_lookup_max=3, match="first")
 CONFIGS = {
     "none": SpeculativeConfig(),
     "lookup": LOOKUP,
-    "model": SpeculativeConfig("draft_model", 3, draft="DRAFT", stop=StopRule("threshold", threshold=0.2)),
+    "model": SpeculativeConfig("draft_model", 3, draft_model="DRAFT", stop=StopRule("threshold", threshold=0.2)),
     "skip": SpeculativeConfig("layer_skip", 3, mask="layers:1"),
     "cascade": SpeculativeConfig("cascade", members=(LOOKUP, SpeculativeConfig("token_recycling", 3))),
 }
@@ -37,8 +37,10 @@ def test_a_call_generates_the_text_of_plain_decoding(
     target: Target, expected: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = CONFIGS[name]
-    if config.kind == "draft_model":
-        config = SpeculativeConfig("draft_model", 3, draft=str(save_tiny(tmp_path / "draft", seed=1)), stop=config.stop)
+    if config.method == "draft_model":
+        config = SpeculativeConfig(
+            "draft_model", 3, draft_model=str(save_tiny(tmp_path / "draft", seed=1)), stop=config.stop
+        )
     export = Export(Export.describe(target), config)
     export.save(tmp_path / "best.json")
     entry = export.engines(tmp_path / "best.json")["transformers"]

@@ -179,7 +179,7 @@ def test_a_configuration_with_a_head_decodes_losslessly(target: Target, folder: 
         heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
         folder = tmp_path / "medusa"
         save_trained(folder, kind, heads.shape.to_dict(), dict(heads.state_dict()), target, {})
-    config = SpeculativeConfig.from_dict({"kind": kind, "head": str(folder), "draft_length": 2})
+    config = SpeculativeConfig.from_dict({"method": kind, "head": str(folder), "num_speculative_tokens": 2})
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
     prompt = target.encode("Hello")
     plain = decode(target, build_drafter(SpeculativeConfig(), target), prompt, GREEDY, 12)

@@ -155,7 +155,7 @@ def test_a_head_in_eagle_3s_form_computes_the_same_from_vllms_layout(
     if vocabulary is not None:
         assert torch.equal(weights["d2t"] + torch.arange(vocabulary), drafted)
         assert weights["t2d"].nonzero()[:, 0].tolist() == sorted(drafted.tolist())
-    engines = describe_engines(deployment(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), candidates=1)))
+    engines = describe_engines(deployment(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1)))
     assert engines["vllm"]["arguments"] == {"method": "eagle3", "num_speculative_tokens": 3, "model": "best.draft"}
     for engine in ("sglang", "tensorrt_llm"):
         assert re.match(f"config.head: .* {engine} feeds heads that before it$", engines[engine]["reason"])
@@ -229,7 +229,7 @@ def test_heads_that_no_layout_holds_are_refused_with_the_reason(
     with pytest.raises(ConfigError, match=f"^head: .*{reason}"):
         save_portable(tmp_path / "head", tmp_path / "vllm", target)
     assert not (tmp_path / "vllm").exists()
-    config = SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), candidates=1)
+    config = SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1)
     assert reason in describe_engines(deployment(config))["vllm"]["reason"]
 
 
@@ -255,7 +255,7 @@ def test_published_heads_and_other_engines_are_refused(target: Target, tmp_path:
 
 def test_commands_name_the_folder_of_a_head_and_its_layout(target: Target, tmp_path: Path) -> None:
     _eagle(target, tmp_path / "head")
-    config = SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), candidates=4, tree_tokens=8)
+    config = SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=4, tree_tokens=8)
     engines = describe_engines(deployment(config))
     for engine in ("vllm", "sglang"):
         assert engines[engine]["prepare"] == [
@@ -265,7 +265,7 @@ def test_commands_name_the_folder_of_a_head_and_its_layout(target: Target, tmp_p
     values = engines["sglang"]["arguments"]
     assert (values["num-steps"], values["eagle-topk"], values["num-draft-tokens"]) == (3, 4, 9)
     published = save_portable(tmp_path / "head", tmp_path / "sglang", target, "sglang")
-    config = SpeculativeConfig("eagle", 3, head=str(published), candidates=1)
+    config = SpeculativeConfig("eagle", 3, head=str(published), top_k=1)
     entry = describe_engines(deployment(config))["vllm"]
     assert "prepare" not in entry
     assert entry["arguments"]["model"] == str(published)

@@ -70,8 +70,8 @@ def test_the_closed_form_equals_least_squares() -> None:
     table, outputs = inputs.detach().numpy(), torch.cat(wanted).double().numpy()
     best = np.linalg.lstsq(table, outputs, rcond=None)[0]  # few tokens: embeddings do not span their width
     found = torch.cat((head.fc.weight.T, head.fc.bias[None])).detach().double().numpy()
-    error, least = (np.square(table @ weights - outputs).mean() for weights in (found, best))
-    assert least * 0.999 < error < least * 1.01
+    error, minimum = (np.square(table @ weights - outputs).mean() for weights in (found, best))
+    assert minimum * 0.999 < error < minimum * 1.01
 
 
 @pytest.mark.parametrize("lookback", [0, 3])

@@ -39,8 +39,8 @@ TASK = Task(max_new_tokens=12)
 SAMPLED = Sampling(temperature=0.8, top_k=20)
 CONFIGS = [
     SpeculativeConfig(),
-    SpeculativeConfig("layer_skip", mask="attention:0;mlp:1", draft_length=3),
-    SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=2),
+    SpeculativeConfig("layer_skip", mask="attention:0;mlp:1", num_speculative_tokens=3),
+    SpeculativeConfig("prompt_lookup", prompt_lookup_min=1, prompt_lookup_max=2),
 ]
 Change = Callable[[list[int]], list[int]]
 
@@ -82,7 +82,7 @@ def _change(tokens: list[int]) -> list[int]:
     return [*tokens[:-1], 0]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
 def test_lossless_drafters_are_exact_in_float32(tiny_target: Target, config: SpeculativeConfig) -> None:
     measured = measure(tiny_target, PROMPTS, config, max_new_tokens=16)
     assert measured.lossless.verdict == "exact"
@@ -91,8 +91,8 @@ def test_lossless_drafters_are_exact_in_float32(tiny_target: Target, config: Spe
     assert [s.tokens for s in measured.candidate] == [s.tokens for s in measured.baseline] == [16] * 6
     assert measured.tokens_per_second > 0
     assert measured.baseline_tokens_per_second > 0
-    assert measured.stats.tokens_per_round >= 1
-    assert (measured.stats.drafted > 0) == (config.kind != "none")
+    assert measured.stats.mean_acceptance_length >= 1
+    assert (measured.stats.drafted > 0) == (config.method != "none")
     json.dumps(measured.to_dict(), allow_nan=False)
 
 
@@ -207,7 +207,7 @@ def test_all_contenders_continue_from_the_first_contenders_answers(tiny_target: 
 @pytest.mark.parametrize(
     ("config", "learns"),
     [
-        (SpeculativeConfig("token_recycling", 3, least_probability=0.0), True),
+        (SpeculativeConfig("token_recycling", 3, min_token_prob=0.0), True),
         (SpeculativeConfig("retrieval", 3), True),
         (SpeculativeConfig("layer_skip", 3, mask="layers:1", stop=StopRule("adaptive", 0.6)), True),
         (SpeculativeConfig("layer_skip", 3, mask="layers:1", stop=StopRule("adaptive", 0.6, carry=False)), False),
@@ -248,7 +248,7 @@ def test_earlier_prompts_restore_the_state_of_a_drafter(
     assert len(decoded) == 1 + len(late) + (len(early) if learns else 0)  # the first one warms up
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
 def test_sampled_measurements_are_checked_on_greedy_outputs(tiny_target: Target, config: SpeculativeConfig) -> None:
     measured = measure(tiny_target, PROMPTS.take(2), config, sampling=SAMPLED, max_new_tokens=12)
     assert measured.lossless.verdict == "exact"

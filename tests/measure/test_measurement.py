@@ -39,7 +39,7 @@ def test_speed_is_tokens_over_seconds_of_all_prompts() -> None:
 
 def test_rounds_and_memory_are_those_of_the_candidate() -> None:
     assert TWO.stats.acceptance_rate == pytest.approx(6 / 10)
-    assert TWO.stats.tokens_per_round == pytest.approx(3.0)
+    assert TWO.stats.mean_acceptance_length == pytest.approx(3.0)
     assert TWO.stats.acceptance_by_position == pytest.approx((1.0, 1 / 3, 0.5, 0.5))
     assert TWO.peak_memory_bytes == 3000
 
@@ -211,7 +211,7 @@ def test_figures_are_plain_json() -> None:
     assert (figures["decode_seconds"], figures["baseline_decode_seconds"]) == (2.0, 3.0)
     assert (figures["prefill_seconds"], figures["baseline_prefill_seconds"]) == (0.5, 0.5)
     assert (figures["peak_memory_bytes"], figures["baseline_peak_memory_bytes"]) == (3000, 1000)
-    assert (figures["acceptance_rate"], figures["tokens_per_round"]) == pytest.approx((0.6, 3.0))
+    assert (figures["acceptance_rate"], figures["mean_acceptance_length"]) == pytest.approx((0.6, 3.0))
     assert figures["losslessness"]["verdict"] == "unchecked"
 
 

@@ -134,7 +134,7 @@ def test_long_free_caches_are_not_all_kept() -> None:
 
 
 @pytest.mark.parametrize("positions", [4097, 4608, 4609, 8192, 8193, 20_000, 32_768, 100_000, 131_072])
-def test_a_long_cache_is_at_most_an_eighth_longer_than_requested(positions: int) -> None:
+def test_a_long_cache_is_at_max_an_eighth_longer_than_requested(positions: int) -> None:
     """Passes read masked positions too. There are few lengths, so that most prompts find a pooled cache."""
     length = _acquired(build("llama"), positions).max_length
     assert positions <= length <= positions * 9 / 8

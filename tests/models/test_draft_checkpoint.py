@@ -125,7 +125,7 @@ def test_it_works_as_assistant_model_of_transformers(idle: Target, cut: Path) ->
 
 def test_it_works_as_draft_model(idle: Target, cut: Path) -> None:
     plain = generate(idle, "the rain in the on", max_new_tokens=48)
-    config = SpeculativeConfig("draft_model", draft=str(cut), draft_length=4)
+    config = SpeculativeConfig("draft_model", draft_model=str(cut), num_speculative_tokens=4)
     drafted = generate(idle, "the rain in the on", config, max_new_tokens=48)
     assert drafted.tokens == plain.tokens
     assert drafted.stats.acceptance_rate > 0.5

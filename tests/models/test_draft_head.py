@@ -27,7 +27,7 @@ def test_a_draft_has_only_tokens_of_its_head_and_of_the_text(kind: str, tmp_path
     fields: dict[str, Any] = {"mask": ""}
     if kind == "draft_model":
         save_draft_checkpoint(target, SkipMask.none(target.layers), tmp_path / "draft")
-        fields = {"draft": str(tmp_path / "draft")}
+        fields = {"draft_model": str(tmp_path / "draft")}
     config = SpeculativeConfig(kind, 3, draft_head=head_folder("llama", tokens), **fields)
     drafter = build_drafter(config, target)
     from_text = set()

@@ -168,7 +168,7 @@ def test_capture_time_is_not_part_of_decoding_time(tiny_target: Target, monkeypa
     monkeypatch.setattr("time.perf_counter", lambda: float(len(passes)))
     measuring = sys.modules["layerskip.measure.measure"]  # the package exports a function of this name
     monkeypatch.setattr(measuring, "decode", partial(decode, static_shapes=True))
-    monkeypatch.setattr(measuring, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(measuring, "_warmup", lambda *_: None)
     before = capture_seconds()
     measurement = measure(target, ["One."], SpeculativeConfig("layer_skip", 3, mask=""), max_new_tokens=13)
     assert capture_seconds() - before >= 2 * 3  # a step, a drafted token and a verification, each computed and captured
@@ -245,7 +245,7 @@ def test_decoding_reaches_the_last_position_of_a_model(family: str) -> None:
     model = build(family)
     limit = int(model.config.get_text_config(decoder=True).max_position_embeddings)
     prompt = (_tokens(8).tolist() * limit)[: limit - 12]
-    lookup = build_drafter(SpeculativeConfig("prompt_lookup", 6, ngram_max=3), Target(model))
+    lookup = build_drafter(SpeculativeConfig("prompt_lookup", 6, prompt_lookup_max=3), Target(model))
     plain, static = (
         decode(Target(model), lookup, prompt, Sampling(), 12, static_shapes=static, eos_ids=frozenset()).tokens
         for static in (False, True)

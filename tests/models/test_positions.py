@@ -18,9 +18,9 @@ LONG = {
     "original_max_position_embeddings": THRESHOLD,
 }  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-LOOKUP = SpeculativeConfig("prompt_lookup", ngram_min=1, ngram_max=2, draft_length=6)
-SKIP = SpeculativeConfig("layer_skip", mask="attention:1", draft_length=5)
-TREE = SpeculativeConfig("token_recycling", draft_length=3, least_probability=0.0)
+LOOKUP = SpeculativeConfig("prompt_lookup", prompt_lookup_min=1, prompt_lookup_max=2, num_speculative_tokens=6)
+SKIP = SpeculativeConfig("layer_skip", mask="attention:1", num_speculative_tokens=5)
+TREE = SpeculativeConfig("token_recycling", num_speculative_tokens=3, min_token_prob=0.0)
 
 
 def _long(**more: Any) -> PreTrainedModel:
@@ -31,7 +31,7 @@ def _prompt(length: int) -> list[int]:
     return [3 + 7 * place % 11 for place in range(length)]
 
 
-@pytest.mark.parametrize("config", [SpeculativeConfig(), LOOKUP, SKIP, TREE], ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", [SpeculativeConfig(), LOOKUP, SKIP, TREE], ids=lambda config: config.method)
 @pytest.mark.parametrize("length", [THRESHOLD - 16, THRESHOLD + 1, THRESHOLD + 9])
 def test_texts_on_one_side_of_the_threshold_equal_those_of_generate(config: SpeculativeConfig, length: int) -> None:
     model, prompt = _long(), _prompt(length)
@@ -70,7 +70,7 @@ def test_tables_of_positions_have_a_maximum() -> None:
     assert max_positions(build("llama")) is None
 
 
-@pytest.mark.parametrize("config", [SpeculativeConfig(), LOOKUP, SKIP], ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", [SpeculativeConfig(), LOOKUP, SKIP], ids=lambda config: config.method)
 @pytest.mark.parametrize("family", ["gpt2", "gptj"])
 def test_a_text_fills_a_table_of_positions_and_is_refused_beyond(family: str, config: SpeculativeConfig) -> None:
     """The last token of an output needs no position, as in transformers."""

@@ -271,14 +271,14 @@ def test_a_draft_with_another_tokenizer_is_refused(tiny_folder: Path, tmp_path: 
     vocabulary = words["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "tokenizer.json").write_text(json.dumps(words))
-    with pytest.raises(TargetError, match=r"^draft: .*tokenizer"):
+    with pytest.raises(TargetError, match=r"^draft_model: .*tokenizer"):
         load_draft(target, str(folder))
 
 
 def test_a_missing_draft_model_is_refused_by_field(tiny_target: Target) -> None:
-    with pytest.raises(TargetError, match=r"^draft: there is no folder /no/such/draft$"):
+    with pytest.raises(TargetError, match=r"^draft_model: there is no folder /no/such/draft$"):
         load_draft(tiny_target, "/no/such/draft")
-    with pytest.raises(TargetError, match=r"^draft: cannot load no-such-draft: "):
+    with pytest.raises(TargetError, match=r"^draft_model: cannot load no-such-draft: "):
         load_draft(tiny_target, "no-such-draft")
 
 

@@ -172,7 +172,7 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
 def test_recurrent_state_is_refused_by_every_drafter(tmp_path: Path, family: str, kind: str) -> None:
     target = load_target(str(save_tiny(tmp_path / family, family)), dtype="float32", device=DEVICE)
     with pytest.raises(UnsupportedModel, match=f"^{target.architecture}: .*rewind"):
-        generate(target, "hello", SpeculativeConfig.from_dict({"kind": kind}), max_new_tokens=4)
+        generate(target, "hello", SpeculativeConfig.from_dict({"method": kind}), max_new_tokens=4)
 
 
 CUSTOM = """

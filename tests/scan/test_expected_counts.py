@@ -75,7 +75,7 @@ class Law:
 
 def _drafts(q: Law, text: Tokens, limit: int, stop: StopRule, draft: Tokens = ()) -> Iterator[tuple[Tokens, float]]:
     """Yield every draft after a text, and its probability."""
-    unsure = bool(draft) and stop.kind != "length" and q(text[:-1])[1] < stop.threshold
+    unsure = bool(draft) and stop.method != "length" and q(text[:-1])[1] < stop.threshold
     if len(draft) >= limit or unsure:
         yield draft, 1.0
         return

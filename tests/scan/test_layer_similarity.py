@@ -35,7 +35,7 @@ def test_similar_masks_equal_an_exhaustive_search() -> None:
     states = [first]
     for layer in layers:
         states.append(layer(states[-1]))
-    found = similar_masks(layers, states, range(1, 5), most=3)
+    found = similar_masks(layers, states, range(1, 5), maximum=3)
     for count, mask in enumerate(found, start=1):
 
         def ends(skipped: tuple[int, ...]) -> Tensor:

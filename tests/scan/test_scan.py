@@ -149,7 +149,7 @@ def test_a_prompt_lookup_is_replayed_without_a_scan(match: str, tiny_target: Tar
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 8, 9, 9], [3, 4]]
     continuations = [continuation_of(tiny_target, i, prompt, GREEDY, 120) for i, prompt in enumerate(prompts)]
     for low, high, length in ((1, 3, 4), (2, 2, 8), (1, 1, 20)):
-        config = SpeculativeConfig("prompt_lookup", length, ngram_min=low, ngram_max=high, match=match)
+        config = SpeculativeConfig("prompt_lookup", length, prompt_lookup_min=low, prompt_lookup_max=high, match=match)
         drafter = PromptLookup(low, high, match, length)
         found = [replay_lookup(continuation, drafter) for continuation in continuations]
         assert found == _rounds(tiny_target, continuations, config, GREEDY)
@@ -208,14 +208,14 @@ def test_siblings_are_replayed(family: str, penalty: float) -> None:
     head, saved = head_folder(family, drafted) if family == "llama" else "", 0
     tokens = torch.tensor(drafted) if head else None
     for scan in scanner.scan([SkipMask.parse(t, target.layers) for t in ("layers:1", "mlp:0-2", "")], tokens=tokens):
-        for length, stop, siblings, least in (
+        for length, stop, siblings, minimum in (
             *((1, STOPS[0], 1, 0.05), (1, STOPS[0], 3, 0.001), (4, STOPS[0], 3, 0.001)),
             *((4, STOPS[1], 1, 0.05), (4, STOPS[1], 3, 0.05)),
         ):
             fields = {"mask": scan.mask.format(), "draft_head": head, "stop": stop}
-            config = SpeculativeConfig("layer_skip", length, siblings=siblings, least_probability=least, **fields)  # type: ignore[arg-type]
+            config = SpeculativeConfig("layer_skip", length, siblings=siblings, min_token_prob=minimum, **fields)  # type: ignore[arg-type]
             real = _rounds(target, continuations, config, sampling)
-            found = scanner.rounds(scan, length, stop, Branching(siblings, least))
+            found = scanner.rounds(scan, length, stop, Branching(siblings, minimum))
             if length == 1:
                 assert found == real, config.label()
             sizes = [[[(r.longest, r.accepted, r.committed) for r in rounds] for rounds in every] for every in (found, real)]

@@ -1,4 +1,4 @@
-"""Tests that ``max_rows`` and ``most_bytes`` bound the memory of scans, for any number of continuations and masks."""
+"""Tests that ``max_rows`` and ``max_bytes`` bound the memory of scans, for any number of continuations and masks."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def test_the_targets_states_stay_within_their_budget(tiny_target: Target) -> Non
     text_bytes = sum(text.nbytes for text in whole._texts.texts)
     budget = text_bytes // 2
     assert whole.continuations == tuple(continuations)
-    part = Scanner(tiny_target, continuations, GREEDY, depth=4, most_bytes=budget)
+    part = Scanner(tiny_target, continuations, GREEDY, depth=4, max_bytes=budget)
     assert part.continuations == tuple(continuations[:4])
     assert sum(text.nbytes for text in part._texts.texts) <= budget
     (scan,), (whole_scan,) = part.scan([mask]), whole.scan([mask])
     stop = StopRule()
     assert part.counts(scan, 3, stop) == whole.counts(whole_scan, 3, stop)[:4]
-    smallest = Scanner(tiny_target, continuations, GREEDY, depth=4, most_bytes=1)
+    smallest = Scanner(tiny_target, continuations, GREEDY, depth=4, max_bytes=1)
     assert len(smallest.continuations) == 1  # the first one is never left out
 
-    def peak(count: int, most_bytes: int | None) -> int:
-        return peak_bytes(lambda: Scanner(tiny_target, continuations[:count], GREEDY, depth=4, most_bytes=most_bytes))
+    def peak(count: int, max_bytes: int | None) -> int:
+        return peak_bytes(lambda: Scanner(tiny_target, continuations[:count], GREEDY, depth=4, max_bytes=max_bytes))
 
     # Reading needs memory of its own, and the continuation that exceeds the budget is read before it is dropped.
     overhead = peak(1, None) + text_bytes // 4

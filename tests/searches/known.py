@@ -82,7 +82,7 @@ def objective_of(bench: Known, *configs: SpeculativeConfig, settings: MeasureSet
 
 
 def _space(layers: int, configs: Sequence[SpeculativeConfig]) -> SearchSpace:
-    return SearchSpace(layers, kinds=list(dict.fromkeys(["none", "prompt_lookup", *(c.kind for c in configs)])))
+    return SearchSpace(layers, methods=list(dict.fromkeys(["none", "prompt_lookup", *(c.method for c in configs)])))
 
 
 def run_known(

@@ -71,7 +71,7 @@ def compare_finalists(self: ModelBench, *args: Any) -> Iterator[Mapping[str, Sam
         yield row
 
 
-def one_bridged(study: optuna.Study, most: int) -> list[LeaderboardEntry]:
+def one_bridged(study: optuna.Study, maximum: int) -> list[LeaderboardEntry]:
     configs = [configuration(trial) for trial in study.get_trials(deepcopy=False) if "config" in trial.user_attrs]
     return [LeaderboardEntry(config) for config in configs if config.bridge][:1]
 

@@ -17,7 +17,7 @@ from searches.workers.slots import FINISHED
 from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, journal_study, kill_study, quick, tracked
 
-CHEAP = "space.kinds=[none,prompt_lookup,token_recycling,cascade]"
+CHEAP = "space.methods=[none,prompt_lookup,token_recycling,cascade]"
 
 
 def _search(folder: Path) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def test_an_interrupted_study_leaves_a_provisional_export_that_its_end_confirms(
         assert process.wait(60).returncode == 130
     assert _search(folder)["provisional"] is True
     config = Export.load(folder / "best.json").config
-    assert config.kind in ("none", "prompt_lookup", "token_recycling", "cascade")
+    assert config.method in ("none", "prompt_lookup", "token_recycling", "cascade")
     done = len(journal_study(folder.parent, "it").trials)
     ended = launch("layerskip", *overrides[:-1], f"study.n_trials={done}", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -71,7 +71,11 @@ def test_a_budget_that_is_spent_ends_with_a_confirmed_export_and_what_was_left_o
     ended = launch("layerskip", *overrides, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     study = journal_study(folder.parent, "it")
-    assert [trial.user_attrs["config"]["kind"] for trial in study.trials] == ["prompt_lookup", "token_recycling", "cascade"]
+    assert [trial.user_attrs["config"]["method"] for trial in study.trials] == [
+        "prompt_lookup",
+        "token_recycling",
+        "cascade",
+    ]
     assert "provisional" not in _search(folder)
     lines = ended.stdout.splitlines()
     assert any(line.startswith("machine: ") for line in lines)

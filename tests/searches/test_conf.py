@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig
-from layerskip.config import kinds
+from layerskip.config import methods
 from searches.app.composition import CONF, compose_config, fields_of
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
@@ -23,7 +23,7 @@ NEEDED = {
     "target/local": ["target.path=/some/folder"],
     "prompts/jsonl": ["prompts.path=some.jsonl"],
 }
-DRAFTERS = {kind.name for kind in kinds().values() if kind.benchmark is not None}
+DRAFTERS = {method.name for method in methods().values() if method.benchmark is not None}
 
 
 def _leaves(config: DictConfig, prefix: str = "") -> list[str]:
@@ -52,15 +52,15 @@ def test_a_choice_composes_and_builds(leaf: str) -> None:
         assert isinstance(instantiate(config.prompts), PromptSet)
 
 
-@pytest.mark.parametrize("kind", sorted(DRAFTERS))
-def test_every_drafter_is_a_contender_of_the_benchmark(kind: str) -> None:
+@pytest.mark.parametrize("method", sorted(DRAFTERS))
+def test_every_drafter_is_a_contender_of_the_benchmark(method: str) -> None:
     folders = [f"{part}=some/folder" for part in ("draft_folder", "cross_draft", "eagle_head", "medusa_head")]
     config = compose_config("benchmark", ["contenders.layer_skip.mask=layers:15-29", *folders])
-    fields = {key: value for key, value in config.contenders[kind].items() if key != "rival"}
-    assert SpeculativeConfig.from_dict(instantiate(fields)).kind == kind
+    fields = {key: value for key, value in config.contenders[method].items() if key != "rival"}
+    assert SpeculativeConfig.from_dict(instantiate(fields)).method == method
 
 
-def test_a_newcomer_meets_at_most_forty_fields(tmp_path: Path, launch: Launch) -> None:
+def test_a_newcomer_meets_at_max_forty_fields(tmp_path: Path, launch: Launch) -> None:
     done = launch("layerskip", "--cfg", "job", cwd=tmp_path)
     shown = OmegaConf.create(done.stdout)
     assert isinstance(shown, DictConfig)
@@ -116,8 +116,8 @@ def test_unlisted_fields_of_nested_parts_can_be_overridden() -> None:
     assert search.space.protect_first == 1
     assert search.study.remeasure == 5
     assert search.measure.drift == 0.3
-    ranges = compose_config("layerskip", ["space.ranges.eagle.draft_length=[1,2]"]).space.ranges
-    assert ranges == {"eagle": {"draft_length": [1, 2]}}
+    ranges = compose_config("layerskip", ["space.ranges.eagle.num_speculative_tokens=[1,2]"]).space.ranges
+    assert ranges == {"eagle": {"num_speculative_tokens": [1, 2]}}
     assert compose_config("layerskip", ["experiment=smoke", "scan.proposals.lookups=1"]).scan.proposals.lookups == 1
 
 

@@ -113,7 +113,7 @@ def test_prompts_whose_answers_a_datastore_holds_are_not_measured(tiny_folder: P
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     message = f"{tmp_path / 'store'} holds the target's own answers to 48 of the measured prompts"
     assert done.stderr == f"error: space.ranges.retrieval.datastore: {message}\n"
-    cascade = "contenders.cascade.members=[{kind:prompt_lookup},{kind:retrieval,datastore:store}]"
+    cascade = "contenders.cascade.members=[{method:prompt_lookup},{method:retrieval,datastore:store}]"
     few = [
         *_common(tiny_folder, tmp_path),
         "measure.prompts=2",

@@ -48,7 +48,7 @@ def test_a_table_of_all_engines_is_printed(
         "| vllm", "| sglang", "| tensorrt_llm", "| llama_cpp", "| openvino_genai", "| transformers"
     ]  # fmt: skip
     assert [row[2] for row in rows] == [*["-"] * 5, "custom_generate"]
-    assert "config.kind: token_recycling" in rows[0][3]
+    assert "config.method: token_recycling" in rows[0][3]
 
 
 def test_the_printed_commands_are_those_of_the_export(exported: Exported, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_kept_layers_are_written_as_a_model(target: Target, tmp_path: Path, expo
 
 REFUSED = [
     (LOOKUP, ["engine=tgi"], "engine: 'tgi' is not one of vllm, "),
-    (SpeculativeConfig("lookahead", 3), ["engine=vllm"], "engine: vllm cannot run this export: config.kind: lookahead: "),
+    (SpeculativeConfig("lookahead", 3), ["engine=vllm"], "engine: vllm cannot run this export: config.method: lookahead: "),
     (LOOKUP, ["draft=draft"], "draft: prompt lookup (1-3-gram, last match; length 5) has no draft"),
     (LOOKUP, ["model=."], "model: . is not empty"),
 ]

@@ -17,7 +17,7 @@ def test_a_study_stays_in_a_folder_of_any_name_also_after_it_was_moved(
     tiny_folder: Path, tmp_path: Path, launch: Launch
 ) -> None:
     typed = tmp_path / "q?x 50%20 [é]'y,=+#"
-    few = "scan=none", "space.kinds=[none,prompt_lookup]", "study.name=it's, a=b"
+    few = "scan=none", "space.methods=[none,prompt_lookup]", "study.name=it's, a=b"
     for trials, folder in ((1, typed), (2, tmp_path / "50%25?")):
         if trials == 2:
             typed.rename(folder)
@@ -34,7 +34,7 @@ def test_a_study_stays_in_a_folder_of_any_name_also_after_it_was_moved(
 
 def test_a_model_in_a_folder_with_the_longest_name_is_searched(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     model = Path(shutil.copytree(tiny_folder, tmp_path / ("ö" * 127)))
-    few = "scan=none", "space.kinds=[none]", "study.n_trials=1"
+    few = "scan=none", "space.methods=[none]", "study.n_trials=1"
     done = launch("layerskip", *quick(model, tracked(tmp_path / "outputs"), *few), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

@@ -33,7 +33,7 @@ from tests.searches.programs import (
     sqlite,
     tracked,
 )
-from tests.searches.report.pages import figures_of
+from tests.searches.report.pages import metrics_of
 from tests.tiny import VOCABULARY, save_tiny
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -71,7 +71,7 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
     assert "5 of 5 trials finished" in page
     assert '<span class="badge finished">' in page
     measured = [trial.number for trial in journal_study(done, "one").trials if "measurement" in trial.user_attrs]
-    drawn = [trace["x"] for trace in figures_of(page)["history"]["data"] if trace["mode"] == "markers"]
+    drawn = [trace["x"] for trace in metrics_of(page)["history"]["data"] if trace["mode"] == "markers"]
     assert sorted(itertools.chain(*drawn)) == measured
     target = layerskip.load_target(str(tiny_folder), dtype="float32", device=DEVICE)
     loaded = layerskip.Export.load(folder / "best.json", target)
@@ -86,20 +86,20 @@ def test_a_trials_run_logs_its_results(done: Path) -> None:
         trial = study.trials[int(run.data.tags["trial_number"])]
         config = layerskip.SpeculativeConfig.from_dict(trial.user_attrs["config"])
         assert run.info.run_name == f"{trial.number} {config.label()}"
-        assert {"drafter", "draft_length"} <= run.data.params.keys()
+        assert {"drafter", "num_speculative_tokens"} <= run.data.params.keys()
         if "measurement" not in trial.user_attrs:  # a pruned suggestion
             assert run.data.tags["reason"] == trial.user_attrs["reason"]
             continue
         assert run.data.metrics["speedup"] == pytest.approx(trial.user_attrs["measurement"]["speedup"])
-        needed = {"tokens_per_second", "acceptance_rate", "tokens_per_round", "peak_memory_bytes", "seconds"}
+        needed = {"tokens_per_second", "acceptance_rate", "mean_acceptance_length", "peak_memory_bytes", "seconds"}
         assert needed <= run.data.metrics.keys()
         assert run.data.tags["losslessness"] == "exact"
-        if config.kind == "layer_skip":
+        if config.method == "layer_skip":
             assert run.data.tags["mask"] == trial.user_attrs["config"]["mask"]
             assert "skipped_attention" in run.data.params
         stop = trial.user_attrs["config"].get("stop")
-        assert run.data.params.get("with_stop") == (stop and stop["kind"])
-        threshold = str(stop["threshold"]) if stop and stop["kind"] != "length" else None
+        assert run.data.params.get("with_stop") == (stop and stop["method"])
+        threshold = str(stop["threshold"]) if stop and stop["method"] != "length" else None
         assert run.data.params.get("with_threshold") == threshold
         assert run.data.params["measure.max_new_tokens"] == "8"
         assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["prompts.json"]
@@ -145,7 +145,7 @@ def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(
     study = journal_study(outputs, "killed")
     stored = [trial.user_attrs["config"] for trial in study.trials if "config" in trial.user_attrs]
     configs = [layerskip.SpeculativeConfig.from_dict(config) for config in stored]
-    cascades = [config for config in configs if config.kind == "cascade"]
+    cascades = [config for config in configs if config.method == "cascade"]
     assert cascades  # all of them have the costs that were measured once
     assert {found.verify_cost for found in cascades} == {as_tuples(study.user_attrs["verify_cost"])}
     costs = study.user_attrs["draft_cost"].values()
@@ -187,7 +187,9 @@ def test_a_signal_prints_a_summary_and_the_same_command_resumes(
     number: signal.Signals, tiny_folder: Path, tmp_path: Path, launch: Launch
 ) -> None:
     outputs = tmp_path / "outputs"
-    overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=200", "study.name=stopped", "space.kinds=[layer_skip]")
+    overrides = quick(
+        tiny_folder, tracked(outputs), "study.n_trials=200", "study.name=stopped", "space.methods=[layer_skip]"
+    )
     with Fork("searches.layerskip", *overrides, cwd=tmp_path) as process:
         process.wait_for_trials()
         while process.running and len(runs(sqlite(outputs), "trial")) < 2:
@@ -202,7 +204,7 @@ def test_a_signal_prints_a_summary_and_the_same_command_resumes(
     assert '<span class="badge interrupted">' in page.read_text(encoding="utf-8")
     finished = len([t for t in journal_study(outputs, "stopped").trials if t.state in FINISHED])
     result = launch(
-        "layerskip", *overrides[:-2], "space.kinds=[layer_skip]", "study.name=stopped",
+        "layerskip", *overrides[:-2], "space.methods=[layer_skip]", "study.name=stopped",
         f"study.n_trials={finished + 1}", cwd=tmp_path,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -230,8 +232,8 @@ def postgresql(tmp_path: Path) -> Iterator[str]:
 
 def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     outputs = tmp_path / "outputs"
-    kinds = "space.kinds=[none,prompt_lookup,token_recycling,cascade]"  # nothing to scan, hence no profile
-    overrides = quick(tiny_folder, tracked(outputs), f"study.storage='{postgresql}'", "study.name=shared", kinds)
+    methods = "space.methods=[none,prompt_lookup,token_recycling,cascade]"  # nothing to scan, hence no profile
+    overrides = quick(tiny_folder, tracked(outputs), f"study.storage='{postgresql}'", "study.name=shared", methods)
     for trials in (2, 6):
         result = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
@@ -240,7 +242,7 @@ def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_p
     assert len([t for t in study.trials if t.state in FINISHED]) == 6
     assert len(runs(sqlite(outputs), "trial")) == 6
     configs = [trial.user_attrs["config"] for trial in study.trials]
-    costs = [config["verify_cost"] for config in configs if config["kind"] == "cascade"]
+    costs = [config["verify_cost"] for config in configs if config["method"] == "cascade"]
     assert costs
     assert all(found == study.user_attrs["verify_cost"] for found in costs)
     assert all(cost > 0.1 for _, each in costs[0] for cost in each)
@@ -248,7 +250,7 @@ def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_p
 
 def test_a_multirun_runs_one_study_per_job(tiny_folder: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=1", "space.kinds=[none,prompt_lookup]")
+    overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=1", "space.methods=[none,prompt_lookup]")
     result = execute("layerskip", "-m", *overrides, "sampler=tpe,random", "seed=0,1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     studies = runs(sqlite(outputs), "study")
@@ -267,7 +269,7 @@ def test_another_seed_scans_and_decodes_other_prompts(
     monkeypatch.setattr("searches.sweep.prepare_predictor", prepare_predictor)
     for seed in (0, 1):
         outputs = tmp_path / str(seed)
-        kept = "space.kinds=[none,layer_skip]", "scan=default", "scan.prompts=2"
+        kept = "space.methods=[none,layer_skip]", "scan=default", "scan.prompts=2"
         done = launch(
             "layerskip",
             *quick(tiny_folder, tracked(outputs), "study.n_trials=1", f"seed={seed}", "study.name=it", *kept),

@@ -64,9 +64,9 @@ run("datastore", task)
         (["target.device=abacus"], "device"),
         (["target.colour=red"], "target.colour"),
         (["space.masks=[layers:99]"], "space.masks"),
-        (["space.ranges.layer_skip.draft_length=[5,2]"], "space.ranges.layer_skip.draft_length"),
-        (["space.ranges.draft_model.draft=[/there/is/none]"], "draft: "),
-        (["space.ranges.cross_tokenizer.draft=[/there/is/none]"], "draft: "),
+        (["space.ranges.layer_skip.num_speculative_tokens=[5,2]"], "space.ranges.layer_skip.num_speculative_tokens"),
+        (["space.ranges.draft_model.draft_model=[/there/is/none]"], "draft_model: "),
+        (["space.ranges.cross_tokenizer.draft_model=[/there/is/none]"], "draft_model: "),
         (["space.ranges.eagle.head=[/there/is/none]"], "head: "),
         (["space.bridges=linear"], "space.bridges"),
         (["space=bridged", "space.ranks=[9999]"], "space.ranks"),
@@ -237,7 +237,7 @@ def _damaged_store(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "field", "message"),
+    ("make", "method", "field", "message"),
     [
         (_foreign_head, "eagle", "head", "made for another target"),
         (_damaged_store, "retrieval", "datastore", "cannot read"),
@@ -247,7 +247,7 @@ def _damaged_store(folder: Path) -> Path:
 def test_a_part_that_does_not_fit_the_target_is_refused_in_one_line(
     program: str,
     make: Callable[[Path], Path],
-    kind: str,
+    method: str,
     field: str,
     message: str,
     tiny_folder: Path,
@@ -257,10 +257,10 @@ def test_a_part_that_does_not_fit_the_target_is_refused_in_one_line(
     part = make(tmp_path)
     common = [f"target.path={tiny_folder}", f"outputs={tmp_path / 'outputs'}"]
     if program == "layerskip":
-        overrides = [*QUICK, *common, f"space.kinds=[none,{kind}]", f"space.ranges.{kind}.{field}=[{part}]"]
+        overrides = [*QUICK, *common, f"space.methods=[none,{method}]", f"space.ranges.{method}.{field}=[{part}]"]
     else:
         no_draft = ["contenders.draft_model=null", "peers.transformers_assistant=null"]
-        overrides = [*QUICK[:3], *common, "measure.prompts=2", *no_draft, f"contenders.{kind}.{field}={part}"]
+        overrides = [*QUICK[:3], *common, "measure.prompts=2", *no_draft, f"contenders.{method}.{field}={part}"]
     line = _refused(launch(program, *overrides, cwd=tmp_path))
     assert line.startswith(f"error: {field}: ") and message in line
     assert not (tmp_path / "outputs").exists()
@@ -270,7 +270,10 @@ def test_a_part_that_does_not_fit_the_target_is_refused_in_one_line(
     ("override", "message"),
     [
         ("contenders.layer_skip=false", "contenders.layer_skip: False is not a configuration; null leaves the row out"),
-        ("+peers.transformers_prompt_lookup.ngram_min=2", "peers.transformers_prompt_lookup.ngram_min: is not one of "),
+        (
+            "+peers.transformers_prompt_lookup.prompt_lookup_min=2",
+            "peers.transformers_prompt_lookup.prompt_lookup_min: is not one of ",
+        ),
     ],
 )
 def test_impossible_rows_of_a_benchmark_are_refused_in_one_line(

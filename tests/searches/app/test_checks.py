@@ -28,7 +28,7 @@ _REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: check_seed(2**31), "seed: 2147483648 is not a whole number"),
     (lambda: check_whole("n", 0), "n: 0 is not a whole number of at least 1"),
     (lambda: check_number("n", 0), "n: 0 is not a number above 0"),
-    (lambda: check_number("n", "1", most=2), "n: '1' is not a number above 0 and up to 2"),
+    (lambda: check_number("n", "1", maximum=2), "n: '1' is not a number above 0 and up to 2"),
     (lambda: check_number("n", -1, or_zero=True), "n: -1 is neither 0 nor a number above 0"),
     (lambda: check_number("n", float("nan")), "n: nan is not a number above 0"),
     (lambda: check_fraction("n", 1.5), "n: 1.5 is neither 0 nor a number above 0 and up to 1"),
@@ -49,7 +49,7 @@ def test_values_at_the_bounds_pass() -> None:
     check_seed(0)
     check_seed(2**31 - 1)
     check_number("n", 0, or_zero=True)
-    check_number("n", 2.0, most=2)
+    check_number("n", 2.0, maximum=2)
     check_whole("n", 3, 3, 3)
     for value in (None, 0, 1):
         check_fraction("n", value)

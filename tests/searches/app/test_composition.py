@@ -13,7 +13,7 @@ from searches.app.targets import command_line
 
 _FIELDS = {
     "layerskip": "outputs target.path prompts.path study.name study.storage tracking.uri tracking.experiment "
-    "space.ranges.draft_model.draft",
+    "space.ranges.draft_model.draft_model",
     "benchmark": "outputs record config draft_folder eagle_head cross_draft contenders.eagle.head peers.openvino.python",
     "train": "outputs head begin_like warm_start",
     "datastore": "outputs corpus output inspect",
@@ -34,7 +34,7 @@ _PATHS = [
 def test_a_path_of_every_program_is_taken_as_it_is_typed(program: str, field: str) -> None:
     groups = {"target.path": ["target=local"], "prompts.path": ["prompts=jsonl"]}.get(field, [])
     typed, expected = "/a b=1/[x]'y,ö", "/a b=1/[x]'y,ö"
-    if field == "space.ranges.draft_model.draft":
+    if field == "space.ranges.draft_model.draft_model":
         typed, expected = "[/a b=1/[x]'y,ö,'z,z']", ["/a b=1/[x]'y", "ö", "z,z"]  # type: ignore[assignment]
     config = compose_config(program, [*groups, f"{field}={typed}"])
     assert OmegaConf.select(config, field) == expected

@@ -88,7 +88,7 @@ finally:
 )
 def test_a_search_goes_on_without_its_output(output: str, errors: str, tiny_folder: Path, tmp_path: Path) -> None:
     outputs = tracked(tmp_path / "outputs")
-    overrides = quick(tiny_folder, outputs, "study.name='поиск'", "study.n_trials=1", "scan=none", "space.kinds=[none]")
+    overrides = quick(tiny_folder, outputs, "study.name='поиск'", "study.n_trials=1", "scan=none", "space.methods=[none]")
     program = _with_output(output, "searches.layerskip", tmp_path)
     ended = fork(str(program), *overrides, cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, errors)

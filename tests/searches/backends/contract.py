@@ -16,15 +16,15 @@ import pytest
 from layerskip import PromptSet, SpeculativeConfig, Target, generate
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Measurement, Sample
-from searches.backends.backend import BASELINE, CANDIDATE, LOG_LINES, Backend, BackendError, Load
+from searches.backends.backend import BASELINE, CANDIDATE, LOG_LINES, Backend, BackendError, Workload
 from searches.backends.selection import supported_space
 from searches.space.search_space import SearchSpace
 
 TOKENS = 12
 TASK = Task(max_new_tokens=TOKENS)
 PROMPTS = PromptSet.of(["one two one two one two", "three four", "five six seven five six seven"])
-LOOKUP = SpeculativeConfig("prompt_lookup", 3, ngram_min=1, ngram_max=2)
-SHORTER = SpeculativeConfig("prompt_lookup", 2, ngram_min=1, ngram_max=2)
+LOOKUP = SpeculativeConfig("prompt_lookup", 3, prompt_lookup_min=1, prompt_lookup_max=2)
+SHORTER = SpeculativeConfig("prompt_lookup", 2, prompt_lookup_min=1, prompt_lookup_max=2)
 
 
 def children(of: int = 0) -> set[int]:
@@ -85,16 +85,16 @@ class BackendContract:
             assert len(row[BASELINE].stats.rounds) == row[BASELINE].decoded_tokens
         drafted = Measurement.of(rows, BASELINE, CANDIDATE).stats
         assert drafted.drafted > 0
-        assert drafted.tokens_per_round > 1
+        assert drafted.mean_acceptance_length > 1
 
     def test_figures_and_samples_can_be_stored(self, rows: list[dict[str, Sample]], backend: Backend) -> None:
-        figures = Measurement.of(rows, BASELINE, CANDIDATE).to_dict()
-        assert figures["speedup"] > 0 and math.isfinite(figures["speedup"])
-        json.dumps([figures, backend.figures()], allow_nan=False)
+        metrics = Measurement.of(rows, BASELINE, CANDIDATE).to_dict()
+        assert metrics["speedup"] > 0 and math.isfinite(metrics["speedup"])
+        json.dumps([metrics, backend.metrics()], allow_nan=False)
         for row in rows:
             for sample in row.values():
                 assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) == sample
-        assert all(isinstance(value, float) and math.isfinite(value) for value in backend.figures().values())
+        assert all(isinstance(value, float) and math.isfinite(value) for value in backend.metrics().values())
 
     def test_several_configurations_share_rows_until_one_is_left_out(self, backend: Backend) -> None:
         without: set[str] = set()
@@ -137,9 +137,9 @@ class BackendContract:
         assert make(tiny_target).describe() == described
         assert backend.name
 
-    def test_kinds_are_supported_or_refused_in_one_line(self, backend: Backend) -> None:
-        for kind in ("none", self.config.kind, self.other.kind):
-            assert backend.supports(kind) is None
+    def test_methods_are_supported_or_refused_in_one_line(self, backend: Backend) -> None:
+        for method in ("none", self.config.method, self.other.method):
+            assert backend.supports(method) is None
         reason = backend.supports("astrology")
         assert reason and "\n" not in reason
 
@@ -149,7 +149,7 @@ class BackendContract:
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
         for _ in range(20):
             config = space.suggest(study.ask())
-            assert backend.supports(config.kind) is None
+            assert backend.supports(config.method) is None
             study.enqueue_trial(space.params(config))
             assert space.suggest(study.ask()) == config
 
@@ -180,9 +180,9 @@ class ServesSeveral:
     def test_rows_under_load_are_complete(self, make: Any, tiny_target: Target) -> None:
         backend = make(tiny_target)
         try:
-            rows = list(backend.compare({CANDIDATE: LOOKUP}, PROMPTS, TASK, Load(2)))
+            rows = list(backend.compare({CANDIDATE: LOOKUP}, PROMPTS, TASK, Workload(2)))
         finally:
             backend.close()
         assert [row[CANDIDATE].prompt_id for row in rows] == [item.id for item in PROMPTS]
         assert all(sample.decoded_tokens > 0 for row in rows for sample in row.values())
-        assert {"throughput", "tpot_p50", "ttft_p50"} <= backend.figures().keys()
+        assert {"throughput", "tpot_p50", "ttft_p50"} <= backend.metrics().keys()

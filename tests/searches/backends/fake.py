@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from layerskip import PromptSet, SpeculativeConfig, Target
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
-from searches.backends.backend import BASELINE, Backend, BackendError, Load
+from searches.backends.backend import BASELINE, Backend, BackendError, Workload
 from searches.backends.layerskip import LayerskipBackend
 from searches.space.search_space import SearchSpace
 
@@ -40,8 +40,8 @@ class FakeBackend(Backend):
     def describe(self) -> dict[str, Any]:
         return {"engine": {"name": "fake", "version": self.version}, "target": self.target.digest}
 
-    def supports(self, kind: str) -> str | None:
-        return None if kind in ("none", "prompt_lookup") else "the fake engine copies only"
+    def supports(self, method: str) -> str | None:
+        return None if method in ("none", "prompt_lookup") else "the fake engine copies only"
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
         return space.narrowed(match=("first",))
@@ -51,18 +51,18 @@ class FakeBackend(Backend):
         configs: Mapping[str, SpeculativeConfig],
         prompts: PromptSet,
         task: Task,
-        load: Load = Load(),
+        workload: Workload = Workload(),
         repeats: int = 1,
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
         for name, config in {BASELINE: SpeculativeConfig(), **configs}.items():
-            if config.draft_length == BROKEN:
+            if config.num_speculative_tokens == BROKEN:
                 raise BackendError("the engine stopped\nat once", LOG, name)
             if name not in self.running:  # `cat` ends with the tests, too
                 self.running[name] = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
         own = LayerskipBackend(self.target)
-        for row in own.compare(configs, prompts, task, Load(), repeats, without, before):
+        for row in own.compare(configs, prompts, task, Workload(), repeats, without, before):
             varied = SPEEDUP + sum(map(ord, row[BASELINE].prompt_id)) % 3 / 100  # so that intervals have a width
             speeds = {name: 1.0 if name == BASELINE else varied for name in row}
             yield {
@@ -70,7 +70,7 @@ class FakeBackend(Backend):
                 for name, sample in row.items()
             }
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {"startup_seconds": 2.0, "throughput": 3.0, "tpot_p50": 0.5, "ttft_p50": 1.0}
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class Standin(BaseHTTPRequestHandler):
     lock = threading.Lock()
     accepted: list[int]
     seen: list[dict[str, Any]]
-    in_flight = most_in_flight = 0
+    in_flight = max_in_flight = 0
 
     def do_GET(self) -> None:
         """Answer ``/v1/models``, ``/metrics`` and ``/seen``, which holds the requests so far."""
@@ -68,7 +68,7 @@ class Standin(BaseHTTPRequestHandler):
         pages = {"/v1/models": json.dumps({"data": [{"id": "standin"}]}), "/seen": json.dumps(self.seen)}
         if self.drafted:
             pages["/metrics"] = self._metrics() if self.options.fault != "other_metrics" else "other:requests_total 3.0"
-        pages["/most_in_flight"] = str(type(self).most_in_flight)
+        pages["/max_in_flight"] = str(type(self).max_in_flight)
         body = pages.get(self.path, "").encode()
         self.send_response(200 if self.path in pages else 404)
         self.send_header("Content-Length", str(len(body)))
@@ -97,17 +97,17 @@ class Standin(BaseHTTPRequestHandler):
             self.send_error(400, "unknown field return_token_ids")
             return
         self.seen.append(asked)
-        kind = type(self)
+        method = type(self)
         with self.lock:
-            kind.in_flight += 1
-            kind.most_in_flight = max(kind.most_in_flight, kind.in_flight)
+            method.in_flight += 1
+            method.max_in_flight = max(method.max_in_flight, method.in_flight)
         try:
             self.send_response(200)
             self.end_headers()
             self._send(self._lines(asked, fault))
         finally:
             with self.lock:
-                kind.in_flight -= 1
+                method.in_flight -= 1
         self._send(["data: [DONE]"])  # only now, as the client may send the next request at once
 
     def _send(self, lines: Iterable[str]) -> None:

@@ -71,7 +71,7 @@ def test_so_many_requests_are_in_flight() -> None:
     prompts = [[50, place] for place in range(7)]
     with _served("--pause", "0.02") as client:
         found = client.complete_all(prompts, [Task(max_new_tokens=4)] * 7, 3)
-        assert client.get("/most_in_flight") == "3"
+        assert client.get("/max_in_flight") == "3"
     assert [each.tokens for each in found] == [tuple(planted(prompt, 4)) for prompt in prompts]
 
 

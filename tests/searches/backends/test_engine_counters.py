@@ -34,7 +34,7 @@ def test_rounds_have_the_accepted_and_drafted_tokens_that_were_counted(seed: int
     decoded = sum(accepted + 1 for _, accepted in rounds)
     stats = DecodeStats(tuple(found.rounds(decoded)))
     assert Count(each.accepted for each in stats.rounds) == Count(accepted for _, accepted in rounds)
-    assert stats.tokens_per_round == pytest.approx(decoded / len(rounds))
+    assert stats.mean_acceptance_length == pytest.approx(decoded / len(rounds))
     assert stats.drafted == sum(sizes)
     assert stats.accepted == sum(accepted for _, accepted in rounds)
 

@@ -29,8 +29,8 @@ def test_a_killed_study_leaves_no_engine_and_is_finished_by_the_same_command(tin
         outputs,
         "backend=server",
         f"backend.command={literal(command)}",
-        "space.kinds=[none,prompt_lookup]",
-        "space.ranges.prompt_lookup.draft_length=[4,6]",
+        "space.methods=[none,prompt_lookup]",
+        "space.ranges.prompt_lookup.num_speculative_tokens=[4,6]",
         f"study.n_trials={_TRIALS}",
         "study.name=engines",
     )
@@ -47,7 +47,7 @@ def test_a_killed_study_leaves_no_engine_and_is_finished_by_the_same_command(tin
     states = Counter(trial.state for trial in study.trials)
     assert states[TrialState.COMPLETE] + states[TrialState.PRUNED] == _TRIALS
     assert states[TrialState.RUNNING] == 0
-    broken = [trial for trial in study.trials if trial.user_attrs.get("config", {}).get("draft_length") == 5]
+    broken = [trial for trial in study.trials if trial.user_attrs.get("config", {}).get("num_speculative_tokens") == 5]
     reasons = [trial.user_attrs.get("reason") for trial in broken]
     assert reasons.count(None) <= sum(killed), "only a killed trial has no reason"
     assert all(reason.startswith(ENGINE_FAILED) for reason in reasons if reason is not None), reasons
@@ -55,4 +55,4 @@ def test_a_killed_study_leaves_no_engine_and_is_finished_by_the_same_command(tin
     assert Counter(int(run.data.tags["trial_number"]) for run in runs(sqlite(outputs), "trial")) == Counter(finished)
     evidence = Export.load(outputs / "engines" / "best.json").evidence
     assert evidence["prompts"] == 2
-    assert {"throughput", "baseline_throughput", "ttft_p95", "baseline_tpot_p95"} <= evidence["figures"].keys()
+    assert {"throughput", "baseline_throughput", "ttft_p95", "baseline_tpot_p95"} <= evidence["metrics"].keys()

@@ -15,7 +15,7 @@ from tests.searches.backends.fake import BROKEN, FakeBackend
 
 class TestFake(BackendContract, FailingEngine, ServesSeveral):
     config = replace(LOOKUP, match="first")
-    other = replace(config, draft_length=2)
+    other = replace(config, num_speculative_tokens=2)
 
     @pytest.fixture
     def make(self) -> Callable[[Target], Backend]:
@@ -23,4 +23,4 @@ class TestFake(BackendContract, FailingEngine, ServesSeveral):
 
     @pytest.fixture
     def broken(self) -> SpeculativeConfig:
-        return replace(LOOKUP, draft_length=BROKEN)
+        return replace(LOOKUP, num_speculative_tokens=BROKEN)

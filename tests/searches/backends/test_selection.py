@@ -25,15 +25,15 @@ from tests.searches.programs import journal_study, quick, runs, sqlite, tracked
 FAKE = f"backend._target_={FakeBackend.__module__}.{FakeBackend.__qualname__}"
 
 
-def test_kinds_are_left_out_in_one_line(tiny_target: Target, capsys: pytest.CaptureFixture[str]) -> None:
-    space = SearchSpace(tiny_target.layers, kinds=["none", "prompt_lookup", "token_recycling", "cascade"])
+def test_methods_are_left_out_in_one_line(tiny_target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    space = SearchSpace(tiny_target.layers, methods=["none", "prompt_lookup", "token_recycling", "cascade"])
     assert supported_space(space, LayerskipBackend(tiny_target)) is space
     assert capsys.readouterr().out == ""
-    assert supported_space(space, FakeBackend(tiny_target)).available_kinds == ("none", "prompt_lookup")
+    assert supported_space(space, FakeBackend(tiny_target)).available_methods == ("none", "prompt_lookup")
     reason = "token_recycling, cascade (the fake engine copies only)"
-    assert capsys.readouterr().out == f"space.kinds: left out for backend=fake: {reason}\n"
-    with pytest.raises(InputError, match=r"^space\.kinds: backend=fake"):
-        supported_space(SearchSpace(tiny_target.layers, kinds=["none", "lookahead"]), FakeBackend(tiny_target))
+    assert capsys.readouterr().out == f"space.methods: left out for backend=fake: {reason}\n"
+    with pytest.raises(InputError, match=r"^space\.methods: backend=fake"):
+        supported_space(SearchSpace(tiny_target.layers, methods=["none", "lookahead"]), FakeBackend(tiny_target))
 
 
 def test_the_own_decoder_does_not_change_what_identifies_a_study(tiny_folder: Path, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_the_own_decoder_does_not_change_what_identifies_a_study(tiny_folder: Pa
         return describe(config, plan.target, plan.prompts, False, plan.backend)
 
     own, other = settings(), settings(FAKE)
-    assert not [name for name in own if name.startswith(("backend", "load", "space.ranges"))]
+    assert not [name for name in own if name.startswith(("backend", "workload", "space.ranges"))]
     assert own.items() < other.items()
     assert other["backend.name"] == "fake"
     assert settings(FAKE, "+backend.version=2") != other
@@ -52,9 +52,9 @@ def test_the_own_decoder_does_not_change_what_identifies_a_study(tiny_folder: Pa
 
 
 def test_nothing_is_measured_again_alone_under_load(tiny_folder: Path, tmp_path: Path) -> None:
-    load = ("+load._target_=searches.backends.backend.Load", "+load.concurrency=4")
-    plans = [Plan.of(compose_config("layerskip", [*quick(tiny_folder, tmp_path), FAKE, *more])) for more in ((), load)]
-    assert [plan.load.concurrency for plan in plans] == [1, 4]
+    workload = ("+workload._target_=searches.backends.backend.Workload", "+workload.concurrency=4")
+    plans = [Plan.of(compose_config("layerskip", [*quick(tiny_folder, tmp_path), FAKE, *more])) for more in ((), workload)]
+    assert [plan.workload.concurrency for plan in plans] == [1, 4]
     assert plans[0].measuring.drift < math.inf
     assert plans[1].measuring.drift == math.inf
 
@@ -65,14 +65,14 @@ def _exported(target: Target, **backend: Any) -> Export:
 
 
 def test_an_export_is_measured_on_its_own_engine_under_its_load(tiny_target: Target) -> None:
-    backend, load = exported_backend(compose_config("verify"), _exported(tiny_target), tiny_target)
-    assert (type(backend), load.concurrency) == (LayerskipBackend, 1)
+    backend, workload = exported_backend(compose_config("verify"), _exported(tiny_target), tiny_target)
+    assert (type(backend), workload.concurrency) == (LayerskipBackend, 1)
     config = compose_config("verify", ["backend=layerskip", FAKE])
     for concurrency, levels in ((8, (8,)), ([1, 8], (1, 8))):
         loaded = {"concurrency": concurrency, "goal": "throughput"}
-        backend, load = exported_backend(config, _exported(tiny_target, name="fake", load=loaded), tiny_target)
+        backend, workload = exported_backend(config, _exported(tiny_target, name="fake", workload=loaded), tiny_target)
         assert type(backend) is FakeBackend
-        assert (load.levels, load.goal) == (levels, "throughput")
+        assert (workload.levels, workload.goal) == (levels, "throughput")
 
 
 def test_an_export_of_an_engine_is_measured_on_servers_that_run_it(tiny_target: Target) -> None:
@@ -97,13 +97,13 @@ def test_a_study_on_another_engine(tiny_folder: Path, tmp_path: Path, launch: La
     outputs = tracked(tmp_path / "outputs")
     own = (
         FAKE,
-        f"space.ranges.prompt_lookup.draft_length=[{BROKEN - 1},{BROKEN}]",
+        f"space.ranges.prompt_lookup.num_speculative_tokens=[{BROKEN - 1},{BROKEN}]",
         "measure.held_out_prompts=6",
         "measure.max_new_tokens=12",
     )
     done = launch("layerskip", *quick(tiny_folder, outputs, *own, "study.n_trials=6", "study.name=one"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("space.kinds: left out for backend=fake")]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("space.methods: left out for backend=fake")]
     assert "layer_skip" in line and "(the fake engine copies only)" in line
     assert "scan" not in {path.name.partition("-")[0] for path in (outputs / "one").iterdir()}
 
@@ -125,10 +125,10 @@ def test_a_study_on_another_engine(tiny_folder: Path, tmp_path: Path, launch: La
 
     best = outputs / "one" / "best.json"
     export = json.loads(best.read_text(encoding="utf-8"))
-    assert export["config"]["kind"] == "prompt_lookup"
+    assert export["config"]["method"] == "prompt_lookup"
     assert export["evidence"]["speedup"] == pytest.approx(SPEEDUP + 0.01, abs=0.01)
     assert export["environment"]["backend"] == {
-        "name": "fake", "load": {"concurrency": 1, "goal": "decoding"}, "engine": {"name": "fake", "version": 1},
+        "name": "fake", "workload": {"concurrency": 1, "goal": "decoding"}, "engine": {"name": "fake", "version": 1},
         "target": Export.load(best).environment["backend"]["target"],
     }  # fmt: skip
 

@@ -22,7 +22,7 @@ from layerskip.measure.measure import Task
 from layerskip.measure.measurement import check_output
 from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
-from searches.backends.backend import BackendError, Load
+from searches.backends.backend import BackendError, Workload
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.selection import supported_space
@@ -87,9 +87,9 @@ def test_rows_are_pairs_with_the_planted_rounds(backend: ServerBackend) -> None:
         assert row["two"].stats.drafted == 2 * len(planted_rounds(11, 2))
         assert row["two"].lossless.verdict == row["baseline"].lossless.verdict == "exact"
         assert row["two"].decode_seconds > 0 and row["two"].prefill_seconds > 0
-    figures = backend.figures()
-    assert figures.keys() >= {"startup_seconds", "baseline_startup_seconds", "throughput", "ttft_p50", "tpot_p95"}
-    assert all(value > 0 for value in figures.values())
+    metrics = backend.metrics()
+    assert metrics.keys() >= {"startup_seconds", "baseline_startup_seconds", "throughput", "ttft_p50", "tpot_p95"}
+    assert all(value > 0 for value in metrics.values())
 
 
 def test_configurations_that_do_not_fit_take_turns(backend: ServerBackend, folder: Path) -> None:
@@ -100,7 +100,7 @@ def test_configurations_that_do_not_fit_take_turns(backend: ServerBackend, folde
     for row in rows:
         assert row.keys() == {"baseline", *configs}
         for name, config in configs.items():
-            assert max(each.drafted for each in row[name].stats.rounds) == config.draft_length
+            assert max(each.drafted for each in row[name].stats.rounds) == config.num_speculative_tokens
             assert row[name].lossless.verdict == "exact"
     assert len(running(folder)) == 2 * _PER_ENGINE
     assert len(list(folder.iterdir())) == 4 * _PER_ENGINE  # plain decoding started once
@@ -117,7 +117,7 @@ def test_an_engine_stays_for_the_next_comparison(backend: ServerBackend, folder:
 
 
 def test_a_drafter_that_learns_is_warmed_by_no_measured_prompt(backend: ServerBackend, tiny_target: Target) -> None:
-    config = SpeculativeConfig("retrieval", 2, ngram_max=3, tree_tokens=9)
+    config = SpeculativeConfig("retrieval", 2, prompt_lookup_max=3, tree_tokens=9)
     assert len(list(backend.compare({"learns": config}, _PROMPTS, _TASK))) == len(_PROMPTS)
     first, *asked = (each["prompt"] for each in json.loads(backend._running[config].client.get("/seen")))
     assert asked == [list(tiny_target.encode(item.messages())) for item in _PROMPTS]
@@ -171,9 +171,9 @@ def test_names_that_are_left_out_are_measured_no_more(backend: ServerBackend) ->
 
 def test_under_load_so_many_requests_are_in_flight(tiny_target: Target, folder: Path) -> None:
     with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--pause", "0.01"))) as backend:
-        rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Load(3)))
+        rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Workload(3)))
         engines = list(backend._running.values())
-        assert [engine.client.get("/most_in_flight") for engine in engines] == ["3", "3"]
+        assert [engine.client.get("/max_in_flight") for engine in engines] == ["3", "3"]
         accepted = [each.accepted for row in rows for each in row["two"].stats.rounds]
         assert sum(accepted) == 4 * sum(planted_rounds(11, 2))
         assert {row["two"].lossless.verdict for row in rows} == {"exact"}
@@ -181,24 +181,24 @@ def test_under_load_so_many_requests_are_in_flight(tiny_target: Target, folder: 
 
 def test_several_numbers_of_requests_are_measured_one_after_the_other(tiny_target: Target, folder: Path) -> None:
     with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--pause", "0.01"))) as backend:
-        rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Load([1, 3])))
-        figures = backend.figures()
+        rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Workload([1, 3])))
+        metrics = backend.metrics()
         engines = [engine.client for engine in backend._running.values()]
         requests = [json.loads(client.get("/seen")) for client in engines]
-        flying = [client.get("/most_in_flight") for client in engines]
+        flying = [client.get("/max_in_flight") for client in engines]
     assert [len(seen) for seen in requests] == [1 + 2 * len(_PROMPTS)] * 2  # the first one warms up
     for row in rows:
         assert [row[name].tokens for name in ("baseline", "two")] == [24, 24]
         assert (row["two"].lossless.verdict, row["two"].lossless.compared) == ("exact", 2)
     assert flying == ["3", "3"]
-    assert figures.keys() >= {"throughput_at_1", "baseline_tpot_p95_at_1", "baseline_ttft_p50_at_3", "startup_seconds"}
-    assert "throughput" not in figures
+    assert metrics.keys() >= {"throughput_at_1", "baseline_tpot_p95_at_1", "baseline_ttft_p50_at_3", "startup_seconds"}
+    assert "throughput" not in metrics
 
 
 @pytest.mark.parametrize("wrong", [0, True, [], [1, 0], [8, 8], "many"])
 def test_numbers_of_requests_are_checked(wrong: object) -> None:
-    with pytest.raises(InputError, match=r"^load\.concurrency: "):
-        Load(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^workload\.concurrency: "):
+        Workload(wrong)  # type: ignore[arg-type]
 
 
 def test_a_conversation_continues_from_the_answers_of_plain_decoding(backend: ServerBackend, tiny_target: Target) -> None:
@@ -220,7 +220,7 @@ def test_outputs_that_end_at_once_are_neither_measured_nor_compared(
     goal: str, temperature: float, tiny_target: Target, folder: Path
 ) -> None:
     with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--fault", "ends"))) as backend:
-        bench = ModelBench(backend, Sampling(temperature=temperature), 12, Load(goal=goal))
+        bench = ModelBench(backend, Sampling(temperature=temperature), 12, Workload(goal=goal))
         rows = list(bench.compare({"two": _lookup(2)}, _PROMPTS, 1, 0))
     measured = Measurement.of(rows, "baseline", "two")
     assert measured.lossless.verdict == "unchecked"
@@ -278,10 +278,10 @@ def test_two_running_servers_are_measured_as_they_are(tiny_target: Target, folde
             servers.append(EngineProcess([*STANDIN, "--port", str(port), *more], {}, "stand-in", 2.0))
             servers[-1].wait_until(Client(f"http://127.0.0.1:{port}").ready, 30)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        served = {"kind": "prompt_lookup", "draft_length": 2}
+        served = {"method": "prompt_lookup", "num_speculative_tokens": 2}
         backend = ServerBackend(tiny_target, baseline_url=urls[0], candidate_url=urls[1], candidate=served)
         assert backend.supports("prompt_lookup") is None and "prompt_lookup" in str(backend.supports("eagle"))
-        space = supported_space(SearchSpace(tiny_target.layers, kinds=["prompt_lookup"]), backend)
+        space = supported_space(SearchSpace(tiny_target.layers, methods=["prompt_lookup"]), backend)
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
         assert {space.suggest(study.ask()) for _ in range(10)} == {SpeculativeConfig(), _lookup(2)}
         assert {*space.lookups()} == {_lookup(2)}

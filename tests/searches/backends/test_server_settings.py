@@ -1,4 +1,4 @@
-"""The settings of servers: what is refused, which kinds a command has places for, and the commands of configurations."""
+"""The settings of servers: what is refused, which methods a command has places for, and the commands of configurations."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from searches.backends.server import ServerBackend
 from searches.space.search_space import SearchSpace
 
 _URL = "http://127.0.0.1:1"
-_SERVED = {"kind": "prompt_lookup", "draft_length": 2}
+_SERVED = {"method": "prompt_lookup", "num_speculative_tokens": 2}
 _RUNNING: dict[str, Any] = {"baseline_url": _URL, "candidate_url": _URL, "candidate": _SERVED}
 _VLLM = "vllm serve m --port {port} --speculative-config {speculative_config}"
-_LOOKUP = SpeculativeConfig("prompt_lookup", 3, ngram_min=2, ngram_max=4)
+_LOOKUP = SpeculativeConfig("prompt_lookup", 3, prompt_lookup_min=2, prompt_lookup_max=4)
 
 
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
         ({"command": _VLLM, "candidate_url": _URL}, "backend.command: starts the servers"),
-        ({"command": "serve {draft_length}"}, "backend.command: has no {port}"),
+        ({"command": "serve {num_speculative_tokens}"}, "backend.command: has no {port}"),
         ({"command": "serve {port}"}, "backend.command: has no {speculative_config}"),
         ({}, "backend.baseline_url: is missing"),
         (_RUNNING | {"candidate_url": ""}, "backend.candidate_url: is missing"),
         (_RUNNING | {"baseline_url": "localhost"}, "backend.baseline_url: 'localhost' is not a URL"),
-        (_RUNNING | {"candidate": {"kind": "nonesuch"}}, "backend.candidate.kind: "),
-        (_RUNNING | {"candidate": {"kind": "none"}}, "backend.candidate: state what candidate_url drafts with"),
+        (_RUNNING | {"candidate": {"method": "nonesuch"}}, "backend.candidate.method: "),
+        (_RUNNING | {"candidate": {"method": "none"}}, "backend.candidate: state what candidate_url drafts with"),
     ],
 )
 def test_settings_are_refused_by_field(settings: dict[str, Any], field: str, tiny_target: Target) -> None:
@@ -46,21 +46,24 @@ def test_settings_are_refused_by_field(settings: dict[str, Any], field: str, tin
     ("places", "supported"),
     [
         ("{speculative_config}", {"none", "prompt_lookup", "retrieval", "draft_model", "eagle"}),
-        ("--lookup {draft_length}", {"none", "prompt_lookup"}),
-        ("--draft {draft} --count {draft_length}", {"none", "draft_model"}),
+        ("--lookup {num_speculative_tokens}", {"none", "prompt_lookup"}),
+        ("--draft {draft_model} --count {num_speculative_tokens}", {"none", "draft_model"}),
         ("--head {head}", {"none", "eagle"}),
     ],
 )
-def test_a_command_drafts_with_the_kinds_that_it_has_places_for(
+def test_a_command_drafts_with_the_methods_that_it_has_places_for(
     places: str, supported: set[str], tiny_target: Target
 ) -> None:
     backend = ServerBackend(tiny_target, command=f"serve {{port}} {places}")
-    kinds = ("none", "prompt_lookup", "retrieval", "draft_model", "eagle", "layer_skip", "lookahead")
-    assert {kind for kind in kinds if backend.supports(kind) is None} == supported
+    methods = ("none", "prompt_lookup", "retrieval", "draft_model", "eagle", "layer_skip", "lookahead")
+    assert {method for method in methods if backend.supports(method) is None} == supported
 
 
 def test_a_command_is_filled_in_for_a_configuration_and_cut_for_plain_decoding(tiny_target: Target) -> None:
-    command = "serve --port {port} --json '{\"a\": 1}' --lookup {draft_length} --n={ngram_min},{ngram_max} --last x"
+    command = (
+        "serve --port {port} --json '{\"a\": 1}'"
+        " --lookup {num_speculative_tokens} --n={prompt_lookup_min},{prompt_lookup_max} --last x"
+    )
     backend = ServerBackend(tiny_target, command=command)
     kept = ["serve", "--port", "80", "--json", '{"a": 1}']
     assert backend.arguments(_LOOKUP, 80) == [*kept, "--lookup", "3", "--n=2,4", "--last", "x"]
@@ -81,23 +84,26 @@ def test_a_command_of_vllm_gets_its_own_configuration(tiny_target: Target) -> No
         "prompt_lookup_max": 4,
     }
     assert backend.arguments(SpeculativeConfig(), 80) == front
-    with pytest.raises(BackendError, match="server: config.kind: vLLM has no counterpart of lookahead"):
+    with pytest.raises(BackendError, match="server: config.method: vLLM has no counterpart of lookahead"):
         backend.arguments(SpeculativeConfig("lookahead", 3), 80)
 
 
 def test_a_running_server_has_one_configuration(tiny_target: Target) -> None:
     backend = ServerBackend(tiny_target, **_RUNNING)
-    space = backend.restrict(SearchSpace(tiny_target.layers, kinds=["none", "prompt_lookup"]))
-    assert space.params(SpeculativeConfig.from_dict(_SERVED)) == {"kind": "prompt_lookup"}
-    other = ServerBackend(tiny_target, **_RUNNING | {"candidate": {"kind": "retrieval"}})
-    assert other.restrict(SearchSpace(tiny_target.layers, kinds=["none", "retrieval"])).lookups() == []
+    space = backend.restrict(SearchSpace(tiny_target.layers, methods=["none", "prompt_lookup"]))
+    assert space.params(SpeculativeConfig.from_dict(_SERVED)) == {"method": "prompt_lookup"}
+    other = ServerBackend(tiny_target, **_RUNNING | {"candidate": {"method": "retrieval"}})
+    assert other.restrict(SearchSpace(tiny_target.layers, methods=["none", "retrieval"])).lookups() == []
     described = other.describe()
     assert described["urls"] == [_URL, _URL] and described["target"] == tiny_target.digest
 
 
 def test_reduced_vocabularies_are_for_the_own_decoder(tiny_target: Target) -> None:
     space = SearchSpace(
-        tiny_target.layers, kinds=["none", "draft_model"], ranges={"draft_model": {"draft": ["a/model"]}}, draft_heads=(16,)
+        tiny_target.layers,
+        methods=["none", "draft_model"],
+        ranges={"draft_model": {"draft_model": ["a/model"]}},
+        draft_heads=(16,),
     )
     with pytest.raises(InputError, match=r"^space\.bridges, space\.draft_heads: backend=server has none"):
         supported_space(space, ServerBackend(tiny_target, command=_VLLM))

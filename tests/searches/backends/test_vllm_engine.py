@@ -148,38 +148,43 @@ _TRAINING = (
 )
 
 
-def _config(kind: str, target: Target, folder: Path, launch: Launch) -> SpeculativeConfig:
+def _config(method: str, target: Target, folder: Path, launch: Launch) -> SpeculativeConfig:
     """Return a configuration with a drafter that is made in a folder; heads are trained by ``searches.train``."""
-    if kind == "prompt_lookup":
+    if method == "prompt_lookup":
         return LOOKUP
-    if kind == "retrieval":
-        return SpeculativeConfig("retrieval", 6, ngram_max=3, tree_tokens=9)
-    if kind in ("draft_model", "cross_tokenizer"):
+    if method == "retrieval":
+        return SpeculativeConfig("retrieval", 6, prompt_lookup_max=3, tree_tokens=9)
+    if method in ("draft_model", "cross_tokenizer"):
         draft = save_draft_checkpoint(target, SkipMask.of(target.layers, {1}, {1}), folder / "draft")
-        return SpeculativeConfig(kind, 2, draft=str(draft))
-    drafter = kind.removesuffix("3")
+        return SpeculativeConfig(method, 2, draft_model=str(draft))
+    drafter = method.removesuffix("3")
     lines = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
     (folder / "few.jsonl").write_text(lines, encoding="utf-8")
-    options = (f"drafter={drafter}", f"three_layers={kind == 'eagle3'}", f"head={folder}/head", f"target.path={target.name}")
+    options = (
+        f"drafter={drafter}",
+        f"three_layers={method == 'eagle3'}",
+        f"head={folder}/head",
+        f"target.path={target.name}",
+    )
     more = (f"outputs={tracked(folder / 'outputs')}", "prompts=jsonl", "prompts.path=few.jsonl")
     done = launch("train", *_TRAINING, *options, *more, cwd=folder)
     assert done.returncode == 0, done.stderr
-    chains = {"least_probability": 0.0} if kind == "medusa" else {}  # of the likeliest tokens, as vLLM drafts
-    return SpeculativeConfig(drafter, 2, head=f"{folder}/head", candidates=1, **chains)
+    chains = {"min_token_prob": 0.0} if method == "medusa" else {}  # of the likeliest tokens, as vLLM drafts
+    return SpeculativeConfig(drafter, 2, head=f"{folder}/head", top_k=1, **chains)
 
 
 _LIKE_OURS = ("draft_model", "eagle", "eagle3", "medusa")  # they draft there what they draft here
-_KINDS = ("prompt_lookup", "retrieval", "cross_tokenizer", *_LIKE_OURS)
+_METHODS = ("prompt_lookup", "retrieval", "cross_tokenizer", *_LIKE_OURS)
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("method", _METHODS)
 def test_greedy_outputs_are_those_of_plain_decoding(
-    kind: str, python: str, pool: Pool, tiny_target: Target, tmp_path: Path, launch: Launch
+    method: str, python: str, pool: Pool, tiny_target: Target, tmp_path: Path, launch: Launch
 ) -> None:
     backend = Sharing(tiny_target, python=python, args=ARGS, folder=str(tmp_path / "served"), pool=pool)
-    if (reason := backend.supports(kind.removesuffix("3"))) is not None:
+    if (reason := backend.supports(method.removesuffix("3"))) is not None:
         pytest.skip(reason)
-    config = _config(kind, tiny_target, tmp_path, launch)
+    config = _config(method, tiny_target, tmp_path, launch)
     try:
         measured = backend.measure(config, PROMPTS, Task(max_new_tokens=TOKENS))
     finally:
@@ -188,11 +193,11 @@ def test_greedy_outputs_are_those_of_plain_decoding(
     plain = [generate(tiny_target, item.messages(), max_new_tokens=TOKENS) for item in PROMPTS]
     assert [sample.tokens for sample in measured.candidate] == [len(result.tokens) for result in plain]
     assert 0 < measured.stats.accepted <= measured.stats.drafted
-    if kind in _LIKE_OURS:
+    if method in _LIKE_OURS:
         own = [generate(tiny_target, item.messages(), config, max_new_tokens=TOKENS).stats for item in PROMPTS]
         for sample, stats in zip(measured.candidate, own, strict=True):
             # The engine also counts tokens of the last draft that are beyond the text.
-            assert stats.accepted <= sample.stats.accepted <= stats.accepted + config.draft_length
+            assert stats.accepted <= sample.stats.accepted <= stats.accepted + config.num_speculative_tokens
 
 
 def test_an_engine_that_hangs_is_an_error_and_leaves_nothing(python: str, tiny_target: Target, tmp_path: Path) -> None:
@@ -236,7 +241,7 @@ def test_the_exported_command_serves_the_text_of_plain_decoding_and_is_verified(
         urls = (f"backend.baseline_url={plain.client.url}", f"backend.candidate_url={client.url}")
         lines = [json.dumps({"prompt": f"the cat and the cat {place}"}) for place in range(12)]
         (tmp_path / "short.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        options = [*urls, "backend=server", "prompts=jsonl", "prompts.path=short.jsonl", "measure.most_repeats=1"]
+        options = [*urls, "backend=server", "prompts=jsonl", "prompts.path=short.jsonl", "measure.max_repeats=1"]
         options += ["measure.max_new_tokens=12", "target.device=cpu"]
         done = launch("verify", f"export={best}", *options, cwd=tmp_path)
         assert done.returncode in (0, 3, 4), done.stderr  # a verdict; which one depends on the machine

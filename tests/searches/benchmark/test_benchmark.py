@@ -47,9 +47,9 @@ def record(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> dict:  #
         "measure.prompts=3",
         "measure.max_new_tokens=32",
         "draft_mask=layers:2-3",
-        "+contenders.loose={kind:prompt_lookup,accept:{kind:threshold,threshold:0.0}}",
-        "+contenders.lookup_then_model={kind:cascade,members:[{kind:prompt_lookup},"
-        "{kind:draft_model,draft:${draft_folder}}]}",
+        "+contenders.loose={method:prompt_lookup,accept:{method:threshold,threshold:0.0}}",
+        "+contenders.lookup_then_model={method:cascade,members:[{method:prompt_lookup},"
+        "{method:draft_model,draft_model:${draft_folder}}]}",
         f"cross_draft={folder / 'other'}",
         f"config={folder / 'best.json'}",
         f"outputs={tracked(folder / 'outputs')}",
@@ -83,9 +83,9 @@ def test_a_draft_model_with_another_tokenizer_is_compared_with_universal_assiste
     """Both draft equally many tokens with the same model, so they commit about as many per round."""
     ours, theirs = (record["record"]["results"][name] for name in ("cross_tokenizer", "transformers_universal"))
     assert ours["rival"]["name"] == "transformers_universal"
-    assert record["record"]["configs"]["cross_tokenizer"]["draft_length"] == 4
-    assert 1.3 < ours["tokens_per_round"] <= 5
-    assert theirs["tokens_per_round"] == pytest.approx(ours["tokens_per_round"], rel=0.15)
+    assert record["record"]["configs"]["cross_tokenizer"]["num_speculative_tokens"] == 4
+    assert 1.3 < ours["mean_acceptance_length"] <= 5
+    assert theirs["mean_acceptance_length"] == pytest.approx(ours["mean_acceptance_length"], rel=0.15)
 
 
 def test_costs_of_cascades_are_measured(record: dict) -> None:  # type: ignore[type-arg]
@@ -119,9 +119,9 @@ def test_an_export_is_measured_on_held_out_prompts(record: dict) -> None:  # typ
 def test_a_draft_model_cut_from_the_target_has_the_acceptance_of_its_mask(record: dict) -> None:  # type: ignore[type-arg]
     results = record["record"]["results"]
     assert results["export"]["acceptance_rate"] > 0.5
-    assert results["draft_model"]["tokens_per_round"] > 1.5
+    assert results["draft_model"]["mean_acceptance_length"] > 1.5
     # transformers drafts with the same model and the same constant length
-    ratio = results["draft_model"]["tokens_per_round"] / results["transformers_assistant"]["tokens_per_round"]
+    ratio = results["draft_model"]["mean_acceptance_length"] / results["transformers_assistant"]["mean_acceptance_length"]
     assert ratio == pytest.approx(1.0, abs=0.1)
 
 
@@ -143,8 +143,8 @@ def test_a_cascade_is_compared_with_its_members_by_kind_of_work(record: dict) ->
     (against,) = results["cascade"]["members"].items()  # its lookup has other n-grams than the contender
     assert against[0] == "token_recycling"
     assert against[1]["low"] <= against[1]["speedup"] <= against[1]["high"]
-    for kind, found in against[1]["by_category"].items():
-        alone, whole = (results[name]["speedup_by_category"][kind] for name in ("token_recycling", "cascade"))
+    for method, found in against[1]["by_category"].items():
+        alone, whole = (results[name]["speedup_by_category"][method] for name in ("token_recycling", "cascade"))
         assert found["speedup"] == pytest.approx(whole / alone)
     assert "members" not in results["prompt_lookup"]
     assert "| cascade / token_recycling | " in record["printed"]
@@ -152,10 +152,10 @@ def test_a_cascade_is_compared_with_its_members_by_kind_of_work(record: dict) ->
 
 def test_tokens_per_round_are_shown_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
     found = record["record"]["results"]["prompt_lookup"]
-    counts = found["tokens_per_round_by_category"]
+    counts = found["mean_acceptance_length_by_category"]
     assert set(counts) == set(found["speedup_by_category"])
-    assert min(counts.values()) <= found["tokens_per_round"] <= max(counts.values())
-    shown = " | ".join(f"{counts[kind]:.2f}" for kind in sorted(counts))
+    assert min(counts.values()) <= found["mean_acceptance_length"] <= max(counts.values())
+    shown = " | ".join(f"{counts[method]:.2f}" for method in sorted(counts))
     assert f"| prompt_lookup | {shown} |" in record["printed"]
 
 
@@ -166,7 +166,7 @@ def _parameters(folder: Path) -> int:
 
 
 def test_memory_is_what_a_drafter_does_not_share_with_the_target(record: dict) -> None:  # type: ignore[type-arg]
-    results, folder = record["record"]["results"], Path(record["record"]["configs"]["draft_model"]["draft"])
+    results, folder = record["record"]["results"], Path(record["record"]["configs"]["draft_model"]["draft_model"])
     held = {name: found["drafter_bytes"] for name, found in results.items()}
     weights = _parameters(folder)
     assert weights <= held["transformers_assistant"] < weights + 10_000  # and tables of positions
@@ -193,7 +193,7 @@ def test_the_widest_near_tie_is_shown(record: dict) -> None:  # type: ignore[typ
 
 def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path, launch: Launch) -> None:
     model = save_tiny(tmp_path / "model", num_hidden_layers=2)
-    kinds = ("retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model")
+    methods = ("retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model")
     done = launch(
         "benchmark",
         "target=local",
@@ -204,7 +204,7 @@ def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path, launch: L
         "measure.max_new_tokens=16",
         "tree.tokens=0",
         "allow_lossy=true",
-        *(f"contenders.{kind}=null" for kind in kinds),
+        *(f"contenders.{method}=null" for method in methods),
         *NO_PEERS,
         f"outputs={tracked(tmp_path / 'outputs')}",
         cwd=tmp_path,

@@ -36,8 +36,8 @@ def test_differences_from_the_search_of_an_export_are_printed(tmp_path: Path, ca
 def test_drafters_that_the_target_cannot_verify_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The attention of GPT-Neo does not accept tree masks."""
     target = load_target(str(save_tiny(tmp_path / "model", "gpt_neo")), dtype="float32", device=DEVICE)
-    skip = "{kind:layer_skip,mask:'layers:1',siblings:1}"
-    fanned = f"+contenders.fanned={{kind:cascade,members:[{{kind:prompt_lookup}},{skip}]}}"
+    skip = "{method:layer_skip,mask:'layers:1',siblings:1}"
+    fanned = f"+contenders.fanned={{method:cascade,members:[{{method:prompt_lookup}},{skip}]}}"
     config = compose_config(
         "benchmark", ["contenders.layer_skip.mask=layers:1", *NO_PEERS, "contenders.draft_model=null", fanned]
     )
@@ -60,7 +60,7 @@ def test_a_draft_model_that_transformers_refuses_is_left_out(tmp_path: Path, cap
     contenders, rivals, _ = build_contenders(config, target, PromptSet.of(["one"]), Sampling())
     assert "cross_tokenizer" in contenders
     assert "transformers_universal" not in contenders.keys() | set(rivals.values())
-    assert "peers.transformers_universal: left out: draft: " in capsys.readouterr().out
+    assert "peers.transformers_universal: left out: draft_model: " in capsys.readouterr().out
 
 
 def test_costs_of_a_cascade_can_be_given(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_costs_of_a_cascade_can_be_given(tmp_path: Path) -> None:
     [
         (["contenders.prompt_lookup.rival=nonesuch"], r"contenders\.prompt_lookup\.rival: 'nonesuch' is not one of "),
         (
-            ["allow_lossy=true", "+contenders.prompt_lookup_typical={kind:prompt_lookup}"],
+            ["allow_lossy=true", "+contenders.prompt_lookup_typical={method:prompt_lookup}"],
             r"contenders\.prompt_lookup_typical: allow_lossy=true adds a row of that name for prompt_lookup",
         ),
     ],

@@ -54,7 +54,7 @@ def python(tmp_path: Path) -> str:
 
 
 def _peer(target: Target, tmp_path: Path, python: str, method: str = "plain") -> EnginePeer:
-    return EnginePeer(target, tmp_path / "engines", "openvino_genai", method, python, draft_length=4)
+    return EnginePeer(target, tmp_path / "engines", "openvino_genai", method, python, num_speculative_tokens=4)
 
 
 @pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
@@ -160,7 +160,7 @@ def test_bad_settings_are_refused_by_field(target: Target, tmp_path: Path, pytho
     for changes, field in (
         ({"engine": "sglang"}, "engine"),
         ({"method": "eagle"}, "method"),
-        ({"draft_length": 0}, "draft_length"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"python": str(tmp_path / "absent")}, "python"),
     ):
         fields = {"engine": "vllm", "method": "plain", "python": python} | changes
@@ -194,8 +194,8 @@ def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys
 @pytest.mark.parametrize("method", ["plain", "prompt_lookup", "assistant"])
 def test_the_engine_itself_gives_the_output_of_plain_decoding(engine: str, method: str, tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target", **SIZES)), dtype="float32", device="cpu")
-    draft = save_draft_checkpoint(target, SkipMask.parse("layers:1-2", target.layers), tmp_path / "draft")
-    peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine), draft=str(draft))
+    draft = save_draft_checkpoint(target, SkipMask.parse("layers:1-2", target.layers), tmp_path / "draft_model")
+    peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine), draft_model=str(draft))
     prompt = target.tokenizer("the cat in the hat, the cat in the")["input_ids"]
     try:
         result = peer(prompt, Task(max_new_tokens=32), lambda count: None)

@@ -20,7 +20,14 @@ from tests.searches.benchmark.engine_packages import OPENVINO, OPENVINO_GENAI, V
 
 _VLLM_MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm")
 _VLLM_MODULES += ("vllm.inputs", "vllm.sampling_params")
-_SETTINGS = {"draft_length": 4, "ngram_max": 3, "draft": "drafts", "dtype": "float32", "threads": 1, "max_length": 64}
+_SETTINGS = {
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "draft_model": "drafts",
+    "dtype": "float32",
+    "threads": 1,
+    "max_length": 64,
+}
 _REQUEST = {"tokens": [5, 6, 7], "max_new_tokens": 6, "eos": [300], "repetition_penalty": 1.0}
 
 Talk = Callable[..., list[dict[str, Any]]]

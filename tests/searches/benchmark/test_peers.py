@@ -39,16 +39,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Target:
     ("method", "fields", "drafts"),
     [
         ("plain", {}, False),
-        ("prompt_lookup", {"draft_length": 4, "ngram_max": 2}, True),
-        ("early_exit", {"draft_length": 3, "exit_layer": 2}, True),
-        ("assistant", {"draft_length": 3, "confidence": None}, True),
+        ("prompt_lookup", {"num_speculative_tokens": 4, "prompt_lookup_max": 2}, True),
+        ("early_exit", {"num_speculative_tokens": 3, "exit_layer": 2}, True),
+        ("assistant", {"num_speculative_tokens": 3, "confidence": None}, True),
     ],
 )
 def test_methods_of_transformers_decode_what_plain_decoding_does_in_counted_rounds(
     model: Target, method: str, fields: dict[str, Any], drafts: bool
 ) -> None:
     prompt = model.encode([{"role": "user", "content": "the cat in the hat, the cat in the hat"}])
-    peer = Peer(model, method, **fields, draft=model.name if method == "assistant" else "")
+    peer = Peer(model, method, **fields, draft_model=model.name if method == "assistant" else "")
     known: list[int] = []
     result = peer(prompt, Task(max_new_tokens=24), known.append)
     assert list(result.tokens) == list(generate(model, prompt, max_new_tokens=24).tokens)
@@ -60,7 +60,7 @@ def test_methods_of_transformers_decode_what_plain_decoding_does_in_counted_roun
 
 def test_memory_is_that_of_a_draft_model_of_its_own(model: Target) -> None:
     assert Peer(model, "plain").memory_bytes() == Peer(model, "static").memory_bytes() == 0
-    other = Peer(model, "assistant", draft=model.name)
+    other = Peer(model, "assistant", draft_model=model.name)
     weights = {each.data_ptr(): each.nbytes for each in model.drafts[model.name].model.parameters()}
     assert sum(weights.values()) <= other.memory_bytes() < 1.1 * sum(weights.values())
 
@@ -85,7 +85,7 @@ def test_peers_are_refused_by_field(model: Target) -> None:
     with pytest.raises(InputError, match="^method: 'beam' is not one of plain, "):
         Peer(model, "beam")
     with pytest.raises(UnsupportedModel, match="its vocabulary is as large as the target's"):
-        Peer(model, "universal", draft=model.name)
+        Peer(model, "universal", draft_model=model.name)
 
 
 @pytest.mark.parametrize("on_drafts", [True, False])

@@ -83,7 +83,7 @@ def test_bridges_of_any_family_are_compared(family: str, tmp_path: Path, launch:
     target = load_target(str(folder), dtype="float32", device=DEVICE)
     (best,) = tmp_path.glob("bridges-*/best.json")
     export = Export.load(best, target)
-    assert export.config.kind == record["winner"]["kind"] == "none"  # two prompts are too few for a winner
+    assert export.config.method == record["winner"]["method"] == "none"  # two prompts are too few for a winner
     assert "No drafting wins" in done.stdout
     assert export.search["seconds"] == pytest.approx(sum(record["seconds"].values()))
     if not helped:

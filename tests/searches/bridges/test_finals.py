@@ -14,7 +14,7 @@ from tests.searches.known import PROMPTS, Known
 
 
 def _point(mask: str, predicted: float, bridge: str = "empty", helps: bool = True) -> dict[str, Any]:
-    fields: dict[str, Any] = {"kind": "layer_skip", "mask": mask, "draft_length": 2}
+    fields: dict[str, Any] = {"method": "layer_skip", "mask": mask, "num_speculative_tokens": 2}
     fields |= {} if bridge == "empty" else {"bridge": f"/somewhere/{mask}-{bridge}"}
     return {"mask": mask, "bridge": bridge, "predicted": predicted, "fit": {"helps": helps}, "config": fields}
 

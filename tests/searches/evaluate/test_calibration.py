@@ -29,7 +29,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
 def test_correct_intervals_and_winners_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = _run(monkeypatch, *FEW, "coverage.least=0.85", "itself.most_winners=0.15", f"outputs={tmp_path}")
+    code = _run(monkeypatch, *FEW, "coverage.minimum=0.85", "itself.max_winners=0.15", f"outputs={tmp_path}")
     printed = capsys.readouterr().out
     assert code == 0, printed
     record = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
@@ -56,13 +56,13 @@ def test_intervals_that_are_too_narrow_fail(
 PLANTED = (
     *(
         "itself.comparisons=1",
-        "itself.most_winners=null",
+        "itself.max_winners=null",
         "coverage.resamplings=0",
         "planted.seeds=2",
         "planted.hopeless=1",
         "planted.layers=8",
     ),
-    *("planted.prompts=30", "planted.least_hits=0", "planted.search.study.n_trials=12"),
+    *("planted.prompts=30", "planted.min_hits=0", "planted.search.study.n_trials=12"),
 )
 
 
@@ -117,10 +117,10 @@ def test_searches_are_kept_until_the_program_changes(tmp_path: Path, monkeypatch
         ("itself.prompts=4", "itself.prompts"),
         ("coverage.prompts=[12,x]", "coverage.prompts"),
         ("planted.layers=2", "planted.layers"),
-        ("planted.least_hits=all", "planted.least_hits"),
-        ("planted.most_lost=2", "planted.most_lost"),
-        ("itself.most_winners=few", "itself.most_winners"),
-        ("coverage.least=-1", "coverage.least"),
+        ("planted.min_hits=all", "planted.min_hits"),
+        ("planted.max_lost=2", "planted.max_lost"),
+        ("itself.max_winners=few", "itself.max_winners"),
+        ("coverage.minimum=-1", "coverage.minimum"),
         ("seed=-1", "seed"),
     ],
 )
@@ -133,10 +133,10 @@ def test_refusals_name_the_field(
 
 
 def test_a_criterion_is_met_or_missed() -> None:
-    assert Count("", 19, 20, least=0.95).passed
-    assert not Count("", 18, 20, least=0.95).passed
-    assert Count("", 1, 20, most=0.05).passed
-    assert not Count("", 2, 20, most=0.05).passed
-    assert not Count("", float("nan"), least=0.9).passed
-    assert Count("x", 1, 20, most=0.01).cells() == ["x", "1 of 20", "0.05", "at most 0.01", "MISSED"]
+    assert Count("", 19, 20, minimum=0.95).passed
+    assert not Count("", 18, 20, minimum=0.95).passed
+    assert Count("", 1, 20, maximum=0.05).passed
+    assert not Count("", 2, 20, maximum=0.05).passed
+    assert not Count("", float("nan"), minimum=0.9).passed
+    assert Count("x", 1, 20, maximum=0.01).cells() == ["x", "1 of 20", "0.05", "at most 0.01", "MISSED"]
     assert Count("x", 1, 20).cells()[3:] == ["", "met"]

@@ -20,7 +20,7 @@ def test_memory_and_times_of_every_length_are_recorded(
     tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("layerskip.costs.profile._PATIENCE", 1)  # no figure is compared, so none has to be precise
-    done = launch(PROGRAM, *SMALL, "masks=[layers:1,layers:0-1]", "most_error=null", f"outputs={tmp_path}", cwd=tmp_path)
+    done = launch(PROGRAM, *SMALL, "masks=[layers:1,layers:0-1]", "max_error=null", f"outputs={tmp_path}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "long-context.json").read_text())
     assert record["rows"].keys() == record["points"].keys() == {"full", "windows"}
@@ -36,7 +36,7 @@ def test_memory_and_times_of_every_length_are_recorded(
         assert all(point[name] > 0 for point in points for name in ("measured", "predicted", "from_shortest"))
 
 
-@pytest.mark.parametrize("override", ["predicted=2048", "predicted=0", "lengths=[]", "repeats=0", "seed=-1", "most_error=x"])
+@pytest.mark.parametrize("override", ["predicted=2048", "predicted=0", "lengths=[]", "repeats=0", "seed=-1", "max_error=x"])
 def test_bad_input_ends_in_one_line(override: str, tmp_path: Path, launch: Launch) -> None:
     done = launch(PROGRAM, override, f"outputs={tmp_path}", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

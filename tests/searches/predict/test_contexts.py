@@ -20,7 +20,7 @@ from searches.predict.contexts import ContextCosts, timed_contexts
 from searches.predict.preparation import ScanSettings, cost_profile
 from searches.space.search_space import SearchSpace
 from searches.sweep import Sweep
-from searches.workers.crew import ALONE
+from searches.workers.pool import ALONE
 
 MASK = SkipMask.parse("layers:0", 2)
 
@@ -107,7 +107,7 @@ def test_cascades_of_a_study_have_costs_at_the_contexts_of_its_prompts(
     measuring, space = SimpleNamespace(max_new_tokens=8), SearchSpace(layers=12)
     plan = SimpleNamespace(target=tiny_target, sampling=Sampling(), seed=0, measuring=measuring, space=space)
     tune = PromptSet.of(["one " * 40, "word " * 500])
-    sweep: Any = SimpleNamespace(plan=plan, study=optuna.create_study(), tune=tune, crew=ALONE)
+    sweep: Any = SimpleNamespace(plan=plan, study=optuna.create_study(), tune=tune, pool=ALONE)
     found = Sweep._space_with_costs(sweep)
     short, long = timed
     lengths = sorted(len(tiny_target.encode(item.messages())) + 4 for item in tune)

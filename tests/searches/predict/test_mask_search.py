@@ -20,7 +20,7 @@ from tests.searches.predict.test_proposals import Landscape
 Parts = frozenset[str]
 Saved = dict[str, float]
 
-LENGTHS = {"layer_skip": {"draft_length": (1, 6)}}
+LENGTHS = {"layer_skip": {"num_speculative_tokens": (1, 6)}}
 
 
 def _parts(mask: SkipMask) -> Parts:
@@ -181,4 +181,4 @@ def test_further_masks_are_screened() -> None:
     assert propose(plain, space, ProposalSettings())[0].config.mask != odd.format()
     assert propose(plain, space, ProposalSettings(), also=[odd])[0].config.mask == odd.format()
     both = propose_all(plain, space, ProposalSettings(enqueued=1), also=[odd], narrowed=[narrowed])
-    assert [config.mask for config in both if config.kind == "layer_skip"] == [odd.format()] * 2
+    assert [config.mask for config in both if config.method == "layer_skip"] == [odd.format()] * 2

@@ -24,7 +24,7 @@ PROFILE = CostProfile(
 
 LONG_PROFILE = CostProfile(100, 0.2, 0.0, (0.01,) * 28, (0.02,) * 28, 0.0, 0.0, (1.0,) * 7)
 
-LENGTHS = {"layer_skip": {"draft_length": (1, 6)}}
+LENGTHS = {"layer_skip": {"num_speculative_tokens": (1, 6)}}
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Landscape:
 
     def agreement(self, mask: SkipMask) -> float:
         source = random.Random(self.seed)
-        losses = {(kind, i): source.uniform(0.005, 0.2) for kind in ("attention", "mlp") for i in range(LAYERS)}
-        loss = sum(losses[kind, i] for kind, i in losses if getattr(mask, kind)[i])
+        losses = {(sublayer, i): source.uniform(0.005, 0.2) for sublayer in ("attention", "mlp") for i in range(LAYERS)}
+        loss = sum(losses[method, i] for method, i in losses if getattr(mask, method)[i])
         together = sum(mask.attention[i] and mask.mlp[i] and mask.attention[i + 1] for i in range(LAYERS - 1))
         return math.exp(-loss + 0.02 * together)
 
@@ -63,7 +63,7 @@ class Landscape:
         ]
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
-        return config.kind == "layer_skip" and config.stop.kind == "length" and not config.siblings and config.lossless
+        return config.method == "layer_skip" and config.stop.method == "length" and not config.siblings and config.lossless
 
     def extras(self, mask: SkipMask) -> DraftExtras:
         return NO_EXTRAS
@@ -172,7 +172,7 @@ def test_masks_of_the_space_are_screened_with_bridges() -> None:
 @pytest.mark.parametrize("worth", [0.5, 1.5])
 def test_proposals_are_ordered_by_predicted_speedup(worth: float) -> None:
     space = SearchSpace(
-        28, kinds=("none", "layer_skip"), ranges={"layer_skip": {"draft_length": (1, 6), "siblings": (0, 0)}}
+        28, methods=("none", "layer_skip"), ranges={"layer_skip": {"num_speculative_tokens": (1, 6), "siblings": (0, 0)}}
     )
 
     class Scaled(OneMask):

@@ -59,7 +59,7 @@ def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny
             for stop in (*CHOICES.stops, *OTHERS):
                 config = SpeculativeConfig("layer_skip", length, mask=text, stop=stop)
                 stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
-                each = profile.draft_seconds(mask) + (0.01 if stop.kind != "length" else 0.0)
+                each = profile.draft_seconds(mask) + (0.01 if stop.method != "length" else 0.0)
                 seconds = sum(
                     r.drafted * each + (r.drafted > 0) * 0.3 + profile.verify_seconds[r.drafted] for r in stats.rounds
                 )
@@ -79,7 +79,7 @@ def test_siblings_that_are_not_found_have_a_cost(
     scanner = _scanner(tiny_target, runners=1)
     profile = replace(_profile(tiny_target.layers), siblings_seconds=0.25)
     predictor = ScanPredictor(scanner, scanner, profile, DraftChoices((2, 2), siblings=(1,)), tmp_path)
-    config = SpeculativeConfig("layer_skip", 3, mask="mlp:1", siblings=1, least_probability=1.0)
+    config = SpeculativeConfig("layer_skip", 3, mask="mlp:1", siblings=1, min_token_prob=1.0)
     stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
     assert all(found.depth is None for found in stats.rounds)
     each = profile.draft_seconds(SkipMask.parse("mlp:1", tiny_target.layers)) + 0.25
@@ -87,7 +87,7 @@ def test_siblings_that_are_not_found_have_a_cost(
     tokens = sum(found.committed for found in stats.rounds)
     assert predictor.speedup(config) == pytest.approx(tokens * profile.verify_seconds[0] / seconds)
     (best,) = predictor.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
-    assert (best.config.draft_length, best.config.siblings) == (2, 1)
+    assert (best.config.num_speculative_tokens, best.config.siblings) == (2, 1)
     assert best.speedup == pytest.approx(predictor.speedup(best.config))
     monkeypatch.setattr(
         "searches.predict.scan_predictor.stability", lambda masks, seconds, baseline, _: baseline.sum() / seconds.sum()
@@ -97,7 +97,7 @@ def test_siblings_that_are_not_found_have_a_cost(
 
 def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path) -> None:
     predictor, _ = _predictor(tiny_target, tmp_path)
-    ranges = {"draft_length": (2, 7), "ngram_min": (1, 2), "ngram_max": (1, 2)}
+    ranges = {"num_speculative_tokens": (2, 7), "prompt_lookup_min": (1, 2), "prompt_lookup_max": (1, 2)}
     space = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0, ranges={"prompt_lookup": ranges})
     found = propose_lookups(predictor, space, 4)
     assert len(found) == 4
@@ -197,14 +197,14 @@ def test_adaptive_stops_of_sampled_tokens_are_not_predicted(tiny_target: Target,
     assert bounded.upper == pytest.approx(best.speedup * math.exp(0.15))
 
 
-@pytest.mark.parametrize("most", [100, 4])
+@pytest.mark.parametrize("maximum", [100, 4])
 def test_passes_have_as_many_rows_as_memory_allows(
-    most: int, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    maximum: int, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scan = Scanner.scan
 
     def scarce(self: Scanner, masks: Sequence[SkipMask], *args: Any, **options: Any) -> list[Scan]:
-        if self.max_rows > most:
+        if self.max_rows > maximum:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return scan(self, masks, *args, **options)
 
@@ -214,7 +214,7 @@ def test_passes_have_as_many_rows_as_memory_allows(
     predictor = prepare_predictor(tiny_target, PROMPTS, Sampling(), 6, space, settings, tmp_path, tmp_path, 0)
     output = capsys.readouterr().out
     assert "out of memory with scan.max_rows=256; trying 128" in output
-    if most == 100:
+    if maximum == 100:
         assert predictor is not None and predictor.max_rows == 64
         assert predictor.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
     else:

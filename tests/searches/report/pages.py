@@ -15,7 +15,7 @@ from layerskip import SpeculativeConfig
 from searches.study.finals import Finals, measure_finals
 from searches.study.objective import MeasureSettings
 from searches.study.study import DUPLICATE_OF, SETTINGS
-from searches.tracking.names import DEVICE, ENGINE_FAILED, FIGURES, PREDICTED, RETRY_OF, WORKER
+from searches.tracking.names import DEVICE, ENGINE_FAILED, METRICS, PREDICTED, RETRY_OF, WORKER
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
 from tests.searches.programs import journal_study
 
@@ -75,19 +75,19 @@ def engine_study() -> optuna.Study:
     """Return a study on an engine that reports throughput and latencies, with a trial that the engine could not run."""
     measured = run_known(Known({lookup(4): 1.5, lookup(6): 1.4, lookup(8): 1.3}), lookup(4), lookup(6), lookup(8))
     study = optuna.create_study(study_name="engine", direction="maximize")
-    study.set_user_attr(SETTINGS, {"backend.name": "vllm", "load.concurrency": 8, "target.name": "a/model"})
+    study.set_user_attr(SETTINGS, {"backend.name": "vllm", "workload.concurrency": 8, "target.name": "a/model"})
     plain = {"baseline_throughput": 70.0, "baseline_tpot_p50": 0.04, "baseline_tpot_p95": 0.05}
     loads = ((100.0, 0.02, 0.03), (90.0, 0.03, 0.06), (80.0, 0.01, 0.01))  # the second is behind the first in both
     for trial, (throughput, median, tail) in zip(measured.trials, loads, strict=True):
         load = {"throughput": throughput, "tpot_p50": median, "tpot_p95": tail, "ttft_p50": 0.2, "ttft_p95": 0.4}
-        trial.user_attrs = trial.user_attrs | {"seconds": 30.0, FIGURES: load | plain}
+        trial.user_attrs = trial.user_attrs | {"seconds": 30.0, METRICS: load | plain}
         study.add_trial(trial)
     failed = {"config": lookup(2).to_dict(), "seconds": 9.0, "reason": f"{ENGINE_FAILED}: out of memory"}
     study.add_trial(create_trial(state=TrialState.PRUNED, user_attrs=failed))
     return study
 
 
-def figures_of(page: str) -> dict[str, Any]:
+def metrics_of(page: str) -> dict[str, Any]:
     """Return the figures that a page holds."""
     start = '<script id="figures" type="application/json">'
     figures: dict[str, Any] = json.loads(page.partition(start)[2].partition("</script>")[0])

@@ -43,8 +43,8 @@ def test_the_report_states_the_speedup_and_the_cost_of_the_search() -> None:
 def test_a_category_of_two_prompts_has_no_interval() -> None:
     fast = lookup(4)
     bench = Known({fast: 1.5})
-    kinds = ["two"] * 2 + ["three"] * 3 + ["many"] * 19
-    prompts = PromptSet(tuple(replace(item, category=kind) for item, kind in zip(HELD_OUT, kinds, strict=True)))
+    methods = ["two"] * 2 + ["three"] * 3 + ["many"] * 19
+    prompts = PromptSet(tuple(replace(item, category=method) for item, method in zip(HELD_OUT, methods, strict=True)))
     study = run_known(bench, fast)
     finals = measure_finals(study, bench, prompts, MeasureSettings(finalists=1, held_out_repeats=1), 0)
     shown = "By category: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50."
@@ -65,8 +65,8 @@ def test_start_up_is_stated_where_there_was_any() -> None:
     assert "compiling" not in report.summary(study, None)
     with_startup = optuna.create_study(direction="maximize")
     for trial, seconds in zip(study.trials, (30.0, 2.0, None), strict=True):
-        figures = {} if seconds is None else {"figures": {"startup_seconds": seconds}}
-        given = trial.params, trial.distributions, trial.user_attrs | figures
+        metrics = {} if seconds is None else {"metrics": {"startup_seconds": seconds}}
+        given = trial.params, trial.distributions, trial.user_attrs | metrics
         with_startup.add_trial(create_trial(value=trial.value, params=given[0], distributions=given[1], user_attrs=given[2]))
     assert "2 trials began with 16.0 seconds of compiling" in report.summary(with_startup, None)
 
@@ -89,16 +89,16 @@ def test_the_front_is_what_no_other_point_exceeds() -> None:
     assert all(points[one][0] >= points[other][0] for one, other in itertools.pairwise(front))
 
 
-def _trial(number: int, lossless: str, figures: dict[str, float]) -> FrozenTrial:
+def _trial(number: int, lossless: str, metrics: dict[str, float]) -> FrozenTrial:
     trial = create_trial(
         state=TrialState.COMPLETE,
         value=1.0,
-        params={"kind": "none"},
-        distributions={"kind": CategoricalDistribution(["none"])},
+        params={"method": "none"},
+        distributions={"method": CategoricalDistribution(["none"])},
         user_attrs={
             "config": SpeculativeConfig("prompt_lookup", number).to_dict(),
             "measurement": {"losslessness": {"verdict": lossless}},
-            "figures": figures,
+            "metrics": metrics,
         },
     )
     trial.number = number
@@ -112,11 +112,11 @@ def test_each_number_of_requests_has_a_table() -> None:
         _trial(3, "different", {"throughput_at_1": 99.0, "tpot_p50_at_1": 0.01}),
         _trial(4, "exact", {}),
     ]
-    lines = report.load_tables(trials)
+    lines = report.request_tables(trials)
     titles = [line for line in lines if line.startswith("## ")]
     assert [line.split(", ")[1] for line in titles] == [f"{n} requests in flight (Pareto front)" for n in (1, 8)]
     first, second = (lines.index(title) for title in titles)
     numbers = [[line.split(" | ")[0] for line in part if line[:3] in ("| 1", "| 2", "| 3", "| 4")]
                for part in (lines[first:second], lines[second:])]  # fmt: skip
     assert numbers == [["| 1"], ["| 1", "| 2"]]
-    assert report.load_tables([trials[3]]) == []
+    assert report.request_tables([trials[3]]) == []

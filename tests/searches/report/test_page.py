@@ -17,15 +17,15 @@ from searches.report import charts
 from searches.report.charts import points
 from searches.report.page import FINISHED, LiveView, Page, write_page
 from searches.report.timeline import timeline
-from searches.tracking.names import FIGURES, PREDICTED
-from searches.workers.crew import Alone
+from searches.tracking.names import METRICS, PREDICTED
+from searches.workers.pool import Alone
 from tests.searches.known import Known, lookup, run_known
 from tests.searches.report.pages import (
     EARLIER_LAYERS,
     earlier_study,
     engine_study,
-    figures_of,
     known_study,
+    metrics_of,
     workers_study,
 )
 
@@ -44,7 +44,7 @@ def _front(figure: dict[str, Any]) -> list[tuple[float, float]]:
 def test_the_charts_of_an_earlier_study_hold_what_its_journal_holds(tmp_path: Path) -> None:
     study = earlier_study(tmp_path)
     write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 6))
-    figures = figures_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    figures = metrics_of((tmp_path / "report.html").read_text(encoding="utf-8"))
     # From the file itself: the study's results, without the code that reads trials.
     journal = (tmp_path / study.study_name / "journal.log").read_text(encoding="utf-8").splitlines()
     lines = [json.loads(line) for line in journal if '"user_attr"' in line and '"trial_id"' in line]
@@ -54,7 +54,7 @@ def test_the_charts_of_an_earlier_study_hold_what_its_journal_holds(tmp_path: Pa
     measured = {trial: attributes["measurement"] for trial, attributes in stored.items()}
     speedups = {trial: figures["speedup"] for trial, figures in measured.items()}
     assert _places(figures["history"]) == sorted(speedups.items())
-    drafting = [figures for trial, figures in measured.items() if stored[trial]["config"]["kind"] != "none"]
+    drafting = [figures for trial, figures in measured.items() if stored[trial]["config"]["method"] != "none"]
     assert _places(figures["acceptance"]) == sorted((f["acceptance_rate"], f["speedup"]) for f in drafting)
     assert _places(figures["memory"]) == sorted((f["peak_memory_bytes"] / 2**20, f["speedup"]) for f in measured.values())
     predicted = {trial: attributes[PREDICTED] for trial, attributes in stored.items() if PREDICTED in attributes}
@@ -69,7 +69,7 @@ def test_the_charts_of_an_earlier_study_hold_what_its_journal_holds(tmp_path: Pa
 def test_no_trial_outside_a_pareto_front_is_better_in_both(tmp_path: Path) -> None:
     study = earlier_study(tmp_path)
     write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 6))
-    figures = figures_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    figures = metrics_of((tmp_path / "report.html").read_text(encoding="utf-8"))
     for name, sign in (("acceptance", 1), ("memory", -1)):
         front, places = _front(figures[name]), _places(figures[name])
         dominated = [
@@ -83,9 +83,9 @@ def test_no_trial_outside_a_pareto_front_is_better_in_both(tmp_path: Path) -> No
 def test_neither_a_changed_output_nor_a_trial_stopped_early_leads() -> None:
     study, _ = known_study()
     slow, fast, *_ = sorted(points(study.trials), key=lambda point: -point.trial)
-    changed = fast.figures | {"speedup": 3.0, "acceptance_rate": 0.9, "losslessness": {"verdict": "different"}}
-    rest = [replace(slow, config=lookup(2)), replace(fast, figures=changed)]
-    rest.append(replace(fast, complete=False, figures=fast.figures | {"speedup": 4.0}))
+    changed = fast.metrics | {"speedup": 3.0, "acceptance_rate": 0.9, "losslessness": {"verdict": "different"}}
+    rest = [replace(slow, config=lookup(2)), replace(fast, metrics=changed)]
+    rest.append(replace(fast, complete=False, metrics=fast.metrics | {"speedup": 4.0}))
     for figure in (charts.history(rest), charts.acceptance(rest), charts.memory(rest)):
         assert figure is not None
         drawn = figure.to_dict()
@@ -102,7 +102,7 @@ def test_a_study_without_finished_trials_has_a_page(tmp_path: Path) -> None:
     page = path.read_text(encoding="utf-8")
     assert "0 of 8 trials finished" in page
     assert "Nothing measured yet." in page
-    assert list(figures_of(page)) == ["timeline"]
+    assert list(metrics_of(page)) == ["timeline"]
 
 
 def test_a_page_loads_nothing_and_shows_names_as_they_are_written(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_page_loads_nothing_and_shows_names_as_they_are_written(tmp_path: Path
 def test_each_worker_has_a_lane(tmp_path: Path) -> None:
     study, _ = known_study()
     write_page(tmp_path / "report.html", study, Page(6, 5))
-    figures = figures_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    figures = metrics_of((tmp_path / "report.html").read_text(encoding="utf-8"))
     lanes = [lane for trace in figures["timeline"]["data"] for lane in trace["y"]]
     assert sorted(lanes) == ["trials", *["worker 0"] * 3, *["worker 1"] * 2]
 
@@ -164,7 +164,7 @@ def test_the_first_worker_writes_the_page_until_one_is_alone(tmp_path: Path) -> 
     assert "running: finals" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_running_study_is_written_at_most_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_study_is_written_at_max_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("searches.report.page.time.monotonic", lambda: now)
     study = run_known(Known({lookup(4): 1.5}), lookup(4))
@@ -222,7 +222,7 @@ def _page(folder: Path, study: Any, layers: int = 6) -> str:
 
 def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None:
     page = _page(tmp_path, workers_study())
-    figure = figures_of(page)["timeline"]
+    figure = metrics_of(page)["timeline"]
     assert figure["layout"]["yaxis"]["categoryarray"] == ["b/10", "b/2", "a/1"]  # from the bottom
     assert [note["text"] for note in figure["layout"]["annotations"]] == ["b/10", "b/2", "a/1"]
     killed = _trace(figure, "killed")
@@ -250,7 +250,7 @@ def test_a_study_without_incidents_describes_none(tmp_path: Path) -> None:
 
 def test_throughput_against_latency_has_the_front_of_the_report(tmp_path: Path) -> None:
     page = _page(tmp_path, engine_study())
-    figures = figures_of(page)
+    figures = metrics_of(page)
     trials = _trace(figures["tpot"], "prompt lookup")
     assert trials["x"] == [20.0, 30.0, 10.0]
     assert trials["y"] == [100.0, 90.0, 80.0]
@@ -269,13 +269,13 @@ def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> Non
     study = engine_study()
     other = optuna.create_study(study_name="levels", direction="maximize")
     for trial in study.trials:
-        load = trial.user_attrs.get(FIGURES, {})
+        load = trial.user_attrs.get(METRICS, {})
         several = {f"{name}_at_8": value for name, value in load.items()}
         several |= {f"{name}_at_18": 2 * value for name, value in load.items()}
-        trial.user_attrs = trial.user_attrs | {FIGURES: several}
+        trial.user_attrs = trial.user_attrs | {METRICS: several}
         other.add_trial(trial)
     page = _page(tmp_path, other)
-    figures = figures_of(page)
+    figures = metrics_of(page)
     loads = [name for name in figures if name.startswith(("tpot", "ttft"))]
     assert loads == ["tpot_at_8", "ttft_at_8", "tpot_at_18", "ttft_at_18"]
     assert _trace(figures["tpot_at_8"], "prompt lookup")["y"] == [100.0, 90.0, 80.0]
@@ -288,4 +288,4 @@ def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> Non
 
 
 def test_a_study_of_this_librarys_decoder_has_no_charts_of_load(tmp_path: Path) -> None:
-    assert not {"tpot", "ttft"} & figures_of(_page(tmp_path, workers_study())).keys()
+    assert not {"tpot", "ttft"} & metrics_of(_page(tmp_path, workers_study())).keys()

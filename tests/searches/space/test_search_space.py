@@ -11,20 +11,20 @@ from optuna.distributions import CategoricalDistribution
 from optuna.trial import create_trial
 
 from layerskip import SpeculativeConfig, StopRule, Target
-from layerskip.config import kinds
+from layerskip.config import methods
 from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
 from searches.study.cascade_costs import draft_cost, verify_cost
 from searches.study.plan import drop_unsupported
 from searches.study.starting_points import starting_points
-from searches.study.study import with_stored_kinds
+from searches.study.study import with_stored_methods
 from tests.families import build
 
-KINDS = tuple(kinds())
+METHODS = tuple(methods())
 PATHS = {
     "retrieval": {"datastore": ("notes",)},
-    "draft_model": {"draft": ("some/draft",)},
-    "cross_tokenizer": {"draft": ("other/draft",)},
+    "draft_model": {"draft_model": ("some/draft",)},
+    "cross_tokenizer": {"draft_model": ("other/draft",)},
     "eagle": {"head": ("e",)},
     "medusa": {"head": ("m",)},
 }
@@ -37,33 +37,39 @@ SPACE = SearchSpace(layers=12, ranges=PATHS)
         SpeculativeConfig(),
         SpeculativeConfig("layer_skip", 3, mask="attention:2,5;mlp:7", stop=StopRule("threshold", 0.35)),
         SpeculativeConfig("layer_skip", 8, mask="layers:2-9"),
-        SpeculativeConfig("layer_skip", 2, mask="mlp:4", siblings=2, least_probability=0.125),
-        SpeculativeConfig("prompt_lookup", 5, ngram_min=2, ngram_max=4, match="first"),
+        SpeculativeConfig("layer_skip", 2, mask="mlp:4", siblings=2, min_token_prob=0.125),
+        SpeculativeConfig("prompt_lookup", 5, prompt_lookup_min=2, prompt_lookup_max=4, match="first"),
         SpeculativeConfig(
             "cascade",
             members=(
-                SpeculativeConfig("prompt_lookup", 3, ngram_min=2, ngram_max=3),
+                SpeculativeConfig("prompt_lookup", 3, prompt_lookup_min=2, prompt_lookup_max=3),
                 SpeculativeConfig("layer_skip", 5, mask="mlp:4", stop=StopRule("adaptive", 0.4)),
             ),
         ),
         *(
-            SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup", 4, ngram_min=2, ngram_max=4), second))
+            SpeculativeConfig(
+                "cascade", members=(SpeculativeConfig("prompt_lookup", 4, prompt_lookup_min=2, prompt_lookup_max=4), second)
+            )
             for second in (
-                SpeculativeConfig("retrieval", 6, datastore="notes", ngram_min=1, ngram_max=3, tree_tokens=9),
-                SpeculativeConfig("lookahead", 3, window=6, candidates=5),
-                SpeculativeConfig("eagle", 5, head="e", candidates=3, tree_tokens=9),
-                SpeculativeConfig("medusa", 3, head="m", candidates=5, tree_tokens=20),
-                SpeculativeConfig("cross_tokenizer", 3, draft="other/draft", stop=StopRule("threshold", 0.3)),
+                SpeculativeConfig(
+                    "retrieval", 6, datastore="notes", prompt_lookup_min=1, prompt_lookup_max=3, tree_tokens=9
+                ),
+                SpeculativeConfig("lookahead", 3, window=6, guess_set_size=5),
+                SpeculativeConfig("eagle", 5, head="e", top_k=3, tree_tokens=9),
+                SpeculativeConfig("medusa", 3, head="m", top_k=5, tree_tokens=20),
+                SpeculativeConfig("cross_tokenizer", 3, draft_model="other/draft", stop=StopRule("threshold", 0.3)),
             )
         ),
-        SpeculativeConfig("retrieval", 6, datastore="notes", ngram_min=2, ngram_max=4, tree_tokens=9, least_probability=0.1),
-        SpeculativeConfig("token_recycling", 5, tree_tokens=12, candidates=3, least_probability=0.25),
-        SpeculativeConfig("lookahead", 3, window=6, candidates=5),
-        SpeculativeConfig("draft_model", 2, draft="some/draft", stop=StopRule("adaptive", 0.6)),
-        SpeculativeConfig("eagle", 6, head="e", candidates=1, stop=StopRule("threshold", 0.4)),
-        SpeculativeConfig("eagle", 5, head="e", candidates=3, tree_tokens=9, least_probability=0.02),
-        SpeculativeConfig("medusa", 3, head="m", candidates=5, tree_tokens=20, least_probability=0.1),
-        SpeculativeConfig("cross_tokenizer", 3, draft="other/draft", stop=StopRule("threshold", 0.3)),
+        SpeculativeConfig(
+            "retrieval", 6, datastore="notes", prompt_lookup_min=2, prompt_lookup_max=4, tree_tokens=9, min_token_prob=0.1
+        ),
+        SpeculativeConfig("token_recycling", 5, tree_tokens=12, top_k=3, min_token_prob=0.25),
+        SpeculativeConfig("lookahead", 3, window=6, guess_set_size=5),
+        SpeculativeConfig("draft_model", 2, draft_model="some/draft", stop=StopRule("adaptive", 0.6)),
+        SpeculativeConfig("eagle", 6, head="e", top_k=1, stop=StopRule("threshold", 0.4)),
+        SpeculativeConfig("eagle", 5, head="e", top_k=3, tree_tokens=9, min_token_prob=0.02),
+        SpeculativeConfig("medusa", 3, head="m", top_k=5, tree_tokens=20, min_token_prob=0.1),
+        SpeculativeConfig("cross_tokenizer", 3, draft_model="other/draft", stop=StopRule("threshold", 0.3)),
     ],
 )
 def test_params_and_suggest_are_inverse(config: SpeculativeConfig) -> None:
@@ -83,11 +89,11 @@ def test_random_trials_stay_within_the_space() -> None:
     found = set()
     for _ in range(200):
         config = SPACE.suggest(study.ask())
-        found.add(config.kind)
+        found.add(config.method)
         assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
-        if config.kind == "layer_skip":
+        if config.method == "layer_skip":
             assert not any(layer in _layers(config.mask) for layer in (0, 1, 10, 11))
-    assert found == set(KINDS)
+    assert found == set(METHODS)
 
 
 def _layers(mask: str) -> set[int]:
@@ -99,10 +105,10 @@ def _layers(mask: str) -> set[int]:
     return found
 
 
-def test_unsupported_kinds_are_left_out_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_methods_are_left_out_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     space = SearchSpace(layers=12)
     assert drop_unsupported(space, Target(build("llama"))) == space
-    assert drop_unsupported(space, Target(build("gpt_neo"))).available_kinds == (
+    assert drop_unsupported(space, Target(build("gpt_neo"))).available_methods == (
         "none",
         "prompt_lookup",
         "layer_skip",
@@ -115,21 +121,21 @@ def test_unsupported_kinds_are_left_out_with_a_message(capsys: pytest.CaptureFix
 def test_eagle_drafts_chains_if_trees_cannot_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
     space = drop_unsupported(SPACE, Target(build("gpt_neo")))
     known = ("none", "prompt_lookup", "layer_skip", "eagle", "draft_model", "cross_tokenizer", "cascade")
-    assert space.available_kinds == known
+    assert space.available_methods == known
     assert "lookahead, medusa, trees of layer_skip, trees of eagle left out" in capsys.readouterr().out
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     configs = [*starting_points(space), *(space.suggest(study.ask()) for _ in range(100))]
-    assert {config.kind for config in configs} == set(known)
+    assert {config.method for config in configs} == set(known)
     for config in configs:
-        assert all(member.candidates == 1 for member in (config, *config.members) if member.kind == "eagle")
+        assert all(member.top_k == 1 for member in (config, *config.members) if member.method == "eagle")
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
 
-def test_the_second_member_of_a_cascade_is_any_available_kind() -> None:
-    assert SPACE.second_kinds == tuple(kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade"))
-    few = SearchSpace(layers=12, kinds=("prompt_lookup", "lookahead", "eagle", "cascade"))
-    assert few.second_kinds == ("lookahead",)
-    assert few.available_kinds == ("none", "prompt_lookup", "lookahead", "cascade")
+def test_the_second_member_of_a_cascade_is_any_available_method() -> None:
+    assert SPACE.second_methods == tuple(method for method in METHODS if method not in ("none", "prompt_lookup", "cascade"))
+    few = SearchSpace(layers=12, methods=("prompt_lookup", "lookahead", "eagle", "cascade"))
+    assert few.second_methods == ("lookahead",)
+    assert few.available_methods == ("none", "prompt_lookup", "lookahead", "cascade")
 
 
 def _past(study: optuna.Study, **choices: tuple[str, ...]) -> None:
@@ -151,7 +157,7 @@ def test_a_study_resumes_with_its_stored_costs_of_drafts() -> None:
     study, measured = optuna.create_study(), list[tuple[float, ...]]()
 
     def measure(members: Sequence[SpeculativeConfig], known: dict[str, float]) -> tuple[float, ...]:
-        found = tuple(known.setdefault(member.kind, 0.25) for member in members)
+        found = tuple(known.setdefault(member.method, 0.25) for member in members)
         measured.append(found)
         return found
 
@@ -163,29 +169,29 @@ def test_a_study_resumes_with_its_stored_costs_of_drafts() -> None:
     assert len(measured) == 2
 
 
-def test_a_study_resumes_with_its_stored_kinds() -> None:
+def test_a_study_resumes_with_its_stored_methods() -> None:
     """Earlier versions offered no cascade without an available second member."""
-    space = SearchSpace(layers=12, kinds=("prompt_lookup", "retrieval", "cascade"))
+    space = SearchSpace(layers=12, methods=("prompt_lookup", "retrieval", "cascade"))
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    assert with_stored_kinds(space, study).available_kinds == ("none", "prompt_lookup", "retrieval", "cascade")
-    _past(study, kind=("none", "prompt_lookup", "retrieval"))
-    same = with_stored_kinds(space, study)
-    assert same.available_kinds == ("none", "prompt_lookup", "retrieval")
-    assert {same.suggest(study.ask()).kind for _ in range(20)} == set(same.available_kinds)
+    assert with_stored_methods(space, study).available_methods == ("none", "prompt_lookup", "retrieval", "cascade")
+    _past(study, method=("none", "prompt_lookup", "retrieval"))
+    same = with_stored_methods(space, study)
+    assert same.available_methods == ("none", "prompt_lookup", "retrieval")
+    assert {same.suggest(study.ask()).method for _ in range(20)} == set(same.available_methods)
 
 
-def test_no_drafting_is_always_a_kind_and_the_first_starting_point() -> None:
-    space = SearchSpace(layers=12, kinds=("prompt_lookup",))
-    assert space.available_kinds == ("none", "prompt_lookup")
+def test_no_drafting_is_always_a_method_and_the_first_starting_point() -> None:
+    space = SearchSpace(layers=12, methods=("prompt_lookup",))
+    assert space.available_methods == ("none", "prompt_lookup")
     assert starting_points(space)[0] == SpeculativeConfig()
 
 
-def test_kinds_without_heads_or_models_are_left_out() -> None:
-    assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).available_kinds)
+def test_methods_without_heads_or_models_are_left_out() -> None:
+    assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).available_methods)
 
 
 def test_starting_points_contain_single_skips_runs_and_sparse_masks() -> None:
-    masks = [config.mask for config in starting_points(SPACE) if config.kind == "layer_skip"]
+    masks = [config.mask for config in starting_points(SPACE) if config.method == "layer_skip"]
     assert any(mask.startswith("attention:") and mask.count(",") == 0 for mask in masks)
     assert any(mask.startswith("mlp:") for mask in masks)
     assert sum("-" in mask and mask.startswith("layers:") for mask in masks) >= 2
@@ -194,57 +200,57 @@ def test_starting_points_contain_single_skips_runs_and_sparse_masks() -> None:
 
 def _cascades(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
     """Return the second members of the cascades among the starting points."""
-    pairs = [config.members for config in starting_points(space, proposed) if config.kind == "cascade"]
-    assert all(lookup.kind == "prompt_lookup" for lookup, _ in pairs)
+    pairs = [config.members for config in starting_points(space, proposed) if config.method == "cascade"]
+    assert all(lookup.method == "prompt_lookup" for lookup, _ in pairs)
     return [second for _, second in pairs]
 
 
 def test_the_best_predicted_mask_is_tried_after_a_lookup() -> None:
     best, other = (SpeculativeConfig("layer_skip", 3, mask=f"mlp:{layer}") for layer in (4, 5))
     proposed = [SpeculativeConfig("prompt_lookup", 5), best, other]
-    space = SearchSpace(layers=12, kinds=("none", "prompt_lookup", "layer_skip", "cascade"))
+    space = SearchSpace(layers=12, methods=("none", "prompt_lookup", "layer_skip", "cascade"))
     assert _cascades(space, proposed) == [best]
-    assert [second.kind for second in _cascades(SearchSpace(layers=12), proposed)] == ["token_recycling", "layer_skip"]
-    assert not _cascades(replace(space, kinds=("none", "prompt_lookup", "layer_skip")), proposed)
+    assert [second.method for second in _cascades(SearchSpace(layers=12), proposed)] == ["token_recycling", "layer_skip"]
+    assert not _cascades(replace(space, methods=("none", "prompt_lookup", "layer_skip")), proposed)
 
 
 @pytest.mark.parametrize("trees", [True, False])
-def test_the_first_head_of_each_kind_is_tried_after_a_lookup(trees: bool) -> None:
+def test_the_first_head_of_each_method_is_tried_after_a_lookup(trees: bool) -> None:
     heads = {"eagle": {"head": ("one", "other")}, "medusa": {"head": ("third",)}}
-    seconds = _cascades(SearchSpace(layers=12, kinds=KINDS, trees=trees, ranges=heads))
-    tried = [(second.kind, second.head, second.candidates > 1) for second in seconds if second.head]
+    seconds = _cascades(SearchSpace(layers=12, methods=METHODS, trees=trees, ranges=heads))
+    tried = [(second.method, second.head, second.top_k > 1) for second in seconds if second.head]
     assert tried == ([("medusa", "third", True), ("eagle", "one", True)] if trees else [("eagle", "one", False)])
 
 
 def test_cascades_have_the_costs_of_the_space() -> None:
     space = replace(SPACE, verify_cost=(1.5, 1.6), draft_cost=lambda members: (0.0, 0.5 * len(members)))
-    (started,) = {config.verify_cost for config in starting_points(space) if config.kind == "cascade"}
-    assert {config.draft_cost for config in starting_points(space) if config.kind == "cascade"} == {(0.0, 1.0)}
+    (started,) = {config.verify_cost for config in starting_points(space) if config.method == "cascade"}
+    assert {config.draft_cost for config in starting_points(space) if config.method == "cascade"} == {(0.0, 1.0)}
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    study.enqueue_trial({"kind": "cascade"})
+    study.enqueue_trial({"method": "cascade"})
     assert started == space.suggest(study.ask()).verify_cost == space.verify_cost
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("none", "prompt_lookup", "cascade")])
-def test_every_space_with_cascades_has_one_among_its_starting_points(kind: str) -> None:
-    assert [second.kind for second in _cascades(replace(SPACE, kinds=("prompt_lookup", kind, "cascade")))] == [kind]
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("none", "prompt_lookup", "cascade")])
+def test_every_space_with_cascades_has_one_among_its_starting_points(method: str) -> None:
+    assert [second.method for second in _cascades(replace(SPACE, methods=("prompt_lookup", method, "cascade")))] == [method]
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"kinds": ("hydra",)}, "space.kinds"),
-        ({"ranges": {"hydra": {"draft_length": (1, 2)}}}, "space.ranges"),
+        ({"methods": ("hydra",)}, "space.methods"),
+        ({"ranges": {"hydra": {"num_speculative_tokens": (1, 2)}}}, "space.ranges"),
         ({"ranges": {"eagle": 4}}, "space.ranges.eagle"),
-        ({"ranges": {"eagle": {"ngram_min": (1, 2)}}}, "space.ranges.eagle"),
+        ({"ranges": {"eagle": {"prompt_lookup_min": (1, 2)}}}, "space.ranges.eagle"),
         ({"ranges": {"eagle": {"stop": ("never",)}}}, "space.ranges.eagle.stop"),
         ({"ranges": {"eagle": {"stop": ()}}}, "space.ranges.eagle.stop"),
         ({"ranges": {"eagle": {"head": "mine"}}}, "space.ranges.eagle.head"),
-        ({"ranges": {"layer_skip": {"draft_length": (0, 4)}}}, "space.ranges.layer_skip.draft_length"),
-        ({"ranges": {"layer_skip": {"draft_length": 4}}}, "space.ranges.layer_skip.draft_length"),
-        ({"ranges": {"prompt_lookup": {"ngram_min": (3, 2)}}}, "space.ranges.prompt_lookup.ngram_min"),
-        ({"ranges": {"medusa": {"least_probability": (0, 0.5)}}}, "space.ranges.medusa.least_probability"),
-        ({"ranges": {"medusa": {"least_probability": (0.1, 2)}}}, "space.ranges.medusa.least_probability"),
+        ({"ranges": {"layer_skip": {"num_speculative_tokens": (0, 4)}}}, "space.ranges.layer_skip.num_speculative_tokens"),
+        ({"ranges": {"layer_skip": {"num_speculative_tokens": 4}}}, "space.ranges.layer_skip.num_speculative_tokens"),
+        ({"ranges": {"prompt_lookup": {"prompt_lookup_min": (3, 2)}}}, "space.ranges.prompt_lookup.prompt_lookup_min"),
+        ({"ranges": {"medusa": {"min_token_prob": (0, 0.5)}}}, "space.ranges.medusa.min_token_prob"),
+        ({"ranges": {"medusa": {"min_token_prob": (0.1, 2)}}}, "space.ranges.medusa.min_token_prob"),
         ({"protect_first": -1}, "space.protect_first"),
         ({"protect_first": 6, "protect_last": 6}, "space.protect_first"),
         ({"masks": ("layers:40",)}, "space.masks"),
@@ -257,22 +263,22 @@ def test_refusals_name_the_field(fields: dict[str, object], named: str) -> None:
         SearchSpace(layers=12, **fields)  # type: ignore[arg-type]
 
 
-def test_a_field_is_chosen_from_the_ranges_of_its_kind() -> None:
-    narrow = SPACE.narrowed(["eagle"], draft_length=(7, 7), stop=("threshold",)).narrowed(match=("first",))
+def test_a_field_is_chosen_from_the_ranges_of_its_method() -> None:
+    narrow = SPACE.narrowed(["eagle"], num_speculative_tokens=(7, 7), stop=("threshold",)).narrowed(match=("first",))
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     found = [narrow.suggest(study.ask()) for _ in range(150)]
-    assert {config.draft_length for config in found if config.kind == "eagle"} == {7}
-    assert {config.stop.kind for config in found if config.kind == "eagle" and config.candidates == 1} == {"threshold"}
-    assert {config.match for config in found if config.kind == "prompt_lookup"} == {"first"}
-    assert len({config.draft_length for config in found if config.kind == "medusa"}) > 1
+    assert {config.num_speculative_tokens for config in found if config.method == "eagle"} == {7}
+    assert {config.stop.method for config in found if config.method == "eagle" and config.top_k == 1} == {"threshold"}
+    assert {config.match for config in found if config.method == "prompt_lookup"} == {"first"}
+    assert len({config.num_speculative_tokens for config in found if config.method == "medusa"}) > 1
     starts = narrow.starts("eagle")
-    assert [(config.draft_length, config.candidates, config.stop.kind) for config in starts] == [
+    assert [(config.num_speculative_tokens, config.top_k, config.stop.method) for config in starts] == [
         (7, 4, "length"), (7, 1, "threshold"),
     ]  # fmt: skip
 
 
 def test_every_lookup_is_one_that_trials_may_propose() -> None:
-    space = SearchSpace(layers=12, ranges={"prompt_lookup": {"ngram_max": (2, 3), "draft_length": (2, 3)}})
+    space = SearchSpace(layers=12, ranges={"prompt_lookup": {"prompt_lookup_max": (2, 3), "num_speculative_tokens": (2, 3)}})
     found = space.lookups()
     assert len(found) == len(set(found)) == (2 + 3) * 2 * 2
     for config in found:

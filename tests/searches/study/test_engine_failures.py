@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig
 from layerskip.measure.measurement import Request, Sample
-from searches.backends.backend import BASELINE, BackendError, Load
+from searches.backends.backend import BASELINE, BackendError, Workload
 from searches.report import markdown as report
 from searches.report import tables
 from searches.study.bench import ModelBench
@@ -121,13 +121,13 @@ class _Engine:
     def describe(self) -> dict[str, Any]:
         return {"version": 1}
 
-    def compare(self, configs: Any, prompts: PromptSet, task: Any, load: Load, repeats: int, *rest: Any) -> Any:
+    def compare(self, configs: Any, prompts: PromptSet, task: Any, workload: Workload, repeats: int, *rest: Any) -> Any:
         return self.bench.compare(configs, prompts, repeats, task.seed, *rest)
 
 
 def test_throughput_compares_whole_requests() -> None:
     config, engine = lookup(4), _Engine(Known({lookup(4): 2.0}))
-    benches = {goal: ModelBench(engine, Sampling(), 11, Load(8, goal)) for goal in ("decoding", "throughput")}  # type: ignore[arg-type]
+    benches = {goal: ModelBench(engine, Sampling(), 11, Workload(8, goal)) for goal in ("decoding", "throughput")}  # type: ignore[arg-type]
     measured = {
         goal: Measurement.of(bench.compare({"candidate": config}, PROMPTS, 1, 0), BASELINE, "candidate")
         for goal, bench in benches.items()
@@ -142,10 +142,10 @@ def test_throughput_compares_whole_requests() -> None:
 def test_the_report_lists_trials_that_none_exceeds_in_throughput_and_latency() -> None:
     study = run_known(Known({lookup(4): 1.5, lookup(6): 1.4, lookup(8): 1.3}), lookup(4), lookup(6), lookup(8))
     assert "Pareto" not in report.summary(study, None)
-    figures = [(100.0, 0.02), (90.0, 0.03), (80.0, 0.01)]  # the second is behind the first in both
+    metrics = [(100.0, 0.02), (90.0, 0.03), (80.0, 0.01)]  # the second is behind the first in both
     other = optuna.create_study(direction="maximize")
-    for trial, (throughput, seconds) in zip(study.trials, figures, strict=True):
-        attributes = trial.user_attrs | {"figures": {"throughput": throughput, "tpot_p50": seconds}}
+    for trial, (throughput, seconds) in zip(study.trials, metrics, strict=True):
+        attributes = trial.user_attrs | {"metrics": {"throughput": throughput, "tpot_p50": seconds}}
         other.add_trial(optuna.trial.create_trial(value=trial.value, user_attrs=attributes))
     table = report.summary(other, None).partition("Pareto front")[2]
     assert "| 0 | " in table and "| 2 | " in table and "| 1 | " not in table
@@ -176,13 +176,15 @@ def test_finals_state_throughput_and_latencies_of_each_finalist(after: int, tmp_
     plain = {"throughput": 8 * 11 / 1.1, "ttft_p50": 0.1, "ttft_p95": 0.1, "tpot_p50": 0.1, "tpot_p95": 0.1}
     drafted = {"throughput": 8 * 11 / 0.6, "ttft_p50": 0.1, "ttft_p95": 0.1, "tpot_p50": 0.05, "tpot_p95": 0.05}
     beside = {f"baseline_{name}": value for name, value in plain.items()}
-    found = {finalist.config: finalist.held_out.get("figures", {}) for finalist in finals.finalists}
+    found = {finalist.config: finalist.held_out.get("metrics", {}) for finalist in finals.finalists}
     assert found[fast] == pytest.approx(drafted | beside)
     assert found[broken].keys() == (drafted.keys() | beside.keys() if after else set())
-    assert finals.baseline["figures"] == pytest.approx(plain | beside)
-    assert finals.winner.held_out["figures"] == found[fast]
+    assert finals.baseline["metrics"] == pytest.approx(plain | beside)
+    assert finals.winner.held_out["metrics"] == found[fast]
     table = report.summary(study, finals).partition("Throughput and latency (held-out prompts)")[2]
     assert f"| {fast.label()} | 146.7 | 50.0 |" in table and "| no drafting | 80.0 | 100.0 |" in table
     rows = tables.finals_rows(finals)
-    assert '<td data-name="throughput">146.7</td>' in tables.as_html_with_loads(rows, rows, tables.finals_loads(finals))
+    assert '<td data-name="throughput">146.7</td>' in tables.as_html_with_requests(
+        rows, rows, tables.finals_requests(finals)
+    )
     assert measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path)) == finals

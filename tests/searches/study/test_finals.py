@@ -292,7 +292,7 @@ class _Changing(Known):
 def test_a_lossy_configuration_wins_only_if_allowed(allowed: bool) -> None:
     exact, lossy = lookup(4), replace(lookup(4), accept=AcceptRule("threshold", 0.25))
     bench = _Changing({exact: 1.2, lossy: 2.0})
-    space = SearchSpace(bench.layers, kinds=["none", "prompt_lookup"], allow_lossy=allowed)
+    space = SearchSpace(bench.layers, methods=["none", "prompt_lookup"], allow_lossy=allowed)
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
     for config in (exact, lossy):
         study.enqueue_trial(space.params(config))
@@ -342,7 +342,7 @@ def test_finals_without_time_measure_one_block_and_resume_with_the_same_rows(tmp
     assert bench.asked == []
 
 
-def test_finals_with_little_time_measure_few_finalists_of_different_kinds(tmp_path: Path) -> None:
+def test_finals_with_little_time_measure_few_finalists_of_different_methods(tmp_path: Path) -> None:
     first, second, other = lookup(4), lookup(6), SpeculativeConfig("token_recycling")
     bench = Known({first: 1.5, second: 1.49, other: 1.48})
     study = run_known(bench, first, second, other)

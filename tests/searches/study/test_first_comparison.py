@@ -18,10 +18,10 @@ from searches.study.first_comparison import cheap_arms, compare_arms
 from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings, Objective
 from searches.study.study import StudySettings, run_trials
-from searches.workers.crew import ALONE
+from searches.workers.pool import ALONE
 from tests.searches.known import PROMPTS, SETTINGS, Known
 
-SPACE = SearchSpace(6, kinds=["none", "prompt_lookup", "token_recycling", "cascade", "layer_skip"])
+SPACE = SearchSpace(6, methods=["none", "prompt_lookup", "token_recycling", "cascade", "layer_skip"])
 
 
 def _budget(seconds: float | None = None, spent: float = 0.0) -> Budget:
@@ -38,10 +38,10 @@ def _compare(
 
 def test_the_arms_are_those_that_need_no_preparation() -> None:
     lookup, recycling, cascade = cheap_arms(SPACE)
-    assert (lookup.kind, recycling.kind) == ("prompt_lookup", "token_recycling")
-    assert [member.kind for member in cascade.members] == ["prompt_lookup", "token_recycling"]
+    assert (lookup.method, recycling.method) == ("prompt_lookup", "token_recycling")
+    assert [member.method for member in cascade.members] == ["prompt_lookup", "token_recycling"]
     assert cascade.members[1] == recycling
-    assert cheap_arms(SearchSpace(6, kinds=["none", "layer_skip"])) == []
+    assert cheap_arms(SearchSpace(6, methods=["none", "layer_skip"])) == []
 
 
 def test_arms_share_plain_decoding_and_become_trials_that_decode_nothing(tmp_path: Path) -> None:

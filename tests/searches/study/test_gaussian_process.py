@@ -1,4 +1,4 @@
-"""The Gaussian process models the parameters of the leading kind, and pruned trials by their predictions."""
+"""The Gaussian process models the parameters of the leading method, and pruned trials by their predictions."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from optuna.trial import TrialState
 
 from layerskip import SpeculativeConfig, StopRule
 from searches.space.search_space import SearchSpace
-from searches.study.gaussian_process import GaussianProcess, trials_of_leading_kind
+from searches.study.gaussian_process import GaussianProcess, trials_of_leading_method
 from searches.tracking.names import PREDICTED
 
 SPACE = SearchSpace(
-    8, kinds=["none", "layer_skip", "prompt_lookup"], ranges={"layer_skip": {"siblings": (0, 0), "stop": ["length"]}}
+    8, methods=["none", "layer_skip", "prompt_lookup"], ranges={"layer_skip": {"siblings": (0, 0), "stop": ["length"]}}
 )
-BITS = {f"{kind}_{layer}" for kind in ("attention", "mlp") for layer in range(2, 6)}
+BITS = {f"{sublayer}_{layer}" for sublayer in ("attention", "mlp") for layer in range(2, 6)}
 
 
 def _speedup(params: dict[str, object]) -> float:
     """Return a speedup: skipping attention pays, skipping an MLP does not, and lookups are slowest."""
-    if params["kind"] != "layer_skip":
+    if params["method"] != "layer_skip":
         return 0.5
     return 1 + 0.1 * sum(int(str(params[name])) * (1 if name.startswith("attention") else -1) for name in BITS)
 
 
 def _searched(count: int) -> optuna.Study:
     study = optuna.create_study(direction="maximize", sampler=GaussianProcess(4, 0))
-    study.enqueue_trial({"kind": "none"})
-    study.enqueue_trial({"kind": "layer_skip"})
+    study.enqueue_trial({"method": "none"})
+    study.enqueue_trial({"method": "layer_skip"})
     for _ in range(count):
         trial = study.ask()
         SPACE.suggest(trial)
@@ -35,23 +35,23 @@ def _searched(count: int) -> optuna.Study:
     return study
 
 
-def test_parameters_of_the_leading_kind_are_sampled_jointly() -> None:
+def test_parameters_of_the_leading_method_are_sampled_jointly() -> None:
     study = _searched(16)
     trial = study.ask()
-    assert {*BITS, "layer_skip.draft_length"} == set(trial.relative_params)
+    assert {*BITS, "layer_skip.num_speculative_tokens"} == set(trial.relative_params)
     plain = optuna.create_study(direction="maximize", sampler=optuna.samplers.GPSampler(seed=0, n_startup_trials=4))
     plain.add_trials(study.get_trials(states=(TrialState.COMPLETE,)))
-    assert set(plain.ask().relative_params) == {"kind"}  # as Optuna's own sampler does
+    assert set(plain.ask().relative_params) == {"method"}  # as Optuna's own sampler does
 
 
 def test_workers_at_the_same_time_try_different_parameters() -> None:
     study = _searched(12)
     chosen = []
     for _ in range(4):
-        study.enqueue_trial({"kind": "layer_skip"})
+        study.enqueue_trial({"method": "layer_skip"})
         trial = study.ask()
         SPACE.suggest(trial)
-        chosen.append({name: trial.params[name] for name in (*BITS, "layer_skip.draft_length")})
+        chosen.append({name: trial.params[name] for name in (*BITS, "layer_skip.num_speculative_tokens")})
     assert all(chosen.count(params) == 1 for params in chosen)
 
 
@@ -63,16 +63,16 @@ def test_pruned_trials_count_with_their_predictions() -> None:
     study = _searched(12)
     study.enqueue_trial(study.best_params)
     trial = study.ask()
-    assert SPACE.suggest(trial).kind == "layer_skip"
+    assert SPACE.suggest(trial).method == "layer_skip"
     trial.set_user_attr(PREDICTED, 0.7)
     study.tell(trial, state=TrialState.PRUNED)
-    known = [found.value for found in trials_of_leading_kind(study)]
+    known = [found.value for found in trials_of_leading_method(study)]
     assert 0.7 in known
-    assert len(known) == sum(found.params["kind"] == "layer_skip" for found in study.trials)
+    assert len(known) == sum(found.params["method"] == "layer_skip" for found in study.trials)
 
 
 def test_enqueued_values_outside_the_choices_are_ignored() -> None:
-    space = SearchSpace(6, kinds=["none", "layer_skip"])
+    space = SearchSpace(6, methods=["none", "layer_skip"])
     study = optuna.create_study(direction="maximize", sampler=GaussianProcess(2, seed=0))
     for threshold in (0.95, 0.62, 0.5):
         config = SpeculativeConfig("layer_skip", 3, mask="mlp:2", stop=StopRule("threshold", threshold))
@@ -80,17 +80,17 @@ def test_enqueued_values_outside_the_choices_are_ignored() -> None:
         trial = study.ask()
         assert space.suggest(trial).stop.threshold == threshold
         study.tell(trial, 1.0 + threshold)
-    assert len(trials_of_leading_kind(study)) == 1
+    assert len(trials_of_leading_method(study)) == 1
     space.suggest(study.ask())
     other = SpeculativeConfig("layer_skip", 3, mask="mlp:2", stop=StopRule("threshold", 0.62))
     study.enqueue_trial(space.params(other))
     assert space.suggest(study.ask()) == other  # another worker measures it
-    study.enqueue_trial({"kind": "layer_skip"})
-    assert space.suggest(study.ask()).kind == "layer_skip"
+    study.enqueue_trial({"method": "layer_skip"})
+    assert space.suggest(study.ask()).method == "layer_skip"
 
 
 def test_sampled_thresholds_are_those_of_scans() -> None:
-    space = SearchSpace(6, kinds=["none", "layer_skip"], ranges={"layer_skip": {"stop": ["threshold"]}})
+    space = SearchSpace(6, methods=["none", "layer_skip"], ranges={"layer_skip": {"stop": ["threshold"]}})
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     found = {space.suggest(study.ask()).stop.threshold for _ in range(200)}
     assert found - {0.0} == {round(0.1 + 0.05 * step, 2) for step in range(17)}

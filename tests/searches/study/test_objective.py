@@ -31,7 +31,7 @@ from tests.tiny import VOCABULARY
 SETTINGS = MeasureSettings(max_new_tokens=8, prompts=2, finalists=2, held_out_repeats=1, drift=1e9)  # too short for drift
 PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
 SKIP = SpeculativeConfig("layer_skip", 2, mask="layers:1")
-LOOKUP = SpeculativeConfig("prompt_lookup", 4, ngram_min=1, ngram_max=2)
+LOOKUP = SpeculativeConfig("prompt_lookup", 4, prompt_lookup_min=1, prompt_lookup_max=2)
 
 
 def _bench(target: Target) -> ModelBench:
@@ -146,7 +146,7 @@ def test_a_changed_float32_output_stops_the_study(tiny_target: Target, monkeypat
 
 
 def test_replicates_of_a_configuration_are_pooled(tiny_target: Target) -> None:
-    other = SpeculativeConfig("prompt_lookup", 2, ngram_min=1, ngram_max=1)
+    other = SpeculativeConfig("prompt_lookup", 2, prompt_lookup_min=1, prompt_lookup_max=1)
     study, objective = _study(tiny_target, LOOKUP, other, LOOKUP, SpeculativeConfig())
     _run(study, objective, 4)
     ranked = {entry.config: entry for entry in ranking(study)}
@@ -202,7 +202,7 @@ def _finalist(config: SpeculativeConfig, speedup: float, low: float, verdict: st
         ([_finalist(SKIP, 1.3, 1.1), _finalist(LOOKUP, 1.29, 1.1)], LOOKUP),
         ([_finalist(SKIP, 1.3, 1.1), replace(_finalist(LOOKUP, 1.29, 1.1), ties=False)], SKIP),
         ([_finalist(SKIP, 1.3, 1.1), _finalist(LOOKUP, 1.29, 0.9)], SKIP),
-        ([_finalist(replace(LOOKUP, draft_length=9), 1.3, 1.1), _finalist(LOOKUP, 1.29, 1.1)], LOOKUP),
+        ([_finalist(replace(LOOKUP, num_speculative_tokens=9), 1.3, 1.1), _finalist(LOOKUP, 1.29, 1.1)], LOOKUP),
         ([replace(_finalist(LOOKUP, 1.6, 1.2), stayed=False), _finalist(SKIP, 1.3, 1.1)], SKIP),
         ([], None),
     ],

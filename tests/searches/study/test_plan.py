@@ -32,16 +32,16 @@ def test_another_draft_model_or_head_in_the_same_folder_is_another_study(tmp_pat
     save_tiny(model)
     head.mkdir()
 
-    def described(kinds: str, *overrides: str) -> dict[str, object]:
+    def described(methods: str, *overrides: str) -> dict[str, object]:
         config = compose_config(
-            "layerskip", [*quick(model, tmp_path / "outputs"), f"space.kinds=[none,{kinds}]", *overrides]
+            "layerskip", [*quick(model, tmp_path / "outputs"), f"space.methods=[none,{methods}]", *overrides]
         )
         return describe(config, load_target(str(model), dtype="float32", device=DEVICE), PromptSet.of(["x", "y"]))
 
     settings = []
     for idle in ((), (0,)):
         save_tiny(draft, idle=idle)
-        settings.append(described("draft_model", f"space.ranges.draft_model.draft=[{draft}]"))
+        settings.append(described("draft_model", f"space.ranges.draft_model.draft_model=[{draft}]"))
     assert settings[0] != settings[1]
     settings = []
     for weights in (b"one", b"other"):
@@ -58,9 +58,9 @@ def test_heads_draft_chains_if_trees_cannot_be_verified(family: str, tmp_path: P
     head = EagleHead(EagleShape.of(target))
     save_trained(tmp_path / "head", KIND, head.shape.to_dict(), head.weights(), target, {})
     heads = f"space.ranges.eagle.head=[{tmp_path / 'head'}]", "space.ranges.medusa.head=[/there/is/none]"
-    planned = _plan(model, *heads, "space.kinds=[none,eagle,medusa]")
-    assert planned.space.available_kinds == ("none", "eagle")
-    chain = SpeculativeConfig("eagle", 3, head=planned.space.values("eagle", "head")[0], candidates=1)
+    planned = _plan(model, *heads, "space.methods=[none,eagle,medusa]")
+    assert planned.space.available_methods == ("none", "eagle")
+    chain = SpeculativeConfig("eagle", 3, head=planned.space.values("eagle", "head")[0], top_k=1)
     plain = generate(target, "a prompt", max_new_tokens=12)
     drafted = generate(target, "a prompt", chain, max_new_tokens=12)
     assert drafted.tokens == plain.tokens
@@ -69,32 +69,32 @@ def test_heads_draft_chains_if_trees_cannot_be_verified(family: str, tmp_path: P
 
 def test_draft_models_are_loaded_once_at_the_start(tiny_folder: Path, tmp_path: Path) -> None:
     same, other = save_tiny(tmp_path / "same", seed=1), save_tiny(tmp_path / "other", seed=2)
-    drafts = f"space.ranges.draft_model.draft=[{same}]", f"space.ranges.cross_tokenizer.draft=[{same},{other}]"
+    drafts = f"space.ranges.draft_model.draft_model=[{same}]", f"space.ranges.cross_tokenizer.draft_model=[{same},{other}]"
     planned = _plan(tiny_folder, *drafts)
     assert planned.target.drafts.keys() == {str(same), str(other)}
-    unused = _plan(tiny_folder, drafts[0], "space.kinds=[none,prompt_lookup]")
+    unused = _plan(tiny_folder, drafts[0], "space.methods=[none,prompt_lookup]")
     assert not unused.target.drafts
 
 
 def test_folders_are_made_absolute(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path / "mine" / "draft")
     monkeypatch.chdir(tmp_path)
-    planned = _plan(tiny_folder, "space.kinds=[none,draft_model]", "space.ranges.draft_model.draft=[mine/draft]")
-    assert planned.space.values("draft_model", "draft") == (str(tmp_path / "mine" / "draft"),)
-    assert planned.target.drafts.keys() == set(planned.space.values("draft_model", "draft"))
+    planned = _plan(tiny_folder, "space.methods=[none,draft_model]", "space.ranges.draft_model.draft_model=[mine/draft]")
+    assert planned.space.values("draft_model", "draft_model") == (str(tmp_path / "mine" / "draft"),)
+    assert planned.target.drafts.keys() == set(planned.space.values("draft_model", "draft_model"))
 
 
 def test_an_unusable_draft_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     greek = save_tiny(tmp_path / "greek", seed=3)
     _spelling("αβγδ").save_pretrained(greek)
-    with pytest.raises(TargetError, match="^draft: the tokenizer of .*greek is not that of"):
-        _plan(tiny_folder, f"space.ranges.draft_model.draft=[{greek}]")
-    with pytest.raises(ConfigError, match="^draft: .*greek cannot draft for .*share no token"):
-        _plan(tiny_folder, f"space.ranges.cross_tokenizer.draft=[{greek}]")
+    with pytest.raises(TargetError, match="^draft_model: the tokenizer of .*greek is not that of"):
+        _plan(tiny_folder, f"space.ranges.draft_model.draft_model=[{greek}]")
+    with pytest.raises(ConfigError, match="^draft_model: .*greek cannot draft for .*share no token"):
+        _plan(tiny_folder, f"space.ranges.cross_tokenizer.draft_model=[{greek}]")
     (greek / "tokenizer.json").unlink()
     (greek / "tokenizer_config.json").unlink()
-    with pytest.raises(TargetError, match="^draft: .*greek"):
-        _plan(tiny_folder, f"space.ranges.cross_tokenizer.draft=[{greek}]")
+    with pytest.raises(TargetError, match="^draft_model: .*greek"):
+        _plan(tiny_folder, f"space.ranges.cross_tokenizer.draft_model=[{greek}]")
 
 
 def test_draft_heads_must_hold_every_models_special_tokens(tiny_folder: Path, tmp_path: Path) -> None:
@@ -104,12 +104,12 @@ def test_draft_heads_must_hold_every_models_special_tokens(tiny_folder: Path, tm
     spelling.save_pretrained(draft)
     few = (
         "space.draft_heads=[6]",
-        "space.kinds=[none,cross_tokenizer]",
-        f"space.ranges.cross_tokenizer.draft=[{tiny_folder}]",
+        "space.methods=[none,cross_tokenizer]",
+        f"space.ranges.cross_tokenizer.draft_model=[{tiny_folder}]",
     )
     assert _plan(tiny_folder, *few).space.bridged
     with pytest.raises(InputError, match=r"^space\.draft_heads: 6 tokens are fewer than the \d+ special ones"):
-        _plan(tiny_folder, *few[:2], f"space.ranges.cross_tokenizer.draft=[{draft}]")
+        _plan(tiny_folder, *few[:2], f"space.ranges.cross_tokenizer.draft_model=[{draft}]")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
@@ -120,19 +120,25 @@ def test_a_draft_model_too_large_for_memory_is_named(
         raise error
 
     monkeypatch.setattr(plan, "build_drafter", fails)
-    with pytest.raises(InputError, match=r"^space\.ranges\.draft_model\.draft: giant does not fit into memory"):
-        _plan(tiny_folder, "space.ranges.draft_model.draft=[giant]")
+    with pytest.raises(InputError, match=r"^space\.ranges\.draft_model\.draft_model: giant does not fit into memory"):
+        _plan(tiny_folder, "space.ranges.draft_model.draft_model=[giant]")
 
 
-def test_kinds_without_a_head_or_a_draft_model_are_printed_and_left_out(
+def test_methods_without_a_head_or_a_draft_model_are_printed_and_left_out(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _plan(tiny_folder, "experiment=all_drafters")
-    empty = {"medusa": "head", "eagle": "head", "draft_model": "draft", "cross_tokenizer": "draft"}
-    fields = [f"{kind} (space.ranges.{kind}.{field} is empty)" for kind, field in empty.items()]
-    assert capsys.readouterr().out == f"space.kinds: left out: {', '.join(fields)}\n"
-    _plan(tiny_folder, "space.kinds=[none,prompt_lookup,draft_model]", f"space.ranges.cross_tokenizer.draft=[{tiny_folder}]")
-    assert capsys.readouterr().out == "space.kinds: left out: draft_model (space.ranges.draft_model.draft is empty)\n"
+    empty = {"medusa": "head", "eagle": "head", "draft_model": "draft_model", "cross_tokenizer": "draft_model"}
+    fields = [f"{method} (space.ranges.{method}.{field} is empty)" for method, field in empty.items()]
+    assert capsys.readouterr().out == f"space.methods: left out: {', '.join(fields)}\n"
+    _plan(
+        tiny_folder,
+        "space.methods=[none,prompt_lookup,draft_model]",
+        f"space.ranges.cross_tokenizer.draft_model=[{tiny_folder}]",
+    )
+    assert (
+        capsys.readouterr().out == "space.methods: left out: draft_model (space.ranges.draft_model.draft_model is empty)\n"
+    )
     _plan(tiny_folder, "space=prompt_lookup")
     assert capsys.readouterr().out == ""
 

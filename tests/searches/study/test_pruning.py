@@ -100,12 +100,12 @@ def test_an_unscanned_stop_rule_is_bounded_by_the_best_scanned_one() -> None:
     assert math.log(other.upper / exact.upper) == pytest.approx(0.15 - 0.03)
 
 
-def _error(trials: list[optuna.trial.FrozenTrial], kind: str) -> float:
+def _error(trials: list[optuna.trial.FrozenTrial], method: str) -> float:
     for number, trial in enumerate(trials):
         trial.number = number
     board = Leaderboard()
     board.update(trials)
-    return calibrated_error(board.entries.values(), "x", kind)
+    return calibrated_error(board.entries.values(), "x", method)
 
 
 def test_the_bound_widens_with_prediction_errors() -> None:

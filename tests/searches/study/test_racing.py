@@ -82,14 +82,14 @@ def test_a_machine_that_stays_slower_becomes_the_usual_one() -> None:
 
 def test_learning_drafters_are_warmed_when_a_prompt_is_measured_again() -> None:
     config = lookup(4)
-    warming: list[list[str]] = []
+    warmup: list[list[str]] = []
 
     class Watched(Known):
         def compare(
             self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *rest: Any
         ) -> Iterator[dict[str, Sample]]:
             if rest:
-                warming.append([item.id for item in rest[1]])
+                warmup.append([item.id for item in rest[1]])
             return super().compare(configs, prompts, repeats, seed)
 
     bench = Watched({config: 1.5}, drift=lambda call: 2.0 if call == 17 else 1.0)
@@ -97,7 +97,7 @@ def test_learning_drafters_are_warmed_when_a_prompt_is_measured_again() -> None:
     names = [item.id for item in PROMPTS.take(None)]
     others, measured = names[5:], names[:5]
     # Each trial begins with unmeasured prompts; the repeated prompt was also preceded by measured ones.
-    assert warming == [others] * 4 + [[*others, *measured[:2]]]
+    assert warmup == [others] * 4 + [[*others, *measured[:2]]]
 
 
 def test_interrupted_trials_do_not_count_towards_remeasuring_the_leader() -> None:

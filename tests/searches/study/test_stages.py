@@ -27,7 +27,7 @@ def _study(log: Path, stage: str, piece: int, *overrides: str) -> tuple[int, lis
 def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_folder: Path, tmp_path: Path) -> None:
     small = ("scan.prompts=3", "scan.profile_repeats=2", "scan.proposals.screened=8", "scan.proposals.scanned=2")
     more = (
-        "space.kinds=[none,layer_skip]",
+        "space.methods=[none,layer_skip]",
         "study.n_trials=4",
         "study.name=mortal",
         "measure.held_out_prompts=4",

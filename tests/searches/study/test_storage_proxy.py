@@ -61,7 +61,7 @@ def test_two_workers_end_a_study_through_a_proxy(proxy: str, tiny_folder: Path, 
         f"tracking.uri={mlflow}",
         "study.name=it",
         "study.n_trials=4",
-        "space.kinds=[none,prompt_lookup]",
+        "space.methods=[none,prompt_lookup]",
     )
     outputs = [tmp_path / name for name in ("one", "two")]
     with (

@@ -18,7 +18,7 @@ from searches.app.interrupt import INTERRUPTED
 from searches.study import supervisor
 from searches.study.storage import open_database
 from searches.study.study import StudySettings
-from searches.study.supervisor import Crowd, Place
+from searches.study.supervisor import LocalWorkers, Place
 from tests.searches.conftest import Launch
 from tests.searches.tracking.studies import compared_study
 from tests.searches.workers.members import wait_until
@@ -41,7 +41,7 @@ def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of a database, in a folder in which workers are scripts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "worker"))
-    monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(supervisor, "_POLL_SECONDS", 0.02)
     return f"sqlite:///{tmp_path}/study.db"
 
 
@@ -77,12 +77,12 @@ def test_a_supervisor_that_is_interrupted_interrupts_its_workers(
 ) -> None:
     number = signal.Signals[f"SIG{name}"]
 
-    def look(_: float) -> None:
+    def snapshot(_: float) -> None:
         wait_until(Path("began").exists)
         signal.raise_signal(number)
 
     _worker(f"trap 'touch interrupted; exit {INTERRUPTED}' {name}; {_WAITING}")
-    monkeypatch.setattr(supervisor, "time", SimpleNamespace(sleep=look))
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(sleep=snapshot))
     done = launch("layerskip", "study.workers=1", "target.device=cpu", f"study.storage={database}", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (128 + number, "interrupted; the same command continues from here\n")
     assert Path("interrupted").exists()
@@ -90,8 +90,8 @@ def test_a_supervisor_that_is_interrupted_interrupts_its_workers(
 
 def test_a_second_ctrl_c_kills_workers_that_do_not_end(database: str, tmp_path: Path) -> None:
     _worker(f"trap '' INT; {_WAITING}")
-    crowd = Crowd([], [Place({})], tmp_path / "outputs", StudySettings(storage=database))
-    (process,) = crowd._processes
+    workers = LocalWorkers([], [Place({})], tmp_path / "outputs", StudySettings(storage=database))
+    (process,) = workers._processes
     wait, waits = process.wait, []
 
     def interrupted() -> int:
@@ -103,8 +103,8 @@ def test_a_second_ctrl_c_kills_workers_that_do_not_end(database: str, tmp_path: 
     process.wait = interrupted  # type: ignore[method-assign, assignment]
     wait_until(Path("began").exists)
     with pytest.raises(KeyboardInterrupt):
-        crowd.stop()
-    assert crowd.codes() == [128 + signal.SIGKILL]
+        workers.stop()
+    assert workers.codes() == [128 + signal.SIGKILL]
     assert waits[0] is None  # it ran when Ctrl-C came again
 
 
@@ -123,9 +123,9 @@ def test_the_progress_of_the_study_is_shown(database: str, tmp_path: Path, monke
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     _worker(f'echo "{_LOG}"; {_WAITING}')
-    crowd = Crowd([], [Place({})], tmp_path / "outputs", StudySettings(storage=database, n_trials=9))
-    crowd.watch()
-    assert crowd.codes() == [0]
+    workers = LocalWorkers([], [Place({})], tmp_path / "outputs", StudySettings(storage=database, n_trials=9))
+    workers.watch()
+    assert workers.codes() == [0]
     assert "1 workers, 7 of 9 trials" in terminal.getvalue()  # six finished, and one that was not run
     assert " 1.90 x (" in terminal.getvalue()
 

@@ -163,7 +163,7 @@ def test_seconds_of_an_interrupted_trial_count() -> None:
             raise KeyboardInterrupt
 
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    objective = Objective(Broken({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    objective = Objective(Broken({}), SearchSpace(6, methods=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
     with pytest.raises(KeyboardInterrupt):
         run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
 
@@ -184,6 +184,6 @@ def test_the_samplers_time_counts() -> None:
             return {}
 
     study = optuna.create_study(direction="maximize", sampler=SlowSampler(0), pruner=optuna.pruners.NopPruner())
-    objective = Objective(Known({}), SearchSpace(6, kinds=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    objective = Objective(Known({}), SearchSpace(6, methods=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
     run_trials(study, objective, StudySettings(n_trials=2), lambda trial: time.sleep(0.05))  # as MLflow does
     assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.15

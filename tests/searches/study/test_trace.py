@@ -17,7 +17,7 @@ from searches.study.study import StudySettings, run_trials
 from tests.searches.known import Known, lookup, new_study, objective_of
 
 ROOT = Path(layerskip.__file__).parents[1]
-MOST_FILES, MOST_CROSSINGS = 25, 60
+MAX_FILES, MAX_CROSSINGS = 25, 60
 
 
 class _Trace:
@@ -60,5 +60,5 @@ def test_a_trial_passes_through_few_files(monkeypatch: pytest.MonkeyPatch) -> No
         sys.setprofile(before)
     assert pooled == [0, 1, 2]
     crossings = sum(one != other for one, other in itertools.pairwise(trace.files))
-    assert 10 < len(set(trace.files)) <= MOST_FILES
-    assert 20 < crossings <= MOST_CROSSINGS
+    assert 10 < len(set(trace.files)) <= MAX_FILES
+    assert 20 < crossings <= MAX_CROSSINGS

@@ -36,7 +36,7 @@ def test_finalists_that_cannot_be_trained_keep_their_fits(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def trained(_: TrainedBridges, config: SpeculativeConfig) -> SpeculativeConfig:
-        raise InputError("training_bytes: 10 hold not even one text") if config.draft_length == 1 else MemoryError
+        raise InputError("training_bytes: 10 hold not even one text") if config.num_speculative_tokens == 1 else MemoryError
 
     found = [LeaderboardEntry(SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b")) for length in (1, 2)]
     monkeypatch.setattr(TrainedBridges, "train", trained)
@@ -191,7 +191,7 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
     bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
     fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
     fitted = replace(
-        fitted, draft_length=4, stop=StopRule("threshold", 0.3)
+        fitted, num_speculative_tokens=4, stop=StopRule("threshold", 0.3)
     )  # not among the choices that every mask is tried with
     mask = SkipMask.parse(fitted.mask, layers)
     plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 4)), tmp_path / "scans")
@@ -210,15 +210,15 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
         monkeypatch.setattr(trainer, "train", lambda config, folder=folder: replace(config, bridge=str(folder)))
         (found,) = trainer.finalists([LeaderboardEntry(fitted)] * 2, predictors)
         worth = {}
-        for choice in [*((length, StopRule()) for length in range(1, 5)), (fitted.draft_length, fitted.stop)]:
-            asked, rounds = replace(fitted, bridge=str(folder), draft_length=choice[0], stop=choice[1]), []
+        for choice in [*((length, StopRule()) for length in range(1, 5)), (fitted.num_speculative_tokens, fitted.stop)]:
+            asked, rounds = replace(fitted, bridge=str(folder), num_speculative_tokens=choice[0], stop=choice[1]), []
             for continuation in continuations:
                 rounds += generate(tiny_target, list(continuation.prompt), asked, max_new_tokens=20).stats.rounds
-            cost = each + (0.01 if choice[1].kind == "threshold" else 0.0)
+            cost = each + (0.01 if choice[1].method == "threshold" else 0.0)
             spent = sum(verify[r.drafted] + cost * r.drafted + (0.3 if r.drafted else 0.0) for r in rounds)
             worth[asked] = sum(r.committed for r in rounds) / spent
         assert worth[found.config] == pytest.approx(max(worth.values()))
-        chosen.append((found.config.draft_length, found.config.stop))
+        chosen.append((found.config.num_speculative_tokens, found.config.stop))
     assert len(set(chosen)) > 1
     monkeypatch.setattr(Scanner, "scan", None)  # a second scan would fail
     (again,) = trainer.finalists([LeaderboardEntry(fitted)], predictors)
@@ -239,7 +239,7 @@ def test_finalists_keep_their_draft_length_if_it_cannot_be_predicted(
     bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
     fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
     # Scans predict neither other acceptance rules nor longer drafts.
-    others = [replace(fitted, accept=AcceptRule("typical")), replace(fitted, draft_length=9)]
+    others = [replace(fitted, accept=AcceptRule("typical")), replace(fitted, num_speculative_tokens=9)]
     predictor = ScanPredictor(scanner, scanner, profile, DraftChoices((1, 4)), tmp_path / "scans").bridged(
         LINEAR, bridge_store
     )

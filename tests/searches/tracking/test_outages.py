@@ -257,8 +257,8 @@ def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
     fault: Fault, more: Sequence[str], tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs, stack = tracked(tmp_path / "outputs"), contextlib.ExitStack()
-    kinds, faults = "space.kinds=[none,prompt_lookup]", list[Any]()
-    overrides = quick(tiny_folder, outputs, "tracking.experiment=own", "study.name=it", "study.n_trials=2", kinds, *more)
+    methods, faults = "space.methods=[none,prompt_lookup]", list[Any]()
+    overrides = quick(tiny_folder, outputs, "tracking.experiment=own", "study.name=it", "study.n_trials=2", methods, *more)
 
     def run_trials(*arguments: Any) -> None:
         if not faults:  # before the first comparison's trials

@@ -21,7 +21,7 @@ from tests.searches.programs import environment, quick, runs, sqlite, tracked
 from tests.searches.tracking.studies import ACCEPTANCE, SPEEDUPS, compared_study
 
 PAGES = Path(mlflow.server.__file__).parent / "js" / "build" / "index.html"
-SHOWN = {"draft_length", "drafter", "skipped_attention", "tokens_per_second"}
+SHOWN = {"num_speculative_tokens", "drafter", "skipped_attention", "tokens_per_second"}
 """The axes that MLflow chooses."""
 ADDED = {2: "skipped_mlp", 4: "acceptance_rate"}
 """Further axes, by the place of the list that they are chosen from."""
@@ -106,7 +106,7 @@ def test_the_trials_of_a_study_are_compared_by_parallel_coordinates(server: str,
     trials = len(SPEEDUPS) + 1  # the last was not run
     assert axes["skipped_attention"]["values"][:trials] == [0, 0, 3, 0, 0, 0, 0]
     assert axes["skipped_mlp"]["values"][:trials] == [0, 0, 2, 2, 0, 0, 0]
-    assert axes["draft_length"]["values"][:trials] == [0, 4, 3, 2, 6, 8, 5]
+    assert axes["num_speculative_tokens"]["values"][:trials] == [0, 4, 3, 2, 6, 8, 5]
     drafters = [axes["drafter"]["ticktext"][place] for place in axes["drafter"]["values"]]
     assert drafters == ["none", "lookup", "layer_skip", "layer_skip", "recycling", "cascade", "lookup", "unknown"]
     # Neither the trial that was not run nor the study is drawn: their lines have no place and no colour.

@@ -12,7 +12,7 @@ from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
 from layerskip import SpeculativeConfig
-from layerskip.config import kinds
+from layerskip.config import methods
 from searches.tracking.parameters import parameters
 from searches.tracking.tracker import Tracker
 from searches.tracking.trial_runs import MEASURED
@@ -55,7 +55,7 @@ def test_the_study_tells_its_winner_and_only_the_winner_is_best(uri: str) -> Non
 
 def test_every_run_has_a_value_on_the_axes_of_a_comparison(uri: str) -> None:
     for run, speedup in zip(_of_trials(uri), [*SPEEDUPS.values(), math.nan], strict=True):
-        assert {"drafter", "draft_length", "skipped_attention", "skipped_mlp"} <= run.data.params.keys()
+        assert {"drafter", "num_speculative_tokens", "skipped_attention", "skipped_mlp"} <= run.data.params.keys()
         assert run.data.metrics["tokens_per_second"] == pytest.approx(10 * speedup, nan_ok=True)
         assert math.isnan(run.data.metrics["acceptance_rate"]) == math.isnan(speedup)
 
@@ -72,15 +72,17 @@ def test_every_run_has_a_value_on_the_axes_of_a_comparison(uri: str) -> None:
 )
 def test_numbers_summarise_a_configuration(config: SpeculativeConfig, expected: tuple[str, ...]) -> None:
     found = parameters(config)
-    assert tuple(found[name] for name in ("drafter", "draft_length", "skipped_attention", "skipped_mlp")) == expected
+    assert (
+        tuple(found[name] for name in ("drafter", "num_speculative_tokens", "skipped_attention", "skipped_mlp")) == expected
+    )
 
 
 def test_no_name_of_a_drafter_is_cut_or_shared() -> None:
-    required = {"draft": "a/draft", "head": "a/head", "members": (lookup(4), SKIP)}
+    required = {"draft_model": "a/draft", "head": "a/head", "members": (lookup(4), SKIP)}
     names = []
-    for kind in kinds().values():
-        fields = {name: value for name, value in required.items() if name in kind}
-        names.append(parameters(SpeculativeConfig(kind.name, **fields))["drafter"])  # type: ignore[arg-type]
+    for method in methods().values():
+        fields = {name: value for name, value in required.items() if name in method}
+        names.append(parameters(SpeculativeConfig(method.name, **fields))["drafter"])  # type: ignore[arg-type]
     assert max(map(len, names)) <= 10  # MLflow shows no more
     assert len(set(names)) == len(names) > 10
 

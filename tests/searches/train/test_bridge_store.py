@@ -143,13 +143,18 @@ def test_choices_and_bridged_configurations_are_inverse(bridge_store: BridgeStor
 
 def test_draft_models_may_have_draft_heads(bridge_store: BridgeStore, tiny_target: Target) -> None:
     plain = SearchSpace(
-        tiny_target.layers, ["draft_model"], 1, 0, ranges={"draft_model": {"draft": ["some/draft"]}}, draft_heads=[0, 40]
+        tiny_target.layers,
+        ["draft_model"],
+        1,
+        0,
+        ranges={"draft_model": {"draft_model": ["some/draft"]}},
+        draft_heads=[0, 40],
     )
     assert plain.bridged
     assert not replace(plain, ranges={}).bridged
     space = replace(plain, bridge_store=bridge_store)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.kind == "draft_model"]
+    configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.method == "draft_model"]
     assert {bridge_store.bridge_spec(config).tokens for config in configs} == {0, 40}
     for config in configs:
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
@@ -164,13 +169,13 @@ def test_draft_heads_of_other_tokenizers_hold_the_translated_tokens(
         ["cross_tokenizer"],
         1,
         0,
-        ranges={"cross_tokenizer": {"draft": [str(draft)]}},
+        ranges={"cross_tokenizer": {"draft_model": [str(draft)]}},
         draft_heads=[0, 40],
         bridge_store=bridge_store,
     )
     assert space.bridged
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.kind == "cross_tokenizer"]
+    configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.method == "cross_tokenizer"]
     assert {bridge_store.bridge_spec(config).tokens for config in configs} == {0, 40}
     for config in configs:
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config

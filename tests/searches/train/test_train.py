@@ -62,7 +62,7 @@ def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path
     assert about["shape"].get("side_by_side", False) == three_layers
     weights = (tmp_path / "h" / "head.safetensors").read_bytes()
     target = load_target(str(model), dtype="float32", device=DEVICE)
-    config = SpeculativeConfig.from_dict({"kind": kind, "head": str(tmp_path / "h"), "draft_length": 2})
+    config = SpeculativeConfig.from_dict({"method": kind, "head": str(tmp_path / "h"), "num_speculative_tokens": 2})
     plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=24)
     made = generate(target, "Tell me more.", config, max_new_tokens=24)
     assert made.tokens == plain.tokens

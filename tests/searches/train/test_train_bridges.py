@@ -63,7 +63,7 @@ def test_bridges_are_written_and_draft_if_they_beat_empty_skips(
     assert about["training"]["held_out"][0] == pytest.approx(rate, abs=1e-3)
     target = load_target(str(model), dtype="float32", device=DEVICE)
     heads = {"bridge": str(tmp_path / "b"), "draft_head": str(tmp_path / "b" / "draft_head")}
-    config = SpeculativeConfig.from_dict({"kind": "layer_skip", "mask": "layers:1-2", "draft_length": 2} | heads)
+    config = SpeculativeConfig.from_dict({"method": "layer_skip", "mask": "layers:1-2", "num_speculative_tokens": 2} | heads)
     plain = generate(target, "Tell me more.", SpeculativeConfig(), max_new_tokens=24)
     made = generate(target, "Tell me more.", config, max_new_tokens=24)
     assert made.tokens == plain.tokens

@@ -26,20 +26,20 @@ TOLERANCE = 0.2  # the lowest speedup is 1.2 by the claim's value, 1.12 by its l
         pytest.param(CLAIM, Speedup(2.5, 2.4, 2.6), "exact", "confirmed", True, id="faster than claimed"),
         pytest.param(CLAIM, Speedup(1.3, 1.2, 1.4), "exact", "confirmed", True, id="the intervals just meet"),
         pytest.param(CLAIM, Speedup(1.5, 1.01, 2.2), "exact", "confirmed", True, id="wide, but above plain decoding"),
-        pytest.param(None, Speedup(1.05, 1.01, 1.09), "exact", "confirmed", True, id="no figures claimed, faster"),
+        pytest.param(None, Speedup(1.05, 1.01, 1.09), "exact", "confirmed", True, id="no metrics claimed, faster"),
         pytest.param(CLAIM, Speedup(1.3, 1.2, 1.39), "exact", "weaker", True, id="significantly below the claim"),
         pytest.param(CLAIM, Speedup(1.19, 1.01, 2.0), "exact", "weaker", False, id="wide, the value far below the claim"),
         pytest.param(CLAIM, Speedup(1.3, 0.9, 1.7), "exact", "weaker", False, id="a tie with plain decoding"),
         pytest.param(CLAIM, Speedup(1.1, 1.0, 1.2), "exact", "weaker", False, id="a tie that touches plain decoding"),
-        pytest.param(None, Speedup(1.0, 0.9, 1.1), "exact", "weaker", False, id="no figures claimed, a tie"),
+        pytest.param(None, Speedup(1.0, 0.9, 1.1), "exact", "weaker", False, id="no metrics claimed, a tie"),
         pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "unchecked", "weaker", False, id="nothing was compared"),
         pytest.param(CLAIM, Speedup(1.5, 1.4, 1.6), "different", "refuted", True, id="the output changed"),
-        pytest.param(None, Speedup(1.5, 1.4, 1.6), "different", "refuted", True, id="no figures claimed, output changed"),
+        pytest.param(None, Speedup(1.5, 1.4, 1.6), "different", "refuted", True, id="no metrics claimed, output changed"),
         pytest.param(CLAIM, Speedup(0.9, 0.8, 0.99), "exact", "refuted", True, id="slower than plain decoding"),
-        pytest.param(None, Speedup(0.9, 0.8, 0.99), "exact", "refuted", True, id="no figures claimed, slower"),
+        pytest.param(None, Speedup(0.9, 0.8, 0.99), "exact", "refuted", True, id="no metrics claimed, slower"),
         pytest.param(CLAIM, Speedup(1.08, 1.05, 1.11), "exact", "refuted", True, id="faster, the claim out of reach"),
         pytest.param(CLAIM, Speedup(1.0, 0.9, 1.11), "exact", "refuted", True, id="a tie, the claim out of reach"),
-        pytest.param(Speedup(3.0, 2.8, 3.2), Speedup(1.5, 1.3, 1.8), "exact", "refuted", True, id="all figures doctored"),
+        pytest.param(Speedup(3.0, 2.8, 3.2), Speedup(1.5, 1.3, 1.8), "exact", "refuted", True, id="all metrics doctored"),
         pytest.param(Speedup(3.0, 1.4, 1.6), Speedup(1.5, 1.4, 1.6), "exact", "refuted", True, id="the value doctored"),
         pytest.param(
             Speedup(1.2, 1.4, 1.6), Speedup(1.5, 1.4, 1.6), "exact", "refuted", True, id="a value below its interval"
@@ -75,7 +75,7 @@ def test_few_outputs_with_a_speed_confirm_and_refute_nothing(measured: Speedup) 
 )
 def test_fewer_tokens_per_round_on_the_same_prompts_refute(repeatable: bool, now: float, name: str) -> None:
     """The machine does not change them, so they refute even a speedup within reach."""
-    claim = Claim(CLAIM, tokens_per_round=4.0, repeatable=repeatable)
+    claim = Claim(CLAIM, mean_acceptance_length=4.0, repeatable=repeatable)
     verdict = judge(claim, Speedup(1.5, 1.4, 1.6), "exact", TOLERANCE, now)
     assert (verdict.name, verdict.clear) == (name, True), verdict.reason
 
@@ -102,7 +102,7 @@ def test_the_tolerance_separates_weaker_from_refuted() -> None:
 def test_a_claim_of_other_prompts_is_not_refuted_for_being_out_of_reach(
     claim: Speedup, measured: Speedup, losslessness: str, name: str, clear: bool
 ) -> None:
-    verdict = judge(Claim(claim, tokens_per_round=4.0, other_work=True), measured, losslessness, TOLERANCE)
+    verdict = judge(Claim(claim, mean_acceptance_length=4.0, other_work=True), measured, losslessness, TOLERANCE)
     assert (verdict.name, verdict.clear) == (name, clear), verdict.reason
     assert name == "refuted" or ("other prompts" in verdict.reason and "prompts=" in verdict.reason)
 
@@ -111,7 +111,7 @@ def test_a_claim_of_other_prompts_is_not_refuted_for_being_out_of_reach(
     ("claim", "measured", "losslessness", "name"),
     [
         pytest.param(Claim(CLAIM), Speedup(1.5, 1.4, 1.6), "different", "weaker", id="changed, as it may be"),
-        pytest.param(Claim(), Speedup(1.5, 1.4, 1.6), "different", "weaker", id="no figures claimed"),
+        pytest.param(Claim(), Speedup(1.5, 1.4, 1.6), "different", "weaker", id="no metrics claimed"),
         pytest.param(Claim(CLAIM), Speedup(1.5, 1.4, 1.6), "exact", "weaker", id="kept by chance"),
         pytest.param(
             Claim(CLAIM, kept_output=True), Speedup(1.5, 1.4, 1.6), "near_tie", "weaker", id="kept, as its evidence states"
@@ -145,7 +145,7 @@ def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompt
     measured = json.loads((RECORDS / "verify-doctored-packed-smollm2-2-cores.json").read_text(encoding="utf-8"))["measured"]
     found = Speedup(*(measured[name] for name in ("speedup", "speedup_low", "speedup_high")))
     held_out = PromptSet.packaged().split()[1]
-    doctored = {"speedup": 4.0, "speedup_low": 3.5, "speedup_high": 4.6, "tokens_per_round": 5.0}
+    doctored = {"speedup": 4.0, "speedup_low": 3.5, "speedup_high": 4.6, "mean_acceptance_length": 5.0}
     doctored["tokens_per_second"] = 4.0 * export.evidence["baseline_tokens_per_second"]
 
     def verdict(decoded: PromptSet, max_new_tokens: int = 48, rounds: float | None = None, **changes: object) -> str:
@@ -154,7 +154,7 @@ def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompt
 
     assert export.evidence["max_new_tokens"] == 48
     assert verdict(held_out) == "confirmed"
-    rounds = float(export.evidence["tokens_per_round"])
+    rounds = float(export.evidence["mean_acceptance_length"])
     assert [verdict(held_out, rounds=rounds * share) for share in (1.0, 0.8)] == ["confirmed", "refuted"]
     # In shorter outputs, the last round has a larger share and lookups have less text.
     assert verdict(held_out, 16, rounds * 0.8) == "confirmed"
@@ -167,7 +167,7 @@ def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompt
     assert verdict(held_out, **doctored, prompts_digest=None) == "refuted"  # prompts not stated
     for other in ("0" * 64, "", 7, ["a"], PromptSet.packaged().split()[0].digest):
         assert verdict(held_out, **doctored, prompts_digest=other) == "weaker"
-        assert verdict(held_out, **doctored | {"tokens_per_round": 1.8}, prompts_digest=other) == "refuted"
+        assert verdict(held_out, **doctored | {"mean_acceptance_length": 1.8}, prompts_digest=other) == "refuted"
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompt
             "it states 1.30 x, but its tokens per second give 1.27 x",
         ),
         ({"decode_seconds": 28.3, "losslessness": {"verdict": "near_tie"}}, None),  # outputs may differ in length
-        ({"decode_seconds": "?", "tokens_per_second": None}, None),  # no figures
+        ({"decode_seconds": "?", "tokens_per_second": None}, None),  # no metrics
         (
-            {"speedup": 1.6, "speedup_low": 1.5, "speedup_high": 1.7, "tokens_per_round": 1.4},
+            {"speedup": 1.6, "speedup_low": 1.5, "speedup_high": 1.7, "mean_acceptance_length": 1.4},
             "1.60 x is more than 1.40 tokens per round",
         ),
     ],

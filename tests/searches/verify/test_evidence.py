@@ -22,7 +22,7 @@ from searches.study.bench import BASELINE, ModelBench
 from tests.searches.conftest import Launch
 
 LOOKUP = SpeculativeConfig("prompt_lookup", 16)
-LOSSY = SpeculativeConfig.from_dict({"kind": "prompt_lookup", "accept": {"kind": "threshold", "threshold": 0.0}})
+LOSSY = SpeculativeConfig.from_dict({"method": "prompt_lookup", "accept": {"method": "threshold", "threshold": 0.0}})
 HONEST = {"speedup": 1.5, "speedup_low": 1.4, "speedup_high": 1.6}
 DOCTORED = {"speedup": 4.0, "speedup_low": 3.5, "speedup_high": 4.6}
 HERE = PromptSet.packaged().split()[1].digest

@@ -15,7 +15,7 @@ from searches.app.composition import compose_config
 from searches.app.targets import load_exported_target
 from searches.verify import compute_speed_change, differences
 
-LOOKUP = SpeculativeConfig("prompt_lookup", 16, ngram_min=1, ngram_max=2)
+LOOKUP = SpeculativeConfig("prompt_lookup", 16, prompt_lookup_min=1, prompt_lookup_max=2)
 SECONDS = {"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 10.0}
 HERE: dict[str, Any] = {"prompts": {"digest": "abc"}, "max_new_tokens": 48}
 RECORDS = Path(__file__).parents[3] / "notebooks" / "records"
@@ -53,7 +53,7 @@ def test_a_change_of_compute_speed_is_reported(share: float, sentence: str | Non
 
 
 @pytest.mark.parametrize(
-    "figures",
+    "metrics",
     [
         pytest.param({"baseline_decode_seconds": 10.0}, id="no seconds of prefill"),
         pytest.param({"baseline_prefill_seconds": "1", "baseline_decode_seconds": 10.0}, id="not a number"),
@@ -63,9 +63,9 @@ def test_a_change_of_compute_speed_is_reported(share: float, sentence: str | Non
         pytest.param(SECONDS | {"prompts_digest": None}, id="of unknown prompts"),
     ],
 )
-def test_incomparable_figures_report_no_change(figures: dict[str, Any], tiny_target: Target) -> None:
+def test_incomparable_figures_report_no_change(metrics: dict[str, Any], tiny_target: Target) -> None:
     measured = {"baseline_prefill_seconds": 3.0, "baseline_decode_seconds": 10.0}
-    assert compute_speed_change(_export(tiny_target, **figures), HERE | {"measured": measured}) is None
+    assert compute_speed_change(_export(tiny_target, **metrics), HERE | {"measured": measured}) is None
 
 
 def test_no_change_is_reported_for_the_kept_record() -> None:

@@ -29,7 +29,7 @@ from tests.searches.conftest import Launch
 from tests.searches.programs import execute
 from tests.tiny import save_tiny
 
-LOOKUP = SpeculativeConfig("prompt_lookup", 16, ngram_min=1, ngram_max=2)
+LOOKUP = SpeculativeConfig("prompt_lookup", 16, prompt_lookup_min=1, prompt_lookup_max=2)
 ONE_TOKEN = SpeculativeConfig("layer_skip", 1, mask="layers:1")  # at most two tokens per round
 USELESS = SpeculativeConfig("layer_skip", 16, mask="layers:0-1")
 Verified = Callable[..., tuple[int, str, str]]
@@ -158,7 +158,7 @@ def test_the_model_is_loaded_in_the_exports_dtype_by_default(model: Path, tmp_pa
         (["good.json", "seed=x"], "seed"),
         (["good.json", "measure.held_out_prompts=4"], "prompts"),
         (["good.json", "measure.held_out_prompts=0"], "measure.held_out_prompts"),
-        (["good.json", "measure.most_repeats=null"], "measure.most_repeats"),
+        (["good.json", "measure.max_repeats=null"], "measure.max_repeats"),
         (["good.json", "measure.tolerance=1"], "measure.tolerance"),
         (["good.json", "measure.colour=red"], "measure.colour"),
         (["good.json", "record=good.json/verify.json"], "record: "),

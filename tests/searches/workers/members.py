@@ -22,14 +22,14 @@ from searches.space.search_space import SearchSpace
 from searches.study.objective import Objective
 from searches.study.storage import open_database, open_journal
 from searches.study.study import StudySettings, run_trials
-from searches.workers.crew import Crew
+from searches.workers.pool import WorkerPool
 from tests.searches.known import PROMPTS, SETTINGS, Known
 from tests.searches.programs import FORKS
 
 NAME = "study"
 BEAT = 0.05  # seconds
 _ALL_LIVE = 1000  # beats; on a busy machine, processes stand still for some
-SPACE = SearchSpace(6, kinds=["none", "prompt_lookup"])
+SPACE = SearchSpace(6, methods=["none", "prompt_lookup"])
 
 
 class Slow(Known):
@@ -46,9 +46,9 @@ def opened(place: str) -> BaseStorage:
     return open_database(place) if "://" in place else open_journal(Path(place), alone=False)
 
 
-def member(place: str, beat: float = BEAT, patience: int = 4) -> Crew:
+def member(place: str, beat: float = BEAT, patience: int = 4) -> WorkerPool:
     """Return a worker of the study."""
-    return Crew(opened(place), NAME, "device", beat, patience)
+    return WorkerPool(opened(place), NAME, "device", beat, patience)
 
 
 @contextlib.contextmanager
@@ -73,9 +73,9 @@ def wait_until(done: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def count(place: str, file: Path, times: int) -> None:
     """Add one to the number in a file again and again, which needs a lock."""
-    with member(place, patience=_ALL_LIVE) as crew:
+    with member(place, patience=_ALL_LIVE) as pool:
         for _ in range(times):
-            with crew.claim("number"):
+            with pool.claim("number"):
                 number = int(file.read_text())
                 time.sleep(0.01)
                 file.write_text(str(number + 1))
@@ -83,35 +83,35 @@ def count(place: str, file: Path, times: int) -> None:
 
 def share(place: str, file: Path) -> None:
     """Share five pieces of work, each of which appends a line to a file, and write down the values."""
-    with member(place, patience=_ALL_LIVE) as crew:
+    with member(place, patience=_ALL_LIVE) as pool:
 
         def work(name: str) -> list[str]:
             with file.open("a") as lines:
                 lines.write(f"{name}\n")
             time.sleep(0.02)
-            return [name, crew.name]
+            return [name, pool.name]
 
-        values = dict(crew.share_all([f"piece {number}" for number in range(5)], work))
+        values = dict(pool.share_all([f"piece {number}" for number in range(5)], work))
     file.with_name(f"values-{os.getpid()}").write_text(repr(sorted(values.items())))
 
 
 def hold(place: str, held: Path, seconds: float = 60.0) -> None:
     """Hold the claim ``thing``, and say so by a file."""
-    with member(place) as crew, crew.claim("thing"):
+    with member(place) as pool, pool.claim("thing"):
         held.touch()
         time.sleep(seconds)
 
 
 def stop_in_a_piece(place: str, held: Path) -> None:
     """Begin a piece of work and stop the process in the middle of it."""
-    with member(place) as crew:
+    with member(place) as pool:
 
         def work() -> str:
             held.touch()
             os.kill(os.getpid(), signal.SIGSTOP)
             return "late"
 
-        held.with_name("value").write_text(crew.share("piece", work))
+        held.with_name("value").write_text(pool.share("piece", work))
 
 
 def study_in(storage: BaseStorage, seed: int = 0) -> optuna.Study:
@@ -139,8 +139,8 @@ def search(place: str, trials: int, record: Path, hours_ahead: float = 0.0) -> N
     optuna.storages._rdb.storage.datetime = Clock  # type: ignore[attr-defined, misc]
     optuna.trial._frozen.datetime.datetime = Clock  # type: ignore[attr-defined, misc]
     time.time = lambda: seconds() + 3600 * hours_ahead
-    with member(place, beat=0.2, patience=30) as crew:
-        study = study_in(crew.board._storage, crew.seed)
+    with member(place, beat=0.2, patience=30) as pool:
+        study = study_in(pool.board._storage, pool.seed)
         objective = Objective(Slow({}), SPACE, PROMPTS, SETTINGS, seed=0)
 
         def on_trial(trial: FrozenTrial) -> None:
@@ -148,4 +148,4 @@ def search(place: str, trials: int, record: Path, hours_ahead: float = 0.0) -> N
                 lines.write(f"{trial.number}\n")
 
         starts = [SpeculativeConfig("prompt_lookup", length) for length in (2, 3, 4)]
-        run_trials(study, objective, StudySettings(n_trials=trials, remeasure=100), on_trial, starts, crew=crew)
+        run_trials(study, objective, StudySettings(n_trials=trials, remeasure=100), on_trial, starts, pool=pool)

@@ -148,14 +148,14 @@ def test_a_study_goes_on_when_its_database_restarts(tmp_path: Path, capsys: pyte
                 threading.Thread(target=restart).start()
 
         # Their patience exceeds the time between two attempts, as it does by default.
-        with member(server.get_uri(), 0.3, 10) as other, member(server.get_uri(), 0.3, 10) as crew:
+        with member(server.get_uri(), 0.3, 10) as other, member(server.get_uri(), 0.3, 10) as pool:
             objective = Objective(bench, members.SPACE, PROMPTS, SETTINGS, seed=0)
             trials = 3
             while not restarted.is_set() or trials == 3:
-                run_trials(study, objective, StudySettings(n_trials=trials, remeasure=100), on_trial, crew=crew)
+                run_trials(study, objective, StudySettings(n_trials=trials, remeasure=100), on_trial, pool=pool)
                 trials += 1
-            states = {row.number: row.state for row in of_kind(crew.board.rows(), "worker")}
-            assert states == {crew.worker: TrialState.RUNNING, other.worker: TrialState.RUNNING}
+            states = {row.number: row.state for row in of_kind(pool.board.rows(), "worker")}
+            assert states == {pool.worker: TrialState.RUNNING, other.worker: TrialState.RUNNING}
         assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * (trials - 1)
         assert "study.storage: the database is back" in capsys.readouterr().out
     finally:

@@ -18,7 +18,7 @@ from searches.study.budget import Budget
 from searches.study.objective import Objective
 from searches.study.study import DUPLICATE_OF, StudySettings, requeue_unfinished, run_trials
 from searches.tracking.names import WORKER
-from searches.workers.board import Look, of_kind
+from searches.workers.board import Snapshot, of_kind
 from searches.workers.slots import FINISHED, take_slot
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
 from tests.searches.workers import members
@@ -57,12 +57,12 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
     with_choices = [trial for trial in failed if "config" in trial.user_attrs]
     assert {trial.number for trial in with_choices} <= retried
     assert len({trial.user_attrs[WORKER] for trial in done}) >= 3
-    with member(database) as crew:
-        look = crew.look()
-        assert look.live == {crew.worker}
-        assert not any(look.is_held(row) for row in look.rows)
-        assert take_slot(crew, study_in(opened(database)), TRIALS) is None
-        slots = [row.user_attrs["trial"] for row in of_kind(look.rows, "slot") if "trial" in row.user_attrs]
+    with member(database) as pool:
+        snapshot = pool.snapshot()
+        assert snapshot.live == {pool.worker}
+        assert not any(snapshot.is_held(row) for row in snapshot.rows)
+        assert take_slot(pool, study_in(opened(database)), TRIALS) is None
+        slots = [row.user_attrs["trial"] for row in of_kind(snapshot.rows, "slot") if "trial" in row.user_attrs]
         assert len(slots) == len(set(slots))
 
 
@@ -70,8 +70,8 @@ def test_finished_trials_from_before_there_were_workers_count(database: str) -> 
     study = study_in(opened(database))
     objective = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
     run_trials(study, objective, StudySettings(n_trials=3), lambda trial: None)
-    with member(database) as crew:
-        run_trials(study, objective, StudySettings(n_trials=5), lambda trial: None, crew=crew)
+    with member(database) as pool:
+        run_trials(study, objective, StudySettings(n_trials=5), lambda trial: None, pool=pool)
     assert sum(trial.state in FINISHED for trial in study.trials) == 5
 
 
@@ -81,9 +81,9 @@ def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(dat
     with member(database) as late:
         with member(database) as first:
             run_trials(study, objective, StudySettings(n_trials=9), lambda trial: None, (), (), first, lambda: 0.0)
-            run_trials(study, objective, StudySettings(n_trials=9), lambda trial: None, crew=late)
+            run_trials(study, objective, StudySettings(n_trials=9), lambda trial: None, pool=late)
             assert sum(trial.state in FINISHED for trial in study.trials) == 2
-        run_trials(study, objective, StudySettings(n_trials=4), lambda trial: None, crew=late)  # it has more time
+        run_trials(study, objective, StudySettings(n_trials=4), lambda trial: None, pool=late)  # it has more time
     assert sum(trial.state in FINISHED for trial in study.trials) == 4
 
 
@@ -97,8 +97,8 @@ def test_the_start_of_a_further_worker_is_not_spent_twice(database: str) -> None
 
 
 def test_a_configuration_that_another_worker_measures_is_not_measured_too(database: str) -> None:
-    study, space = study_in(opened(database)), SearchSpace(6, kinds=["none", "prompt_lookup"])
-    with member(database) as other, member(database) as crew:
+    study, space = study_in(opened(database)), SearchSpace(6, methods=["none", "prompt_lookup"])
+    with member(database) as other, member(database) as pool:
         slot = take_slot(other, study, 2)
         assert slot is not None
         running = study.ask()
@@ -115,7 +115,7 @@ def test_a_configuration_that_another_worker_measures_is_not_measured_too(databa
             study.tell(running, 1.0)
             slot.__exit__(None, None, None)
 
-        run_trials(study, objective, StudySettings(n_trials=2), finish_other, starts, crew=crew)
+        run_trials(study, objective, StudySettings(n_trials=2), finish_other, starts, pool=pool)
     refused = [trial for trial in study.trials if DUPLICATE_OF in trial.user_attrs]
     assert [trial.user_attrs[DUPLICATE_OF] for trial in refused] == [running.number]
     assert refused[0].state == TrialState.FAIL
@@ -127,22 +127,22 @@ def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(databas
     """Its trial is failed and repeated while it still measures; its own result is refused."""
     tells: list[int] = []
     study = study_in(opened(database))
-    with member(database, beat=60) as crew:
+    with member(database, beat=60) as pool:
 
         class Stolen(Known):
             def compare(self, *arguments: object) -> object:  # type: ignore[override]
                 if not tells:
-                    tells.append(crew.worker)
+                    tells.append(pool.worker)
                     with member(database, beat=60) as other:
-                        other.board.finish(crew.worker, TrialState.FAIL)
-                        crew._beat()  # it is alive after all
+                        other.board.finish(pool.worker, TrialState.FAIL)
+                        pool._beat()  # it is alive after all
                         more = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
-                        run_trials(study, more, StudySettings(n_trials=1), lambda trial: None, crew=other)
+                        run_trials(study, more, StudySettings(n_trials=1), lambda trial: None, pool=other)
                 return super().compare(*arguments)  # type: ignore[arg-type]
 
         objective = Objective(Stolen({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
         finished: list[int] = []
-        run_trials(study, objective, StudySettings(n_trials=1), lambda t: finished.append(t.number), crew=crew)
+        run_trials(study, objective, StudySettings(n_trials=1), lambda t: finished.append(t.number), pool=pool)
     states = [trial.state for trial in study.trials]
     assert sorted(states) == sorted([TrialState.FAIL, TrialState.COMPLETE])
     assert finished == []
@@ -150,30 +150,30 @@ def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(databas
 
 def test_a_worker_that_was_presumed_dead_takes_another_slot(database: str) -> None:
     """It notices while it waits for its turn."""
-    study, looks = study_in(opened(database)), list[Look]()
-    with member(database, beat=60) as other, member(database, beat=60) as crew:
-        before = crew.worker
+    study, looks = study_in(opened(database)), list[Snapshot]()
+    with member(database, beat=60) as other, member(database, beat=60) as pool:
+        before = pool.worker
 
-        def repair(trials: object, look: Look) -> bool:
-            looks.append(look)
+        def repair(trials: object, snapshot: Snapshot) -> bool:
+            looks.append(snapshot)
             return len(looks) == 1 and other.board.finish(before, TrialState.FAIL)
 
-        slot = take_slot(crew, study, 1, repair)
+        slot = take_slot(pool, study, 1, repair)
         assert slot is not None
-        lost, taken = of_kind(other.look().rows, "slot")
+        lost, taken = of_kind(other.snapshot().rows, "slot")
         assert (lost.user_attrs["worker"], lost.state) == (before, TrialState.FAIL)
-        assert (taken.user_attrs["worker"], taken.number) == (crew.worker, slot.number)
-        assert crew.worker > before
+        assert (taken.user_attrs["worker"], taken.number) == (pool.worker, slot.number)
+        assert pool.worker > before
 
 
 def test_an_interrupt_while_a_worker_waits_closes_its_slot(database: str) -> None:
-    def repair(trials: object, look: Look) -> bool:
+    def repair(trials: object, snapshot: Snapshot) -> bool:
         raise KeyboardInterrupt
 
-    with member(database, beat=60) as crew:
+    with member(database, beat=60) as pool:
         with pytest.raises(KeyboardInterrupt):
-            take_slot(crew, study_in(opened(database)), 1, repair)
-        assert [row.state for row in of_kind(crew.board.rows(), "slot")] == [TrialState.COMPLETE]
+            take_slot(pool, study_in(opened(database)), 1, repair)
+        assert [row.state for row in of_kind(pool.board.rows(), "slot")] == [TrialState.COMPLETE]
 
 
 def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
@@ -210,15 +210,15 @@ def test_a_trial_that_is_interrupted_as_it_is_asked_for_is_not_left_running(data
         def before_trial(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    with member(database, beat=60) as crew:
+    with member(database, beat=60) as pool:
         objective, settings = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0), StudySettings(n_trials=1)
         study.sampler = Interrupting()
         with pytest.raises(KeyboardInterrupt):
-            run_trials(study, objective, settings, lambda trial: None, [lookup(4)], crew=crew)
+            run_trials(study, objective, settings, lambda trial: None, [lookup(4)], pool=pool)
         assert [trial.state for trial in study.trials] == [TrialState.FAIL]
         study.sampler = optuna.samplers.RandomSampler()
-        run_trials(study, objective, settings, lambda trial: None, crew=crew)
-        study.enqueue_trial({"kind": "none"})
+        run_trials(study, objective, settings, lambda trial: None, pool=pool)
+        study.enqueue_trial({"method": "none"})
         killed = study.ask()
-        assert not crew.orphans(study.trials)
-        assert [trial.number for trial in crew.orphans(study.trials, is_idle=True)] == [killed.number]
+        assert not pool.orphans(study.trials)
+        assert [trial.number for trial in pool.orphans(study.trials, is_idle=True)] == [killed.number]

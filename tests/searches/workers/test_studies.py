@@ -15,7 +15,7 @@ import torch
 from searches.app.checks import InputError
 from searches.study.opening import storage_url
 from searches.study.study import StudySettings, preparation_seconds
-from searches.study.supervisor import Crowd, Place, places
+from searches.study.supervisor import LocalWorkers, Place, places
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import of_kind
 from searches.workers.slots import FINISHED
@@ -31,7 +31,7 @@ def together(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     """Return the outputs of a study of two workers, and what they printed."""
     outputs = tracked(tmp_path_factory.mktemp("together") / "outputs")
     overrides = quick(
-        tiny_folder, outputs, f"study.n_trials={TRIALS}", "study.name=one", "space.kinds=[none,prompt_lookup,layer_skip]"
+        tiny_folder, outputs, f"study.n_trials={TRIALS}", "study.name=one", "space.methods=[none,prompt_lookup,layer_skip]"
     )
     with (
         Fork("searches.layerskip", *overrides, "worker=0", cwd=outputs.parent) as first,
@@ -80,7 +80,7 @@ def test_another_type_of_device_is_refused_or_has_a_study_of_its_own(
 ) -> None:
     outputs, _ = together
     monkeypatch.setattr("searches.sweep.device_type", lambda _: "another GPU")
-    overrides = quick(tiny_folder, outputs, "study.name=one", "space.kinds=[none,prompt_lookup]", "worker=2")
+    overrides = quick(tiny_folder, outputs, "study.name=one", "space.methods=[none,prompt_lookup]", "worker=2")
     refused = launch("layerskip", *overrides, "study.n_trials=1", cwd=outputs.parent)
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: study.devices: study one measures on ")
@@ -114,14 +114,14 @@ def test_failures_of_workers_are_shown_and_their_logs_kept(
     (tmp_path / "python").write_text("\n".join([f"#!{sys.executable}", *lines]))
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr("searches.study.supervisor._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("searches.study.supervisor._POLL_SECONDS", 0.05)
     settings = StudySettings(storage=f"sqlite:///{tmp_path}/study.db", n_trials=1)
-    crowd = Crowd([], [Place({}), Place({})], tmp_path / "outputs", settings)
-    crowd.watch()
-    assert crowd.codes() == [0, 1]
-    assert crowd.folder == tmp_path / "outputs" / "some"
+    workers = LocalWorkers([], [Place({}), Place({})], tmp_path / "outputs", settings)
+    workers.watch()
+    assert workers.codes() == [0, 1]
+    assert workers.folder == tmp_path / "outputs" / "some"
     assert "worker 1: error: target: no such model" in capsys.readouterr().err
-    assert sorted(path.name for path in (crowd.folder / "workers").iterdir()) == ["0.log", "1.log"]
+    assert sorted(path.name for path in (workers.folder / "workers").iterdir()) == ["0.log", "1.log"]
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["some"]
 
 
@@ -141,7 +141,7 @@ def _supervise(folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.executable = str(folder / "python")
     settings = StudySettings(storage=f"sqlite:///{folder}/study.db", n_trials=1)
-    Crowd([], [Place({}), Place({}, (min(os.sched_getaffinity(0)),))], folder / "outputs", settings).watch()
+    LocalWorkers([], [Place({}), Place({}, (min(os.sched_getaffinity(0)),))], folder / "outputs", settings).watch()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent has ended")

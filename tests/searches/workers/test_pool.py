@@ -15,9 +15,9 @@ import pytest
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
-from searches.workers import crew as crews
+from searches.workers import pool as pools
 from searches.workers.board import of_kind
-from searches.workers.crew import Crew, LeaseLost
+from searches.workers.pool import LeaseLost, WorkerPool
 from tests.searches.workers import members
 from tests.searches.workers.members import member, started, wait_until
 
@@ -50,8 +50,8 @@ def test_each_piece_of_work_is_done_once_and_known_to_all(place: str, tmp_path: 
     values = {path.read_text() for path in tmp_path.glob("values-*")}
     assert len(values) == 1  # of three workers
     assert [name for name, _ in ast.literal_eval(values.pop())] == [f"piece {number}" for number in range(5)]
-    with member(place) as crew:
-        assert crew.share("piece 3", lambda: pytest.fail("done before"))[0] == "piece 3"
+    with member(place) as pool:
+        assert pool.share("piece 3", lambda: pytest.fail("done before"))[0] == "piece 3"
 
 
 @pytest.mark.parametrize("sees", [True, False])
@@ -60,56 +60,56 @@ def test_the_claim_of_a_killed_worker_passes_on(
 ) -> None:
     """On this machine at once; on another one after some beats."""
     if not sees:
-        monkeypatch.setattr(crews, "has_ended", lambda _: False)
-    with member(database) as crew, started(members.hold, database, tmp_path / "held") as process:
+        monkeypatch.setattr(pools, "has_ended", lambda _: False)
+    with member(database) as pool, started(members.hold, database, tmp_path / "held") as process:
         wait_until((tmp_path / "held").exists)
-        assert len(crew.look().live) == 2
+        assert len(pool.snapshot().live) == 2
         process.kill()
-        with crew.claim("thing"):
-            states = {row.number: row.state for row in of_kind(crew.board.rows(), "worker")}
+        with pool.claim("thing"):
+            states = {row.number: row.state for row in of_kind(pool.board.rows(), "worker")}
         assert list(states.values()).count(TrialState.FAIL) == 1
-        assert states[crew.worker] == TrialState.RUNNING
-        assert crew.look().live == {crew.worker}
+        assert states[pool.worker] == TrialState.RUNNING
+        assert pool.snapshot().live == {pool.worker}
 
 
 def test_a_slow_holder_keeps_its_claim(database: str, tmp_path: Path) -> None:
-    with member(database) as crew, started(members.hold, database, tmp_path / "held", 0.6) as process:
+    with member(database) as pool, started(members.hold, database, tmp_path / "held", 0.6) as process:
         wait_until((tmp_path / "held").exists)
-        with crew.claim("thing"):  # twelve beats later
+        with pool.claim("thing"):  # twelve beats later
             process.join(30)
         assert process.exitcode == 0
-        assert all(row.state != TrialState.FAIL for row in of_kind(crew.board.rows(), "worker"))
+        assert all(row.state != TrialState.FAIL for row in of_kind(pool.board.rows(), "worker"))
 
 
 def test_a_worker_that_was_stopped_takes_the_value_of_the_one_that_replaced_it(database: str, tmp_path: Path) -> None:
-    with member(database) as crew, started(members.stop_in_a_piece, database, tmp_path / "held") as process:
+    with member(database) as pool, started(members.stop_in_a_piece, database, tmp_path / "held") as process:
         wait_until((tmp_path / "held").exists)
-        assert crew.share("piece", lambda: "in time") == "in time"
+        assert pool.share("piece", lambda: "in time") == "in time"
         assert process.pid is not None
         os.kill(process.pid, signal.SIGCONT)
         process.join(30)
         assert process.exitcode == 0
-        first, *again = [row.state for row in of_kind(crew.board.rows(), "worker") if row.number != crew.worker]
+        first, *again = [row.state for row in of_kind(pool.board.rows(), "worker") if row.number != pool.worker]
         assert first == TrialState.FAIL
         assert again in ([], [TrialState.COMPLETE])  # it joins again if it beats before it ends
     assert (tmp_path / "value").read_text() == "in time"
 
 
 def test_a_holder_notices_that_it_was_presumed_dead(database: str) -> None:
-    with member(database, beat=60) as crew, crew.claim("thing"):
-        crew.check("thing")
-        crew.board.finish(crew.worker, TrialState.FAIL)
+    with member(database, beat=60) as pool, pool.claim("thing"):
+        pool.check("thing")
+        pool.board.finish(pool.worker, TrialState.FAIL)
         with pytest.raises(LeaseLost):
-            crew.check("thing")
+            pool.check("thing")
 
 
 def test_an_error_in_shared_work_leaves_it_to_the_next(database: str) -> None:
-    with member(database) as crew:
+    with member(database) as pool:
         with pytest.raises(ZeroDivisionError):
-            crew.share("piece", lambda: 1 / 0)
-        assert crew.share("piece", lambda: "done") == "done"
+            pool.share("piece", lambda: 1 / 0)
+        assert pool.share("piece", lambda: "done") == "done"
         long = "ä" * 100_000  # longer than an attribute
-        assert crew.share("long", lambda: long) == long
+        assert pool.share("long", lambda: long) == long
 
 
 def test_of_workers_that_leave_the_last_finds_no_others(database: str) -> None:
@@ -134,20 +134,23 @@ class Failing(InMemoryStorage):
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Crew, Crew]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerPool, WorkerPool]]:
     """Two workers in this process, which beat when they are told to."""
-    monkeypatch.setattr(crews, "_LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(pools, "_LONGEST_PAUSE", 0.05)
     storage = Failing()
-    with Crew(storage, "study", beat_seconds=60, patience=2) as one, Crew(storage, "study", beat_seconds=60) as other:
+    with (
+        WorkerPool(storage, "study", beat_seconds=60, patience=2) as one,
+        WorkerPool(storage, "study", beat_seconds=60) as other,
+    ):
         yield one, other
         storage.error = None
 
 
-def _claims(crew: Crew) -> list[TrialState]:
-    return [row.state for row in of_kind(crew.board.rows(), "claim")]
+def _claims(pool: WorkerPool) -> list[TrialState]:
+    return [row.state for row in of_kind(pool.board.rows(), "claim")]
 
 
-def test_a_worker_that_was_presumed_dead_in_a_line_stands_in_it_anew(pair: tuple[Crew, Crew]) -> None:
+def test_a_worker_that_was_presumed_dead_in_a_line_stands_in_it_anew(pair: tuple[WorkerPool, WorkerPool]) -> None:
     one, other = pair
     before, held = other.worker, threading.Event()
 
@@ -168,7 +171,9 @@ def test_a_worker_that_was_presumed_dead_in_a_line_stands_in_it_anew(pair: tuple
     assert _claims(one) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
 
 
-def test_an_interrupt_in_a_line_gives_up_the_place(pair: tuple[Crew, Crew], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_a_line_gives_up_the_place(
+    pair: tuple[WorkerPool, WorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = pair
 
     def interrupted(_: Callable[[], bool]) -> None:
@@ -181,7 +186,7 @@ def test_an_interrupt_in_a_line_gives_up_the_place(pair: tuple[Crew, Crew], monk
         assert _claims(one) == [TrialState.RUNNING, TrialState.FAIL]
 
 
-def test_work_of_a_worker_that_was_presumed_dead_is_done_again(pair: tuple[Crew, Crew]) -> None:
+def test_work_of_a_worker_that_was_presumed_dead_is_done_again(pair: tuple[WorkerPool, WorkerPool]) -> None:
     one, other = pair
     done: list[int] = []
 
@@ -189,7 +194,7 @@ def test_work_of_a_worker_that_was_presumed_dead_is_done_again(pair: tuple[Crew,
         done.append(other.worker)
         if len(done) == 1:
             one.board.finish(other.worker, TrialState.FAIL)
-            one.look()  # finishes what it held
+            one.snapshot()  # finishes what it held
         return f"value {len(done)}"
 
     assert other.share("piece", work) == "value 2"
@@ -197,25 +202,27 @@ def test_work_of_a_worker_that_was_presumed_dead_is_done_again(pair: tuple[Crew,
     assert one.share("piece", lambda: pytest.fail("done before")) == "value 2"
 
 
-def test_a_worker_without_signs_is_presumed_dead_after_some_beats_of_another(pair: tuple[Crew, Crew]) -> None:
+def test_a_worker_without_signs_is_presumed_dead_after_some_beats_of_another(pair: tuple[WorkerPool, WorkerPool]) -> None:
     one, other = pair
     for _ in range(4):  # both are alive
         one._beat()
         other._beat()
-    assert one.look().live == {one.worker, other.worker}
+    assert one.snapshot().live == {one.worker, other.worker}
     one._beat()  # sees the last beat of the other one
     one._beat()
-    assert one.look().live == {one.worker, other.worker}
+    assert one.snapshot().live == {one.worker, other.worker}
     one._beat()
-    assert one.look().live == {one.worker}
+    assert one.snapshot().live == {one.worker}
     before = other.worker
     other._beat()  # it is alive after all
     assert other.worker > before
-    assert one.look().live == {one.worker, other.worker}
+    assert one.snapshot().live == {one.worker, other.worker}
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(), ValueError("a defect")])
-def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(pair: tuple[Crew, Crew], error: Exception) -> None:
+def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(
+    pair: tuple[WorkerPool, WorkerPool], error: Exception
+) -> None:
     one, _ = pair
     storage = one.board._storage
     assert isinstance(storage, Failing)

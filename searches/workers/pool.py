@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState
 from searches.app.interrupt import defer_interrupt
 from searches.connections import is_unreachable
 from searches.tracking.names import DEVICE, WORKER
-from searches.workers.board import Board, Look, Row, of_kind, published, value_of
+from searches.workers.board import Board, Row, Snapshot, of_kind, published, value_of
 from searches.workers.process import has_ended, this_process
 from searches.workers.retrying_storage import RetryingStorage
 
@@ -38,7 +38,7 @@ class LeaseLost(Exception):
     """The end of a claim whose worker was presumed dead; another worker has it now."""
 
 
-class Crew:
+class WorkerPool:
     """A worker among the others of its study; a context that it joins and leaves.
 
     Args:
@@ -71,7 +71,7 @@ class Crew:
         self._seen: dict[object, tuple[object, int]] = {}  # what was seen, and the own beat at which it was first seen so
         self.waited_seconds = 0.0
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         self._join()
         self._thread.start()
         return self
@@ -86,7 +86,7 @@ class Crew:
         try:
             with self._joining:
                 self.board.finish(self.worker, TrialState.COMPLETE)
-            return bool(self.look().live)
+            return bool(self.snapshot().live)
         except Exception as error:
             if not is_unreachable(error):
                 raise
@@ -102,7 +102,7 @@ class Crew:
         """A number that differs from those of the other workers, for the sampler."""
         return _SEED_STEP * (self.worker % _SEED_STEP)
 
-    def look(self) -> Look:
+    def snapshot(self) -> Snapshot:
         """Return the rows and the workers that are alive; finish the rows of those that are dead or left.
 
         Those that ended on this machine are dead.
@@ -115,11 +115,11 @@ class Crew:
         for row in running:
             if row.user_attrs.get("worker", row.number) not in live:
                 self.board.finish(row.number, TrialState.FAIL)
-        return Look(rows, live)
+        return Snapshot(rows, live)
 
     def leads(self) -> bool:
         """Return whether this is the worker that joined first of those that are alive."""
-        return self.worker == min(self.look().live, default=self.worker)
+        return self.worker == min(self.snapshot().live, default=self.worker)
 
     def sign(self, trial: optuna.Trial) -> None:
         """Store with a trial that this worker runs it, unless it was created so."""
@@ -127,7 +127,9 @@ class Crew:
             if trial.user_attrs.get(name) != value:
                 trial.set_user_attr(name, value)
 
-    def orphans(self, trials: Iterable[FrozenTrial], look: Look | None = None, is_idle: bool = False) -> list[FrozenTrial]:
+    def orphans(
+        self, trials: Iterable[FrozenTrial], snapshot: Snapshot | None = None, is_idle: bool = False
+    ) -> list[FrozenTrial]:
         """Return the running trials whose worker is dead.
 
         A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
@@ -135,11 +137,11 @@ class Crew:
 
         Args:
             trials: to choose from.
-            look: taken after the trials were read, so that it shows their workers; None takes one.
+            snapshot: taken after the trials were read, so that it shows their workers; None takes one.
             is_idle: whether no worker that is alive runs a trial, so that trials without a signature count at once.
         """
         running = [trial for trial in trials if trial.state == TrialState.RUNNING]
-        live = (look or self.look()).live if running else frozenset()
+        live = (snapshot or self.snapshot()).live if running else frozenset()
         found = []
         for trial in running:
             if WORKER in trial.user_attrs:
@@ -176,7 +178,7 @@ class Crew:
             work: returns the value. If it raises :class:`LeaseLost`, another worker does it.
         """
         while True:
-            value = self._first_value(of_kind(self.look().rows, "claim", name))
+            value = self._first_value(of_kind(self.snapshot().rows, "claim", name))
             if value is not None:
                 return value[0]
             row = self.board.add(kind="claim", name=name, worker=self.worker)
@@ -194,9 +196,9 @@ class Crew:
         """Yield the name and the value of each piece of work as they become known; those that no other worker does first."""
         left = list[str]()
         for name in names:
-            look = self.look()
-            rows = of_kind(look.rows, "claim", name)
-            if any(map(look.is_held, rows)) and not any(map(published, rows)):
+            snapshot = self.snapshot()
+            rows = of_kind(snapshot.rows, "claim", name)
+            if any(map(snapshot.is_held, rows)) and not any(map(published, rows)):
                 left.append(name)
             else:
                 yield name, self.share(name, partial(work, name))
@@ -209,9 +211,10 @@ class Crew:
         Raises:
             LeaseLost: it was presumed dead.
         """
-        look = self.look()
+        snapshot = self.snapshot()
         if not any(
-            look.is_held(row) and row.user_attrs["worker"] == self.worker for row in of_kind(look.rows, "claim", name)
+            snapshot.is_held(row) and row.user_attrs["worker"] == self.worker
+            for row in of_kind(snapshot.rows, "claim", name)
         ):
             raise LeaseLost(name)
 
@@ -242,15 +245,15 @@ class Crew:
         found: list[tuple[Any]] = []
 
         def is_first() -> bool:
-            look = self.look()
-            rows = of_kind(look.rows, "claim", name)
+            snapshot = self.snapshot()
+            rows = of_kind(snapshot.rows, "claim", name)
             if (value := self._first_value(rows)) is not None:
                 found.append(value)
                 return True
-            if not any(look.is_held(mine) for mine in rows if mine.number == row):
+            if not any(snapshot.is_held(mine) for mine in rows if mine.number == row):
                 self.stay()
                 raise LeaseLost(name)
-            return not any(look.is_held(other) for other in rows if other.number < row)
+            return not any(snapshot.is_held(other) for other in rows if other.number < row)
 
         self.wait(is_first)
         return found[0] if found else None
@@ -259,13 +262,13 @@ class Crew:
     def _first_value(rows: Iterable[Row]) -> tuple[Any] | None:
         return next(((value_of(row),) for row in rows if published(row)), None)
 
-    def stay(self) -> Look:
+    def stay(self) -> Snapshot:
         """Join again if this worker was presumed dead; return what was seen before."""
         with self._joining:
-            look = self.look()
-            if self.worker not in look.live and not self._ended.is_set():
+            snapshot = self.snapshot()
+            if self.worker not in snapshot.live and not self._ended.is_set():
                 self._join()
-        return look
+        return snapshot
 
     def _join(self) -> None:
         self.worker = self.board.add(kind="worker", process=self._process, beat=0)
@@ -296,7 +299,7 @@ class Crew:
 
 
 class Alone:
-    """A process that works on a study alone. Its methods are those of :class:`Crew`."""
+    """A process that works on a study alone. Its methods are those of :class:`WorkerPool`."""
 
     alone = True
     seed = 0
@@ -311,7 +314,9 @@ class Alone:
     def sign(self, trial: optuna.Trial) -> None:
         """Leave the trial as it is."""
 
-    def orphans(self, trials: Iterable[FrozenTrial], look: Look | None = None, is_idle: bool = False) -> list[FrozenTrial]:
+    def orphans(
+        self, trials: Iterable[FrozenTrial], snapshot: Snapshot | None = None, is_idle: bool = False
+    ) -> list[FrozenTrial]:
         """Return all running trials: a killed process left them."""
         return [trial for trial in trials if trial.state == TrialState.RUNNING]
 
@@ -341,5 +346,5 @@ class Alone:
         """Return, because nobody else can have the claim."""
 
 
-Workers = Crew | Alone
+Workers = WorkerPool | Alone
 ALONE = Alone()

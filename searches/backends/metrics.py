@@ -1,4 +1,4 @@
-"""The figures of requests to an engine: start-up seconds, throughput and latencies.
+"""The metrics of requests to an engine: start-up seconds, throughput and latencies.
 
 ``throughput`` is in tokens per second over all requests, ``ttft`` the seconds to the first token, ``tpot`` the seconds per
 token after it, at the median and the 95th percentile. Under several numbers of requests in flight, names end with the
@@ -19,7 +19,7 @@ from searches.tracking.names import STARTUP_SECONDS
 
 
 @dataclass
-class Figures:
+class RequestMetrics:
     """Everything that a comparison decoded, by name and by the number of requests in flight.
 
     Args:
@@ -39,7 +39,7 @@ class Figures:
         self.seconds[key] = self.seconds.get(key, 0.0) + seconds
 
     def to_dict(self) -> dict[str, float]:
-        """Return the figures with flat names; those of a single configuration have no prefix."""
+        """Return the metrics with flat names; those of a single configuration have no prefix."""
         others = [name for name in self.startup_seconds if name != BASELINE]
         prefixes = {name: "" if name == CANDIDATE or others == [name] else f"{name}_" for name in self.startup_seconds}
         found = {f"{prefixes[name]}{STARTUP_SECONDS}": seconds for name, seconds in self.startup_seconds.items()}
@@ -53,7 +53,7 @@ class Figures:
         return found
 
 
-def sample_figures(samples: Iterable[Sample]) -> dict[str, float]:
+def sample_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     """Return the throughput and the latencies of the requests of samples; empty if they have none.
 
     With a constant number of requests in flight, the throughput is that number times the tokens of all requests over their
