@@ -12,7 +12,7 @@ EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/tes
 ARGS ?=
 
 .DEFAULT_GOAL := sweep
-.PHONY: sweep benchmark test lossless launchers gpu gemma setup clean
+.PHONY: sweep benchmark test system lossless launchers gpu gemma setup clean
 
 sweep: setup            ## the default study; ARGS="experiment=smoke seed=1" are its overrides
 	$(BIN)/python -m searches.layerskip $(ARGS)
@@ -20,12 +20,15 @@ sweep: setup            ## the default study; ARGS="experiment=smoke seed=1" are
 benchmark: setup        ## our drafters beside transformers' own decoding
 	$(BIN)/python -m searches.benchmark $(ARGS)
 
-test: setup             ## style, types, one-way imports, tests
+test: setup             ## style, types, one-way imports, the first tier of tests
 	@# Types are checked beside the rest, because one process leaves the other cores idle; their errors are printed last.
 	types=$$(mktemp); $(BIN)/mypy >$$types 2>&1 & checker=$$!; \
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports \
-	&& $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS); tests=$$?; \
+	&& $(BIN)/python -m pytest -n 2 --dist loadfile -m "not system" $(ARGS); tests=$$?; \
 	wait $$checker; checked=$$?; cat $$types; rm -f $$types; exit $$((tests | checked))
+
+system: setup           ## the second tier: whole programs, killed processes, servers, databases
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m system $(ARGS)
 
 lossless: setup gemma   ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts
 	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest -n 2 --dist load $(EXHAUSTIVE)

@@ -10,6 +10,8 @@ from nbclient import NotebookClient
 
 from tests.searches.programs import REPOSITORY
 
+pytestmark = pytest.mark.system
+
 NOTEBOOKS = REPOSITORY / "notebooks"
 
 

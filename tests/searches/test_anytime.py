@@ -17,6 +17,8 @@ from searches.workers.slots import FINISHED
 from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, journal_study, kill_study, quick, tracked
 
+pytestmark = pytest.mark.system
+
 CHEAP = "space.methods=[none,prompt_lookup,token_recycling,cascade]"
 
 

@@ -12,6 +12,8 @@ import pytest
 from tests.searches.conftest import Launch
 from tests.searches.programs import execute, quick, tracked
 
+pytestmark = pytest.mark.system
+
 
 def test_a_study_stays_in_a_folder_of_any_name_also_after_it_was_moved(
     tiny_folder: Path, tmp_path: Path, launch: Launch

@@ -36,6 +36,8 @@ from tests.searches.programs import (
 from tests.searches.report.pages import metrics_of
 from tests.tiny import VOCABULARY, save_tiny
 
+pytestmark = pytest.mark.system
+
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 

@@ -20,6 +20,8 @@ from searches.app.interrupt import (
     resend_interrupt,
 )
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 def handlers() -> Iterator[None]:

@@ -21,6 +21,8 @@ from searches.app.application import run
 from searches.app.checks import InputError
 from searches.app.interrupt import Terminated
 
+pytestmark = pytest.mark.system
+
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
 SEEN: list[Any] = []
 """What the jobs of the launcher below were given or said."""

@@ -14,6 +14,8 @@ from omegaconf import DictConfig
 from searches.app.application import Job, run, table, worst
 from searches.app.checks import InputError
 
+pytestmark = pytest.mark.system
+
 
 def _refuse() -> NoReturn:
     raise InputError("study.n_trials: 0|1 is less than 2")

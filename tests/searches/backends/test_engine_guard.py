@@ -15,7 +15,7 @@ import pytest
 from searches.backends import engine_guard
 from tests.searches.backends.processes import is_running
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+pytestmark = [pytest.mark.system, pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")]
 _ORPHAN = "setsid sleep 60 & echo $! > orphan"  # in a session of its own, and its parent ends
 _LEFT = 99  # exit code of a guard that left a process behind
 

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from optuna.trial import TrialState
 
 from layerskip import Export
@@ -14,6 +15,8 @@ from searches.app.composition import literal
 from searches.tracking.names import ENGINE_FAILED
 from tests.searches.backends.processes import STANDIN, running, wait_for
 from tests.searches.programs import execute, journal_study, kill_study, quick, runs, sqlite, tracked
+
+pytestmark = pytest.mark.system
 
 _TRIALS = 6
 

@@ -22,6 +22,8 @@ from tests.searches.backends.fake import BROKEN, SPEEDUP, FakeBackend
 from tests.searches.conftest import Launch
 from tests.searches.programs import journal_study, quick, runs, sqlite, tracked
 
+pytestmark = pytest.mark.system
+
 FAKE = f"backend._target_={FakeBackend.__module__}.{FakeBackend.__qualname__}"
 
 

@@ -23,6 +23,8 @@ from tests.searches.conftest import Launch
 from tests.searches.programs import NO_PEERS, runs, sqlite, tracked
 from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> dict:  # type: ignore[type-arg]

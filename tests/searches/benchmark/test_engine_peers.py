@@ -23,6 +23,8 @@ from tests.searches.backends.processes import is_running
 from tests.searches.benchmark.engine_packages import OPENVINO, OPENVINO_GENAI
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 PROMPT = [5, 6, 7]
 _CONVERTER = """
 import json, os, sys

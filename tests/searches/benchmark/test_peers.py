@@ -17,6 +17,8 @@ from searches.benchmark import peers
 from searches.benchmark.peers import Peer
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 
 def test_a_release_without_the_private_function_counts_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(utils, "_speculative_sampling")

@@ -29,6 +29,8 @@ from tests.searches.conftest import Launch
 from tests.searches.programs import runs, sqlite, tracked
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 SMALL = (
     *("tokens=1000", "max_new_tokens=16", "batch=8", "texts_per_step=4", "steps=6", "max_seconds=1000", "depth=3"),
     *("masks=[layers:1,layers:1-2]", "vocabularies=[48]", "contenders=1", "trained.width=8", "measure.prompts=4"),

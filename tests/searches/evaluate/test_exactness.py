@@ -12,6 +12,8 @@ from layerskip.scan.scan import Scanner
 from searches.evaluate.exactness import random_masks
 from tests.searches.conftest import Launch
 
+pytestmark = pytest.mark.system
+
 PROGRAM = "evaluate.exactness"
 SMALL = ("target=local", "target.device=cpu", "masks=3", "lengths=[1,3,4]", "thresholds=[0.05,0.3]", "count=2")
 

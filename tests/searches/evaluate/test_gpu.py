@@ -34,6 +34,8 @@ from tests.searches.conftest import Launch
 from tests.searches.programs import fork
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "vocab_size": 64,

@@ -9,6 +9,8 @@ import pytest
 
 from tests.searches.conftest import Launch
 
+pytestmark = pytest.mark.system
+
 PROGRAM = "evaluate.long_context"
 SMALL = (
     *("sizes.hidden_size=32", "sizes.intermediate_size=48", "sizes.head_dim=8", "models.windows.sliding_window=64"),

@@ -13,6 +13,8 @@ from searches.predict.prediction_error import prediction_error
 from tests.searches.conftest import Launch
 from tests.searches.known import Known
 
+pytestmark = pytest.mark.system
+
 PROGRAM = "evaluate.predictions"
 
 

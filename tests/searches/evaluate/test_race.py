@@ -21,6 +21,8 @@ from tests.searches.conftest import Launch
 from tests.searches.known import Known
 from tests.searches.predict.test_proposals import LAYERS, Landscape
 
+pytestmark = pytest.mark.system
+
 PROGRAM = "evaluate.race"
 
 

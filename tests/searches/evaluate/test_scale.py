@@ -13,6 +13,8 @@ import pytest
 from searches.evaluate.scale import judge
 from tests.searches.conftest import Launch
 
+pytestmark = pytest.mark.system
+
 PROGRAM = "evaluate.scale"
 FOUND: dict[str, Any] = {
     "settings": {"n_trials": 10, "kills": 4, "like": None, "max_share": None},

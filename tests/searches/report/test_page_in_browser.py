@@ -14,7 +14,7 @@ from searches.report.page import FAILED, FINISHED, Page, write_page
 from tests.browser import CHROMIUM, Browser
 from tests.searches.report.pages import EARLIER_LAYERS, earlier_study, engine_study, known_study, workers_study
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+pytestmark = [pytest.mark.system, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
 
 _PHONE, _DESKTOP = 375, 1440
 _MARKS = "document.querySelectorAll('#{} .points path').length"

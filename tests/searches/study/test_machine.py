@@ -15,6 +15,8 @@ from layerskip import Target
 from searches.study import machine
 from tests.searches.programs import environment
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:

@@ -13,6 +13,8 @@ from searches.train.bridge_store import BRIDGES_FOLDER
 from tests.exhaustive import representative
 from tests.searches.programs import fork, journal_study, quick, tracked
 
+pytestmark = pytest.mark.system
+
 STAGES = ("continuations", "profile", "scan", "trials", "verdict")
 
 

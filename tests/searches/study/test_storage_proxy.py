@@ -17,7 +17,7 @@ from searches.study import storage
 from tests.searches.programs import FORKS, REPOSITORY, Fork, quick, runs, sqlite, tracked
 
 pytest.importorskip("grpc")
-pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")]
 PARTS = ("config", "evidence", "environment", "search")
 PAGE = REPOSITORY / "docs" / "scale.md"
 

@@ -23,6 +23,8 @@ from tests.searches.conftest import Launch
 from tests.searches.tracking.studies import compared_study
 from tests.searches.workers.members import wait_until
 
+pytestmark = pytest.mark.system
+
 _LOG = "machine/0 works on study some"
 _GET_PARENT_DEATH_SIGNAL, _SET_PARENT_DEATH_SIGNAL = 2, 1  # of linux/prctl.h
 _WAITING = "touch began; while [ ! -e end ]; do sleep 0.02; done"

@@ -26,6 +26,8 @@ from tests.searches.conftest import Launch
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
 from tests.searches.programs import journal_study, quick, runs, sqlite, tracked
 
+pytestmark = pytest.mark.system
+
 NO_FINALS = Finals((), {}, 0.0)
 LINEAR = BridgeSpec("linear")
 

@@ -14,6 +14,8 @@ from searches.connections import sqlite_url
 from searches.tracking.store import open_experiment
 from tests.searches.programs import tracked
 
+pytestmark = pytest.mark.system
+
 _KILLED = """
 import os, pathlib, signal, sys
 from sqlalchemy import Engine, event

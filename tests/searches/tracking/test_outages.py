@@ -25,6 +25,8 @@ from tests.searches.programs import quick, runs, sqlite, tracked
 from tests.searches.tracking.stores import TrackingServer, fill, small_disk
 from tests.searches.tracking.studies import compared_study
 
+pytestmark = pytest.mark.system
+
 TRIALS = compared_study().trials
 FITS = [{"fit_seconds": 1.0, "agreement_empty": 0.25, "agreement_bridged": 0.5}]
 LOST = "tracking.uri: cannot write to"

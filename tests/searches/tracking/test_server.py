@@ -20,6 +20,8 @@ from tests.searches.conftest import Launch
 from tests.searches.programs import environment, quick, runs, sqlite, tracked
 from tests.searches.tracking.studies import ACCEPTANCE, SPEEDUPS, compared_study
 
+pytestmark = pytest.mark.system
+
 PAGES = Path(mlflow.server.__file__).parent / "js" / "build" / "index.html"
 SHOWN = {"num_speculative_tokens", "drafter", "skipped_attention", "tokens_per_second"}
 """The axes that MLflow chooses."""

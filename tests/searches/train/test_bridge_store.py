@@ -33,6 +33,8 @@ from tests.searches.conftest import Launch
 from tests.searches.programs import journal_study, quick, tracked
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 LINEAR = BridgeSpec("linear")
 
 

@@ -25,6 +25,8 @@ from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, runs, sqlite, tracked
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 SMALL = (
     *("tokens=400", "max_new_tokens=24", "batch=8", "texts_per_step=4", "learning_rate=0.003", "vocabulary=64"),
     *("held_out_tokens=8", "target=local", "target.dtype=float32", "target.device=cpu"),

@@ -21,6 +21,8 @@ from tests.searches.programs import runs, sqlite, tracked
 from tests.searches.train.test_train import SMALL
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

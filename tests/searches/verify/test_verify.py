@@ -29,6 +29,8 @@ from tests.searches.conftest import Launch
 from tests.searches.programs import execute
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
+
 LOOKUP = SpeculativeConfig("prompt_lookup", 16, prompt_lookup_min=1, prompt_lookup_max=2)
 ONE_TOKEN = SpeculativeConfig("layer_skip", 1, mask="layers:1")  # at most two tokens per round
 USELESS = SpeculativeConfig("layer_skip", 16, mask="layers:0-1")

@@ -26,6 +26,8 @@ from tests.searches.known import PROMPTS, SETTINGS, Known
 from tests.searches.workers import members
 from tests.searches.workers.members import member, opened, study_in
 
+pytestmark = pytest.mark.system
+
 
 def _lost() -> Exception:
     return sqlalchemy.exc.OperationalError(

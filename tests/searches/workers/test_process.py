@@ -11,6 +11,8 @@ import pytest
 from searches.workers import process
 from searches.workers.process import has_ended, start_of, this_process
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 def _unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

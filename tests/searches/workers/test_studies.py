@@ -23,6 +23,8 @@ from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, quick, runs, sqlite, tracked
 from tests.searches.workers.members import opened, started, wait_until
 
+pytestmark = pytest.mark.system
+
 TRIALS = 8
 
 
