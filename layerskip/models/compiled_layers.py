@@ -35,24 +35,24 @@ from layerskip.models.cache import KVCache
 _LARGE = 2**22  # values of a weight
 
 
-def lay_out_siblings(model: nn.Module, run: Callable[[], object]) -> None:
-    """Lay the weights of a model's sibling layers out as matrices, unless they are.
+def lay_out_parallel_layers(model: nn.Module, run: Callable[[], object]) -> None:
+    """Lay the weights of a model's parallel layers out as matrices, unless they are.
 
     Args:
         model: the model.
-        run: runs a pass, in which siblings are found. It is run once for a model.
+        run: runs a pass, in which parallel layers are found. It is run once for a model.
     """
-    if model not in _siblings:
-        _siblings[model] = []  # stays if the pass fails
-        _siblings[model] = _find_siblings(model, run)
-    for names in _siblings[model]:
+    if model not in _parallel_layers:
+        _parallel_layers[model] = []  # stays if the pass fails
+        _parallel_layers[model] = _find_parallel_layers(model, run)
+    for names in _parallel_layers[model]:
         layers: list[Any] = [model.get_submodule(name) for name in names]
         join_rows([layer.weight for layer in layers])
         if layers[0].bias is not None:
             join_rows([layer.bias for layer in layers])
 
 
-def _find_siblings(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
+def _find_parallel_layers(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
     """Return the names of plain linear layers that read one input, group by group, and mark their weights."""
     calls: list[tuple[str, Tensor]] = []
     hooks = [
@@ -116,7 +116,7 @@ def _fit(layers: Sequence[Any]) -> bool:
 
 
 class FusedLinear(nn.Module):
-    """A linear layer in a compiled tree. It computes the product of its siblings with its own.
+    """A linear layer in a compiled tree. It computes the products of the layers parallel to it with its own.
 
     A single row is multiplied by a small weight in a sum over the products, which the compiler fuses with what surrounds it.
     Every output then computes the row's own operators again. With a large weight this takes longer than reading the weight,
@@ -170,7 +170,7 @@ class FusedLinear(nn.Module):
 
 
 class FollowingLinear(nn.Module):
-    """A linear layer whose output its first sibling has computed.
+    """A linear layer whose output the first of its parallel layers has computed.
 
     Args:
         first: the first layer of the group.
@@ -192,7 +192,7 @@ class FollowingLinear(nn.Module):
         return output
 
 
-def fuse_siblings(tree: nn.Module, single_rows: bool) -> None:
+def fuse_parallel_layers(tree: nn.Module, single_rows: bool) -> None:
     """Replace the linear layers of a module tree, a second one over a model's tensors, by fused ones.
 
     Args:
@@ -220,7 +220,7 @@ def _fuse(tree: nn.Module, group: Sequence[tuple[str, Any]], single_rows: bool) 
             tree.set_submodule(name, FollowingLinear(first, place))
 
 
-_siblings: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
+_parallel_layers: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
 _groups: Any = WeakIdKeyDictionary()
 """A mark of the group for every weight that was laid out."""
 
@@ -333,7 +333,7 @@ class CompiledLayers:
         cache = kwargs.get("past_key_values")
         if index not in self._trees:
             self._trees[index] = self._tree(index)
-            fuse_siblings(self._trees[index], single_rows=_on_gpu(hidden))
+            fuse_parallel_layers(self._trees[index], single_rows=_on_gpu(hidden))
         if cache is not None:
             assert isinstance(cache, KVCache)
             kwargs["attention_mask"] = mask_of(kwargs["attention_mask"])
@@ -416,11 +416,11 @@ def prepare_compiling(model: nn.Module) -> None:
     first = next(body.parameters())
     with contextlib.suppress(Exception), torch.inference_mode():  # models of any code; nothing is laid out then
         if not isinstance(body, PreTrainedModel):
-            lay_out_siblings(body, lambda: body(first.new_zeros(2, first.shape[1])))
+            lay_out_parallel_layers(body, lambda: body(first.new_zeros(2, first.shape[1])))
             return
         width = body.config.get_text_config(decoder=True).hidden_size
         states = torch.zeros(1, 2, width, dtype=body.dtype, device=body.device)
-        lay_out_siblings(body, lambda: body(inputs_embeds=states, use_cache=False))
+        lay_out_parallel_layers(body, lambda: body(inputs_embeds=states, use_cache=False))
 
 
 def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str) -> None:

@@ -43,7 +43,7 @@ def save_trained(
 
     Args:
         folder: created if needed.
-        method: ``eagle``, ``medusa``, ``bridge`` or ``draft_head``.
+        kind: ``eagle``, ``medusa``, ``bridge`` or ``draft_head``.
         shape: the arguments to build the module.
         weights: the module's own tensors, without those of the target.
         target: the target whose hidden states it reads.

@@ -70,7 +70,7 @@ def stability(
 
 
 def seed_stability(folder: Path, settings: Mapping[str, Any], mask: SkipMask, sublayers: int) -> SeedStability | None:
-    """Store a study's choice in its folder, and compare it with those of sibling studies that differ only in their seed.
+    """Store a study's choice in its folder, and compare it with those of studies that differ only in their seed.
 
     Args:
         folder: of the study.

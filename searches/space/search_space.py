@@ -314,7 +314,7 @@ class SearchSpace:
         """Return what a field is chosen from: the lowest and highest value of a number, or all choices.
 
         Args:
-            method: a method.
+            method: its name.
             name: a field that its drafter declares with a range, with choices or as a path.
         """
         return self._values(methods()[method], methods()[method][name])
@@ -335,7 +335,7 @@ class SearchSpace:
         """Return the space with other ranges or choices of some fields.
 
         Args:
-            kinds_of: the methods whose fields change; None for all methods that have such a field.
+            methods_of: the methods whose fields change; None for all methods that have such a field.
             values: the values by field.
         """
         ranges = {method: dict(fields) for method, fields in self.ranges.items()}

@@ -83,7 +83,7 @@ def _of_method(valued: Sequence[_Valued], method: str | None) -> list[FrozenTria
 
 
 def _leading_method(valued: Sequence[_Valued]) -> str | None:
-    """Return the kind of the best trial, a measured one if there is any; None without trials, or without methods."""
+    """Return the method of the best trial, a measured one if there is any; None without trials, or without methods."""
     best = max(valued, key=lambda pair: (pair[1].state == TrialState.COMPLETE, pair[0]), default=None)
     return None if best is None else best[1].params.get(_METHOD)
 

@@ -216,7 +216,7 @@ def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
 
 
 def drafters(entry: LeaderboardEntry) -> tuple[str, ...]:
-    """Return the kind of an entry's drafter, and those of a cascade's members."""
+    """Return the method of an entry, and those of a cascade's members."""
     config = entry.config
     return config.method, *(member.method for member in config.members)
 
