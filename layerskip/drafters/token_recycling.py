@@ -41,7 +41,7 @@ class TokenRecycling(Drafter):
         rank=3,
         color="#9467bd",
         short="recycling",
-        label=lambda config: f"trees of {config.tree_tokens}, {config.top_k} top_k, from {config.min_token_prob:g}",
+        label=lambda config: f"trees of {config.tree_tokens}, {config.top_k} candidates, from {config.min_token_prob:g}",
         lookup=True,
         trees_only=True,
         paired=True,
