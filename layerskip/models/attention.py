@@ -83,7 +83,7 @@ def _select(states: Tensor, runs: Sequence[slice]) -> Tensor:
     return torch.cat([states[:, :, run] for run in runs], 2) if runs else states[:, :, :0]
 
 
-def _attend(
+def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return attention ``[B, n, heads, d]`` of ``query [B, heads, n, d]`` to ``key``, ``value [B, key heads, m, d]``."""
@@ -93,7 +93,7 @@ def _attend(
     parts = None if attention_mask is None or torch.compiler.is_compiling() else _parts.get(attention_mask)
     if parts is not None:
         outputs = [
-            _attend(module, query[:, :, first:end], _select(key, runs), _select(value, runs), mask, **kwargs)[0]
+            attend(module, query[:, :, first:end], _select(key, runs), _select(value, runs), mask, **kwargs)[0]
             for first, end, runs, mask in parts
         ]
         return torch.cat(outputs, 1), None
@@ -189,7 +189,7 @@ _reads_buffers = ContextVar("_reads_buffers", default=False)
 _biases: Any = WeakIdKeyDictionary()
 _parts: Any = WeakIdKeyDictionary()
 
-AttentionInterface.register(NAME, _attend)
+AttentionInterface.register(NAME, attend)
 AttentionInterface.register(PLAIN, sdpa_attention_forward)
 AttentionMaskInterface.register(NAME, _local_mask)
 AttentionMaskInterface.register(PLAIN, _mask)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from layerskip.device.transfer import copy_to_device
-from layerskip.models.packing import multiply_packed, pack_weight
+from layerskip.models.packing import pack_weight
 
 _ROOM = 256  # rows reserved for tokens of a text; with more, all rows are copied. Zeros, as captured passes read them
 
@@ -75,7 +75,7 @@ class OutputRows:
         if self._packed is None or hidden.dtype != self.weight.dtype or (torch.is_grad_enabled() and hidden.requires_grad):
             return linear(hidden, self.weight, self.bias)
         common = len(self._in_common)
-        logits = multiply_packed(self._packed, hidden, None if self.bias is None else self.bias[:common])
+        logits = self._packed(hidden, None if self.bias is None else self.bias[:common])
         if len(self._ids) == common:
             return logits
         own = linear(hidden, self.weight[common:], None if self.bias is None else self.bias[common:])

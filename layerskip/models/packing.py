@@ -4,7 +4,8 @@ oneDNN needs a matrix in blocks. Torch passes it rows, which are laid out again 
 step, that takes longer than the product. Here a weight is packed once, for all module trees over the same tensors, and
 multiplied with the operator that torch's own compiler emits. In bfloat16 the results equal those of
 ``torch.nn.functional.linear`` bit by bit, except where that function rounds before it adds a bias. In float32 the sums have
-another order. The cost is a second copy of the weights.
+another order; weights that bfloat16 holds exactly are packed for :mod:`layerskip.kernels.cpu`, which reads half the bytes.
+The cost is a second copy of the weights.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import math
 import platform
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -22,12 +23,13 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerskip.device.memory import total_bytes
+from layerskip.kernels.cpu import HalfWeight
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
 _SHARE = 0.25  # of the machine's memory, the most that packed weights may take by default
 _ROWS = 4  # rows of input for which layouts are chosen; a thousand rows lose nothing by it
-_LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values from which on packing a weight is faster
+_LEAST = {torch.float32: 2**16, torch.bfloat16: 2**14}  # values from which on packing a weight is faster
 _SAMPLED = 8  # values that detect a change of a weight
 
 
@@ -80,15 +82,33 @@ def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return linear(hidden, weight, bias) if packed is None else packed.multiply(hidden, weight, bias)
 
 
-def pack_weight(weight: Tensor) -> Tensor | None:
-    """Pack a weight ``[out, in]`` for :func:`multiply_packed`; None where packing does not help."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS) if _is_packable(weight) else None
+Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def multiply_packed(packed: Tensor, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply by a packed weight, ``[..., in]`` to ``[..., out]``; gradients do not flow through it."""
+def pack_weight(weight: Tensor) -> Product | None:
+    """Pack a weight ``[out, in]``; None where packing does not help.
+
+    Returns:
+        A product of hidden states ``[..., in]`` and an optional bias ``[out]`` to ``[..., out]``, without gradients.
+    """
+    if not _is_packable(weight):
+        return None
+    if HalfWeight.fits(weight):
+        return HalfWeight(weight)
+    return functools.partial(_multiply_packed, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS))
+
+
+def _multiply_packed(packed: Tensor, hidden: Tensor, bias: Tensor | None) -> Tensor:
     output: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")
     return output
+
+
+def half_weight(layer: nn.Module) -> HalfWeight | None:
+    """Return the packed weight of a linear layer if it is in bfloat16 with float32 sums."""
+    if type(layer) is not _PackedLinear or layer.weight.is_inference():
+        return None
+    product = layer.packed.product(layer.weight)
+    return product if isinstance(product, HalfWeight) else None
 
 
 class _PackedWeight:
@@ -97,7 +117,7 @@ class _PackedWeight:
     def __init__(self) -> None:
         self._state: tuple[int, int] | None = None
         self._sample: list[float] = []
-        self._copy: Tensor | None = None
+        self._copy: Product | None = None
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():
@@ -105,12 +125,17 @@ class _PackedWeight:
         needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
         if needs_gradient or hidden.dtype != weight.dtype or not hidden.numel() or weight.is_inference():
             return linear(hidden, weight, bias)
+        product = self.product(weight)
+        if product is None or torch.is_autocast_enabled("cpu"):
+            return linear(hidden, weight, bias)
+        return product(hidden, bias)
+
+    def product(self, weight: Tensor) -> Product | None:
+        """Return the product by the packed copy of a weight, as it is now; None where packing does not help."""
         state = weight._version, weight.data_ptr()
         if state != self._state:
             self._copy, self._state, self._sample = pack_weight(weight), state, _sample(weight)
-        if self._copy is None or torch.is_autocast_enabled("cpu"):
-            return linear(hidden, weight, bias)
-        return multiply_packed(self._copy, hidden, bias)
+        return self._copy
 
     def check(self, weight: Tensor) -> None:
         """Drop the copy if the weight has moved to another device or its sampled values have changed."""
@@ -161,7 +186,7 @@ def _is_supported(dtype: torch.dtype) -> bool:
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        product = multiply_packed(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), hidden, None)
+        product = _multiply_packed(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), hidden, None)
     except (RuntimeError, AttributeError):  # a build without these operators
         return False
     return torch.allclose(product, linear(hidden, weight), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-4)

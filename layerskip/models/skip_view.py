@@ -22,6 +22,7 @@ from layerskip.models.architecture import architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.bridge import Bridge, Bridges
 from layerskip.models.compiled_layers import compile_like, compile_mode
+from layerskip.models.cpu_layers import fuse_layers
 from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
         view.__dict__.pop(name, None)  # replaced by accelerate on a model with hooks; they hold the model
     use_grouped_attention(view)
     compile_like(model, view)
-    return pack_like(model, view)
+    return fuse_layers(pack_like(model, view))
 
 
 def _skipped_layer(bridge: Bridge | None) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,235 @@
+"""The parts of a pass over a few rows on a CPU, for weights in bfloat16 with float32 activations and sums.
+
+Decoding costs the bytes of the weights. A float32 weight whose values bfloat16 holds exactly, as those of a bfloat16
+checkpoint, is read at half the bytes. Products then differ from float32's only in the order of the sums. The order is the
+same for any number of rows, so verification computes what plain decoding does. Torch and oneDNN have no such product.
+``cpu.cpp`` is compiled at first use, within seconds, and kept for later processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from layerskip.device.failures import first_line
+from layerskip.device.tolerance import nearly_equal
+from layerskip.files import digest
+
+MOST_ROWS = 24
+"""With more rows, arithmetic takes longer than reading, and torch's products are as fast."""
+ACTIVATIONS = ("silu", "gelu_tanh")
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FLAGS = {
+    "AVX2": ("-DLANES=8", "-mavx2", "-mfma"),
+    "AVX512": ("-DLANES=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    "NEON": ("-DLANES=8",),
+}
+_OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_LIMIT_SECONDS = 120  # for the compiler
+_log = logging.getLogger(__name__)
+
+
+class HalfWeight:
+    """A float32 weight ``[out, in]`` whose values fit bfloat16, laid out for products of few rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self._library = weight.detach(), _library()
+        self.outputs, self.inputs = weight.shape
+        size = self._library.panel_size()
+        panels = self._weight.to(torch.bfloat16)
+        if self.outputs % size:
+            panels = torch.cat((panels, panels.new_zeros(-self.outputs % size, self.inputs)))
+        self.panels = panels.view(-1, size, self.inputs).transpose(1, 2).contiguous()
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Return whether bfloat16 holds the values of a weight, and this machine has the kernels."""
+        if weight.dtype != torch.float32 or weight.device.type != "cpu" or not has_kernels():
+            return False
+        return not bool((weight.detach().view(torch.int32) & 0xFFFF).any())
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute :func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``; gradients do not flow through it."""
+        count = hidden.numel() // self.inputs
+        if count > MOST_ROWS:
+            return linear(hidden, self._weight, bias)
+        rows = hidden.contiguous()
+        output = rows.new_empty((*hidden.shape[:-1], self.outputs))
+        self._library.multiply(
+            rows.data_ptr(),
+            self.panels.data_ptr(),
+            output.data_ptr(),
+            count,
+            self.inputs,
+            self.outputs,
+            torch.get_num_threads(),
+        )
+        return output if bias is None else output.add_(bias)
+
+    def __deepcopy__(self, memo: Any) -> HalfWeight:
+        return self  # it never changes
+
+
+def normalise(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    """Return the root-mean-square norm (arXiv 1910.07467) of ``hidden [..., H]``, times ``scale [H]``; both float32."""
+    rows = hidden.contiguous()
+    output = torch.empty_like(rows)
+    width = scale.shape[0]
+    _library().normalise(rows.data_ptr(), scale.data_ptr(), output.data_ptr(), rows.numel() // width, width, epsilon)
+    return output
+
+
+def gated_mlp(hidden: Tensor, gate: HalfWeight, up: HalfWeight, down: HalfWeight, activation: int) -> Tensor:
+    """Return ``down(activation(gate(x)) * up(x))`` for ``[..., H]``; the activation is its index in :data:`ACTIVATIONS`."""
+    rows = hidden.contiguous()
+    count = rows.numel() // gate.inputs
+    memory, output = rows.new_empty(2 * count * gate.outputs), torch.empty_like(rows)
+    _library().gated_mlp(
+        rows.data_ptr(),
+        gate.panels.data_ptr(),
+        up.panels.data_ptr(),
+        down.panels.data_ptr(),
+        memory.data_ptr(),
+        output.data_ptr(),
+        count,
+        gate.inputs,
+        gate.outputs,
+        down.outputs,
+        activation,
+        torch.get_num_threads(),
+    )
+    return output
+
+
+def project(
+    hidden: Tensor,
+    weights: Sequence[HalfWeight],
+    biases: Sequence[Tensor | None],
+    norms: Sequence[Tensor],
+    epsilon: float,
+    positions: tuple[Tensor, Tensor],
+    width: int,
+) -> list[Tensor]:
+    """Return queries, keys and values with rotary positions, each ``[1, its heads, n, width]`` float32.
+
+    Args:
+        hidden: ``[1, n, H]`` float32.
+        weights: of queries, keys and values.
+        biases: theirs, ``[heads * width]``.
+        norms: factors ``[width]`` of the norms of queries and of keys; empty without norms.
+        epsilon: theirs.
+        positions: cosine and sine, ``[1, n, rotated]`` float32; rotated is at most ``width``.
+        width: that of a head.
+    """
+    rows, (cosine, sine) = hidden.contiguous(), (part.contiguous() for part in positions)
+    count, heads = rows.shape[1], [weight.outputs // width for weight in weights]
+    results = [rows.new_empty(1, number, count, width) for number in heads]
+    memory = rows.new_empty(count * sum(heads) * width)
+    _library().project(
+        rows.data_ptr(),
+        _pointers([weight.panels for weight in weights]),
+        _pointers(biases),
+        _pointers([*norms, None] if norms else [None] * 3),
+        cosine.data_ptr(),
+        sine.data_ptr(),
+        memory.data_ptr(),
+        _pointers(results),
+        count,
+        rows.shape[2],
+        _SIZES(*heads),
+        width,
+        cosine.shape[2],
+        epsilon,
+        torch.get_num_threads(),
+    )
+    return results
+
+
+_POINTERS, _SIZES = ctypes.c_void_p * 3, ctypes.c_int64 * 3
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> Any:
+    return _POINTERS(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
+
+
+@functools.cache
+def has_kernels() -> bool:
+    """Return whether the kernels compile here, and multiply as torch does. Otherwise the log says why, once."""
+    if _instruction_set() is None:
+        return False
+    try:
+        source = torch.Generator().manual_seed(0)
+        weight, rows = (torch.randn(size, 40, generator=source, device="cpu") for size in (70, 9))
+        weight = weight.bfloat16().float()
+        works = nearly_equal(HalfWeight(weight)(rows), linear(rows, weight))
+        reason = "" if works else "they give other results"
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = first_line(error)
+    if reason:
+        _log.warning("the kernels for weights in bfloat16 cannot be used, so products read float32: %s", reason)
+    return not reason
+
+
+def _instruction_set() -> str | None:
+    machine = platform.machine().lower()
+    capability = torch.backends.cpu.get_cpu_capability()
+    if machine in ("aarch64", "arm64"):
+        return "NEON"
+    return capability if machine in ("x86_64", "amd64") and capability in _FLAGS else None
+
+
+@functools.cache
+def _library() -> Any:
+    """Return the compiled library.
+
+    Raises:
+        OSError: there is no compiler, it fails, or the library cannot be written or loaded.
+        subprocess.SubprocessError: the compiler takes too long.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
+    if not compiler[0]:
+        raise OSError("there is no C++ compiler; install g++")
+    # Torch's own OpenMP: the threads of another one would wait for the same cores.
+    openmp = next((Path(torch.__file__).parent / "lib").glob("libgomp*"), None)
+    runtime = [str(openmp)] if openmp else ["-fopenmp"]
+    compile_source = [*compiler, *_OPTIONS, *_FLAGS[_instruction_set() or ""]]
+    identity = digest([compile_source, runtime, torch.__version__, _SOURCE.read_text(encoding="utf-8")])[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerskip"
+    path = folder / f"cpu-{identity}.so"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            compiled, linked = f"{work}/cpu.o", f"{work}/cpu.so"
+            _run([*compile_source, "-c", str(_SOURCE), "-o", compiled])
+            _run([*compiler, "-shared", compiled, *runtime, "-o", linked])
+            os.replace(linked, path)
+    library = ctypes.CDLL(str(path))
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    for name, arguments in {
+        "multiply": [pointer] * 3 + [size] * 3 + [number],
+        "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
+        "gated_mlp": [pointer] * 6 + [size] * 4 + [number] * 2,
+        "project": [pointer] * 8 + [size] * 2 + [pointer] + [size] * 2 + [ctypes.c_float, number],
+    }.items():
+        getattr(library, name).argtypes, getattr(library, name).restype = arguments, None
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
+    if done.returncode:
+        raise OSError(f"{command[0]} fails: {done.stderr.strip()}")

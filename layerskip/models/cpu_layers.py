@@ -1,0 +1,270 @@
+"""Norms, attention and MLPs of decoder layers on a CPU, each in one or two calls for the few rows of a decoding step.
+
+A step of a small model is hundreds of small operators: a norm is six, rotary positions are twelve. Here modules of the usual
+forms run through :mod:`layerskip.kernels.cpu`. No model code is copied and no family is named. A module has a usual form if
+its ``forward`` uses no other names than that form does, and if its first result equals that of its own ``forward`` up to
+rounding. Everything else runs as it is: other modules, many rows, batches, gradients and other caches.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.device.tolerance import nearly_equal
+from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, HalfWeight, gated_mlp, normalise, project
+from layerskip.models.attention import NAME, attend
+from layerskip.models.cache import KVCache
+from layerskip.models.packing import half_weight
+
+Tree = TypeVar("Tree", bound=nn.Module)
+_UNKNOWN = -1
+
+
+def fuse_layers(tree: Tree) -> Tree:
+    """Let the modules of a tree that have a usual form run in few calls, if its weights are packed in bfloat16."""
+    packed = next((layer for layer in tree.modules() if half_weight(layer) is not None), None)
+    for module in () if packed is None else tree.modules():
+        form = next((form for form in (_Norm, _GatedMLP, _Attention) if form.matches(type(module))), None)
+        if form is not None and "forward" not in module.__dict__:  # a replaced forward may do more
+            module.__class__ = _fused(form, type(module))
+    return tree
+
+
+class _Form(nn.Module):
+    """A usual form of a module.
+
+    Attributes:
+        names: all names that the ``forward`` of such a module uses.
+        needed: those that every one of them uses.
+        variants: how many ways of computing it there are to choose from.
+        most_rows: the most rows of a step.
+        own: the type of the module, whose ``forward`` computes everything else.
+    """
+
+    names: ClassVar[frozenset[str]]
+    needed: ClassVar[frozenset[str]]
+    variants: ClassVar[int] = 1
+    most_rows: ClassVar[int] = MOST_ROWS
+    own: ClassVar[type[nn.Module]]
+    _variant: int | None
+
+    @classmethod
+    def matches(cls, module: type[nn.Module]) -> bool:
+        """Return whether modules of a type may have this form."""
+        used = _names(module)
+        return not issubclass(module, _Form) and cls.needed <= used <= cls.names
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        variant = self.__dict__.get("_variant", _UNKNOWN)
+        rows = args[0] if args else kwargs.get("hidden_states")
+        parts = None if variant is None or not self._is_step(rows) else self._prepare(*args, **kwargs)
+        if parts is None:
+            return self.own.forward(self, *args, **kwargs)
+        if variant is not _UNKNOWN:
+            return self._compute(variant, parts, *args, **kwargs)
+        expected = self.own.forward(self, *args, **kwargs)
+        same = (n for n in range(self.variants) if _first_equal(self._compute(n, parts, *args, **kwargs), expected))
+        self._variant = next(same, None)
+        # Another computation may have left wrong keys in the cache.
+        return expected if self._variant is not None else self.own.forward(self, *args, **kwargs)
+
+    def _is_step(self, rows: Any) -> bool:
+        """Return whether an input is that of a decoding step: a few rows without gradients."""
+        return (
+            isinstance(rows, Tensor)
+            and rows.dtype == torch.float32
+            and rows.device.type == "cpu"
+            and 0 < rows.numel() <= self.most_rows * rows.shape[-1]
+            and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+    def _prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the weights for these inputs; None where :meth:`_compute` cannot compute them."""
+        raise NotImplementedError
+
+    def _compute(self, variant: int, parts: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Norm(_Form):
+    """A root-mean-square norm, with factors ``weight`` or ``1 + weight``."""
+
+    names = frozenset(
+        (
+            "_norm",
+            "dtype",
+            "eps",
+            "float",
+            "float32",
+            "mean",
+            "pow",
+            "rsqrt",
+            "to",
+            "torch",
+            "type_as",
+            "variance_epsilon",
+            "weight",
+        )
+    )
+    needed = frozenset(("mean", "pow", "rsqrt", "weight"))
+    most_rows = 64 * MOST_ROWS  # those of queries are rows of heads
+    variants = 2
+
+    @property
+    def epsilon(self) -> float:
+        """The number that is added to the mean of the squares."""
+        module: Any = self
+        return float(module.eps if hasattr(self, "eps") else module.variance_epsilon)
+
+    def scale_for(self, width: int) -> Tensor | None:
+        """Return the factors ``[width]``; None where they are others, or this norm has not been compared yet."""
+        weight: Any = self.weight
+        if self.__dict__.get("_variant") is None or weight.shape != (width,):
+            return None
+        return 1 + weight if self._variant else weight
+
+    def _prepare(self, hidden: Tensor) -> Tensor | None:
+        weight: Any = self.weight
+        return weight if weight.dtype == torch.float32 and weight.shape == hidden.shape[-1:] else None
+
+    def _compute(self, variant: int, weight: Tensor, hidden: Tensor) -> Tensor:
+        return normalise(hidden, 1 + weight if variant else weight, self.epsilon)
+
+
+class _GatedMLP(_Form):
+    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
+
+    names = needed = frozenset(("act_fn", "down_proj", "gate_proj", "up_proj"))
+    variants = len(ACTIVATIONS)
+
+    def _prepare(self, hidden: Tensor) -> list[HalfWeight] | None:
+        module: Any = self
+        return _half_weights((module.gate_proj, module.up_proj, module.down_proj), biased=False)
+
+    def _compute(self, variant: int, weights: list[HalfWeight], hidden: Tensor) -> Tensor:
+        gate, up, down = weights
+        return gated_mlp(hidden, gate, up, down, variant)
+
+
+class _Attention(_Form):
+    """Attention with rotary positions, and norms of queries and keys or none."""
+
+    needed = frozenset(
+        (
+            "apply_rotary_pos_emb",
+            "config",
+            "head_dim",
+            "k_proj",
+            "layer_idx",
+            "o_proj",
+            "q_proj",
+            "scaling",
+            "update",
+            "v_proj",
+        )
+    )
+    names = needed | frozenset(
+        (
+            "ALL_ATTENTION_FUNCTIONS",
+            "_attn_implementation",
+            "attention_dropout",
+            "contiguous",
+            "eager_attention_forward",
+            "get_interface",
+            "getattr",
+            "is_sliding",
+            "k_norm",
+            "q_norm",
+            "reshape",
+            "shape",
+            "sliding_window",
+            "training",
+            "transpose",
+            "view",
+        )
+    )
+
+    def _prepare(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[list[HalfWeight], list[Tensor]] | None:
+        module: Any = self
+        width = module.head_dim
+        norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
+        scales = [norm.scale_for(width) for norm in norms if isinstance(norm, _Norm)]
+        weights = _half_weights((module.q_proj, module.k_proj, module.v_proj))
+        usual = (
+            module.config._attn_implementation == NAME
+            and hidden_states.dim() == 3
+            and type(past_key_values) in (KVCache, type(None))
+            and isinstance(position_embeddings, tuple)
+            and all(_are_positions(part, hidden_states.shape[1], width) for part in position_embeddings)
+            and len([scale for scale in scales if scale is not None]) == len(norms) != 1
+        )
+        return (weights, scales) if usual and weights and all(weight.outputs % width == 0 for weight in weights) else None
+
+    def _compute(
+        self,
+        variant: int,
+        parts: tuple[list[HalfWeight], list[Tensor]],
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        module: Any = self
+        weights, scales = parts
+        query, key, value = project(
+            hidden_states,
+            weights,
+            [module.q_proj.bias, module.k_proj.bias, module.v_proj.bias],
+            scales,
+            module.q_norm.epsilon if scales else 0.0,
+            position_embeddings,
+            module.head_dim,
+        )
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, module.layer_idx)
+        output, _ = attend(module, query, key, value, attention_mask, scaling=module.scaling, **kwargs)
+        return module.o_proj(output.reshape(*hidden_states.shape[:2], -1)), None
+
+
+def _half_weights(layers: Sequence[Any], biased: bool = True) -> list[HalfWeight] | None:
+    """Return the weights of layers that are all packed in bfloat16; None where one is not, or has an unwanted bias."""
+    weights = [weight for layer in layers if (weight := half_weight(layer)) is not None and (biased or layer.bias is None)]
+    return weights if len(weights) == len(layers) else None
+
+
+def _are_positions(part: Tensor, count: int, width: int) -> bool:
+    return part.dtype == torch.float32 and part.shape[:2] == (1, count) and part.shape[-1] <= width
+
+
+def _first_equal(output: Any, expected: Any) -> bool:
+    found, reference = (part[0] if isinstance(part, tuple) else part for part in (output, expected))
+    return nearly_equal(found, reference)
+
+
+@functools.cache
+def _names(module: type[nn.Module]) -> frozenset[str]:
+    """Return the names that the ``forward`` of a type uses, with those of the ``_norm`` that some norms call."""
+    functions = [inspect.unwrap(module.forward)] + [
+        inspect.unwrap(part) for part in [getattr(module, "_norm", None)] if part
+    ]
+    return frozenset(name for function in functions if hasattr(function, "__code__") for name in function.__code__.co_names)
+
+
+@functools.cache
+def _fused(form: type[_Form], module: type[nn.Module]) -> type[nn.Module]:
+    return type(module.__name__, (form, module), {"own": module, "__module__": module.__module__})

@@ -1,0 +1,83 @@
+"""The kernels for weights in bfloat16 on a CPU, against torch in float64."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerskip.kernels import cpu
+from layerskip.kernels.cpu import MOST_ROWS, HalfWeight, has_kernels
+
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler and AVX2, AVX-512 or NEON")
+
+
+def weight(outputs: int, inputs: int) -> Tensor:
+    """A float32 weight with values of bfloat16."""
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs)).bfloat16().float()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 33), (16, 8), (63, 100), (64, 576), (97, 31), (515, 3)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_products_equal_torch_and_no_row_depends_on_others(outputs: int, inputs: int, threads: int) -> None:
+    matrix, rows = weight(outputs, inputs), torch.randn(MOST_ROWS + 1, inputs)
+    bias, product, before = torch.randn(outputs), HalfWeight(matrix), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = torch.cat([product(row[None], bias) for row in rows])
+        for count in range(1, MOST_ROWS + 2):
+            found = product(rows[None, :count], bias)[0]
+            expected = rows[:count].double() @ matrix.double().T + bias
+            assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-4)
+            assert count > MOST_ROWS or torch.equal(found, alone[:count])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_of_a_transposed_view_are_read_in_their_order() -> None:
+    matrix, columns = weight(40, 24), torch.randn(24, 3)
+    assert torch.allclose(HalfWeight(matrix)(columns.T), columns.T @ matrix.T, atol=1e-5)
+
+
+def test_only_values_of_bfloat16_fit() -> None:
+    matrix = weight(8, 8)
+    assert HalfWeight.fits(matrix)
+    matrix[3, 3] = 1 + 2**-20
+    assert not HalfWeight.fits(matrix)
+    assert not HalfWeight.fits(weight(8, 8).bfloat16())
+
+
+@pytest.mark.parametrize("values", [[float("nan")], [float("inf")], [-float("inf")]])
+def test_numbers_that_are_not_finite_stay_so(values: list[float]) -> None:
+    rows = torch.ones(2, 16)
+    rows[0, :1] = torch.tensor(values)
+    product = HalfWeight(weight(16, 16))(rows)
+    assert not product[0].isfinite().any()
+    assert product[1].isfinite().all()
+
+
+def test_without_a_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CXX", "/no/compiler")
+    monkeypatch.setattr(cpu, "_library", cpu._library.__wrapped__)
+    monkeypatch.setattr(cpu, "_SOURCE", Path(cpu.__file__))  # another source, which no earlier process has compiled
+    with caplog.at_level(logging.WARNING):
+        assert not has_kernels.__wrapped__()
+    assert "/no/compiler" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_later_process_loads_what_an_earlier_one_has_compiled(tmp_path: Path) -> None:
+    code = "from layerskip.kernels.cpu import has_kernels; assert has_kernels()"
+    made = []
+    for compiler in (os.environ.get("CXX", ""), "g++"):
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": compiler or "g++"}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
+        made.append([(file.name, file.stat().st_mtime_ns) for file in (tmp_path / "layerskip").iterdir()])
+    assert made[0] == made[1]
+    assert len(made[0]) == 1

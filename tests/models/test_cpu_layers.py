@@ -1,0 +1,109 @@
+"""Decoder layers in few calls on a CPU, against the modules of transformers that they replace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from layerskip.kernels.cpu import has_kernels
+from layerskip.models import packing
+from layerskip.models.cache import KVCache
+from layerskip.models.cpu_layers import _Attention, _Form, _GatedMLP, _Norm
+from layerskip.models.forward import forward
+from layerskip.models.packing import set_packing
+from layerskip.models.skip_view import decoding_view, shared_copy
+from tests.families import build
+
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler and AVX2, AVX-512 or NEON")
+ALL = {_Attention, _GatedMLP, _Norm}
+_ROOM = 64
+
+
+@pytest.fixture(autouse=True)
+def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs the small weights of tiny models, too."""
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 1))
+
+
+def in_bfloat16(family: str) -> PreTrainedModel:
+    """A tiny float32 model whose weights are those of a bfloat16 checkpoint."""
+    model: PreTrainedModel = build(family).bfloat16().float()
+    set_packing(model, True)
+    return model
+
+
+def forms(view: PreTrainedModel) -> set[type[_Form]]:
+    """The forms in which modules of a view run now."""
+    used = (module for module in view.modules() if isinstance(module, _Form))
+    return {type(module).__mro__[1] for module in used if module.__dict__.get("_variant", -1) not in (-1, None)}
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", ALL),
+        ("qwen2", ALL),  # biases of queries, keys and values
+        ("qwen3", ALL),  # norms of queries and keys
+        ("gemma", ALL),  # another activation, norms by 1 + weight
+        ("gemma3_text", ALL),  # and windows
+        ("granite", ALL),
+        ("olmo2", {_GatedMLP, _Norm}),  # norms before heads are split
+        ("helium", {_GatedMLP, _Norm}),  # other rotary positions
+        ("exaone4", ALL),  # some layers without positions
+        ("cohere", {_GatedMLP}),
+        ("phi3", {_Norm}),
+        ("gpt2", set()),
+    ],
+)
+def test_steps_equal_those_of_transformers(family: str, expected: set[type[_Form]]) -> None:
+    model = in_bfloat16(family)
+    view, cache = decoding_view(model), KVCache(model.config.num_hidden_layers, _ROOM)
+    text = torch.randint(3, model.get_input_embeddings().weight.shape[0], (40,))
+    with torch.inference_mode():
+        reference = model(input_ids=text[None]).logits[0]
+        for count in (5, 1, 1, 3, 1, 27, 2):  # of them only 27 is no step
+            start = cache.length
+            logits = forward(view, text[start : start + count], cache, count)
+            cache.length += count
+            assert torch.allclose(logits, reference[start : start + count], rtol=1e-4, atol=1e-4)
+    assert forms(view) == expected
+
+
+def test_weights_that_bfloat16_does_not_hold_keep_the_modules() -> None:
+    model = build("llama")
+    set_packing(model, True)
+    assert not any(isinstance(module, _Form) for module in decoding_view(model).modules())
+
+
+def test_a_changed_weight_changes_the_next_step() -> None:
+    model = in_bfloat16("llama")
+    view, token = shared_copy(model), torch.tensor([7])
+
+    def logits() -> torch.Tensor:
+        with torch.inference_mode():
+            return forward(view, token, KVCache(model.config.num_hidden_layers, _ROOM), 1)
+
+    for _ in range(2):
+        logits()
+    with torch.no_grad():
+        for name in ("mlp.gate_proj", "self_attn.k_proj", "input_layernorm"):
+            model.get_submodule(f"model.layers.1.{name}").weight.mul_(2)
+    with torch.inference_mode():
+        expected = model(input_ids=token[None]).logits[0]
+    assert torch.allclose(logits(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_flow_as_before() -> None:
+    model = in_bfloat16("llama")
+    view = shared_copy(model)
+    with torch.inference_mode():
+        for _ in range(2):
+            forward(view, torch.tensor([7]), KVCache(model.config.num_hidden_layers, _ROOM), 1)
+    hidden = torch.randn(1, 2, model.config.hidden_size, requires_grad=True)
+    view.model.layers[0].mlp(hidden).sum().backward()
+    found, hidden.grad = hidden.grad, None
+    model.model.layers[0].mlp(hidden).sum().backward()
+    assert found is not None
+    assert hidden.grad is not None
+    assert torch.allclose(found, hidden.grad)
