@@ -55,12 +55,9 @@ class LayerskipBackend(Backend):
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Decode with each configuration, in a random order for each prompt.
+        """See :meth:`Backend.compare`. Each prompt has its own random order.
 
-        The arguments are those of :meth:`Backend.compare`, the errors also those of :func:`~layerskip.build_drafter`.
-
-        Raises:
-            NotFinite: plain decoding gives NaN or infinite logits.
+        Errors are also those of :func:`~layerskip.build_drafter`, and :class:`NotFinite` of plain decoding.
         """
         if workload.levels != (1,):
             raise InputError("workload.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
@@ -71,10 +68,7 @@ class LayerskipBackend(Backend):
         return _failing_alone(interleave(self.target, prompts, contenders, task, repeats, without, before))
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds of compiling and capturing passes, those of plain decoding included; empty if there were none.
-
-        They count from the first of several comparisons of the same configurations on.
-        """
+        """Return the seconds of compiling and capturing passes since these configurations were first compared, if any."""
         seconds = capture_seconds() - self._compared.get("before", capture_seconds())
         return {STARTUP_SECONDS: seconds} if seconds else {}
 

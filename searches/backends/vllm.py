@@ -1,8 +1,6 @@
 """vLLM as the engine that a study measures: each configuration runs in an engine of its own, ``vllm serve``.
 
 The engine's Python may be another one than this program's, as vLLM pins the versions of its dependencies.
-
-The model is written as a folder in the layout of Hugging Face.
 """
 
 from __future__ import annotations
@@ -39,11 +37,7 @@ from searches.space.search_space import SearchSpace
 
 
 def served_folder(target: Target, folder: Path) -> str:
-    """Return a folder that an engine can load a model from; a model from a GGUF file is saved to one.
-
-    Args:
-        target: the model.
-        folder: saved models are put into it, one folder each, and found there again.
+    """Return a folder that an engine can load a model from; one from a GGUF file is saved once, within ``folder``.
 
     Raises:
         InputError: the model was quantised on loading.
@@ -60,17 +54,8 @@ def served_folder(target: Target, folder: Path) -> str:
     return _written(saved, target.save)
 
 
-def served_head(config: SpeculativeConfig, target: Target, folder: Path) -> str:
-    """Return a folder that vLLM can load a configuration's head from; one of this project's layout is saved to one.
-
-    Args:
-        config: with a head.
-        target: that it drafts for.
-        folder: as for :func:`served_folder`.
-
-    Raises:
-        ConfigError: vLLM has no layout for this head, or it belongs to another target.
-    """
+def _served_head(config: SpeculativeConfig, target: Target, folder: Path) -> str:
+    """Return a folder that vLLM can load a configuration's head from; one of this project's layout is saved once."""
     source = Path(config.head)
     if is_published(source):
         return str(source.resolve())
@@ -101,11 +86,7 @@ def refusal(method: str) -> str | None:
 
 
 def named(config: SpeculativeConfig) -> str:
-    """Return the draft model or the published head of a configuration as it is named.
-
-    Raises:
-        Unsupported: the head is in no layout that vLLM loads.
-    """
+    """Return the draft model or the published head of a configuration as it is named; :class:`Unsupported` for others."""
     if config.head and not is_published(Path(config.head)):
         raise Unsupported(f"config.head: {config.head} has no layout that vLLM loads; searches.export draft= writes it")
     return config.head or config.draft_model
@@ -178,7 +159,7 @@ class VllmBackend(ServedBackend):
         check_list("backend.args", self.args)
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's version and arguments, the model and the machine."""
+        """See :meth:`Backend.describe`."""
         return {
             "versions": self._installed["versions"],
             "args": [str(argument) for argument in self.args],
@@ -190,13 +171,13 @@ class VllmBackend(ServedBackend):
         }
 
     def supports(self, method: str) -> str | None:
-        """Return None for plain decoding, n-grams, suffixes, draft models and heads; else the reason in one line."""
+        """See :meth:`Backend.supports`."""
         if method == "retrieval" and not self._installed["arctic_inference"]:
             return "vLLM's suffix decoding needs arctic-inference, which is not installed in backend.python"
         return refusal(method)
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
-        """Return the space without stop rules, other matches than the first, datastores, trees and lossy rules."""
+        """See :func:`vllm_space`."""
         return vllm_space(space)
 
     def command(self, config: SpeculativeConfig, port: int) -> list[str]:
@@ -207,15 +188,12 @@ class VllmBackend(ServedBackend):
             ConfigError: its head cannot be written in a layout of vLLM.
         """
         speculation = vllm_config(self.target, config, self._drafting_folder)
-        drafting = ["--speculative-config", json.dumps(speculation)] if speculation else []
-        address = ["--host", "127.0.0.1", "--port", str(port)]
         entry = _SERVE if "vllm" in self._installed["versions"] else (API_SERVER, "--model")
-        return [self._python, "-m", *entry, self._model, *address, *drafting, *self._arguments()]
-
-    def _arguments(self) -> list[str]:
-        # Prompts must be read anew each time, as those that are measured twice would be.
-        own = ["--dtype", self.target.dtype, "--seed", "0", "--no-enable-prefix-caching"]
-        return [*own, *(str(argument) for argument in self.args)]
+        command = [self._python, "-m", *entry, self._model, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--speculative-config", json.dumps(speculation)] if speculation else []
+        # Prompts must be read anew each time: some are measured twice.
+        command += ["--dtype", self.target.dtype, "--seed", "0", "--no-enable-prefix-caching"]
+        return [*command, *map(str, self.args)]
 
     def _environment(self) -> dict[str, str]:
         """Return the variables that engines get beside this program's own."""
@@ -257,6 +235,6 @@ class VllmBackend(ServedBackend):
     def _drafting_folder(self, config: SpeculativeConfig) -> str:
         """Return a draft model or a head as vLLM can load it."""
         if config.head:
-            return served_head(config, self.target, Path(self.folder))
+            return _served_head(config, self.target, Path(self.folder))
         draft = load_draft(self.target, config.draft_model, same_tokenizer=config.method != "cross_tokenizer")
         return served_folder(draft, Path(self.folder))

@@ -31,7 +31,7 @@ from layerskip.config import methods
 from layerskip.export import attachment_digests
 from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED
-from searches.backends.metrics import sample_metrics
+from searches.backends.running_engine import sample_metrics
 from searches.results import ResultLog
 from searches.study.bench import BASELINE, Bench, Row, logged_row, logged_seconds, resumed_rows, surviving_rows
 from searches.study.drift import drifted_rows

@@ -20,7 +20,7 @@ from layerskip.measure.measurement import check_output, pair_speedup
 from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.backends.backend import CANDIDATE, BackendError
-from searches.backends.metrics import sample_metrics
+from searches.backends.running_engine import sample_metrics
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench, Row
 from searches.study.drift import drifted_rows, drifted_since

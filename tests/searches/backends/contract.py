@@ -41,6 +41,11 @@ def children(of: int = 0) -> set[int]:
     return found
 
 
+def measure(backend: Backend, config: SpeculativeConfig, prompts: PromptSet = PROMPTS, task: Task = TASK) -> Measurement:
+    """Measure one configuration against plain decoding."""
+    return Measurement.of(backend.compare({CANDIDATE: config}, prompts, task), BASELINE, CANDIDATE)
+
+
 class BackendContract:
     """Tests of a back end. The fixture ``make`` of a subclass returns a function that makes one for a target in float32."""
 
@@ -118,18 +123,18 @@ class BackendContract:
         rows = iter(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
         next(rows)
         del rows
-        assert len(backend.measure(self.other, PROMPTS, TASK).candidate) == len(PROMPTS)
+        assert len(measure(backend, self.other, PROMPTS, TASK).candidate) == len(PROMPTS)
 
     def test_the_baseline_is_one_time_as_fast_as_itself(self, backend: Backend) -> None:
-        measured = backend.baseline(PROMPTS, TASK)
+        measured = Measurement.of(backend.compare({}, PROMPTS, TASK), BASELINE, BASELINE)
         assert measured.speedup == 1.0
         assert measured.tokens_per_second > 0
         assert measured.lossless.verdict == "exact"
 
     def test_a_back_end_can_be_used_after_it_was_closed(self, backend: Backend) -> None:
-        backend.measure(self.config, PROMPTS, TASK)
+        measure(backend, self.config, PROMPTS, TASK)
         backend.close()
-        assert backend.measure(self.config, PROMPTS, TASK).lossless.verdict == "exact"
+        assert measure(backend, self.config, PROMPTS, TASK).lossless.verdict == "exact"
 
     def test_descriptions_are_plain_and_repeat(self, backend: Backend, make: Any, tiny_target: Target) -> None:
         described = backend.describe()
@@ -168,7 +173,7 @@ class FailingEngine:
             assert str(caught.value) == f"backend: {caught.value.reason}"
             assert caught.value.reason and "\n" not in caught.value.reason
             assert len(caught.value.log_tail.splitlines()) <= LOG_LINES
-            assert backend.measure(LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
+            assert measure(backend, LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
         finally:
             backend.close()
         assert children() <= before

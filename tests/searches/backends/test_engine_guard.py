@@ -54,11 +54,11 @@ def test_descendants_are_the_processes_below_this_one() -> None:
     with subprocess.Popen(["/bin/sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         grandchild = int(child.stdout.readline())
-        found = engine_guard.descendants()
-        assert {child.pid, grandchild} <= set(found)
+        found = {process.pid for process in engine_guard.descendants()}
+        assert {child.pid, grandchild} <= found
         assert os.getpid() not in found and os.getppid() not in found
         os.kill(grandchild, signal.SIGKILL)
-    assert not {child.pid, grandchild} & set(engine_guard.descendants())
+    assert not {child.pid, grandchild} & {process.pid for process in engine_guard.descendants()}
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -KILL $$", 128 + signal.SIGKILL), ("true", 0)])

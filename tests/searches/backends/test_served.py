@@ -74,7 +74,7 @@ class TestServer(contract.BackendContract, contract.FailingEngine, contract.Serv
 
 def test_a_server_that_shares_no_port_is_started(tiny_target: Target, folder: Path) -> None:
     with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--fault", "own_port"))) as backend:
-        assert backend.baseline(_PROMPTS.take(1), _TASK)
+        assert list(backend.compare({}, _PROMPTS.take(1), _TASK))
 
 
 def test_rows_are_pairs_with_the_planted_rounds(backend: ServerBackend) -> None:
@@ -131,13 +131,13 @@ def test_a_server_that_a_command_starts_gets_the_users_key(
     with contextlib.closing(
         ServerBackend(tiny_target, command=_command(folder, "--key", "mine"), start_seconds=20)
     ) as backend:
-        assert backend.baseline(_PROMPTS, _TASK).speedup == 1.0
+        assert len(list(backend.compare({}, _PROMPTS, _TASK))) == 4
 
 
 def test_counters_of_another_engine_are_not_read(tiny_target: Target, folder: Path) -> None:
     """The pieces of the answers show the rounds then."""
     with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--fault", "other_metrics"))) as backend:
-        measured = backend.measure(_lookup(2), _PROMPTS, _TASK)
+        measured = contract.measure(backend, _lookup(2), _PROMPTS, _TASK)
     assert measured.stats.accepted == len(_PROMPTS) * sum(planted_rounds(11, 2))
 
 
@@ -156,7 +156,7 @@ def test_no_other_program_gets_the_port_of_an_engine_that_starts(
         return waiting(process, ready, limit_seconds)
 
     monkeypatch.setattr(EngineProcess, "wait_until", wait_until)
-    assert backend.baseline(_PROMPTS, _TASK).speedup == 1.0
+    assert len(list(backend.compare({}, _PROMPTS, _TASK))) == 4
     assert refused == [errno.EADDRINUSE]
 
 
@@ -209,7 +209,7 @@ def test_a_conversation_continues_from_the_answers_of_plain_decoding(backend: Se
 
 def test_a_changed_output_is_different(tiny_target: Target, folder: Path) -> None:
     with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--fault", "wrong"))) as backend:
-        measured = backend.measure(_lookup(2), _PROMPTS, _TASK)
+        measured = contract.measure(backend, _lookup(2), _PROMPTS, _TASK)
     assert measured.lossless.verdict == "different"
     assert {divergence.position for divergence in measured.lossless.divergences} == {11}
 
@@ -232,7 +232,7 @@ def test_outputs_that_end_at_once_are_neither_measured_nor_compared(
 def test_an_output_that_only_the_drafting_server_ends_is_different(tiny_target: Target, folder: Path) -> None:
     command = _command(folder, "--only-drafting", "--fault", "ends")
     with contextlib.closing(ServerBackend(tiny_target, command=command)) as backend:
-        assert backend.measure(_lookup(2), _PROMPTS, _TASK).lossless.to_dict()["different"] == len(_PROMPTS)
+        assert contract.measure(backend, _lookup(2), _PROMPTS, _TASK).lossless.to_dict()["different"] == len(_PROMPTS)
 
 
 def test_sampled_outputs_are_not_compared_but_greedy_ones_are(backend: ServerBackend) -> None:
@@ -285,14 +285,14 @@ def test_two_running_servers_are_measured_as_they_are(tiny_target: Target, folde
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
         assert {space.suggest(study.ask()) for _ in range(10)} == {SpeculativeConfig(), _lookup(2)}
         assert {*space.lookups()} == {_lookup(2)}
-        measured = backend.measure(_lookup(2), _PROMPTS, _TASK)
+        measured = contract.measure(backend, _lookup(2), _PROMPTS, _TASK)
         assert measured.lossless.verdict == "exact" and measured.to_dict()["acceptance_rate"] > 0
         with pytest.raises(BackendError, match="drafts with prompt lookup"):
-            backend.measure(_lookup(3), _PROMPTS, _TASK)
+            contract.measure(backend, _lookup(3), _PROMPTS, _TASK)
         backend.close()
         assert all(server.running for server in servers)
     finally:
         for server in servers:
             server.stop()
     with pytest.raises(BackendError, match="nothing answers at"):
-        backend.measure(_lookup(2), _PROMPTS, _TASK)
+        contract.measure(backend, _lookup(2), _PROMPTS, _TASK)

@@ -31,6 +31,7 @@ from tests.searches.backends.contract import (
     FailingEngine,
     ServesSeveral,
     children,
+    measure,
 )
 from tests.searches.conftest import Launch
 from tests.searches.programs import tracked
@@ -186,7 +187,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(
         pytest.skip(reason)
     config = _config(method, tiny_target, tmp_path, launch)
     try:
-        measured = backend.measure(config, PROMPTS, Task(max_new_tokens=TOKENS))
+        measured = measure(backend, config, PROMPTS, Task(max_new_tokens=TOKENS))
     finally:
         backend.close()
     assert measured.lossless.verdict == "exact"
@@ -204,15 +205,15 @@ def test_an_engine_that_hangs_is_an_error_and_leaves_nothing(python: str, tiny_t
     before = children()
     backend = VllmBackend(tiny_target, python=python, args=ARGS, folder=str(tmp_path))
     try:
-        assert backend.measure(LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
+        assert measure(backend, LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
         engine = backend._running[LOOKUP]
         assert engine.process is not None
         engine.client.limit_seconds = 5
         for process in children(engine.process._guard.pid):
             os.kill(process, signal.SIGSTOP)
         with pytest.raises(BackendError, match="no answer within 5 seconds"):
-            backend.measure(LOOKUP, PROMPTS, TASK)
-        assert backend.measure(LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"  # in a new engine
+            measure(backend, LOOKUP, PROMPTS, TASK)
+        assert measure(backend, LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"  # in a new engine
     finally:
         backend.close()
     assert children() <= before
