@@ -14,9 +14,8 @@ from optuna.trial import create_trial
 
 from searches.app.checks import InputError
 from searches.report import charts
-from searches.report.charts import points
+from searches.report.charts import points, timeline
 from searches.report.page import FINISHED, LiveView, Page, write_page
-from searches.report.timeline import timeline
 from searches.tracking.names import METRICS, PREDICTED
 from searches.workers.pool import Alone
 from tests.searches.known import Known, lookup, run_known
@@ -135,7 +134,7 @@ def test_a_pause_is_cut_out_of_the_timeline() -> None:
         trial.number, trial.datetime_start = number, start
         trials.append(trial)
     trials[2].user_attrs["seconds"] = 0.0  # 26 hours pass after it began
-    figure = timeline(trials, begin)
+    figure, _ = timeline(trials, begin)
     assert figure is not None
     (bars,) = figure.data
     assert list(bars.base) == [0.0, 10.0, 20.0, 20.0, 30.0]
@@ -238,7 +237,7 @@ def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None
 
 def test_a_study_without_incidents_describes_none(tmp_path: Path) -> None:
     study = engine_study()
-    figure = timeline(study.trials[:3], datetime.now().astimezone())
+    figure, _ = timeline(study.trials[:3], datetime.now().astimezone())
     assert figure is not None
     assert {trace.type for trace in figure.data} == {"bar"}
     page = _page(tmp_path, study)
@@ -277,7 +276,7 @@ def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> Non
     page = _page(tmp_path, other)
     figures = metrics_of(page)
     loads = [name for name in figures if name.startswith(("tpot", "ttft"))]
-    assert loads == ["tpot_at_8", "ttft_at_8", "tpot_at_18", "ttft_at_18"]
+    assert loads == ["tpot_at_8", "tpot_at_18", "ttft_at_8", "ttft_at_18"]
     assert _trace(figures["tpot_at_8"], "prompt lookup")["y"] == [100.0, 90.0, 80.0]
     assert _trace(figures["tpot_at_18"], "prompt lookup")["x"] == [40.0, 60.0, 20.0]
     assert _trace(figures["tpot_at_18"], "plain decoding")["y"] == [140.0]
