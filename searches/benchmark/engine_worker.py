@@ -23,11 +23,7 @@ Decoded = tuple[list[int], list[int]]
 
 
 class Engine(Protocol):
-    """An engine with a model.
-
-    Attributes:
-        version: the version of the engine.
-    """
+    """An engine with a model."""
 
     version: str
 
@@ -69,7 +65,6 @@ class OpenVinoGenAi:
         self.version = str(openvino_genai.__version__)
 
     def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
-        """See :meth:`Engine.decode`."""
         import numpy
 
         lengths: list[int] = []
@@ -130,7 +125,6 @@ class Vllm:
         self._engine = engine.from_engine_args(arguments)
 
     def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
-        """See :meth:`Engine.decode`."""
         return self._loop.run_until_complete(self._decode(request, on_first))
 
     async def _decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:

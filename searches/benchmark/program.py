@@ -26,8 +26,8 @@ from layerskip.measure.measure import Task, interleave
 from layerskip.measure.measurement import Sample, check_output
 from searches.app.checks import check_flag, check_seed, check_whole
 from searches.app.interrupt import is_interrupt
-from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, close_engines, fill_defaults
-from searches.benchmark.engine_peers import EnginePeer
+from searches.benchmark.contenders import BASELINE, CONTEXT, build_contenders, check_rows, close_engines, fill_defaults
+from searches.benchmark.peers import EnginePeer
 from searches.report.tables import empty_note, speedup_cells
 from searches.results import record_header
 from searches.study.objective import MeasureSettings
@@ -46,7 +46,6 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     check_seed(config.seed)
     check_flag("allow_lossy", config.allow_lossy)
     check_whole("tree.tokens", config.tree.tokens, 0)
-    check_whole("tree.context", config.tree.context)
     check_rows(config)
     target: Target = instantiate(config.target)
     check_prompts(prompts, target, measuring.max_new_tokens)
@@ -110,7 +109,7 @@ def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTi
     if not config.tree.tokens:
         return None
     try:
-        return time_tree(target, config.tree.context, config.tree.tokens, sampling, seed=config.seed)
+        return time_tree(target, CONTEXT, config.tree.tokens, sampling, seed=config.seed)
     except UnsupportedModel as error:
         print(f"tree: left out: {error}")
         return None
@@ -123,26 +122,23 @@ def _members(name: str, configs: Mapping[str, SpeculativeConfig]) -> list[str]:
 
 def _result(rows: list[Mapping[str, Sample]], name: str, rival: str | None, members: Sequence[str]) -> dict[str, Any]:
     result = Measurement.of(rows, BASELINE, name).to_dict()
-    seconds = result["prefill_seconds"] + result["decode_seconds"]
-    result["end_to_end_tokens_per_second"] = result["tokens"] / seconds
+    result["end_to_end_tokens_per_second"] = result["tokens"] / (result["prefill_seconds"] + result["decode_seconds"])
     peaks = [peak for row in rows if (peak := row[name].decoding_bytes) is not None]
     result["decoding_bytes"] = max(peaks, default=None)
     if rival is not None:
         result["rival"] = {"name": rival} | _ratio(Measurement.of(rows, rival, name))
     if members:
-        result["members"] = {other: _ratio_by_category(Measurement.of(rows, other, name)) for other in members}
+        against = {other: Measurement.of(rows, other, name) for other in members}
+        result["members"] = {
+            other: _ratio(whole) | {"by_category": {category: _ratio(part) for category, part in whole.by_category.items()}}
+            for other, whole in against.items()
+        }
     return result
 
 
 def _ratio(measurement: Measurement) -> dict[str, float]:
     low, high = measurement.interval()
     return {"speedup": measurement.speedup, "low": low, "high": high}
-
-
-def _ratio_by_category(measurement: Measurement) -> dict[str, Any]:
-    return _ratio(measurement) | {
-        "by_category": {category: _ratio(part) for category, part in measurement.by_category.items()}
-    }
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -206,11 +202,14 @@ def _memory(result: Mapping[str, Any]) -> str:
 
 def _by_category(title: str, categories: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return a table of one figure per category; nothing without rows."""
-    lines = [
-        f"| {name} | {' | '.join(f'{row[category]:.2f}' if category in row else '' for category in categories)} |"
-        for name, row in rows.items()
-    ]
-    return ["", f"| {title} | {' | '.join(categories)} |", "|---" * (1 + len(categories)) + "|", *lines] if lines else []
+    cells = {name: [f"{row[each]:.2f}" if each in row else "" for each in categories] for name, row in rows.items()}
+    return _table([title, *categories], [[name, *row] for name, row in cells.items()])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table after an empty one; nothing without rows."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines] if lines else []
 
 
 def _near_ties(results: Mapping[str, Any]) -> list[str]:
@@ -226,14 +225,9 @@ def _near_ties(results: Mapping[str, Any]) -> list[str]:
 
 def _cascades(results: Mapping[str, Any], categories: Sequence[str]) -> list[str]:
     """Return a table of the paired speedup of each cascade over its members; nothing without cascades."""
-    rows = []
-    for name, result in results.items():
-        for member, ratio in result.get("members", {}).items():
-            cells = [_interval(ratio), *(_interval(ratio["by_category"][category]) for category in categories)]
-            rows.append(f"| {name} / {member} | {' | '.join(cells)} |")
-    head = [
-        "",
-        f"| speedup of a cascade over its member | all | {' | '.join(categories)} |",
-        "|---" * (2 + len(categories)) + "|",
+    rows = [
+        [f"{name} / {member}", _interval(ratio), *(_interval(ratio["by_category"][category]) for category in categories)]
+        for name, result in results.items()
+        for member, ratio in result.get("members", {}).items()
     ]
-    return [*head, *rows] if rows else []
+    return _table(["speedup of a cascade over its member", "all", *categories], rows)

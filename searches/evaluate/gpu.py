@@ -261,7 +261,7 @@ def measure_drafters(part: Part) -> None:
     """
     target, config = part.target, DictConfig(OmegaConf.to_container(part.config))
     prompts: PromptSet = instantiate(part.config.prompts).take(config.measure.prompts)
-    config.update({"config": None, "peers": {}, "allow_lossy": False, "tree": {"context": config.context}})
+    config.update({"config": None, "peers": {}, "allow_lossy": False})
     fill_defaults(config, target)
     if compile_mode(target.model) != "off":
         row, other = ("plain_uncompiled", "off") if compiled_layers(target.model) is not None else ("plain_compiled", "on")
@@ -287,7 +287,7 @@ def _drafter(part: Part, prompts: PromptSet, config: DictConfig, name: str) -> R
         return {"left_out": f"it has no {missing[0]}"}
     alone = config.copy()
     alone.contenders = {name: contender}
-    decoders, _, configs = build_contenders(alone, part.target, prompts, Sampling())
+    decoders, _, configs = build_contenders(alone, part.target, prompts, Sampling(), config.context)
     if name not in decoders:
         return {"left_out": "it cannot draft for this target"}
     return _in_turns(part, prompts, {key: decoders[key] for key in (BASELINE, name)}) | {"config": configs[name].to_dict()}

@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Metric, RunTag
+from mlflow.entities import RunTag
 from optuna.trial import FrozenTrial
 
 from searches.app.interrupt import defer_interrupt, is_interrupt
-from searches.tracking.run import PARENT, Store, StudyRun, metrics_now
+from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, metrics_now
 from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
-from searches.tracking.trial_runs import MEASURED, NOT_MEASURED, TrialRuns
 
 _FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
@@ -70,8 +69,7 @@ class Tracker:
         """
         given = {key: str(value)[:500] for key, value in params.items()}
         own = {key: str(value) for key, value in tags.items()}
-        metrics = NOT_MEASURED if role == "study" else {}
-        self._run = StudyRun(self._store, name, identity, role, given, own, metrics, parent)
+        self._run = StudyRun(self._store, name, identity, role, given, own, parent)
         self._trials = TrialRuns(self._store, self._run)
         self._send({"metrics": self._run.log_left} if self._run.left else {})
         for left in self._store.left(identity):
@@ -93,12 +91,7 @@ class Tracker:
         self._send({("trial", trial.number): partial(self._trials.write, trial)})
 
     def log(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        """Log metrics of the study's run.
-
-        Args:
-            metrics: by name.
-            step: the step of the metrics.
-        """
+        """Log metrics of the study's run."""
         self._run.left += metrics_now(metrics, step)
         self._send({"metrics": self._run.log_left})
         self._run.keep_left()  # for the next start, because the training that they are of may have ended by then
@@ -110,16 +103,18 @@ class Tracker:
             fits: all fits so far, always in the same order: ``fit_seconds``, ``agreement_empty``, ``agreement_bridged`` and
                 fields that describe the fit. Logged fits are not logged again. An empty one keeps its step.
         """
-        self._send({"fits": partial(self._log_fits, self._run, fits)})
+        run, client = self._run, self._store.client
 
-    def _log_fits(self, run: StudyRun, fits: Sequence[Mapping[str, Any]]) -> None:
-        client, run_id = self._store.client, run.current()
-        logged = {metric.step for metric in client.get_metric_history(run_id, _FIT_METRICS[0])}
-        new = [(step, fit) for step, fit in enumerate(fits) if fit and step not in logged]
-        values = [metric for step, fit in new for metric in metrics_now({name: fit[name] for name in _FIT_METRICS}, step)]
-        if new:
-            client.log_text(run_id, json.dumps(fits, indent=1), "fits.json")  # first: logged fits are not looked at again
-        self._store.log(run_id, values)
+        def write() -> None:
+            run_id = run.current()
+            logged = {metric.step for metric in client.get_metric_history(run_id, _FIT_METRICS[0])}
+            new = [(step, fit) for step, fit in enumerate(fits) if fit and step not in logged]
+            values = [each for step, fit in new for each in metrics_now({name: fit[name] for name in _FIT_METRICS}, step)]
+            if new:
+                client.log_text(run_id, json.dumps(fits, indent=1), "fits.json")  # first, as logged fits are left out
+            self._store.log(run_id, values)
+
+        self._send({"fits": write})
 
     def conclude(
         self,
@@ -140,32 +135,24 @@ class Tracker:
             files: artifacts of the study's run, and the folders for them.
             again: whether a complete result of as many trials is replaced.
         """
-        values = metrics_now(metrics)
-        tags = {"winner": winner, "verdict": sentence, _NOTE: sentence}
-        self._send({"result": partial(self._conclude, self._run, tags, trial, values, files, again)})
+        run, logged = self._run, metrics_now(metrics)
 
-    def _conclude(
-        self,
-        run: StudyRun,
-        tags: Mapping[str, str],
-        trial: int | None,
-        metrics: Sequence[Metric],
-        files: Sequence[tuple[Path, str | None]],
-        again: bool,
-    ) -> None:
-        client, run_id = self._store.client, run.current()
-        if not again and client.get_run(run_id).data.metrics.get(_TRIALS) in [m.value for m in metrics if m.key == _TRIALS]:
-            return
-        for path, folder in files:
-            client.log_artifact(run_id, str(path), folder)
-        client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
-        of_study = f"tags.study_id = '{run.identity}' and tags."
-        for best in self._store.search(f"{of_study}{_BEST} = 'true'"):
-            client.delete_tag(best.info.run_id, _BEST)
-        if trial is not None:
-            for best in self._store.search(f"{of_study}trial_number = '{trial}'"):
+        def write() -> None:
+            client, run_id = self._store.client, run.current()
+            if not again and client.get_run(run_id).data.metrics.get(_TRIALS) == metrics[_TRIALS]:
+                return
+            for path, folder in files:
+                client.log_artifact(run_id, str(path), folder)
+            tags = {"winner": winner, "verdict": sentence, _NOTE: sentence}
+            client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+            of_study = f"tags.study_id = '{run.identity}' and tags."
+            for best in self._store.search(f"{of_study}{_BEST} = 'true'"):
+                client.delete_tag(best.info.run_id, _BEST)
+            for best in [] if trial is None else self._store.search(f"{of_study}trial_number = '{trial}'"):
                 client.set_tag(best.info.run_id, _BEST, "true")
-        self._store.log(run_id, metrics)  # last: they show that nothing is missing
+            self._store.log(run_id, logged)  # last: they show that nothing is missing
+
+        self._send({"result": write})
 
     def log_text(self, text: str, name: str) -> None:
         """Log a text as an artifact of the study's run."""
@@ -179,11 +166,7 @@ class Tracker:
 
     @contextlib.contextmanager
     def closing(self, leave: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Close the study's run after a block, also if it raises.
-
-        Args:
-            leave: called if it raises; returns whether others still work on the study, whose run then stays open.
-        """
+        """Close the study's run after a block, also if it raises, unless others work on the study (``leave``)."""
         try:
             yield
         except BaseException as error:
@@ -196,9 +179,7 @@ class Tracker:
     def finish(self, status: str = "FINISHED", patience: float | None = None) -> None:
         """Close the study's run as ``FINISHED``, ``KILLED`` (interrupted) or ``FAILED``.
 
-        Args:
-            status: how the study ended.
-            patience: seconds of an outage for whose end is waited; None waits for none.
+        ``patience`` are the seconds of an outage for whose end is waited; None waits for none.
         """
         run = self._run
         self._send({"status": lambda: self._store.client.set_terminated(run.current(), status)}, patience)

@@ -22,7 +22,7 @@ from searches.space.search_space import SearchSpace
 from searches.study.finals import Finalist
 from searches.study.starting_points import starting_points
 from searches.study.study import with_stored_methods
-from searches.tracking.parameters import parameters
+from searches.tracking.runs import parameters
 
 DRAFTER = '''
 """Drafting the last token again."""

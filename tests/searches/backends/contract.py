@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import psutil
 import pytest
 
 from layerskip import PromptSet, SpeculativeConfig, Target, generate
@@ -29,16 +30,7 @@ SHORTER = SpeculativeConfig("prompt_lookup", 2, prompt_lookup_min=1, prompt_look
 
 def children(of: int = 0) -> set[int]:
     """The processes that this one, or another one, started and that still exist, those that they started included."""
-    found, asked = set[int](), [of or os.getpid()]
-    while asked:
-        for path in Path("/proc").glob(f"{asked.pop()}/task/*/children"):
-            try:
-                more = {int(number) for number in path.read_text(encoding="ascii").split()}
-            except OSError:
-                continue  # it ended just now
-            asked += more - found
-            found |= more
-    return found
+    return {process.pid for process in psutil.Process(of or os.getpid()).children(recursive=True)}
 
 
 def measure(backend: Backend, config: SpeculativeConfig, prompts: PromptSet = PROMPTS, task: Task = TASK) -> Measurement:

@@ -85,17 +85,6 @@ def talk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Talk]:
     assert programs == [4711]
 
 
-def test_requests_are_answered_by_first_tokens_and_rounds(openvino: ModuleType, talk: Talk) -> None:
-    ready, *answers = talk("openvino_genai", "plain", _REQUEST, _REQUEST | {"eos": [10]})
-    assert ready.keys() == {"version", "seconds"} and ready["version"] == "1.2"
-    assert answers == [
-        {"first": 1},
-        {"tokens": [8, 9, 10, 11, 12, 13], "lengths": [1, 3, 5, 6]},
-        {"first": 1},
-        {"tokens": [8, 9, 10], "lengths": [1, 3]},
-    ]
-
-
 def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_model(
     openvino: ModuleType, talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +97,14 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
 
     monkeypatch.setattr(openvino, "LLMPipeline", Recording)
     monkeypatch.setattr(openvino, "draft_model", lambda folder, device, **options: (folder, options), raising=False)
-    talk("openvino_genai", "assistant")
+    ready, *answers = talk("openvino_genai", "assistant", _REQUEST, _REQUEST | {"eos": [10]})
+    assert ready.keys() == {"version", "seconds"} and ready["version"] == "1.2"
+    assert answers == [
+        {"first": 1},
+        {"tokens": [8, 9, 10, 11, 12, 13], "lengths": [1, 3, 5, 6]},
+        {"first": 1},
+        {"tokens": [8, 9, 10], "lengths": [1, 3]},
+    ]
     (options,) = made
     assert not options.pop("scheduler_config").enable_prefix_caching
     precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}

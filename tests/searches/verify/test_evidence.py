@@ -61,9 +61,7 @@ def verified(tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pyt
     ("overrides", "named"),
     [
         ([], "config.accept: threshold"),
-        (["allow_lossy=false"], "config.accept: threshold"),
         (["allow_lossy=perhaps"], "allow_lossy:"),
-        (["allow_lossy=null"], "allow_lossy:"),
     ],
 )
 def test_a_lossy_export_is_refused_in_one_line_unless_asked_for(
