@@ -30,14 +30,10 @@ class RequestFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt.
+    """The answer to one prompt, with the number of tokens in each piece.
 
-    Args:
-        text: of the new tokens.
-        tokens: their ids; None if the server does not report them.
-        piece_sizes: number of tokens in each piece.
-        first_seconds: from the request to the first piece.
-        decode_seconds: from the first piece to the last one.
+    ``tokens`` is None if the server does not report ids. Seconds count from the request to the first piece, and from there to
+    the last one.
     """
 
     text: str
@@ -61,12 +57,9 @@ class Client:
     """A client of one server. Threads may share it.
 
     Args:
-        url: such as ``http://127.0.0.1:8000``; a final ``/v1`` is the same.
+        url: such as ``http://127.0.0.1:8000``; a final ``/v1`` is the same. Another form raises ``ValueError``.
         limit_seconds: for a whole request.
         headers: sent with every request.
-
-    Raises:
-        ValueError: the URL is none.
     """
 
     def __init__(self, url: str, limit_seconds: float = 300.0, headers: Mapping[str, str] | None = None) -> None:

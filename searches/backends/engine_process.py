@@ -123,12 +123,7 @@ class EngineProcess:
 
     A guard (:mod:`searches.backends.engine_guard`) starts it, and ends it at :meth:`stop` or when this process is gone.
     If the guard is killed, the processes are found by their log, at :meth:`stop` or when another engine is started.
-
-    Args:
-        command: of the engine.
-        environment: of the engine.
-        name: of the engine, for reasons.
-        grace_seconds: that it gets to end by itself.
+    Reasons begin with its name. ``grace_seconds`` are those that it gets to end by itself.
     """
 
     def __init__(
@@ -173,12 +168,7 @@ class EngineProcess:
     def wait_until(self, ready: Callable[[], bool], limit_seconds: float) -> float:
         """Wait until the engine is ready; return the seconds since its start.
 
-        Args:
-            ready: whether it is.
-            limit_seconds: after its start; an engine that is not ready by then is stopped.
-
-        Raises:
-            BackendError: it ended, or is not ready in time.
+        One that has ended, or is not ready so many seconds after its start, is stopped, and a :class:`BackendError` raised.
         """
         try:
             while not ready():

@@ -21,11 +21,7 @@ from searches.tracking.names import STARTUP_SECONDS
 
 @dataclass(frozen=True)
 class LayerskipBackend(Backend):
-    """The decoding loop of this library.
-
-    Args:
-        target: the loaded model.
-    """
+    """This library's decoding loop, with the loaded model as ``target``."""
 
     target: Target = field(metadata={"runtime": True})
     name: ClassVar[str] = "layerskip"
@@ -34,15 +30,12 @@ class LayerskipBackend(Backend):
 
     @property
     def exact(self) -> bool:
-        """True if the target computes in float32."""
         return self.target.dtype == "float32"
 
     def describe(self) -> dict[str, Any]:
-        """Return the target, the machine and the version of results."""
         return {"target": self.target.digest, "machine": machine(self.target), "version": RESULTS_VERSION}
 
     def supports(self, method: str) -> str | None:
-        """Return None for every method that has a drafter."""
         return None if method in drafted_methods() else "layerskip has no drafter of this method"
 
     def compare(
@@ -73,7 +66,7 @@ class LayerskipBackend(Backend):
         return {STARTUP_SECONDS: seconds} if seconds else {}
 
     def close(self) -> None:
-        """Do nothing, as nothing was started."""
+        """Nothing was started."""
 
 
 def _failing_alone(rows: Iterator[dict[str, Sample]]) -> Iterator[dict[str, Sample]]:

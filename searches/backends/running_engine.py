@@ -38,13 +38,9 @@ _PORT_TAKEN = "ddress already in use"  # of Python and of other languages
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts since an engine started.
+    """Counts since an engine started: rounds with a draft, drafted and accepted tokens.
 
-    Args:
-        drafts: rounds with a draft.
-        drafted: tokens drafted in them.
-        accepted: tokens accepted.
-        by_position: entry i: rounds that accepted more than i tokens.
+    Entry i of ``by_position`` counts the rounds that accepted more than i tokens.
     """
 
     drafts: int = 0
@@ -159,14 +155,7 @@ class Answer:
 
 
 class RunningEngine:
-    """A server, started here or by the user.
-
-    Args:
-        name: of the engine, for errors.
-        client: of the server.
-        process: the engine's process; None if the user started it.
-        startup_seconds: until it was ready; 0.0 if the user started it.
-    """
+    """A server; ``process`` is None if the user started it."""
 
     def __init__(
         self, name: str, client: Client, process: EngineProcess | None = None, startup_seconds: float = 0.0
@@ -221,13 +210,7 @@ class RunningEngine:
     def answer(
         self, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], concurrency: int, config: SpeculativeConfig
     ) -> tuple[list[Answer], float]:
-        """Return the answers to prompts of token ids, and the seconds that all of them took.
-
-        Args:
-            prompts: token ids.
-            tasks: one for each prompt.
-            concurrency: requests in flight.
-            config: that the engine decodes with.
+        """Return the answers of an engine of this configuration to prompts of token ids, and the seconds that all took.
 
         Raises:
             BackendError: the engine ended, or a request failed.

@@ -30,7 +30,7 @@ _Answers = dict[str, list[Answer]]  # of each name, turn by turn
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What is measured: the arguments of :meth:`Backend.compare`, with plain decoding among the entries, and an order."""
+    """The arguments of :meth:`Backend.compare`, with plain decoding among the entries, and an order."""
 
     entries: Mapping[str, SpeculativeConfig]
     prompts: PromptSet
@@ -70,15 +70,12 @@ class ServedBackend(Backend):
 
     @property
     def exact(self) -> bool:
-        """False: a difference keeps a configuration from winning, but is no defect of this program."""
         return False
 
     def metrics(self) -> dict[str, float]:
-        """See :meth:`Backend.metrics`."""
         return self._metrics.to_dict()
 
     def close(self) -> None:
-        """Stop every engine."""
         for config in list(self._running):
             self._forget(config)
 

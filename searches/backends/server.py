@@ -41,16 +41,13 @@ class ServedSpace(SearchSpace):
     served: SpeculativeConfig = field(default=SpeculativeConfig(), metadata={"runtime": True})
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-        """See :meth:`SearchSpace.suggest`."""
         method = trial.suggest_categorical("method", self.available_methods)
         return self.served if method == self.served.method else SpeculativeConfig()
 
     def params(self, config: SpeculativeConfig) -> Params:
-        """See :meth:`SearchSpace.params`."""
         return {"method": config.method}
 
     def lookups(self) -> list[SpeculativeConfig]:
-        """Return the configuration if it is a prompt lookup."""
         return [self.served] if self.served.method == "prompt_lookup" else []
 
 
@@ -101,7 +98,6 @@ class ServerBackend(ServedBackend):
             raise InputError("backend.candidate: state what candidate_url drafts with, such as {method: prompt_lookup}")
 
     def describe(self) -> dict[str, Any]:
-        """See :meth:`Backend.describe`."""
         return {
             "command": self.command,
             "baseline_command": self.baseline_command,
@@ -114,7 +110,6 @@ class ServerBackend(ServedBackend):
         }
 
     def supports(self, method: str) -> str | None:
-        """Return None for methods that the command has places for, or that the named server drafts with."""
         if method == "none":
             return None
         if not self.command:

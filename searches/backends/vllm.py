@@ -95,15 +95,10 @@ def named(config: SpeculativeConfig) -> str:
 def vllm_config(
     target: Target, config: SpeculativeConfig, folder: Callable[[SpeculativeConfig], str] = named
 ) -> dict[str, Any]:
-    """Return the speculative configuration of vLLM; empty for plain decoding.
+    """Return the speculative configuration of vLLM for serving a target; empty for plain decoding.
 
-    Args:
-        target: the model that vLLM serves.
-        config: the configuration.
-        folder: returns its draft model or head as vLLM can load it.
-
-    Raises:
-        Unsupported: vLLM cannot do it, or does otherwise.
+    ``folder`` returns the draft model or head as vLLM can load it. Raises :class:`Unsupported` if vLLM cannot do it, or does
+    otherwise.
     """
     if (reason := refusal(config.method)) is not None:
         raise Unsupported(f"config.method: {reason}")
@@ -159,7 +154,6 @@ class VllmBackend(ServedBackend):
         check_list("backend.args", self.args)
 
     def describe(self) -> dict[str, Any]:
-        """See :meth:`Backend.describe`."""
         return {
             "versions": self._installed["versions"],
             "args": [str(argument) for argument in self.args],
@@ -171,22 +165,15 @@ class VllmBackend(ServedBackend):
         }
 
     def supports(self, method: str) -> str | None:
-        """See :meth:`Backend.supports`."""
         if method == "retrieval" and not self._installed["arctic_inference"]:
             return "vLLM's suffix decoding needs arctic-inference, which is not installed in backend.python"
         return refusal(method)
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
-        """See :func:`vllm_space`."""
         return vllm_space(space)
 
     def command(self, config: SpeculativeConfig, port: int) -> list[str]:
-        """Return the command that starts an engine.
-
-        Raises:
-            Unsupported: vLLM cannot decode with the configuration.
-            ConfigError: its head cannot be written in a layout of vLLM.
-        """
+        """Return the command that starts an engine; raise :class:`Unsupported`, or :class:`ConfigError` of its head."""
         speculation = vllm_config(self.target, config, self._drafting_folder)
         entry = _SERVE if "vllm" in self._installed["versions"] else (API_SERVER, "--model")
         command = [self._python, "-m", *entry, self._model, "--host", "127.0.0.1", "--port", str(port)]

@@ -46,11 +46,7 @@ class Contenders(NamedTuple):
 
 
 def check_rows(config: DictConfig) -> None:
-    """Check that all contenders and peers are mappings or null, and that peers have known fields only.
-
-    Raises:
-        InputError: one of them is not.
-    """
+    """Refuse contenders and peers that are neither mappings nor null, and unknown fields of peers."""
     known = {kind: {field.name for field in dataclasses.fields(kind) if field.init} for kind in (Peer, EnginePeer)}
     for group in ("contenders", "peers"):
         for name, row in config[group].items():

@@ -165,12 +165,8 @@ def predictions(measured: Sequence[Point]) -> go.Figure | None:
 def throughput(measured: Sequence[Point], latency: str, level: str = "") -> go.Figure | None:
     """Return the tokens per second of the engine against a latency, and the trials that no other one exceeds in both.
 
-    A bar leads from the median to the 95th percentile. A star is plain decoding, the median of trials.
-
-    Args:
-        measured: the trials.
-        latency: ``TOKEN`` or ``FIRST``.
-        level: one of :func:`~searches.report.tables.levels`.
+    A bar leads from the median to the 95th percentile. A star is plain decoding, the median of trials. ``latency`` is
+    ``TOKEN`` or ``FIRST``, ``level`` one of :func:`~searches.report.tables.levels`.
     """
     under = [replace(point, requests=_under(point.requests, level)) for point in measured]
     known = [point for point in under if {"throughput", f"{latency}_p50"} <= point.requests.keys()]
@@ -397,14 +393,7 @@ def _shortened(text: str, lines: int = 1) -> str:
 
 @dataclass(frozen=True)
 class _Span:
-    """The time of a trial on the timeline.
-
-    Args:
-        trial: the trial.
-        start: its start.
-        seconds: its duration; 0.0 for a killed one, whose end is unknown.
-        begin: seconds from the study's start to its own, without pauses.
-    """
+    """The time of a trial: its seconds, 0.0 if it was killed, and its begin after the study's start, without pauses."""
 
     trial: FrozenTrial
     start: datetime
@@ -431,9 +420,7 @@ class _Span:
 def timeline(trials: Sequence[FrozenTrial], now: datetime) -> tuple[go.Figure | None, str]:
     """Return the timeline of the trials that have started, and what it shows besides finished trials.
 
-    Args:
-        trials: finished, failed and running ones.
-        now: the end of running trials, with a time zone.
+    ``now`` is the end of running trials, with a time zone.
     """
     spans, pauses = _spans(trials, now)
     if not spans:

@@ -190,12 +190,7 @@ def _best_table(trials: Sequence[FrozenTrial]) -> Markup:
 class LiveView:
     """Writer of the page of a running study. A page that cannot be written stops no study.
 
-    Args:
-        study: the opened study.
-        folder: of the study.
-        layers: the number of decoder layers of the target.
-        trials: the number of finished trials at the end.
-        pool: the workers of the study, of which the first writes the page until one measures the finals.
+    ``pool`` holds the workers of the study, of which the first writes the page until one measures the finals.
 
     Attributes:
         singles: ``[2, layers]``, the agreement with one sub-layer skipped, once scans have found it.

@@ -49,13 +49,9 @@ class Publisher:
     folder: Path
 
     def publish(self, finals: Finals, predictor: ScanPredictor | None, held_out: PromptSet, log: bool = True) -> None:
-        """Write the export and the report of the finished study, log them, and print the report.
+        """Write the export and the report of the finished study, log them unless another worker does, and print the report.
 
-        Args:
-            finals: the results on held-out prompts.
-            predictor: predicts masks without bridges; None if none were scanned.
-            held_out: the measured held-out prompts.
-            log: whether files and figures are logged.
+        ``predictor`` is None if no masks were scanned.
         """
         plan, study, folder, winner = self.plan, self.study, self.folder, finals.winner
         seconds = search_seconds(study, finals)
@@ -78,14 +74,9 @@ class Publisher:
         say(f"  mlflow ui --backend-store-uri {shlex.quote(without_password(self.tracker.uri))}")
 
     def publish_provisional(self, prompts: PromptSet, seconds: float) -> bool:
-        """Write the export of the running study's leader, marked as provisional; a confirmed one of the same study stays.
+        """Write the export of the running study's leader after so many seconds, marked as provisional.
 
-        Args:
-            prompts: tune prompts, of which trials decoded some.
-            seconds: that the search took so far.
-
-        Returns:
-            Whether it was written.
+        A confirmed one of the same study stays. Returns whether it was written.
         """
         path = self.folder / "best.json"
         with contextlib.suppress(OSError, ValueError, LookupError, AttributeError):  # one that cannot be read is replaced

@@ -89,14 +89,7 @@ def metrics_now(metrics: Mapping[str, float], step: int = 0) -> list[Metric]:
 class StudyRun:
     """The run of a study, or of a part of one. It is found, or made again after it was deleted, when it is written to.
 
-    Args:
-        store: holds the run.
-        name: the name of the run.
-        identity: with the role, distinguishes it from other runs.
-        role: the purpose of the run.
-        params: the parameters of the run.
-        tags: the tags of the run.
-        parent: the run that it is nested below.
+    ``identity`` and ``role`` distinguish it from others of its name.
 
     Attributes:
         id: the identifier; None until the store was reached.

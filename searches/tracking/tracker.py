@@ -33,7 +33,7 @@ class Tracker:
     Args:
         uri: the URI of the tracking store; None creates a SQLite store in ``folder``.
         folder: the folder of a store that is created.
-        experiment: the name of the experiment; it is created if it does not exist.
+        experiment: its name; it is created if it does not exist.
 
     Raises:
         InputError: the store cannot be opened, or the experiment was deleted.
@@ -130,7 +130,7 @@ class Tracker:
         Args:
             winner: its configuration.
             sentence: the verdict.
-            trial: the number of the trial that stands for the winner; None if no trial does. Earlier winners lose the tag.
+            trial: the number of the winner's trial; None if it has none. Earlier winners lose the tag.
             metrics: the metrics of the study's run, with the number of ``trials``.
             files: artifacts of the study's run, and the folders for them.
             again: whether a complete result of as many trials is replaced.
@@ -177,10 +177,7 @@ class Tracker:
         self.finish(patience=PATIENCE if self._run.parent is None else None)
 
     def finish(self, status: str = "FINISHED", patience: float | None = None) -> None:
-        """Close the study's run as ``FINISHED``, ``KILLED`` (interrupted) or ``FAILED``.
-
-        ``patience`` are the seconds of an outage for whose end is waited; None waits for none.
-        """
+        """Close the study's run as ``FINISHED``, ``KILLED`` or ``FAILED``; wait ``patience`` seconds for the end of an outage."""
         run = self._run
         self._send({"status": lambda: self._store.client.set_terminated(run.current(), status)}, patience)
 
