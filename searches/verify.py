@@ -25,7 +25,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from searches.app.checks import InputError, check_flag, check_number, check_seed
 from searches.app.interrupt import interrupt_code
 from searches.app.targets import command_line, load_exported_target
 from searches.backends.selection import closing, described, exported_backend
-from searches.report.tables import empty_note
+from searches.report.tables import conditions, empty_note
 from searches.results import RESULTS_VERSION, ResultLog, record_header
 from searches.study.bench import BASELINE, Bench, ModelBench, Row, resumed_rows
 from searches.study.plan import check_prompts
@@ -126,12 +126,26 @@ def verify(config: DictConfig) -> None:
     asked += [target.digest, machine(target), attachment_digests(export.config), RESULTS_VERSION]
     unfinished = Path(config.outputs) / f"verify-{digest(asked)[:12]}.jsonl"
     rows: list[Row] = []
-    if export.config.method == "none":
-        verdict = judge_plain(claim.speedup)
-    else:
+    verdict = judge_plain(claim.speedup)
+    if export.config.method != "none":
         bench = ModelBench(backend, export.sampling, max_new_tokens, workload)
-        with closing(backend):
-            verdict = _measure(bench, export, claim, prompts, settings, config.seed, unfinished, rows)
+        if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
+            unfinished.unlink()
+        log = ResultLog(unfinished)
+        resumed = f"; {len(log)} of them were before an interruption ({unfinished})" if len(log) else ""
+        asked_for = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.max_repeats} x"
+        print(f"measuring {asked_for}{resumed}", flush=True)
+        try:
+            with closing(backend), tqdm(total=len(prompts) * settings.max_repeats, unit="prompt", disable=None) as bar:
+                for row, judged in judged_rows(bench, export.config, claim, prompts, settings, config.seed, log):
+                    rows.append(row)
+                    bar.update()
+                    verdict = judged or verdict
+        except KeyboardInterrupt as error:
+            if rows:
+                print("\n".join(_table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.max_repeats)))
+            print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
+            sys.exit(interrupt_code(error))
     measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
     header = record_header("layerskip.verification/1", target)
     record = header | {
@@ -182,39 +196,7 @@ def _is_alike(export: Export, target: Target) -> bool:
     return exact and dict(export.target) == Export.describe(target)
 
 
-def _measure(
-    bench: ModelBench,
-    export: Export,
-    claim: Claim,
-    prompts: PromptSet,
-    settings: VerifySettings,
-    seed: int,
-    unfinished: Path,
-    rows: list[Row],
-) -> Verdict:
-    """Measure an export with a progress bar; Ctrl-C prints the metrics so far. ``unfinished`` keeps rows."""
-    if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
-        unfinished.unlink()
-    log = ResultLog(unfinished)
-    try:
-        resumed = f"; {len(log)} of them were before an interruption ({unfinished})" if len(log) else ""
-        asked = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.max_repeats} x"
-        print(f"measuring {asked}{resumed}", flush=True)
-        with tqdm(total=len(prompts) * settings.max_repeats, unit="prompt", disable=None) as bar:
-
-            def on_row(row: Row) -> None:
-                rows.append(row)
-                bar.update()
-
-            return measure_claim(bench, export.config, claim, prompts, settings, seed, log, on_row)
-    except KeyboardInterrupt as error:
-        if rows:
-            print("\n".join(_table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.max_repeats)))
-        print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
-        sys.exit(interrupt_code(error))
-
-
-def measure_claim(
+def judged_rows(
     bench: Bench,
     config: SpeculativeConfig,
     claim: Claim,
@@ -222,8 +204,7 @@ def measure_claim(
     settings: VerifySettings,
     seed: int,
     log: ResultLog,
-    on_row: Callable[[Row], object],
-) -> Verdict:
+) -> Iterator[tuple[Row, Verdict | None]]:
     """Measure a configuration against plain decoding until its claim can be judged or the repeats are used up.
 
     Args:
@@ -234,21 +215,24 @@ def measure_claim(
         settings: the number of repeats and the tolerance.
         seed: the seed of the measurement.
         log: rows of an interrupted run, which are not measured again; takes the new ones.
-        on_row: called with the row of each prompt.
+
+    Yields:
+        The row of each prompt, with a verdict after the last prompt of a repeat.
     """
     rows: list[Row] = []
     for repeat in range(settings.max_repeats):
         measure = partial(bench.compare, {_CANDIDATE: config}, repeats=1, seed=seed + _SEED_STEP * repeat)
         for row in resumed_rows(measure, prompts, log, str(repeat)):
             rows.append(row)
-            on_row(row)
+            if len(rows) % len(prompts):
+                yield row, None
         measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
         measured = Speedup.measured(measurement, settings.max_repeats)
         per_round, decoded = measurement.stats.mean_acceptance_length, measurement.decoded.prompts
         verdict = judge(claim, measured, measurement.lossless.verdict, settings.tolerance, per_round, decoded)
+        yield rows[-1], verdict
         if verdict.clear:
-            break
-    return verdict
+            return
 
 
 @dataclass(frozen=True)
@@ -504,14 +488,7 @@ def _report(record: Mapping[str, Any], export: Export, measurement: Measurement 
     lines = [f"{record['verdict']}: {record['reason']}", ""]
     if measurement is not None:
         lines += [*_table(export, measurement, record["looks"]), *empty_note(record["measured"]), ""]
-        where, prompts, versions = record["environment"], record["prompts"], record["environment"]["versions"]
-        lines += [
-            f"{export.config.label()} on {record['target']['name']} in {record['target']['dtype']} on {where['device']} "
-            f"({where['device_name']}, {where['threads']} threads), {prompts['count']} prompts ({prompts['name']}) "
-            f"x {record['repeats']}, {record['max_new_tokens']} new tokens, torch {versions['torch']}, "
-            f"transformers {versions['transformers']}, {record['date']}.",
-            "",
-        ]
+        lines += [f"{export.config.label()} on {conditions(record)}", ""]
         if (change := compute_speed_change(export, record)) is not None:
             lines += [change, ""]
     if record["differences"]:

@@ -32,8 +32,7 @@ class RequestFailed(RuntimeError):
 class Completion:
     """The answer to one prompt, with the number of tokens in each piece.
 
-    ``tokens`` is None if the server does not report ids. Seconds count from the request to the first piece, and from there to
-    the last one.
+    ``tokens`` is None if the server reports no ids. Seconds are those to the first piece, and from there to the last one.
     """
 
     text: str

@@ -54,6 +54,17 @@ def empty_note(metrics: Mapping[str, Any]) -> list[str]:
     return ["", f"The outputs of {counts} prompts end with their first token. Speedups leave them out."]
 
 
+def conditions(record: Mapping[str, Any]) -> str:
+    """Return the target, machine, prompts and versions of a record, and its date."""
+    target, where, prompts = record["target"], record["environment"], record["prompts"]
+    engines = "".join(f"{engine} {version}, " for engine, version in record.get("engines", {}).items())
+    return (
+        f"{target['name']} in {target['dtype']} on {where['device']} ({where['device_name']}, {where['threads']} threads), "
+        f"{prompts['count']} prompts ({prompts['name']}) x {record['repeats']}, {record['max_new_tokens']} new tokens, "
+        f"torch {where['versions']['torch']}, transformers {where['versions']['transformers']}, {engines}{record['date']}."
+    )
+
+
 def finals_rows(finals: Finals) -> list[Row]:
     """Return plain decoding and the finalists on held-out prompts."""
     plain = "wins" if finals.winner.config.method == "none" else "reference"

@@ -177,7 +177,7 @@ class Tracker:
         self.finish(patience=PATIENCE if self._run.parent is None else None)
 
     def finish(self, status: str = "FINISHED", patience: float | None = None) -> None:
-        """Close the study's run as ``FINISHED``, ``KILLED`` or ``FAILED``; wait ``patience`` seconds for the end of an outage."""
+        """Close the study's run as ``FINISHED``, ``KILLED`` or ``FAILED``; wait ``patience`` seconds for an outage's end."""
         run = self._run
         self._send({"status": lambda: self._store.client.set_terminated(run.current(), status)}, patience)
 
@@ -191,25 +191,21 @@ class Tracker:
     @defer_interrupt()
     def log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
         """Write the runs of a benchmark, one run and one nested run per contender, unless the store fails."""
+        client, store = self._store.client, self._store
+        tags = {"role": "benchmark", "date": record["date"]} | {k: str(v) for k, v in record["environment"].items()}
+        params = {key: str(record["target"][key]) for key in ("name", "dtype")}
         try:
-            self._log_benchmark(record, texts, file)
+            run_id = store.create("benchmark", tags)
+            for name, result in record["results"].items():
+                child = store.create(name, {PARENT: run_id, "role": "contender", "contender": name})
+                metrics = {key: result[key] for key in (*MEASURED, "drafter_bytes") if result[key] is not None}
+                store.log(child, metrics_now(metrics), params | {"lossless": str(result["lossless"])})
+                client.set_terminated(child)
+            for name, text in texts.items():
+                client.log_text(run_id, text, name)
+            client.log_artifact(run_id, str(file))
+            client.set_terminated(run_id)
         except Exception as error:
             if not is_of_store(error):
                 raise
             print(f"tracking.uri: the benchmark is incomplete in the store: {reason(error, self.uri)}", flush=True)
-
-    def _log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
-        client, store = self._store.client, self._store
-        tags = {"role": "benchmark", "date": record["date"]} | {k: str(v) for k, v in record["environment"].items()}
-        run_id = store.create("benchmark", tags)
-        params = {key: str(record["target"][key]) for key in ("name", "dtype")}
-        for name, result in record["results"].items():
-            child = store.create(name, {PARENT: run_id, "role": "contender", "contender": name})
-            metrics = {metric: result[metric] for metric in MEASURED}
-            metrics |= {} if result["drafter_bytes"] is None else {"drafter_bytes": result["drafter_bytes"]}
-            store.log(child, metrics_now(metrics), params | {"lossless": str(result["lossless"])})
-            client.set_terminated(child)
-        for name, text in texts.items():
-            client.log_text(run_id, text, name)
-        client.log_artifact(run_id, str(file))
-        client.set_terminated(run_id)

@@ -24,7 +24,7 @@ from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from searches.results import ResultLog
 from searches.study.bench import BASELINE, Bench, ModelBench
-from searches.verify import Claim, Speedup, VerifySettings, _is_alike, measure_claim
+from searches.verify import Claim, Speedup, VerifySettings, _is_alike, judged_rows
 from tests.searches.conftest import Launch
 from tests.tiny import save_tiny
 
@@ -247,7 +247,8 @@ class _Bench(Bench):
 def test_it_measures_until_the_verdict_is_clear(
     speedups: list[list[float]], claim: Speedup | None, name: str, repeats: int
 ) -> None:
-    prompts, rows = PromptSet.of([f"prompt {i}" for i in range(8)]), list[Mapping[str, Sample]]()
-    given = {"prompts": prompts, "settings": VerifySettings(), "seed": 0, "log": ResultLog(None), "on_row": rows.append}
-    verdict = measure_claim(_Bench(speedups), LOOKUP, Claim(claim), **given)
-    assert (verdict.name, len(rows)) == (name, 8 * repeats)
+    prompts = PromptSet.of([f"prompt {i}" for i in range(8)])
+    bench, given = _Bench(speedups), {"settings": VerifySettings(), "seed": 0, "log": ResultLog(None)}
+    _, verdicts = zip(*judged_rows(bench, LOOKUP, Claim(claim), prompts, **given), strict=True)
+    assert (verdicts[-1].name, len(verdicts)) == (name, 8 * repeats)
+    assert [place for place, verdict in enumerate(verdicts) if verdict] == [8 * repeat + 7 for repeat in range(repeats)]
