@@ -105,12 +105,6 @@ def test_configurations_that_do_not_fit_take_turns(backend: ServerBackend, folde
     assert len(running(folder)) == _PER_ENGINE
 
 
-def test_an_engine_stays_for_the_next_comparison(backend: ServerBackend, folder: Path) -> None:
-    for _ in range(3):
-        assert len(list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK))) == 4
-    assert len(list(folder.iterdir())) == 2 * _PER_ENGINE
-
-
 def test_a_drafter_that_learns_is_warmed_by_no_measured_prompt(backend: ServerBackend, tiny_target: Target) -> None:
     config = SpeculativeConfig("retrieval", 2, prompt_lookup_max=3, tree_tokens=9)
     assert len(list(backend.compare({"learns": config}, _PROMPTS, _TASK))) == len(_PROMPTS)
@@ -136,16 +130,6 @@ def test_counters_of_another_engine_are_not_read(tiny_target: Target, folder: Pa
     assert measured.stats.accepted == len(_PROMPTS) * sum(planted_rounds(11, 2))
 
 
-def test_under_load_so_many_requests_are_in_flight(tiny_target: Target, folder: Path) -> None:
-    with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--pause", "0.01"))) as backend:
-        rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Workload(3)))
-        engines = list(backend._running.values())
-        assert [engine.client.get("/max_in_flight") for engine in engines] == ["3", "3"]
-        accepted = [each.accepted for row in rows for each in row["two"].stats.rounds]
-        assert sum(accepted) == 4 * sum(planted_rounds(11, 2))
-        assert {row["two"].lossless.verdict for row in rows} == {"exact"}
-
-
 def test_several_numbers_of_requests_are_measured_one_after_the_other(tiny_target: Target, folder: Path) -> None:
     with contextlib.closing(ServerBackend(tiny_target, command=_command(folder, "--pause", "0.01"))) as backend:
         rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Workload([1, 3])))
@@ -166,12 +150,6 @@ def test_several_numbers_of_requests_are_measured_one_after_the_other(tiny_targe
 def test_numbers_of_requests_are_checked(wrong: object) -> None:
     with pytest.raises(InputError, match=r"^workload\.concurrency: "):
         Workload(wrong)  # type: ignore[arg-type]
-
-
-def test_a_conversation_continues_from_the_answers_of_plain_decoding(backend: ServerBackend, tiny_target: Target) -> None:
-    item = PromptItem("talk", "chat", "first", ("second", "third"))
-    (row,) = backend.compare({"two": _lookup(2)}, PromptSet((item,)), _TASK)
-    assert row["two"].tokens == 36 and row["two"].lossless.compared == 3 and row["two"].lossless.verdict == "exact"
 
 
 def test_a_changed_output_is_different(tiny_target: Target, folder: Path) -> None:

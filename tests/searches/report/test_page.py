@@ -123,11 +123,9 @@ def test_a_page_loads_nothing_and_shows_names_as_they_are_written(tmp_path: Path
 def test_a_pause_is_cut_out_of_the_timeline() -> None:
     begin = datetime(2026, 1, 1, tzinfo=UTC)
     trials = []
-    for number, minutes in enumerate((0, 10, 20, 20 + 26 * 60, 30 + 26 * 60)):
-        start = begin + timedelta(minutes=minutes)
-        attributes = {"config": lookup(4).to_dict(), "seconds": 600.0}
-        trial = create_trial(value=1.0, user_attrs=attributes)
-        trial.number, trial.datetime_start = number, start
+    for minutes in (0, 10, 20, 20 + 26 * 60, 30 + 26 * 60):
+        trial = create_trial(value=1.0, user_attrs={"config": lookup(4).to_dict(), "seconds": 600.0})
+        trial.datetime_start = begin + timedelta(minutes=minutes)
         trials.append(trial)
     trials[2].user_attrs["seconds"] = 0.0  # 26 hours pass after it began
     figure, _ = timeline(trials, begin)
