@@ -12,15 +12,19 @@ import random
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.config import methods
 from layerskip.measure.losslessness import Losslessness, find_divergence
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
+from layerskip.models.environment import machine
 from layerskip.prompts import PromptItem
 from searches.app.checks import check_number, check_whole
 from searches.backends.backend import BASELINE, Backend, BackendError, Workload
 from searches.backends.running_engine import Answer, RequestMetrics, RunningEngine
+from searches.space.search_space import SearchSpace
 
 _PLAIN = SpeculativeConfig()
 _WARMUP_TOKENS = 16
@@ -71,6 +75,20 @@ class ServedBackend(Backend):
     @property
     def exact(self) -> bool:
         return False
+
+    def describe(self) -> dict[str, Any]:
+        model = {"target": self.target.digest, "dtype": self.target.dtype, "machine": machine(self.target)}
+        return {"engines": self.engines} | model
+
+    def restrict(self, space: SearchSpace) -> SearchSpace:
+        """Return the space without choices that servers do not have: stop rules, matches, datastores and lossy rules.
+
+        Their n-grams are copied from their first match. Heads draft chains: a method keeps its trees only if it has no
+        chains.
+        """
+        trees = any(methods()[method].trees_only for method in space.available_methods)
+        found = replace(space, allow_lossy=False).narrowed(stop=("length",), match=("first",), datastore=())
+        return found if trees else replace(found, trees=False)
 
     def metrics(self) -> dict[str, float]:
         return self._metrics.to_dict()
@@ -223,12 +241,7 @@ class ServedBackend(Backend):
             self._running.pop(config).stop()
 
     def _sample(
-        self,
-        item: PromptItem,
-        name: str,
-        answers: _Answers,
-        task: Task,
-        checks: Mapping[str, Losslessness] | None,
+        self, item: PromptItem, name: str, answers: _Answers, task: Task, checks: Mapping[str, Losslessness] | None
     ) -> Sample:
         parts = []
         for turn, (expected, answer) in enumerate(zip(answers[BASELINE], answers[name], strict=True)):

@@ -18,13 +18,12 @@ import optuna
 
 from layerskip import ConfigError, SpeculativeConfig
 from layerskip.engines.deployment import Unsupported
-from layerskip.models.environment import machine
 from searches.app.checks import InputError
 from searches.backends.backend import BackendError
 from searches.backends.client import Client
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
-from searches.backends.vllm import refusal, vllm_config, vllm_space
+from searches.backends.vllm import refusal, vllm_config
 from searches.space.search_space import Params, SearchSpace
 
 _SPECULATIVE = "speculative_config"
@@ -103,11 +102,7 @@ class ServerBackend(ServedBackend):
             "baseline_command": self.baseline_command,
             "urls": [self.baseline_url, self.candidate_url],
             "candidate": dict(self.candidate),
-            "engines": self.engines,
-            "target": self.target.digest,
-            "dtype": self.target.dtype,
-            "machine": machine(self.target),
-        }
+        } | super().describe()
 
     def supports(self, method: str) -> str | None:
         if method == "none":
@@ -125,7 +120,7 @@ class ServerBackend(ServedBackend):
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return the space without what servers lack; of a named server, with nothing but its configuration."""
-        space = vllm_space(space)
+        space = super().restrict(space)
         if self.command:
             return space
         return ServedSpace(**{each.name: getattr(space, each.name) for each in fields(SearchSpace)}, served=self._served)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,14 +26,12 @@ from layerskip.export import attachment_digests
 from layerskip.files import atomic_folder, digest, short_name
 from layerskip.heads.portable import save_portable
 from layerskip.heads.published_eagle import is_published
-from layerskip.models.environment import machine
 from layerskip.models.loading import WHEELS, load_draft
 from searches.app.checks import InputError, check_list
 from searches.backends.backend import BackendError
 from searches.backends.client import Client
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
-from searches.space.search_space import SearchSpace
 
 
 def served_folder(target: Target, folder: Path) -> str:
@@ -72,16 +70,12 @@ def _written(folder: Path, write: Callable[[Path], object]) -> str:
     return str(folder)
 
 
-_KEPT_LAYERS = (
-    "skips no layers; save the kept ones with layerskip.save_draft_checkpoint as one of space.ranges.draft_model.draft_model"
-)
-
-
 def refusal(method: str) -> str | None:
     """Return None if vLLM drafts with a method, else the reason in one line."""
     known = methods().get(method)
     if known is not None and "mask" in known:
-        return f"vLLM {_KEPT_LAYERS}"
+        kept = "save the kept ones with layerskip.save_draft_checkpoint as one of space.ranges.draft_model.draft_model"
+        return f"vLLM skips no layers; {kept}"
     return None if known is not None and known.engine_method else f"vLLM has no counterpart of {method}"
 
 
@@ -108,16 +102,6 @@ def vllm_config(
         raise Unsupported("config.draft_head: vLLM's draft models choose from the whole vocabulary")
     way = way_of_drafting(Deployment(Export.describe(target), config), suffix=True)
     return speculation(way, config, lambda: folder(config))
-
-
-def vllm_space(space: SearchSpace) -> SearchSpace:
-    """Return the space without choices that vLLM does not have: stop rules, matches, datastores and lossy rules.
-
-    Its n-grams are copied from their first match. Heads draft chains: a method keeps its trees only if it has no chains.
-    """
-    trees = any(methods()[method].trees_only for method in space.available_methods)
-    found = replace(space, allow_lossy=False).narrowed(stop=("length",), match=("first",), datastore=())
-    return found if trees else replace(found, trees=False)
 
 
 _SERVE = ("vllm.entrypoints.cli.main", "serve")
@@ -154,23 +138,13 @@ class VllmBackend(ServedBackend):
         check_list("backend.args", self.args)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "versions": self._installed["versions"],
-            "args": [str(argument) for argument in self.args],
-            "env": self._environment(),
-            "engines": self.engines,
-            "target": self.target.digest,
-            "dtype": self.target.dtype,
-            "machine": machine(self.target),
-        }
+        given = {"args": [str(argument) for argument in self.args], "env": self._environment()}
+        return {"versions": self._installed["versions"]} | given | super().describe()
 
     def supports(self, method: str) -> str | None:
         if method == "retrieval" and not self._installed["arctic_inference"]:
             return "vLLM's suffix decoding needs arctic-inference, which is not installed in backend.python"
         return refusal(method)
-
-    def restrict(self, space: SearchSpace) -> SearchSpace:
-        return vllm_space(space)
 
     def command(self, config: SpeculativeConfig, port: int) -> list[str]:
         """Return the command that starts an engine; raise :class:`Unsupported`, or :class:`ConfigError` of its head."""

@@ -82,8 +82,7 @@ def _deleted_run(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deleted_runs(folder: Path) -> Iterator[None]:
-    (trial, *_), client = runs(sqlite(folder), "trial"), MlflowClient(sqlite(folder))
-    client.delete_run(trial.info.run_id)
+    MlflowClient(sqlite(folder)).delete_run(runs(sqlite(folder), "trial")[0].info.run_id)
     with _deleted_run(folder):
         yield
 
