@@ -176,9 +176,11 @@ def _copy(chart: go.Figure, axes: Axes) -> None:
             axes.step(trace.x, trace.y, where="post", color=trace.line.color, lw=1, label=trace.name)
         else:
             bars = {"xerr": trace.error_x, "yerr": trace.error_y}
-            lengths = {axis: [bar.arrayminus, bar.array] for axis, bar in bars.items() if bar.array is not None}
-            style = {"fmt": _MARKERS[trace.marker.symbol or "circle"], "color": trace.marker.color, "elinewidth": 1}
-            axes.errorbar(trace.x, trace.y, label=html.unescape(trace.name), **style, **lengths)
+            style: dict[str, Any] = {
+                axis: [bar.arrayminus, bar.array] for axis, bar in bars.items() if bar.array is not None
+            }
+            style |= {"fmt": _MARKERS[trace.marker.symbol or "circle"], "color": trace.marker.color, "elinewidth": 1}
+            axes.errorbar(trace.x, trace.y, label=html.unescape(trace.name), **style)
     for shape in layout.shapes:  # the speed of plain decoding
         axes.axline((shape.x0, shape.y0), (shape.x1, shape.y1), color="0.6", lw=0.8)
     for note in layout.annotations:

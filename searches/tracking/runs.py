@@ -245,7 +245,8 @@ class TrialRuns:
 def _metrics(trial: FrozenTrial) -> dict[str, float]:
     known = trial.user_attrs
     measurement = known.get("measurement", {})
-    metrics = NOT_MEASURED | {name: measurement[name] for name in MEASURED if name in measurement} | known.get(METRICS, {})
+    metrics: dict[str, float] = NOT_MEASURED | {name: measurement[name] for name in MEASURED if name in measurement}
+    metrics |= known.get(METRICS, {})
     if known.get(PREDICTED) is not None:
         metrics[PREDICTED] = known[PREDICTED]
     metrics |= {"seconds": known["seconds"], DRIFTED: known.get(DRIFTED, 0)}
