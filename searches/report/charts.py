@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -286,29 +287,30 @@ def _add_trials(
     measured: Sequence[Point],
     x: Sequence[float],
     y: Sequence[float],
-    bars: Mapping[str, _Bars] | None = None,
+    bars: Mapping[str, _Bars] = MappingProxyType({}),
     texts: Sequence[str] | None = None,
 ) -> None:
     """Add trials, a trace for each drafter and way to end; ``bars`` are by ``error_x`` or ``error_y``."""
     shown = texts or [describe(point) for point in measured]
     for method, complete in sorted({(point.config.method, point.complete) for point in measured}):
-        chosen = [place for place, p in enumerate(measured) if (p.config.method, p.complete) == (method, complete)]
-
-        def of(values: Sequence[Any], chosen: Sequence[int] = chosen) -> list[Any]:
-            return [values[place] for place in chosen]
-
+        places = [place for place, p in enumerate(measured) if (p.config.method, p.complete) == (method, complete)]
         color = color_of(method)
         style = {"symmetric": False, "width": 2, "thickness": 1, "color": f"{color}80"}
+        lengths = {axis: {"array": _at(places, up), "arrayminus": _at(places, down)} for axis, (up, down) in bars.items()}
         chart.add_scatter(
             mode="markers",
             name=f"{html.escape(method.replace('_', ' '))}{'' if complete else ', stopped early'}",
-            x=of(x),
-            y=of(y),
+            x=_at(places, x),
+            y=_at(places, y),
             marker={"color": color, "opacity": 0.85, "size": 8, "symbol": "circle" if complete else "x-thin-open"},
-            text=of(shown),
+            text=_at(places, shown),
             hoverinfo="text",
-            **{axis: {"array": of(up), "arrayminus": of(down), **style} for axis, (up, down) in (bars or {}).items()},
+            **{axis: style | length for axis, length in lengths.items()},
         )
+
+
+def _at(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    return [values[place] for place in places]
 
 
 def _add_front(
@@ -317,7 +319,7 @@ def _add_front(
     """Add the Pareto front of the trials that may lead, as a line: no other is better in both ``x`` and ``y``."""
     leading = [place for place, point in enumerate(measured) if point.may_lead]
     front = pareto_front({place: (y[place], -x[place] if more_is_better else x[place]) for place in leading})[::-1]
-    _add_line(chart, "Pareto front", [x[place] for place in front], [y[place] for place in front], dash="dash")
+    _add_line(chart, "Pareto front", _at(front, x), _at(front, y), dash="dash")
 
 
 def _add_line(chart: go.Figure, name: str, x: Sequence[float], y: Sequence[float], dash: str = "solid") -> None:
