@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -156,23 +154,3 @@ def test_vllm_decodes_with_as_many_cores_as_the_others(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5})
     talk("vllm", "plain")
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "3"
-
-
-def test_a_worker_kills_its_group_once_its_program_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def kill(process: int, number: int) -> None:
-        asked.append((process, number))
-        if len(asked) == 3:
-            raise ProcessLookupError
-
-    def kill_group(group: int, number: int) -> None:
-        asked.append((group, number))
-        raise SystemExit  # the signal ends the worker
-
-    monkeypatch.setattr(os, "kill", kill)
-    monkeypatch.setattr(os, "killpg", kill_group)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    with pytest.raises(SystemExit):
-        engine_worker.end_with(4711)
-    assert asked == [(4711, 0)] * 3 + [(0, signal.SIGKILL)]
