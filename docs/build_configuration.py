@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from build_results import table, write_or_check
 from layerskip.config import Field, Method, methods
@@ -34,11 +34,8 @@ TYPES = {
 }
 """Groups whose fields are the arguments of a type. Other groups have the fields of the files in ``conf/<group>/``."""
 
-PROGRAMS = ("train", "bridges", "benchmark", "datastore", "verify", "export")
-"""Further programs. All others test the search."""
-
-NAMED_BY_USERS = ("contenders", "peers")
-"""Mappings whose entries have names of the user's choice."""
+PROGRAMS = ("train", "bridges", "benchmark", "datastore", "verify", "export")  # further ones test the search
+NAMED_BY_USERS = ("contenders", "peers")  # mappings whose entries have names of the user's choice
 
 INTRODUCTION = """\
 # Configuration
@@ -60,21 +57,14 @@ A field of `searches.layerskip` means the same in every program.
 DRAFTERS = """\
 ## Drafters
 
-Each drafter declares its fields in its file in `layerskip/drafters/`. A field is followed by the range or the choices of a study,
-with the first value in parentheses. `space.ranges.METHOD.FIELD=[...]` overrides them, and also names heads, models and datastores:
-`space.ranges.eagle.head=[FOLDER]`. Methods are in the order of their simplicity, which decides ties between finalists.
-"""
-
-OTHERS = """\
-## Other programs
-
-A comment behind each field of these files describes it.
+A field is followed by the range or the choices of a study, with the first value in parentheses. They are overridden by
+`space.ranges.METHOD.FIELD=[...]`, which also names heads, models and datastores. Methods are in the order of their
+simplicity, which decides ties between finalists.
 """
 
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?P<value>[^#]*)(#\s*(?P<comment>.*))?$")
 
-Fields = dict[str, tuple[str, str]]
-"""Defaults and meanings by field."""
+Fields = dict[str, tuple[str, str]]  # defaults and meanings
 
 
 def commented_fields(path: Path, prefix: str = "") -> Fields:
@@ -102,31 +92,19 @@ def described_fields(prefix: str, made: str, composed: Any) -> Fields:
     }
 
 
-def engine_fields() -> Fields:
-    """The fields of the back ends that run engines, and of the load that these are measured under."""
-    choices: dict[str, list[str]] = {}
-    found: Fields = {}
-    for path in sorted((CONF / "backend").glob("*.yaml")):
-        for group, node in OmegaConf.load(path).items():
-            for name, field in described_fields(str(group), node._target_, node).items():
-                choices.setdefault(name, []).append(path.stem)
-                found.setdefault(name, field)
-    own = {name: f"`{of[0]}`: " if len(of) == 1 else "" for name, of in choices.items()}
-    return {name: (value, own[name] + meaning) for name, (value, meaning) in found.items()}
-
-
 def group_fields(group: str) -> Fields:
     """The fields of a group of ``conf/``: those of its types, and those that its files comment on."""
-    if group in ("backend", "experiment"):
-        return engine_fields() if group == "backend" else {}
     found: Fields = {}
-    for part in TYPES:
-        if part.partition(".")[0] == group:
-            found |= described_fields(part, TYPES[part], OmegaConf.select(STUDY, part))
+    for path in sorted((CONF / group).glob("*.yaml")) if group == "backend" else ():
+        for part, node in OmegaConf.load(path).items():
+            for name, (value, meaning) in described_fields(str(part), node._target_, node).items():
+                found[name] = (value, meaning if name in found else f"with `{path.stem}`: {meaning}")
+    for part in (part for part in TYPES if part.partition(".")[0] == group):
+        found |= described_fields(part, TYPES[part], OmegaConf.select(STUDY, part))
     if group == "bridging":
         trained = commented_fields(CONF / "train.yaml")
         found |= {name: (found[name][0], "see `searches.train`") for name in found if name.partition(".")[2] in trained}
-    for path in sorted((CONF / group).glob("*.yaml")):
+    for path in sorted((CONF / group).glob("*.yaml")) if group not in ("backend", "experiment") else ():
         commented = commented_fields(path, f"{group}.")
         found |= {name: field for name, field in commented.items() if name not in found or not found[name][1]}
     return found
@@ -135,15 +113,15 @@ def group_fields(group: str) -> Fields:
 def page() -> Iterator[str]:
     """The lines of the page."""
     fields = commented_fields(CONF / "layerskip.yaml")
-    for entry in OmegaConf.load(CONF / "layerskip.yaml").defaults:
-        group, chosen = next(iter(entry.items())) if isinstance(entry, DictConfig) else ("override", "")
-        if not group.startswith("override"):
+    entries = [entry for entry in OmegaConf.load(CONF / "layerskip.yaml").defaults if entry != "_self_"]
+    for group, chosen in ((str(group), str(chosen)) for entry in entries for group, chosen in entry.items()):
+        if not group.startswith("override "):
             others = [f"`{path.stem}`" for path in sorted((CONF / group).glob("*.yaml")) if path.stem != chosen]
             fields[group] = (chosen, f"group; others: {', '.join(others)}" if others else "group")
             fields |= {name: field for name, field in group_fields(group).items() if name not in fields}
     yield from (INTRODUCTION, *_table(fields), DRAFTERS)
     yield from (*table(["method", "source of the draft", "fields"], drafter_rows()), "")
-    yield from (*_table(drafter_fields()), OTHERS)
+    yield from (*_table(drafter_fields()), "## Other programs", "", "Comments in these files describe their fields.", "")
     for path in sorted(CONF.glob("*.yaml"), key=lambda path: (path.stem not in PROGRAMS, path.stem)):
         if path.stem != "layerskip":
             summary = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").partition(": python -m")[0]
@@ -161,11 +139,11 @@ def drafter_rows() -> Iterator[list[str]]:
 def _searched(method: Method, field: Field) -> str:
     """The range or the choices of a field, and its first value."""
     first = method.first.get(field.name)
-    if field.range is not None:
-        low, high = field.range
-        chains = f" or {field.chains}" if field.chains is not None and not low <= field.chains <= high else ""
-        return f" {low:g} to {high:g}{chains} ({first})"
-    return f" {'/'.join(field.choices)} ({getattr(first, 'method', first)})" if field.choices else ""
+    if field.range is None:
+        return f" {'/'.join(field.choices)} ({getattr(first, 'method', first)})" if field.choices else ""
+    low, high = field.range
+    chains = f" or {field.chains}" if field.chains is not None and not low <= field.chains <= high else ""
+    return f" {low:g} to {high:g}{chains} ({first})"
 
 
 def drafter_fields() -> Fields:
@@ -177,7 +155,7 @@ def drafter_fields() -> Fields:
             meaning = f"{field.meaning}, in {field.unit}" if field.unit else field.meaning
             meanings.setdefault(field.name, {}).setdefault(meaning, []).append(f"`{method.name}`")
             defaults[field.name] = "" if field.required else _value(getattr(field.default, "method", field.default))
-    found = {"accept": ("exact", "the acceptance rule of all methods that draft; see [rules](drafters.md#lossy-rules)")}
+    found = {"accept": ("exact", "the [acceptance rule](drafters.md#lossy-rules) of all methods that draft")}
     for name, by_meaning in meanings.items():
         usual = max(by_meaning, key=lambda meaning: len(by_meaning[meaning]))
         others = [f"{', '.join(of)}: {meaning}" for meaning, of in by_meaning.items() if meaning != usual]
@@ -209,7 +187,7 @@ def _arguments(path: str) -> dict[str, str]:
         section = re.search(r"Args:\n(.*?)(\n\s*\n|\Z)", inspect.getdoc(one) or "", re.S)
         for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M):
             other = re.fullmatch(r"see :class:`~?([\w.]+)`\.?", text)  # the same argument of another class
-            found[name] = _arguments(other[1])[name] if other else _markdown(text)
+            found[name] = _arguments(other[1])[name] if other else _markdown(text).removeprefix("the ")
     return found
 
 

@@ -19,7 +19,7 @@ RECORDS = DOCS.parent / "notebooks" / "records"
 
 
 class Row(dict[str, Any]):
-    """Values of a record. ``range`` is a speedup with its interval; ``x_ms`` and ``x_mb`` are ``x_seconds`` and ``x_bytes``."""
+    """Values; ``range`` is a speedup and its interval, ``x_ms`` and ``x_mb`` are ``x_seconds`` and ``x_bytes``."""
 
     def __missing__(self, key: str) -> Any:
         name, _, unit = key.rpartition("_")
@@ -64,7 +64,7 @@ class Record(Row):
 
 
 def entries(record: Record, path: str) -> Iterator[Mapping[str, Any]]:
-    """The rows at a dotted path of a record, with the record's other values. Those of a mapping have their key as ``name``."""
+    """The rows at a dotted path of a record, with the record's other values. Keys of a mapping are their ``name``."""
     if path == "record":
         yield record
         return
@@ -90,8 +90,7 @@ def replays(record: Record) -> Iterator[Mapping[str, Any]]:
 
 def contexts(record: Record) -> Iterator[Mapping[str, Any]]:
     """Speedups at a long context, with the error of their predictions."""
-    for row in entries(record, "points"):
-        yield {**row, "error": row["predicted"] / row["measured"] - 1, "size": abs(row["predicted"] / row["measured"] - 1)}
+    yield from ({**row, "error": row["predicted"] / row["measured"] - 1} for row in entries(record, "points"))
 
 
 def strategies(record: Record) -> Iterator[Mapping[str, Any]]:
