@@ -30,8 +30,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("leave", [0, 100_000, 1_000_000])
+@pytest.mark.parametrize(("writer", "leave"), [("torch", 0), ("safetensors", 100_000), ("numpy", 0), ("python", 1_000_000)])
 def test_a_file_that_does_not_fit_leaves_the_earlier_one(small_disk: Path, writer: str, leave: int) -> None:
     file = small_disk / "folder" / "file"
     with atomic_write(file) as partial:

@@ -152,11 +152,6 @@ def _run_python(folder: Path, program: str) -> str:
     return done.stdout
 
 
-def test_the_example_of_the_front_page_runs(folder: Path) -> None:
-    (block,) = _blocks(REPOSITORY / "README.md", "python")
-    assert len(_run_python(folder, block).splitlines()) >= 3
-
-
 def test_the_program_of_the_worked_example_prints_its_table(folder: Path) -> None:
     scans = REPOSITORY / "docs" / "scans.md"
     (block,) = _blocks(scans, "python")
@@ -172,16 +167,24 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("stand-in") / "model", num_hidden_layers=30)
 
 
+def _replace_model(program: str, stand_in: Path) -> str:
+    assert 'load_target("smollm2")' in program
+    return program.replace('load_target("smollm2")', f"load_target({str(stand_in)!r}, dtype='float32')")
+
+
+def test_the_example_of_the_front_page_runs(folder: Path, stand_in: Path) -> None:
+    """With the export of the front page, which is valid for all Llamas of 30 layers."""
+    (block,) = _blocks(REPOSITORY / "README.md", "python")
+    assert len(_run_python(folder, _replace_model(block, stand_in)).splitlines()) >= 3
+
+
 def test_the_examples_of_the_drafters_run(folder: Path, stand_in: Path) -> None:
     """One after the other in one process, the new drafter included, which then decodes."""
     blocks = _blocks(REPOSITORY / "docs" / "drafters.md", "python")
     assert len(blocks) == 3
     use = "own = layerskip.SpeculativeConfig.from_dict({'method': 'repeat_last', 'repeats': 3})\n"
     use += "print(len(layerskip.generate(target, 'Why?', own, max_new_tokens=8).tokens))\n"
-    program = "\n\n".join([*blocks, use])
-    assert program.count('load_target("smollm2")') == 2
-    program = program.replace('load_target("smollm2")', f"load_target({str(stand_in)!r}, dtype='float32')")
-    printed = _run_python(folder, program).splitlines()
+    printed = _run_python(folder, _replace_model("\n\n".join([*blocks, use]), stand_in)).splitlines()
     assert printed[-1] in map(str, range(1, 9))
     assert Path(printed[-2], "config.json").exists()
 
@@ -206,9 +209,7 @@ def test_the_datastores_of_the_drafters_are_built(folder: Path, stand_in: Path) 
 def test_the_quick_steps_of_the_tutorial_run(folder: Path, stand_in: Path) -> None:
     """The model, the prompts, the datastore and the printed configuration; searches and trainings are left out."""
     tutorial = REPOSITORY / "docs" / "tutorial.md"
-    program = _blocks(tutorial, "python")[0]
-    assert program.count('load_target("smollm2")') == 1
-    _run_python(folder, program.replace('"smollm2"', repr(str(stand_in))))
+    _run_python(folder, _replace_model(_blocks(tutorial, "python")[0], stand_in))
     prompts = next(block for block in _blocks(tutorial, "bash") if HERE_DOCUMENT.search(block))
     _run(folder, "bash", "-euc", prompts)
     quick = [command for command in _commands(tutorial) if "searches.datastore" in command]
