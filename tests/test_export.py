@@ -92,43 +92,27 @@ def test_a_saved_export_is_loaded(export: Export, file: Path, tiny_target: Targe
     assert Export.load(str(file), tiny_target) == export
 
 
-def test_sampling_and_evidence_are_optional(file: Path) -> None:
-    _edit(file, sampling=None, evidence=None, environment=None, search=None)
-    loaded = Export.load(file)
-    assert (loaded.config, loaded.sampling) == (CONFIG, Sampling())
-    assert (loaded.evidence, loaded.environment, loaded.search) == ({}, {}, {})
-
-
-def test_engines_are_not_read(export: Export, file: Path) -> None:
-    """They follow from the other fields."""
+def test_fields_that_are_optional_or_follow_from_others(export: Export, file: Path) -> None:
     stored = json.loads(file.read_text())["engines"]
-    assert Export.load(file).engines(file) == stored
     assert Export.load(_edit(file, engines={"vllm": {"command": ["other"]}})).engines(file) == stored
     assert Export.load(_edit(file, engines=None)) == export
-
-
-def test_folders_are_created_with_nothing_but_the_file(export: Export, tmp_path: Path) -> None:
-    file = tmp_path / "outputs" / "study" / "best.json"
-    export.save(file)
-    export.save(str(file))
-    assert [path.name for path in file.parent.iterdir()] == ["best.json"]
+    loaded = Export.load(_edit(file, sampling=None, evidence=None, environment=None, search=None))
+    assert (loaded.config, loaded.sampling) == (CONFIG, Sampling())
+    assert (loaded.evidence, loaded.environment, loaded.search) == ({}, {}, {})
 
 
 def _changed(export: Export, **evidence: Any) -> Export:
     return Export(export.target, export.config, export.sampling, evidence)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
-def test_values_that_json_cannot_hold_leave_the_old_file(export: Export, file: Path, value: object) -> None:
+def test_a_failed_write_leaves_the_old_file_alone_in_its_folder(export: Export, tmp_path: Path) -> None:
+    """Values that JSON cannot hold, and a full disk."""
+    file = tmp_path / "outputs" / "study" / "best.json"
+    export.save(str(file))
     before = file.read_bytes()
-    with pytest.raises((ValueError, TypeError)):
-        _changed(export, speedup=value).save(file)
-    assert file.read_bytes() == before
-    assert [path.name for path in file.parent.iterdir()] == ["best.json"]
-
-
-def test_a_full_disk_leaves_the_old_file(export: Export, file: Path) -> None:
-    before = file.read_bytes()
+    for value in (float("nan"), float("inf"), object()):
+        with pytest.raises((ValueError, TypeError)):
+            _changed(export, speedup=value).save(file)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), hard))
     try:
