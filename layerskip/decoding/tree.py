@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
+from layerskip.device.trial import nearly_equal
 from layerskip.models.architecture import UnsupportedModel, architecture, check_finite, hidden_states
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only

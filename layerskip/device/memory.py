@@ -27,6 +27,7 @@ _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 Result = TypeVar("Result")
+_releases: list[Callable[[], None]] = []
 
 
 class PeakMemory:
@@ -74,37 +75,28 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, existing: Iterable[object] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._existing = {address for thing in existing for address, _ in _storages(thing)}
-        self._sizes: dict[int, int] = {}
-        self._current, self.peak = 0, 0
+        self._known = {address for thing in existing for address, _ in _storages(thing)}
+        self._current = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                self._count(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                if (address := storage.data_ptr()) not in self._known:
+                    self._known.add(address)
+                    self._current += storage.nbytes()
+                    self.peak = max(self.peak, self._current)
+                    weakref.finalize(storage, self._discount, address, storage.nbytes()).atexit = False
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        address = storage.data_ptr()
-        if address in self._existing or address in self._sizes:
-            return
-        self._sizes[address] = storage.nbytes()
-        self._current += storage.nbytes()
-        self.peak = max(self.peak, self._current)
-        weakref.finalize(storage, self._discount, address).atexit = False
-
-    def _discount(self, address: int) -> None:
-        self._current -= self._sizes.pop(address)
+    def _discount(self, address: int, size: int) -> None:
+        self._known.remove(address)
+        self._current -= size
 
 
 def tensor_bytes(thing: object, beside: Iterable[object] = ()) -> int:
-    """Return the bytes of the tensors that can be reached from an object, each storage counted once.
-
-    Args:
-        thing: any object, such as a drafter.
-        beside: objects that exist anyway; tensors that can be reached from them are not counted.
-    """
+    """Return the bytes of the tensors that can be reached from an object but not from those ``beside`` it, each once."""
     shared = {address for other in beside for address, _ in _storages(other)}
     return sum(size for address, size in set(_storages(thing)) if address not in shared)
 
@@ -112,9 +104,7 @@ def tensor_bytes(thing: object, beside: Iterable[object] = ()) -> int:
 def python_bytes(thing: object, beside: Iterable[object] = ()) -> int:
     """Return the bytes of the Python objects that can be reached from an object, such as n-gram tables, each counted once.
 
-    Args:
-        thing: any object, such as a drafter; models in it and the closures of functions are not counted.
-        beside: objects that exist anyway, which are not counted either.
+    Models, the closures of functions, and the objects ``beside`` it are not counted.
     """
     excluded = (FunctionType, MethodType, Module, Tensor)
     return sum(map(sys.getsizeof, _reachable(thing, gc.get_referents, excluded, beside)))
@@ -129,11 +119,9 @@ def _storages(thing: object) -> Iterator[tuple[int, int]]:
         return () if isinstance(obj, Tensor) else filter(gc.is_tracked, gc.get_referents(obj))
 
     for obj in _reachable(thing, referents):
-        if isinstance(obj, Tensor) and obj.layout != torch.strided:  # oneDNN's layouts have no storage
-            yield id(obj), obj.nbytes
-        elif isinstance(obj, Tensor):
-            storage = obj.untyped_storage()
-            yield storage.data_ptr(), storage.nbytes()
+        if isinstance(obj, Tensor):
+            strided = obj.layout == torch.strided  # oneDNN's layouts have no storage
+            yield (obj.untyped_storage().data_ptr(), obj.untyped_storage().nbytes()) if strided else (id(obj), obj.nbytes)
 
 
 def _reachable(
@@ -178,12 +166,9 @@ def on_memory_release(release: Callable[[], None]) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out, on a GPU or on the host."""
-    message = str(error)  # the CUDA driver's error has no class of its own
-    return (
-        "allocate memory" in message
-        or "out of memory" in message
-        or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    )
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(words in str(error) for words in ("allocate memory", "out of memory"))  # the CUDA driver has no class
 
 
 def within_memory(work: Callable[[], Result]) -> Result | None:
@@ -195,6 +180,3 @@ def within_memory(work: Callable[[], Result]) -> Result | None:
             raise
     release_memory()  # only here: the handled error refers to the memory
     return None
-
-
-_releases: list[Callable[[], None]] = []

@@ -6,7 +6,6 @@ Copies to a device do not wait. All values of a round come back in one wait.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +22,7 @@ def copy_to_device(values: Tensor | Sequence[int] | Sequence[Sequence[int]], dev
 
 
 def begin_reading(tensor: Tensor) -> Callable[[], Any]:
-    """Begin to copy a tensor to the host.
-
-    Returns:
-        A function that waits for the copy, though not for work that was launched after it, and returns the values as nested
-        lists.
-    """
+    """Begin to copy a tensor to the host; return a function that waits for this copy alone and returns nested lists."""
     if tensor.device.type != "cuda":
         return tensor.tolist
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -44,12 +38,9 @@ def begin_reading(tensor: Tensor) -> Callable[[], Any]:
 
 
 def read_to_host(*tensors: Tensor) -> list[Any]:
-    """Return the values of tensors of one device as nested lists.
+    """Return the values of int64 or floating tensors of one device as nested lists.
 
     The host waits for the device once. Decoding waits nowhere else, so that the waits of a round can be counted.
-
-    Args:
-        tensors: int64, or of a floating dtype.
     """
     if len(tensors) == 1 or tensors[0].device.type == "cpu":
         return [part.tolist() for part in tensors]
@@ -59,8 +50,7 @@ def read_to_host(*tensors: Tensor) -> list[Any]:
 def _read_packed(tensors: Sequence[Tensor]) -> list[Any]:
     """Read tensors in one copy of 8-byte words; float64 holds every value of the other floating dtypes."""
     words = [part.double().view(torch.int64) if part.is_floating_point() else part for part in tensors]
-    ends = list(itertools.accumulate(part.numel() for part in words))
-    copies = torch.cat([part.reshape(-1) for part in words]).cpu().tensor_split(ends[:-1])
+    copies = torch.cat([part.reshape(-1) for part in words]).cpu().split([part.numel() for part in words])
     return [
         (copy.view(torch.float64) if part.is_floating_point() else copy).view(part.shape).tolist()
         for copy, part in zip(copies, tensors, strict=True)
@@ -85,13 +75,13 @@ def waiting(mode: str) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    _set(mode)
     try:
+        _forbid_waiting(mode)
         yield
     finally:
-        _set(before)
+        _forbid_waiting(before)
 
 
-def _set(mode: str | int) -> None:
+def _forbid_waiting(mode: str | int) -> None:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that not all waits are found
         torch.cuda.set_sync_debug_mode(mode)

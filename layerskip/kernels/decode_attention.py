@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from layerskip.kernels.kernel_trial import HAS_TRITON, passes_trial
+from layerskip.device.trial import HAS_TRITON, passes_trial
 
 _TILE = 64  # keys
 _MAX_SPLITS = 64

@@ -30,7 +30,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
-from layerskip.device.failures import first_line
+from layerskip.device.trial import first_line
 from layerskip.kernels import decode_attention as attention
 from layerskip.kernels import few_rows_linear as products
 from layerskip.kernels.few_rows_linear import GATES, NORMS

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from layerskip.device.tolerance import nearly_equal
+from layerskip.device.trial import nearly_equal
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
 from layerskip.models.placement import input_device

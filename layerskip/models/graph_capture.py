@@ -27,10 +27,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from layerskip.device.failures import first_line
 from layerskip.device.memory import is_out_of_memory
-from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device, now, waiting
+from layerskip.device.trial import first_line, nearly_equal
 from layerskip.kernels.decode_attention import own_counters
 from layerskip.models.attention import whole_buffers
 from layerskip.models.cache import KVCache

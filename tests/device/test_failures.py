@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerskip.device.failures import first_line
+from layerskip.device.trial import first_line
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerskip.kernels.kernel_trial import HAS_TRITON
+from layerskip.device.trial import HAS_TRITON
 from tests.accelerator import DEVICE
 from tests.exhaustive import representative
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from layerskip.device.trial import passes_trial
 from layerskip.kernels import decode_attention as attention
 from layerskip.kernels import few_rows_linear as few_rows
 from layerskip.kernels.decode_attention import decode_attention
 from layerskip.kernels.few_rows_linear import few_rows_linear
-from layerskip.kernels.kernel_trial import passes_trial
 
 
 def test_torchs_operators_replace_a_kernel_that_fails_its_trial(

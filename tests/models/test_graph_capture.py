@@ -16,7 +16,7 @@ from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Context, NoDraft
 from layerskip.decoding.sampling import Chooser, Sampling
-from layerskip.device.tolerance import nearly_equal
+from layerskip.device.trial import nearly_equal
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.drafters.registry import build_drafter
 from layerskip.mask import SkipMask

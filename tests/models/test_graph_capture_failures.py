@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from layerskip.device.tolerance import nearly_equal
+from layerskip.device.trial import nearly_equal
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache, EagerPass, _refused
 from layerskip.models.skip_view import decoding_view
