@@ -25,8 +25,8 @@ from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only
 from layerskip.models.forward import NO_FEATURES, Features, forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
-from layerskip.models.placement import input_device
 from layerskip.models.skip_view import OncePerModel, shared_copy
+from layerskip.models.weights import input_device
 
 _PROBE = 6  # tokens before the tree of the self-check
 _PROBE_PARENTS = (-1, -1, 0, 1, 2, 2)

@@ -16,8 +16,8 @@ from layerskip.device.memory import on_memory_release
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, prepare_compiling
 from layerskip.models.graph_capture import CapturingCache
-from layerskip.models.placement import is_split
 from layerskip.models.positions import depends_on_positions_alone
+from layerskip.models.weights import is_split
 
 _MIN_LENGTH = 512  # positions; from here on lengths are powers of two, so that most prompts find a cache
 _LARGE = 4096  # from here on eighths of powers of two, because masked positions are read too
@@ -28,6 +28,14 @@ A pass over a cache that is hardly used yet reads it in 5 ms, which is what laun
 models, fuller caches and the kernel that leaves unused positions out read less.
 """
 _POOLED = 4  # free caches kept per model, as long as they have no more than ``_MAX_LENGTH`` positions together
+
+_free: weakref.WeakKeyDictionary[nn.Module, list[CapturingCache]] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
+_generation_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_too_long: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models for which it was logged
+_log = logging.getLogger(__name__)
+_lock = threading.RLock()  # re-entrant: a holder may be collected, and release its cache, while another is acquired
+on_memory_release(_free.clear)
 
 
 def acquire_cache(
@@ -46,7 +54,7 @@ def acquire_cache(
             this cannot be detected, nothing is captured.
         layers: the number of layers that write to the cache.
         positions: the number of positions needed.
-        device: where the cache is allocated.
+        device: where the cache is.
         static_shapes: whether to capture passes if the cache is not too long for it, which is logged otherwise; None: on
             CUDA only, where it is faster, and where compiling was requested. On a CPU, captured passes are recomputed in
             the same shapes.
@@ -72,9 +80,9 @@ def acquire_cache(
         if made_for is None:
             return KVCache(layers, positions, device=device)
         length = _rounded(positions)
-        free = [cache for cache in free if cache.made_for == made_for]
-        acquired = next((cache for cache in free if cache.max_length == length), None)
-        _free[model] = [cache for cache in free if cache is not acquired]
+        fitting = (cache for cache in free if cache.made_for == made_for and cache.max_length == length)
+        acquired = next(fitting, None)
+        _free[model] = [cache for cache in free if cache.made_for == made_for and cache is not acquired]
     if acquired is None:
         acquired = CapturingCache(layers, length, device)
         acquired.made_for = made_for
@@ -119,12 +127,3 @@ def _weight_addresses(*models: nn.Module) -> Hashable | None:
     parts = [part for model in models for part in (*model.parameters(), *model.buffers())]
     places = tuple((part.data_ptr(), part.dtype) for part in parts)
     return None if any(part.numel() and not address for part, (address, _) in zip(parts, places, strict=True)) else places
-
-
-_free: weakref.WeakKeyDictionary[nn.Module, list[CapturingCache]] = weakref.WeakKeyDictionary()
-_held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
-_generation_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_too_long: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models for which it was logged
-_log = logging.getLogger(__name__)
-_lock = threading.RLock()  # re-entrant: a holder may be collected, and release its cache, while another is acquired
-on_memory_release(_free.clear)

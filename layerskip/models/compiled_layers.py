@@ -252,7 +252,7 @@ def compile_whole(module: nn.Module) -> None:
     _whole.add(module)
 
 
-def _path_of_layers(model: nn.Module) -> str | None:
+def path_of_layers(model: nn.Module) -> str | None:
     """Return the dotted name of the list of a model's decoder layers; None if there is no such list."""
     if model in _whole:
         return ""
@@ -403,7 +403,7 @@ def compiled_layers(model: nn.Module) -> CompiledLayers | None:
     if mode == "off" or (mode == "auto" and next(model.parameters()).device.type != "cuda"):
         return None
     if model not in _compiled:
-        path = _path_of_layers(model)
+        path = path_of_layers(model)
         _compiled[model] = None if path is None else CompiledLayers(model, path)
     return _compiled[model]
 

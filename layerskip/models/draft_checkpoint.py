@@ -20,23 +20,15 @@ from layerskip.mask import MaskError, SkipMask
 from layerskip.models.architecture import UnsupportedModel, architecture
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
-from layerskip.models.placement import check_not_split
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
+from layerskip.models.weights import check_not_split
 
 _PROBE_LENGTH = 12
 
 
 def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) -> Path:
-    """Save the layers that a mask keeps as a model of their own.
-
-    Args:
-        target: the model to take layers from.
-        mask: must skip whole layers only, and not all of them.
-        folder: created; must not exist or be empty.
-
-    Returns:
-        The folder.
+    """Save the layers of a target that a mask keeps as a model of their own, and return its folder, which is created.
 
     Raises:
         MaskError: the mask skips only one sub-layer of a layer, or all layers.
@@ -67,27 +59,25 @@ def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) ->
 
 
 def _cut(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
-    config = copy.deepcopy(model.config)
-    for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
-        _cut_fields(part, model.config.get_text_config(decoder=True).num_hidden_layers, kept)
+    config, layers = copy.deepcopy(model.config), model.config.get_text_config(decoder=True).num_hidden_layers
+    for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
+        _cut_fields(part, layers, kept)
     path = architecture(model).path
-    new_index = {str(old): str(new) for new, old in enumerate(kept)}
     layer_name = re.compile(rf"{re.escape(path)}\.(\d+)\.")
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         match = layer_name.match(name)
         if match is None:
             weights[name] = tensor
-        elif match[1] in new_index:
-            weights[f"{path}.{new_index[match[1]]}.{name[match.end() :]}"] = tensor
+        elif int(match[1]) in kept:
+            weights[f"{path}.{kept.index(int(match[1]))}.{name[match.end() :]}"] = tensor
     cut = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     assert isinstance(cut, PreTrainedModel)
     try:
         cut.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        raise UnsupportedModel(
-            f"{type(model).__name__}: its configuration distinguishes layers by number in an unknown way"
-        ) from error
+        reason = "its configuration distinguishes layers by number in an unknown way"
+        raise UnsupportedModel(f"{type(model).__name__}: {reason}") from error
     cut.generation_config = copy.deepcopy(model.generation_config)
     return cut
 
@@ -113,7 +103,6 @@ def _check(target: Target, view: PreTrainedModel, folder: Path, layers: int) -> 
     logits = forward(loaded, tokens, KVCache(layers, _PROBE_LENGTH, device=target.device), last=1)
     tolerance = 1e-3 if target.model.dtype == torch.float32 else 5e-2
     if not float((expected - logits).abs().max()) <= tolerance * float(expected.abs().max()):  # NaN fails too
-        raise UnsupportedModel(
-            f"{target.architecture}: a checkpoint of its kept layers differs from the skipped model; "
-            "something in its configuration depends on layer numbers"
-        )
+        reason = "something in its configuration depends on layer numbers"
+        difference = "a checkpoint of its kept layers differs from the skipped model"
+        raise UnsupportedModel(f"{target.architecture}: {difference}; {reason}")

@@ -21,15 +21,11 @@ from layerskip.models.positions import scaling_depends_on_length
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 
-_PART = 1024
-"""Most tokens of a pass. Smaller parts read the weights more often; larger ones have larger masks."""
+_PART = 1024  # most tokens of a pass; smaller parts read the weights more often, larger ones have larger masks
 
 
 def parts_of(count: int) -> list[slice]:
-    """Split ``count`` tokens into slices of at most 1024 and nearly equal sizes.
-
-    Equal sizes leave no small rest, whose pass a GPU would capture like one of decoding.
-    """
+    """Split tokens into slices of at most 1024 and nearly equal sizes; a GPU would capture the pass of a small rest."""
     parts = max(1, -(-count // _PART))
     ends = [count * part // parts for part in range(parts + 1)]
     return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
@@ -66,12 +62,7 @@ def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1,
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt after the target's prefill.
-
-    Args:
-        cache: the prompt's keys and values.
-        logits: ``[1, V]``: the logits after its last token.
-    """
+    """A prompt after the target's prefill: its keys and values, and the logits ``[1, V]`` after its last token."""
 
     cache: KVCache
     logits: Tensor

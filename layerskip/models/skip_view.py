@@ -31,12 +31,7 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
 def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = None) -> PreTrainedModel:
-    """Make a view of a model that skips the sub-layers of a mask. It shares every weight; the model does not change.
-
-    Args:
-        model: a decoder.
-        mask: the sub-layers to skip.
-        bridges: replace the skipped sub-layers; None for empty skips.
+    """Make a view of a model that skips a mask's sub-layers, or replaces them by bridges; it shares every weight.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped.
@@ -46,9 +41,10 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
     detected = architecture(model)
     if mask.layers != len(detected.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
+    spans: dict[tuple[str, int], Bridge] = {}
     if bridges is not None:
         bridges.check(mask)
-    spans = {} if bridges is None else {(gap.kind, gap.first): bridges.of(gap) for gap in mask.gaps}
+        spans = {(gap.kind, gap.first): bridge for gap, bridge in bridges.items()}
     view = shared_copy(model)
     layers = view.get_submodule(detected.path)
     for index, block in enumerate(detected.blocks):
@@ -76,8 +72,7 @@ def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
     """Return the view of the whole model that decodes: all weights shared, with the attention for verification.
 
-    It is made once per model, and again when the model's tensors were replaced, as by a move to another device. Packed
-    copies of weights that have changed since the last call are dropped.
+    It is made once per state of the model. Packed copies of weights that have changed since the last call are dropped.
     """
     view = _decoding_views.of(model)
     drop_stale_packing(view)
@@ -87,8 +82,7 @@ def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
 class OncePerModel(Generic[T]):
     """A value computed once per model, and again when the model's tensors, dtype, hooks, adapters or packing change.
 
-    Args:
-        make: computes the value, which must not hold a reference to the model.
+    It must not hold a reference to the model.
     """
 
     def __init__(self, make: Callable[[PreTrainedModel], T]) -> None:
@@ -115,9 +109,8 @@ def _hooks_and_adapters(model: PreTrainedModel) -> list[object]:
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a second tree of modules over the model's own tensors, with attention and linear layers for verification."""
-    shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    parts = (part for module in model.modules() for part in vars(module).values())
-    shared |= {id(part): part for part in parts if type(part).__name__ in _SHARED}
+    parts = (part for module in model.modules() for part in vars(module).values() if type(part).__name__ in _SHARED)
+    shared: dict[int, Any] = {id(part): part for part in (*model.parameters(), *model.buffers(), *parts)}
     view = copy.deepcopy(model, shared)
     for name in ("to", "cuda"):
         view.__dict__.pop(name, None)  # replaced by accelerate on a model with hooks; they hold the model

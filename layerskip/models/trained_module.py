@@ -67,20 +67,15 @@ def save_trained(
         (folder / _METADATA).unlink(missing_ok=True)
 
 
+def has_trained(folder: Path) -> bool:
+    """Return whether a folder has a trained module written by :func:`save_trained`."""
+    return (folder / _METADATA).is_file()
+
+
 def load_trained(
     folder: str | Path, kind: str, target: Target, field: str = "head"
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Load the shape and weights of a trained module.
-
-    Args:
-        folder: as written by :func:`save_trained`.
-        kind: the kind that it must have.
-        target: the target that it must belong to.
-        field: the configuration field that errors name.
-
-    Raises:
-        ConfigError: the folder has no trained module, it is damaged or of another kind, or it belongs to another target.
-    """
+    """Load the shape and weights of a trained module; errors are those of :func:`check_trained`, and name another kind."""
     folder = Path(folder)
     metadata = check_trained(folder, target, field)
     if metadata.get("kind") != kind:
@@ -95,21 +90,13 @@ def load_trained(
     return shape, weights
 
 
-def has_trained(folder: Path) -> bool:
-    """Return whether a folder has a trained module written by :func:`save_trained`."""
-    return (folder / _METADATA).is_file()
-
-
 def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str, Any]:
-    """Read and check the metadata of a trained module of any kind, without its weights.
+    """Return the contents of ``head.json`` of a trained module of any kind.
 
     Args:
         folder: as written by :func:`save_trained`.
         target: the target that it must belong to.
         field: the configuration field that errors name.
-
-    Returns:
-        The contents of ``head.json``.
 
     Raises:
         ConfigError: the folder has no trained module, its metadata is damaged, or it belongs to another target.
@@ -133,18 +120,7 @@ def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str
 
 
 def read_metadata(folder: Path, field: str = "head") -> dict[str, Any]:
-    """Read the metadata of a trained module of any kind, whatever its target.
-
-    Args:
-        folder: as written by :func:`save_trained`.
-        field: the configuration field that errors name.
-
-    Returns:
-        The contents of ``head.json``.
-
-    Raises:
-        ConfigError: the folder has no trained module, or its metadata is damaged.
-    """
+    """Return the contents of ``head.json`` as :func:`check_trained` does, whatever the target."""
     try:
         metadata = json.loads((folder / _METADATA).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -168,7 +144,7 @@ def _are_valid_tokens(tokens: Tensor | None, size: object, vocabulary: int) -> b
     if tokens.dtype != torch.int64 or tokens.ndim != 1 or not tokens.numel() or size not in (None, tokens.numel()):
         return False
     # A token in two rows would be accepted more often than its probability allows.
-    return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary and len(set(tokens.tolist())) == tokens.numel()
+    return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary and tokens.unique().numel() == tokens.numel()
 
 
 def same_weights(one: ArrayLike, other: ArrayLike) -> bool:

@@ -31,7 +31,7 @@ from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
-from layerskip.models.placement import input_device
+from layerskip.models.weights import input_device
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.scan.row_model import RowModel
 from tests.families import build
@@ -72,7 +72,7 @@ def check(family: str, mode: FakeTensorMode) -> None:
         cache = KVCache(4, 32, device=device)
         forward(model, torch.arange(3, 9, device=device), cache, last=1)
         cache.length = 6
-        assert {str(keys.device) for keys, _ in cache.states() if keys is not None} == {"toy:0", "toy:1"}
+        assert {str(states.device) for states in cache.buffers()} == {"toy:0", "toy:1"}
         trees = tree.TreeModel(model)
         assert trees.run(torch.arange(3, 7, device=device), (-1, -1, 0), cache).device == device
         cache.gather([0, 2, 3])

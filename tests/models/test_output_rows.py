@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerskip.models.output_rows import OutputRows
+from layerskip.models.draft_head import OutputRows
 
 VOCABULARY, KNOWN = 900, 880
 COMMON = (2, 3, 5, 8)

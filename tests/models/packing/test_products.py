@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from layerskip.models import packing
-from layerskip.models.output_rows import OutputRows
+from layerskip.models.draft_head import OutputRows
 from layerskip.models.packing import multiply, pack_like, pack_matrices, uses_packing
 from tests.families import build
 from tests.models.packing.layers import DTYPES, layer_of, needs_packing
