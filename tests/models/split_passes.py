@@ -31,8 +31,8 @@ from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
-from layerskip.models.weights import input_device
 from layerskip.models.skip_view import decoding_view, skip_view
+from layerskip.models.weights import input_device
 from layerskip.scan.row_model import RowModel
 from tests.families import build
 

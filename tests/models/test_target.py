@@ -51,9 +51,7 @@ def test_auto_selects_a_dtype_and_a_device(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("cards", "dtype"), [([True, False], torch.float16), ([False, True], torch.bfloat16)])
-def test_a_card_without_bfloat16_has_float16(
-    monkeypatch: pytest.MonkeyPatch, cards: list[bool], dtype: torch.dtype
-) -> None:
+def test_a_card_without_bfloat16_has_float16(monkeypatch: pytest.MonkeyPatch, cards: list[bool], dtype: torch.dtype) -> None:
     """Torch asks the current device, which need not be the one that was named."""
     current = [0]
 
