@@ -132,8 +132,6 @@ def _normalise_each(graph: Graph, node: Node) -> None:
     found = _find_norm(normed, width)
     if found is None or row is normed:
         return
-    assert isinstance(row, Node)
-    assert isinstance(normed, Node)
     match = found[1]
     source = match.kwargs["hidden"]
     with graph.inserting_before(node):
@@ -159,15 +157,14 @@ def _fuse_product(graph: Graph, node: Node) -> None:
         norm, match = found
         hidden, scale, epsilon = (match.kwargs[name] for name in ("hidden", "scale", "epsilon"))
     residual, gate, end = None, "", node
+    users = list(node.users)
     gated = _find_gate(node)
     if gated is not None:
         gate, end = gated
-    elif len(node.users) == 1:
-        (user,) = node.users
-        if user.target is _aten.add.Tensor and not user.kwargs:
-            others = [part for part in user.args if part is not node]
-            if len(others) == 1 and isinstance(others[0], Node) and _are_alike(others[0], node):
-                residual, end = others[0], user
+    elif len(users) == 1 and users[0].target is _aten.add.Tensor and not users[0].kwargs:
+        others = [part for part in users[0].args if part is not node]
+        if len(others) == 1 and isinstance(others[0], Node) and _are_alike(others[0], node):
+            residual, end = others[0], users[0]
     if norm or gate or residual is not None:
         with graph.inserting_before(end):
             fused = _add(graph, _PRODUCT, hidden, weight, residual, gate, norm, scale, epsilon)
