@@ -20,7 +20,8 @@ if sys.argv[1:]:
     ProductFusion.uuid = lambda self: sys.argv[1]
 from layerskip.models import compiled_layers
 compiled_layers._on_gpu = lambda tensor: True  # the options of the compiler are those of a GPU
-from tests.models.test_compiled_layers import _caches, _compiled_passes, _model, _tokens
+from tests.models.test_compiled_layers import _caches, _compiled_passes, _model
+from tests.models.passes import tokens_of
 from layerskip.models.forward import forward
 from layerskip.models.skip_view import decoding_view
 import torch
@@ -30,7 +31,7 @@ model = _model("llama")
 view = decoding_view(model)
 with torch.inference_mode():
     cache, _ = _caches(model, view, 12)
-    logits = forward(view, _tokens(20)[12:16], cache, last=4)
+    logits = forward(view, tokens_of(20)[12:16], cache, last=4)
 assert _compiled_passes(cache) == [True]
 found = dict(counters["inductor"]) | dict(counters["aot_autograd"])
 print(json.dumps({name: count for name, count in found.items() if "cache" in name} | {"logits": logits.tolist()}))
