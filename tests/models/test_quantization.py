@@ -20,7 +20,7 @@ from layerskip.config import StopRule
 from layerskip.drafters.eagle import Eagle
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.readout import Readout
-from layerskip.models import quantization
+from layerskip.models import weights
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.packing import uses_packing
 from layerskip.models.skip_view import decoding_view
@@ -109,6 +109,7 @@ def test_a_quantised_target_decodes_as_in_transformers(
 
 
 def test_weights_are_quantised_and_the_views_share_them(folders: dict[str, Path]) -> None:
+    """Heads read the dense output layer. Where packing is asked for, it alone may be packed."""
     target = _load(folders["llama"], _named("torchao-int8")())
     weight = target.model.get_submodule("model.layers.1.mlp.up_proj").weight
     assert weight.qdata.dtype == torch.int8
@@ -117,25 +118,17 @@ def test_weights_are_quantised_and_the_views_share_them(folders: dict[str, Path]
     assert 0 < float((weight.dequantize() - own).abs().max()) <= float(own.abs().max()) / 127
     assert decoding_view(target.model).get_submodule("model.layers.1.mlp.up_proj").weight is weight
     assert (target.vocabulary, target.hidden, target.dtype) == (VOCABULARY, 64, "float32")
-
-
-def test_quantised_layers_are_not_packed(folders: dict[str, Path]) -> None:
-    """Where packing is asked for, the dense output layer alone may be packed."""
-    target = _load(folders["llama"], _named("torchao-int8")())
+    expected = _expected(target)
+    drafter = Eagle(
+        EagleHead(EagleShape.of(target)).eval(), target.model.get_input_embeddings(), Readout(target, None), 3, StopRule()
+    )
+    assert generate(target, PROMPT, max_new_tokens=LENGTH, drafter=drafter).tokens == expected
     packed = Target(target.model, pack_weights=True)
-    assert generate(packed, PROMPT, max_new_tokens=LENGTH).tokens == _expected(target)
+    assert generate(packed, PROMPT, max_new_tokens=LENGTH).tokens == expected
     view = decoding_view(packed.model)
     kinds = {type(layer) for layer in view.get_submodule("model").modules() if isinstance(layer, nn.Linear)}
     assert kinds == {nn.Linear}
     assert (type(view.get_output_embeddings()) is not nn.Linear) == uses_packing(packed.model)
-
-
-def test_a_head_reads_the_dense_output_layer(folders: dict[str, Path]) -> None:
-    target = _load(folders["llama"], _named("torchao-int8")())
-    torch.manual_seed(0)
-    head = EagleHead(EagleShape.of(target)).eval()
-    drafter = Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
-    assert generate(target, PROMPT, max_new_tokens=LENGTH, drafter=drafter).tokens == _expected(target)
 
 
 def test_rows_of_a_quantised_output_layer_are_refused(folders: dict[str, Path]) -> None:
@@ -191,44 +184,34 @@ def test_a_checkpoint_that_is_quantised_needs_no_setting(folders: dict[str, Path
     assert generate(stored, PROMPT, config, max_new_tokens=LENGTH).tokens == _expected(target)
 
 
-def _refused(folder: Path, how: Any, **options: Any) -> str:
+def _refused(folder: Path, how: Any) -> str:
     with pytest.raises(TargetError, match=r"^target\.quantization: ") as error:
-        load_target(str(folder), **{"dtype": "float32", "device": "cpu"} | options, quantization=how)
+        _load(folder, how)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones(tiny_folder: Path) -> None:
-    message = _refused(tiny_folder, "int3")
-    assert all(name in message for name in quantization.NAMES)
+@pytest.mark.parametrize(
+    ("name", "installed", "words"),
+    [
+        ("int3", True, list(weights.QUANTIZATIONS)),
+        ("torchao-int8", False, ["the package torchao"]),
+        ("bitsandbytes-4bit", False, ["the package bitsandbytes"]),
+        ("fp8", True, ["CUDA"]),
+        ("torchao-int4", True, ["CUDA"]),
+        ("bitsandbytes-8bit", True, ["target.dtype=float16"]),
+        ({"quant_method": "hqq", "nbits": 4}, True, ["hqq"]),  # as transformers names it
+    ],
+    ids=str,
+)
+def test_what_cannot_be_quantised_is_refused_with_its_reason(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, name: Any, installed: bool, words: list[str]
+) -> None:
+    monkeypatch.setattr(weights, "find_spec", lambda _: installed or None)
+    message = _refused(tiny_folder, name)
+    assert all(word in message for word in words)
 
 
-@pytest.mark.parametrize("name", ["torchao-int8", "bitsandbytes-4bit"])
-def test_a_missing_package_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(quantization, "find_spec", lambda _: None)
-    assert f"the package {name.partition('-')[0]}" in _refused(tiny_folder, name)
-
-
-def test_a_package_of_a_checkpoint_is_named(tiny_folder: Path) -> None:
-    """The error of transformers names the package, which is not installed for tests."""
-    message = _refused(tiny_folder, {"quant_method": "hqq", "nbits": 4})
-    assert "hqq" in message
-
-
-@pytest.mark.parametrize("name", ["fp8", "torchao-int4"])
-def test_a_device_without_kernels_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(quantization, "find_spec", lambda _: object())
-    assert "CUDA" in _refused(tiny_folder, name)
-
-
-def test_a_dtype_without_kernels_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "find_spec", lambda _: object())
-    assert "target.dtype=float16" in _refused(tiny_folder, "bitsandbytes-8bit")
-
-
-def test_a_gguf_file_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+def test_files_and_models_of_which_nothing_can_be_quantised_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     assert "GGUF" in _refused(save_gguf(tiny_folder, tmp_path / "tiny.gguf"), "torchao-int8")
-
-
-def test_a_model_of_which_nothing_is_quantised_is_refused(tiny_folder: Path) -> None:
     assert "no layer" in _refused(tiny_folder, _int8(modules_to_not_convert=["model", "lm_head"]))
