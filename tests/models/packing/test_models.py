@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerskip import SkipMask, SpeculativeConfig, Target, TargetError, generate, load_target
+from layerskip import SkipMask, SpeculativeConfig, Target, generate, load_target
 from layerskip.costs.profile import profile_costs
 from layerskip.device.memory import tensor_bytes, total_bytes
 from layerskip.drafters.registry import build_drafter
@@ -115,11 +115,6 @@ def test_an_unsupported_processor_packs_nothing(monkeypatch: pytest.MonkeyPatch,
     assert not packed
 
 
-def test_draft_models_use_the_packing_setting_of_their_target(tiny_folder: Path) -> None:
-    target = load_target(str(tiny_folder), dtype="float32", device="cpu", pack_weights=False)
-    assert not uses_packing(load_draft(target, str(tiny_folder)).model)
-
-
 @needs_packing
 def test_packed_weights_are_counted_unless_they_are_the_targets() -> None:
     layer = pack_like(build("llama"), layer_of(torch.float32))
@@ -149,15 +144,11 @@ def test_bridges_are_timed_and_decode_with_packed_weights(tmp_path: Path, packed
 
 
 @needs_packing
-def test_a_later_setting_applies_to_existing_views(packed: list[Tensor]) -> None:
-    target = Target(build("llama"))
-    generate(target, [1, 2, 3], SpeculativeConfig(), max_new_tokens=4)
+def test_a_later_setting_applies_to_existing_views_and_to_draft_models(tiny_folder: Path, packed: list[Tensor]) -> None:
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    generate(target, [7, 8, 9], SpeculativeConfig(), max_new_tokens=4)
     assert packed
-    again = Target(target.model, pack_weights=False)
+    again = Target(target.model, target.tokenizer, pack_weights=False)
     assert not machine(again)["packed_weights"]
     assert not any(type(part) is packing._PackedLinear for part in decoding_view(again.model).modules())
-
-
-def test_an_invalid_setting_is_refused(tiny_folder: Path) -> None:
-    with pytest.raises(TargetError, match=r"^target\.pack_weights: 'auto' is not true, false or null"):
-        load_target(str(tiny_folder), pack_weights="auto")  # type: ignore[arg-type]
+    assert not uses_packing(load_draft(again, str(tiny_folder)).model)
