@@ -1,7 +1,7 @@
 """Memory measurements: bytes that an object holds, peaks, and errors that mean "out of memory".
 
-An object holds the tensors that can be reached from it, on any device. Files mapped into memory are not counted. A peak is
-the device's own on CUDA. On a CPU it is the peak of the whole process.
+An object holds the tensors that can be reached from it, on any device; files mapped into memory are not counted. A peak is
+the device's own on CUDA, and that of the whole process on a CPU.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ _releases: list[Callable[[], None]] = []
 
 
 class PeakMemory:
-    """The peak memory since the creation of this object.
-
-    Where the kernel cannot reset its high-water mark (outside Linux), a CPU reading is the peak since the process started.
-    """
+    """The peak memory since the creation of this object; on a CPU outside Linux, since the process started."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,15 +59,10 @@ class PeakMemory:
 
 
 class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A count of the bytes of tensors that torch operations create within a ``with`` block, gradients included.
+    """A count of the bytes of tensors that operations create within a ``with`` block, gradients included, and of their peak.
 
-    Temporary memory inside a kernel is not seen.
-
-    Args:
-        existing: objects from before the block; views of tensors that can be reached from them are not counted.
-
-    Attributes:
-        peak: the most bytes of counted tensors alive at one time.
+    Views of tensors that can be reached from ``existing`` objects are not counted, and temporary memory in a kernel is not
+    seen.
     """
 
     def __init__(self, existing: Iterable[object] = ()) -> None:
@@ -148,10 +140,7 @@ def total_bytes() -> int:
 
 
 def release_memory() -> None:
-    """Free caches and unreferenced objects.
-
-    Call it after the ``except`` block of an error, because the handled error keeps the objects of its frames alive.
-    """
+    """Free caches and unreferenced objects; only after an ``except`` block, as a handled error keeps its objects."""
     for release in _releases:
         release()
     gc.collect()

@@ -1,7 +1,4 @@
-"""Copies between the host and a device, waits for a device, and the library's only clock.
-
-Copies to a device do not wait. All values of a round come back in one wait.
-"""
+"""Copies between the host and a device, waits for a device, and the library's only clock."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ def begin_reading(tensor: Tensor) -> Callable[[], Any]:
 
 
 def read_to_host(*tensors: Tensor) -> list[Any]:
-    """Return the values of int64 or floating tensors of one device as nested lists.
-
-    The host waits for the device once. Decoding waits nowhere else, so that the waits of a round can be counted.
-    """
+    """Return the values of int64 or floating tensors of a device as nested lists, in one wait, which can be counted."""
     if len(tensors) == 1 or tensors[0].device.type == "cpu":
         return [part.tolist() for part in tensors]
     return _read_packed(tensors)
@@ -66,11 +60,7 @@ def now(device: torch.device) -> float:
 
 @contextlib.contextmanager
 def waiting(mode: str) -> Iterator[None]:
-    """Refuse operations that wait for a GPU within the ``with`` block, or allow them; all threads are affected.
-
-    Args:
-        mode: ``error`` raises a ``RuntimeError`` in place of waiting; ``default`` waits, also where a caller forbids it.
-    """
+    """Refuse operations that wait for a GPU within the ``with`` block, for ``error``, or allow them, for ``default``."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
         return

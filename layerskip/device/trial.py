@@ -40,10 +40,7 @@ def first_line(error: BaseException) -> str:
 def passes_trial(name: str, kind: Hashable, run: Callable[[], tuple[Tensor, Tensor]]) -> bool:
     """Return whether a kernel works. Each kind of input is tried when it first occurs in a process; a failure is logged.
 
-    Args:
-        name: the kernel, for the log.
-        kind: what the trial depends on.
-        run: returns the kernel's output and the expected one.
+    ``run`` returns the kernel's output and the expected one.
     """
     if (name, kind) not in _passed:
         try:

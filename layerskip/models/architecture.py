@@ -59,11 +59,7 @@ _rewinds: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def architecture(model: PreTrainedModel) -> Architecture:
-    """Detect and check the sub-layers of a model. Each model is checked once.
-
-    Raises:
-        UnsupportedModel: a sub-layer is not found, or replacing its output with zero does not skip it.
-    """
+    """Detect and check the sub-layers of a model, once; :class:`UnsupportedModel` if they cannot be skipped."""
     if model not in _known:
         _known[model] = _examine(model)
     return _known[model]
@@ -73,8 +69,7 @@ def architecture(model: PreTrainedModel) -> Architecture:
 def check_rewind(model: PreTrainedModel) -> None:
     """Check that a model decodes on a :class:`KVCache` and that rejected and later tokens do not change its logits.
 
-    Raises:
-        UnsupportedModel: the check fails.
+    A model that fails raises :class:`UnsupportedModel`.
     """
     if model in _rewinds:
         return
@@ -109,11 +104,7 @@ def check_rewind(model: PreTrainedModel) -> None:
 
 
 def check_finite(model: PreTrainedModel, logits: Tensor) -> None:
-    """Check that logits ``[n, V]`` of a self-check have a finite maximum, else its comparison would blame something else.
-
-    Raises:
-        UnsupportedModel: the largest logit of a row is NaN or infinite.
-    """
+    """Raise :class:`UnsupportedModel` for self-check logits ``[n, V]`` of which a row has no finite maximum."""
     largest = logits.float().amax(-1)
     if not bool(largest.isfinite().all()):
         value = float(largest[~largest.isfinite()][0])

@@ -49,8 +49,7 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
 def whole_buffers() -> Iterator[None]:
     """Tell attention that passes within the ``with`` block read whole buffers of a cache, as captured passes do.
 
-    There, the kernel for few queries saves reading positions that are not in use. Elsewhere, launching it takes longer than
-    torch's own kernel.
+    There, the kernel for few queries saves reading unused positions. Elsewhere, launching it takes longer than torch's own.
     """
     token = _reads_buffers.set(True)
     try:

@@ -157,21 +157,13 @@ class Bridges(nn.Module):
         return bridge
 
     def check(self, mask: SkipMask) -> None:
-        """Check that the bridges belong to a mask.
-
-        Raises:
-            ConfigError: they belong to another mask.
-        """
+        """Raise a :class:`ConfigError` if the bridges belong to another mask."""
         if self.mask != mask:
             raise ConfigError(f"bridges: made for mask {self.shape.mask!r}, not for {mask.format()!r}")
 
     @torch.no_grad()
     def warm_start(self, other: Bridges) -> None:
-        """Copy the weights of another mask's bridges: for each gap, those of the nearest gap of the same kind, if any.
-
-        Raises:
-            ConfigError: the other bridges have another kind or size.
-        """
+        """Copy the weights of bridges of the same kind and size: for each gap, those of the nearest gap of its kind."""
         if not self.shape.is_compatible(other.shape):
             raise ConfigError(f"bridge: the bridges of {other.shape.mask} have another kind or size")
         for gap, bridge in self.items():
@@ -199,8 +191,7 @@ def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = Non
     """Load the bridges of a target, for a mask or, with None, for any; in the target's dtype and on its device.
 
     Raises:
-        ConfigError: the folder has no bridges, they are damaged, they belong to another target or mask, or the target is on
-            several devices.
+        ConfigError: there are none, they are damaged or of another target or mask, or the target is on several devices.
     """
     check_not_split(target.model, "bridges")
     fields, weights = load_trained(folder, _KIND, target, "bridge")

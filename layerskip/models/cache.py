@@ -108,10 +108,7 @@ class LayerBuffers:
 
 
 def _without_overflows(states: Tensor) -> Tensor:
-    """Return states that can be read under a mask: an overflow times 0 still spoils a sum.
-
-    Only float16 overflows in practice, and this costs kernels in every layer.
-    """
+    """Return states that can be read under a mask, as an overflow times 0 spoils a sum; only float16 overflows."""
     return states.nan_to_num(0.0, 0.0, 0.0) if states.dtype == torch.float16 else states
 
 
@@ -175,10 +172,7 @@ class KVCache(Cache):
         return torch.arange(count, device=length.device) + length
 
     def copy_from(self, parts: Sequence[tuple[KVCache, int]]) -> None:
-        """Fill the cache with the first positions of other caches of the model, concatenated; the length is then their end.
-
-        Args:
-            parts: caches, each with the number of its positions to copy.
+        """Fill the cache with the first positions of other caches, as many as given; the length is then their end.
 
         Raises:
             CacheOverflow: some of these keys or values are not finite. Passes over them would give NaN, or other outputs

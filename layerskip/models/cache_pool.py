@@ -55,12 +55,10 @@ def acquire_cache(
         layers: the number of layers that write to the cache.
         positions: the number of positions needed.
         device: where the cache is.
-        static_shapes: whether to capture passes if the cache is not too long for it, which is logged otherwise; None: on
-            CUDA only, where it is faster, and where compiling was requested. On a CPU, captured passes are recomputed in
-            the same shapes.
-        holder: keeps the cache until it acquires another or is garbage-collected; the cache then returns to the pool. None:
-            the caller calls :func:`release_cache`.
-        reads: modules that captured passes read in addition to the model; the cache is dropped when their weights move, too.
+        static_shapes: whether to capture passes if the cache is not too long for it; None: on CUDA, and where compiling was
+            requested. On a CPU, captured passes are recomputed in the same shapes.
+        holder: keeps the cache until it acquires another or is garbage-collected; None: until :func:`release_cache`.
+        reads: modules that captured passes read in addition to the model.
     """
     if holder in _held:
         _held.pop(holder)()  # a finalizer runs once, even if the holder is collected at this moment

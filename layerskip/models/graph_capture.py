@@ -276,10 +276,9 @@ class CapturingCache(KVCache):
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Reset the cache but keep the captured passes.
+        """Reset the cache but keep the captured passes; a previous user may have been interrupted anywhere.
 
-        The buffers are zeroed, because masked positions are read too. All state is reset, because a previous user may have
-        been interrupted anywhere.
+        The buffers are zeroed, because masked positions are read too.
         """
         self.length = 0
         self.static_shapes, self._device_value = False, -1

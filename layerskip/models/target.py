@@ -32,14 +32,10 @@ class TargetError(ValueError):
 
 
 class NotFinite(TargetError):
-    """Logits without a finite maximum: no token is the most likely one, and no distribution exists.
+    """Logits without a finite maximum, NaN or infinite: no token is the most likely one, and no distribution exists.
 
-    Args:
-        model: the name of the target.
-        position: of the last token before them in prompt and output together, from 0.
-        value: the maximum: NaN or an infinity.
-        prompt_id: the prompt; empty if unknown.
-        contender: the configuration that decoded it, by its name in a comparison; empty if unknown.
+    ``position`` is that of the last token before them in prompt and output together, from 0. The prompt and the contender, a
+    configuration's name in a comparison, are empty if unknown.
     """
 
     def __init__(self, model: str, position: int, value: float, prompt_id: str = "", contender: str = "") -> None:
@@ -128,10 +124,7 @@ class Target:
         return input_device(self.model)
 
     def describe(self) -> dict[str, Any]:
-        """Return name, revision, architecture, layers and dtype, as stored in exports and with trained modules.
-
-        ``quantization`` is part of it where the weights were quantised on loading.
-        """
+        """Return name, revision, architecture, layers, dtype and any quantisation on loading, as stored in exports."""
         described = {name: getattr(self, name) for name in ("name", "revision", "architecture", "layers", "dtype")}
         return described if self.quantization is None else described | {"quantization": self.quantization}
 
@@ -162,11 +155,7 @@ class Target:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The end-of-sequence tokens; some models have several.
-
-        Raises:
-            TargetError: one of them is no token id.
-        """
+        """The end-of-sequence tokens; some models have several. A :class:`TargetError` if one is no token id."""
         sources = {
             "generation_config": self.model.generation_config,
             "config": self.model.config,

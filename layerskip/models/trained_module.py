@@ -42,16 +42,13 @@ def save_trained(
     """Save a trained module. ``head.json`` is written last, so that an incomplete folder is not a trained module.
 
     Args:
-        folder: created if needed.
+        folder: created if needed; with a full disk (``OSError``), an earlier trained module in it is kept.
         kind: ``eagle``, ``medusa``, ``bridge`` or ``draft_head``.
         shape: the arguments to build the module.
         weights: the module's own tensors, without those of the target.
         target: the target whose hidden states it reads.
         training: a record of data and training for the reader, with the digest of the data.
         calibration: the digest of the texts that a bridge was fitted to.
-
-    Raises:
-        OSError: the disk is full; an earlier trained module in the folder is kept.
     """
     metadata = {
         "schema": _SCHEMA,
@@ -93,13 +90,8 @@ def load_trained(
 def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str, Any]:
     """Return the contents of ``head.json`` of a trained module of any kind.
 
-    Args:
-        folder: as written by :func:`save_trained`.
-        target: the target that it must belong to.
-        field: the configuration field that errors name.
-
     Raises:
-        ConfigError: the folder has no trained module, its metadata is damaged, or it belongs to another target.
+        ConfigError: the folder has none, its metadata is damaged, or it belongs to another target; it begins with ``field``.
     """
     metadata = read_metadata(folder, field)
     made_for, own = metadata["target"], _identity(target)

@@ -56,11 +56,7 @@ def is_split(model: nn.Module) -> bool:
 
 
 def check_not_split(model: nn.Module, what: str) -> None:
-    """Check that all weights of a model are on one device, as ``what``, in the plural, need it.
-
-    Raises:
-        ConfigError: they are on several, or some are offloaded.
-    """
+    """Raise a :class:`ConfigError` unless all weights of a model are on one device, as ``what``, in the plural, need it."""
     if is_split(model) or any(part.is_meta for part in model.parameters()):
         raise ConfigError(f"target.device: {what} need a target whose weights are all on one device")
 
@@ -93,11 +89,7 @@ def is_dense(layer: nn.Module | None) -> bool:
 
 
 def check_dense(layer: nn.Module | None, model: PreTrainedModel, what: str) -> None:
-    """Check that the rows of a model's output layer can be read, as ``what``, in the plural, do.
-
-    Raises:
-        ConfigError: they are quantised.
-    """
+    """Raise a :class:`ConfigError` if a model's output layer is quantised, whose rows ``what``, in the plural, read."""
     if getattr(model, "is_quantized", False) and not is_dense(layer):
         raise ConfigError(f"target.quantization: {what} read rows of the output layer, which is quantised")
 
@@ -105,11 +97,9 @@ def check_dense(layer: nn.Module | None, model: PreTrainedModel, what: str) -> N
 def quantization_config(quantization: object, dtype: torch.dtype, device: torch.device) -> Any:
     """Return the configuration of transformers for a value of ``target.quantization``.
 
-    Args:
-        quantization: a name of :data:`QUANTIZATIONS`, a mapping as in the ``quantization_config`` of a checkpoint's
-            ``config.json``, or a configuration object of transformers.
-        dtype: of the activations.
-        device: where the weights will be.
+    The value is a name of :data:`QUANTIZATIONS`, a mapping as in the ``quantization_config`` of a checkpoint's
+    ``config.json``,
+    or a configuration object of transformers; ``dtype`` is that of the activations.
 
     Raises:
         ConfigError: the name is unknown, a package is missing, or the device or dtype has no kernels for it.

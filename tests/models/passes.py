@@ -1,10 +1,13 @@
-"""Passes of tiny models on caches, which several files of tests run."""
+"""Passes of tiny models on caches, and decodings with many methods, which several files of tests run."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from layerskip import SpeculativeConfig, Target, generate
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.forward import forward
@@ -13,6 +16,16 @@ from tests.accelerator import DEVICE
 
 LAYERS = 4
 TORCH_DEVICE = torch.device(DEVICE)
+PROMPT, LENGTH = [7, 8, 9, 7, 8, 9, 7, 8, 10], 24
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "prompt_lookup": {"method": "prompt_lookup", "prompt_lookup_min": 1},
+    "layer_skip": {"method": "layer_skip", "mask": "attention:1;mlp:2", "num_speculative_tokens": 3},
+    "siblings": {"method": "layer_skip", "mask": "layers:1", "num_speculative_tokens": 3, "siblings": 2},
+    "token_recycling": {"method": "token_recycling", "min_token_prob": 0.0},
+    "lookahead": {"method": "lookahead", "window": 2, "num_speculative_tokens": 2},
+    "cascade": {"method": "cascade", "members": [{"method": "prompt_lookup"}, {"method": "layer_skip", "mask": "layers:1"}]},
+}
 
 
 def tokens_of(count: int, seed: int = 0) -> Tensor:
@@ -39,3 +52,19 @@ def filled(cache: CapturingCache, view: nn.Module, prompt: Tensor, positions: in
         forward(view, prompt, held, last=1)
         held.length = len(prompt)
     return cache, plain
+
+
+def greedy(target: Target) -> list[int]:
+    """Returns the tokens that transformers' own ``generate`` gives after the prompt."""
+    ids = torch.tensor([PROMPT])
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=LENGTH, eos_token_id=None)
+    output: Tensor = target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return output[0, len(PROMPT) :].tolist()
+
+
+def assert_every_method_gives(expected: list[int], target: Target) -> None:
+    """Decodes the prompt with every method; drafts without an idle layer must be accepted."""
+    for name, fields in METHODS.items():
+        found = generate(target, PROMPT, SpeculativeConfig.from_dict(fields), max_new_tokens=LENGTH)
+        assert found.tokens == expected, name
+        assert name not in ("layer_skip", "siblings", "cascade") or found.stats.mean_acceptance_length > 1, name

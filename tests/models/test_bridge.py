@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import Export, ExportError, generate
+from layerskip import Export, generate
 from layerskip.bridges.fit import Calibration
 from layerskip.bridges.ridge import regress, regress_mlp
 from layerskip.config import ConfigError, SpeculativeConfig
@@ -170,13 +170,12 @@ def test_an_interrupted_copy_does_not_prevent_an_export(tmp_path: Path) -> None:
 def test_an_export_contains_its_bridges(tmp_path: Path) -> None:
     """The export is moved with its attachments, and the original folders are deleted."""
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
-    shape = bridge_shape(target, "layers:1-2")
     parts = tmp_path / "parts"
-    save_bridges(parts / "bridge", Bridges(shape), target, {})
+    save_bridges(parts / "bridge", Bridges(bridge_shape(target, "layers:1-2")), target, {})
     save_draft_tokens(parts / "tokens", torch.arange(5, 40), target, {})
     (parts / "bridge" / "training.pt").write_bytes(b"large")
-    fields = {"bridge": str(parts / "bridge"), "draft_head": str(parts / "tokens")}
-    skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", **fields)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"bridge": str(parts / "bridge"), "draft_head": str(parts / "tokens")}
+    skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", **fields)
     config = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), skip))
     for name in ("best", "again"):
         Export(Export.describe(target), config).save(tmp_path / "original" / f"{name}.json")
@@ -189,16 +188,6 @@ def test_an_export_contains_its_bridges(tmp_path: Path) -> None:
     assert Path(export.config.members[1].bridge).is_relative_to(tmp_path / "elsewhere")
     plain = generate(target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
     assert generate(target, "Hello.", export.config, max_new_tokens=12).tokens == plain.tokens
-    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device=DEVICE)
-    with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
-        generate(other, "Hello.", export.config, max_new_tokens=12)
-    with pytest.raises(ExportError, match=r"^config\.bridge: .* made for another target.* weights are not"):
-        Export.load(tmp_path / "elsewhere" / "best.json", other)
-    fields = json.loads((tmp_path / "elsewhere" / "best.json").read_text())
-    fields["config"]["members"][1]["mask"] = "layers:1"
-    (tmp_path / "elsewhere" / "edited.json").write_text(json.dumps(fields))
-    with pytest.raises(ExportError, match=r"^config\.bridge: .* is made for mask 'layers:1-2', not for 'layers:1'$"):
-        Export.load(tmp_path / "elsewhere" / "edited.json", target)
     shutil.rmtree(export.config.members[1].bridge)
     with pytest.raises(ConfigError, match="^bridge: cannot read"):
         generate(target, "Hello.", Export.load(tmp_path / "elsewhere" / "best.json", target).config, max_new_tokens=12)
