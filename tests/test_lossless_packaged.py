@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
+from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, TargetError, save_draft_checkpoint
 from layerskip.bridges.fit import Calibration
 from layerskip.decoding.decode import decode
 from layerskip.drafters.datastore import Datastore

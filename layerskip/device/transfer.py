@@ -44,7 +44,7 @@ def read_to_host(*tensors: Tensor) -> list[Any]:
 def _read_packed(tensors: Sequence[Tensor]) -> list[Any]:
     """Read tensors in one copy of 8-byte words; float64 holds every value of the other floating dtypes."""
     words = [part.double().view(torch.int64) if part.is_floating_point() else part for part in tensors]
-    copies = torch.cat([part.reshape(-1) for part in words]).cpu().split([part.numel() for part in words])
+    copies = torch.split(torch.cat([part.reshape(-1) for part in words]).cpu(), [part.numel() for part in words])
     return [
         (copy.view(torch.float64) if part.is_floating_point() else copy).view(part.shape).tolist()
         for copy, part in zip(copies, tensors, strict=True)

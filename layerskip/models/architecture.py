@@ -58,10 +58,31 @@ _known: weakref.WeakKeyDictionary[nn.Module, Architecture] = weakref.WeakKeyDict
 _rewinds: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+@torch.inference_mode()
 def architecture(model: PreTrainedModel) -> Architecture:
     """Detect and check the sub-layers of a model, once; :class:`UnsupportedModel` if they cannot be skipped."""
-    if model not in _known:
-        _known[model] = _examine(model)
+    if model in _known:
+        return _known[model]
+    check_rewind(model)
+    path = path_of_layers(model)
+    if path is None:
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        raise _refusal(model, f"it has no list of {count} decoder layers")
+    layers, blocks = list(model.get_submodule(path).children()), []
+    calls = _record_calls(model, layers)
+    for index, layer in enumerate(layers):
+        attention, mlp = _sublayers(model, index, layer)
+        if layer not in calls:
+            raise _refusal(model, f"layer {index} does not run in a forward pass")
+        missing = [child for child in attention + mlp if layer.get_submodule(child) not in calls]
+        if missing:
+            raise _refusal(model, f"{missing[0]} of layer {index} does not run in a forward pass")
+        forms = {child: calls[layer.get_submodule(child)].form for child in attention + mlp}
+        blocks.append(Block(attention, mlp, calls[layer].form, forms))
+        if not _is_identity_without(layer, blocks[-1], calls[layer]):
+            added = "it adds the residual, or more, inside them"
+            raise _refusal(model, f"layer {index} is not the identity with both sub-layers at zero; {added}")
+    _known[model] = Architecture(path, tuple(blocks))
     return _known[model]
 
 
@@ -110,32 +131,6 @@ def check_finite(model: PreTrainedModel, logits: Tensor) -> None:
         value = float(largest[~largest.isfinite()][0])
         advice = "check its weights, or try another target.dtype"
         raise _refusal(model, f"the largest logit after some tokens is {value}; {advice}")
-
-
-@torch.inference_mode()
-def _examine(model: PreTrainedModel) -> Architecture:
-    check_rewind(model)
-    path = path_of_layers(model)
-    if path is None:
-        raise _refusal(
-            model, f"it has no list of {model.config.get_text_config(decoder=True).num_hidden_layers} decoder layers"
-        )
-    layers, blocks = list(model.get_submodule(path).children()), []
-    calls = _record_calls(model, layers)
-    for index, layer in enumerate(layers):
-        attention, mlp = _sublayers(model, index, layer)
-        if layer not in calls:
-            raise _refusal(model, f"layer {index} does not run in a forward pass")
-        missing = [child for child in attention + mlp if layer.get_submodule(child) not in calls]
-        if missing:
-            raise _refusal(model, f"{missing[0]} of layer {index} does not run in a forward pass")
-        forms = {child: calls[layer.get_submodule(child)].form for child in attention + mlp}
-        block = Block(attention, mlp, calls[layer].form, forms)
-        if not _is_identity_without(layer, block, calls[layer]):
-            added = "it adds the residual, or more, inside them"
-            raise _refusal(model, f"layer {index} is not the identity with both sub-layers at zero; {added}")
-        blocks.append(block)
-    return Architecture(path, tuple(blocks))
 
 
 def _sublayers(model: PreTrainedModel, index: int, layer: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:

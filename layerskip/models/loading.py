@@ -206,7 +206,9 @@ def _load(
             config = AutoConfig.from_pretrained(source, **options)
             if placed or getattr(config, "quantization_config", None) is not None:
                 field = "target.device" if placed.keys() == {"device_map"} else "target.quantization"
-                placed = {"device_map": {"": _numbered(device)}} | placed  # quantised weights cannot be moved in every case
+                # Quantised weights cannot be moved in every case, and some integrations need a device's number.
+                numbered = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+                placed = {"device_map": {"": numbered}} | placed
         model, info = AutoModelForCausalLM.from_pretrained(source, **weights, **options, **placed)
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -249,11 +251,6 @@ def _device(device: str) -> torch.device:
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise TargetError(f"target.device: {device} is not available; torch sees {torch.cuda.device_count()} CUDA devices")
     return parsed
-
-
-def _numbered(device: torch.device) -> torch.device:
-    """Return a device with its number, which some integrations of quantised weights need."""
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:

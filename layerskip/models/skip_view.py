@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.device.trial import nearly_equal
@@ -62,7 +61,8 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
     for index, block in enumerate(detected.blocks):
         layer = layers.get_submodule(str(index))
         if mask.attention[index] and mask.mlp[index]:
-            replace_forward(layer, block.form, _skipped_layer(spans.get(("layers", index))))
+            run = spans.get(("layers", index))  # of layers, whose bridge is added where it begins
+            replace_forward(layer, block.form, lambda hidden, run=run: hidden if run is None else hidden + run(hidden))
             continue
         for kind in ("attention", "mlp"):
             names: tuple[str, ...] = getattr(block, kind) if getattr(mask, kind)[index] else ()
@@ -96,24 +96,18 @@ class OncePerModel(Generic[T]):
 
     def __init__(self, make: Callable[[PreTrainedModel], T]) -> None:
         self._make = make
-        self._values: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], T]] = weakref.WeakKeyDictionary()
+        self._values: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[object], T]] = weakref.WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel) -> T:
         """Return the value for a model in its present state."""
-        tensors = (id(t) for t in (*model.parameters(), *model.buffers()))
-        state = uses_packing(model), compile_mode(model), model.dtype, *tensors, *_hooks_and_adapters(model)
+        state: list[object] = [uses_packing(model), compile_mode(model), model.dtype]
+        state += (id(t) for t in (*model.parameters(), *model.buffers()))
+        for module in model.modules():  # hooks and active PEFT adapters change a forward pass without being tensors
+            state += (*module._forward_pre_hooks, *module._forward_hooks)
+            state += (str(module.__dict__[name]) for name in _ADAPTERS if name in module.__dict__)
         if model not in self._values or self._values[model][0] != state:
             self._values[model] = state, self._make(model)
         return self._values[model][1]
-
-
-def _hooks_and_adapters(model: PreTrainedModel) -> list[object]:
-    """Return the hooks and the active PEFT adapters, which change a forward pass without being tensors."""
-    parts: list[object] = []
-    for module in model.modules():
-        parts += (*module._forward_pre_hooks, *module._forward_hooks)
-        parts += [str(module.__dict__[name]) for name in _ADAPTERS if name in module.__dict__]
-    return parts
 
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -126,11 +120,6 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     use_grouped_attention(view)
     compile_like(model, view)
     return pack_like(model, view)
-
-
-def _skipped_layer(bridge: Bridge | None) -> Callable[[Tensor], Tensor]:
-    """Return the function of a wholly skipped layer: the identity, plus the bridge's output where a bridged run begins."""
-    return (lambda hidden: hidden) if bridge is None else (lambda hidden: hidden + bridge(hidden))
 
 
 _decoding_views = OncePerModel(shared_copy)

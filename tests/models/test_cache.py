@@ -82,23 +82,6 @@ def test_a_rewind_leaves_no_trace(model: PreTrainedModel, target: PreTrainedMode
 
 @SHAPES
 @torch.inference_mode()
-def test_passes_that_are_not_committed_are_overwritten(
-    model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
-) -> None:
-    tokens, cache = tokens_of(LENGTH), _cache(model, static_shapes)
-    expected = _fresh(model, tokens)
-    forward(target, tokens[:20], cache, last=1)
-    cache.length = 20
-    for seed in (1, 2):
-        rejected = tokens_of(6, seed)
-        _assert_close(forward(target, rejected, cache, last=6), _fresh(model, torch.cat((tokens[:20], rejected)))[20:])
-    _assert_close(forward(target, tokens[20:23], cache, last=3), expected[20:23])
-    cache.length = 22  # only two of the three are accepted
-    _assert_close(forward(target, tokens[22:], cache, last=LENGTH - 22), expected[22:])
-
-
-@SHAPES
-@torch.inference_mode()
 def test_writing_past_the_last_position_is_refused(
     model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
 ) -> None:
