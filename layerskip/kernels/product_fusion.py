@@ -1,17 +1,15 @@
 """A pass of torch's compiler that moves what surrounds a product in a decoder layer into the kernel of the product.
 
-In a small model a kernel takes a few microseconds, most of it not computing. The compiler fuses elementwise operators and
-sums with each other, but not with a kernel that is not its own. This pass finds by their operators, whatever the model's
-code,
+The compiler fuses elementwise operators and sums with each other, but not with a kernel that is not its own. This pass
+finds by their operators, whatever the model's code,
 
 - the RMSNorm before a product of few rows, and the residual or the gate after it: arguments of
   :func:`~layerskip.kernels.few_rows_linear.few_rows_linear`;
 - the RMSNorm before the product of a single row, which is a sum over elementwise products: each output computes the norm
   again, so that norm and product are sums of one shape, which the compiler fuses;
-- the concatenated halves of rotary positions: an index in place of a copy, so that norms of heads, rotation and the update
-  of the cache are one kernel.
+- the concatenated halves of rotary positions: an index in place of a copy, so that they fuse with norms and the cache.
 
-What is not found stays as the compiler makes it. This module imports the compiler, which takes seconds.
+This module imports the compiler, which takes seconds.
 """
 
 from __future__ import annotations
@@ -124,7 +122,8 @@ def _normalise_each(graph: Graph, node: Node) -> None:
     product = node.args[0]
     if not isinstance(product, Node) or product.target is not _aten.mul.Tensor or len(node.meta["val"].shape) != 1:
         return
-    row, weight = product.args
+    operands: Any = product.args
+    row, weight = operands
     normed = row
     while isinstance(normed, Node) and normed.target in _SAME_ROW:
         normed = normed.args[0]

@@ -1,13 +1,11 @@
 """A preallocated key-value cache that target and draft share; a rewind is one assignment.
 
-One buffer per layer is allocated once, and all layers share ONE length. A forward pass writes its keys and values after
-``length`` and attends to them. They are kept only if the caller advances ``length``. So a draft pass that skips a layer
-leaves all layers at the same length, verification overwrites what drafting wrote, and rejecting tokens is
-``cache.length = n``.
+All layers share ONE length. A forward pass writes its keys and values after ``length`` and attends to them. They are kept
+only if the caller advances ``length``. So a draft pass that skips a layer leaves all layers at the same length, verification
+overwrites what drafting wrote, and rejecting tokens is ``cache.length = n``.
 
-Sliding-window layers keep every position too. The mask functions of transformers cut the window out of the full length, so
-these layers can rewind past their window. Recurrent state cannot rewind, and models with it are refused
-(:mod:`layerskip.models.architecture`).
+Sliding-window layers keep every position too, because the mask functions of transformers cut the window out of the full
+length. Recurrent state cannot rewind, and models with it are refused (:mod:`layerskip.models.architecture`).
 """
 
 from __future__ import annotations
@@ -90,10 +88,7 @@ class _Layer(CacheLayerMixin):
 
 
 class LayerBuffers:
-    """The keys and values of one layer, ``[B, heads, max_length, head_dim]``, as a compiled layer reads and writes them.
-
-    The next states are written at ``positions``, ``[n]`` int64.
-    """
+    """One layer's ``[B, heads, max_length, head_dim]`` as a compiled layer writes it at ``positions``, ``[n]`` int64."""
 
     def __init__(self, keys: Tensor | None, values: Tensor | None, positions: Tensor) -> None:
         assert keys is not None

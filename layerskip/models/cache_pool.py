@@ -118,7 +118,7 @@ def _rounded(positions: int) -> int:
 def _weight_addresses(*models: nn.Module) -> Hashable | None:
     """Return addresses and dtypes of all weights, which captured passes read; None if a pass cannot be captured.
 
-    It cannot with wrapper tensors, as in torchao, whose addresses are unknown, nor on several devices.
+    It cannot on several devices, nor with wrapper tensors as in torchao, whose addresses are unknown.
     """
     if any(map(is_split, models)):
         return None

@@ -1,13 +1,12 @@
 """Decoder layers compiled for captured passes, so that a pass launches few kernels.
 
 A decoder layer is some thirty kernels. In a small model, each of them takes a few microseconds, most of it not computing.
-``torch.compile`` fuses them. Layers are compiled one at a time, not the model as a whole: all layers of one kind share one
-compiled function, also those of other views of the model, so that a new skip mask compiles little. The modelling code stays
-that of transformers.
+``torch.compile`` fuses them. Layers are compiled one at a time: all layers of one kind share one compiled function, also
+those of other views, so that a new skip mask compiles little. The modelling code stays that of transformers.
 
 For this, every layer has a second module tree over the same tensors. Its linear layers of one input, such as the
-projections to queries, keys and values, are one product, which launches one kernel. Their weights become parts of one
-buffer, row after row, so that nothing is stored twice. Its cache is the layer's own part of the cache.
+projections to queries, keys and values, are one product. Their weights become parts of one buffer, row after row, so that
+nothing is stored twice. Its cache is the layer's own part of the cache.
 """
 
 from __future__ import annotations
@@ -205,15 +204,12 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 class FusedLinear(nn.Module):
-    """A linear layer in a compiled tree. It computes the products of the layers parallel to it with its own.
+    """A linear layer in a compiled tree, or a group of parallel ones, whose products it computes together.
 
-    A single row is multiplied by a small weight in a sum over the products, which the compiler fuses with what surrounds it.
-    Every output then computes the row's own operators again. With a large weight this takes longer than reading the weight,
-    so the kernel for few rows is used.
-
-    Args:
-        layers: the linear layer, or those of a group.
-        single_rows: whether to write out the product of a single row.
+    With ``single_rows``, a single row is multiplied by a small weight in a sum over the products, which the compiler fuses
+    with
+    what surrounds it. Every output then computes the row's own operators again. With a large weight this takes longer than
+    reading the weight, so the kernel for few rows is used.
     """
 
     weight: Tensor
@@ -293,14 +289,10 @@ def _fuse_parallel_layers(tree: nn.Module, single_rows: bool) -> None:
 
 
 class CompiledLayers:
-    """The compiled decoder layers of a model or of a view of it.
+    """The compiled decoder layers, at ``path``, of a model or of a view of it; without a path, the whole model.
 
     A layer whose own forward pass was replaced, as one that is skipped, runs as it is. So does every layer in a pass of
     another thread, which may share the view and has a cache of its own.
-
-    Args:
-        model: the model or view.
-        path: the dotted name of its decoder layers; empty if the model is compiled as a whole.
 
     Attributes:
         fuses: whether products are fused with what surrounds them (:mod:`layerskip.kernels.product_fusion`).

@@ -145,16 +145,10 @@ class OutputLayer(nn.Module):
 
 
 class DraftHead(OutputRows):
-    """The output rows of a model.
-
-    Args:
-        model: the model that drafts.
-        tokens: ``[v]`` int64, rising: the common tokens.
-        vocabulary: V: only tokens below it are drafted; the model's vocabulary may be larger than the target's.
+    """The output rows of a model that drafts, for ``tokens [v]`` int64, rising, below ``vocabulary``, the target's.
 
     Raises:
-        ConfigError: a token is not in the model's vocabulary, the model has no linear output layer or a quantised one, or it
-            is on several devices.
+        ConfigError: a token is beyond it, the model has no linear output layer or a quantised one, or is on several devices.
     """
 
     def __init__(self, model: PreTrainedModel, tokens: Tensor, vocabulary: int) -> None:
@@ -179,13 +173,9 @@ def save_draft_tokens(folder: Path, tokens: Tensor, target: Target, training: Ma
 
 
 def load_draft_tokens(folder: str | Path, target: Target) -> Tensor:
-    """Load the tokens of a draft head, ``[v]`` int64, rising.
-
-    Raises:
-        ConfigError: the folder has no draft head, it is damaged, or it belongs to another target.
-    """
+    """Load the tokens of a draft head, ``[v]`` int64, rising; a :class:`ConfigError` as in :func:`load_trained`."""
     _, weights = load_trained(folder, _KIND, target, "draft_head")
     tokens = weights.get("tokens")
-    if tokens is None or tokens.dtype != torch.int64 or tokens.ndim != 1 or not bool((tokens.diff() > 0).all()):
+    if tokens is None or not bool((tokens.diff() > 0).all()):
         raise ConfigError(f"draft_head: {folder} is damaged: it has no list of tokens")
     return tokens

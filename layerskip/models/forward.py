@@ -1,8 +1,7 @@
 """The forward pass on a :class:`~layerskip.models.cache.KVCache` that target, draft view and draft model share.
 
-All of them run through :func:`forward`, so positions and masks are the same for all. The pass writes keys and values after
-``cache.length`` and does not change the length.
-Hidden states can be collected during a pass. EAGLE calls them features (arXiv 2401.15077).
+It writes keys and values after ``cache.length`` and does not change the length. Hidden states can be collected during a
+pass; EAGLE calls them features (arXiv 2401.15077).
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from layerskip.models.weights import is_split
 
 
 class Features:
-    """A collector of the outputs of some of a model's sub-modules, by their dotted names; of none, it collects nothing.
-
-    Attributes:
-        parts: each module's output in the last pass, ``[B, n, H]``.
-    """
+    """A collector of the outputs of some of a model's sub-modules, by their dotted names, in the last pass."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.modules = tuple(modules)
@@ -66,18 +61,15 @@ def forward(
     positions: Tensor | None = None,
     features: Features = NO_FEATURES,
 ) -> Tensor:
-    """Compute the logits of the last tokens of a block that starts at position ``cache.length``.
+    """Return the logits ``[last, V]``, in the model's dtype, of the last tokens of a block that starts at ``cache.length``.
 
     Args:
         model: a Hugging Face causal language model, or a view of one.
         tokens: ``[n]`` int64.
         cache: read up to ``length``, written after it.
-        last: the number of tokens to return logits for, 0 to n.
+        last: 0 to n.
         positions: ``[n]`` int64; None for consecutive positions from ``cache.length`` on.
         features: collected during this pass.
-
-    Returns:
-        ``[last, V]`` in the model's dtype.
     """
     if positions is None and isinstance(cache, CapturingCache) and isinstance(model, PreTrainedModel):
         layer = model.get_output_embeddings()  # heads have none: their passes read more than tokens

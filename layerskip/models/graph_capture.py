@@ -1,14 +1,13 @@
 """A key-value cache on which forward passes are captured once as CUDA graphs and replayed from then on.
 
-A pass of a small model is a thousand kernels of a few microseconds each, and launching them takes longer than running them.
-A CUDA graph (CUDA C++ Programming Guide, "CUDA Graphs") launches them all at once. A graph needs shapes and addresses that
-never change, so a captured pass reads the whole buffers of a cache under a mask, and :mod:`layerskip.models.cache_pool`
-keeps the caches. Other passes, such as a prompt's first one, read only the part in use and run eagerly.
+Launching the thousand kernels of a small model takes longer than running them. A CUDA graph (CUDA C++ Programming Guide,
+"CUDA Graphs") launches them all at once. It needs shapes and addresses that never change, so a captured pass reads the
+whole buffers of a cache under a mask, and :mod:`layerskip.models.cache_pool` keeps the caches. Other passes, such as a
+prompt's first one, read only the part in use and run eagerly.
 
-Some models cannot be captured and always run eagerly. A pass that reads a value back from the device, as some mixtures of
-experts do, fails in a trial run that forbids synchronisation. A model that computes with the number of keys is detected
-because its first captured pass of each shape differs from the eager one. While a pass is captured, no other thread may
-synchronise with a device.
+Some models always run eagerly. A pass that reads a value back from the device, as some mixtures of experts do, fails in a
+trial run that forbids synchronisation. A model that computes with the number of keys is detected because its first captured
+pass of each shape differs from the eager one. While a pass is captured, no other thread may synchronise with a device.
 
 Devices without CUDA graphs have a stand-in, which runs a captured pass again.
 """
@@ -59,12 +58,9 @@ class EagerPass:
 
 
 class _Graph:
-    """A pass that was captured as a CUDA graph, with the static tensors that its kernels read and write.
+    """A pass that was captured as a CUDA graph, with the static tensors of its kernels; ``RuntimeError`` if it synchronises.
 
     All captures on a GPU share one stream, because torch keeps library workspaces for every stream that was used.
-
-    Raises:
-        RuntimeError: the pass synchronises with the device, which a graph cannot.
     """
 
     def __init__(self, device: torch.device, pool: Any, inputs: Sequence[Tensor], compute: Compute) -> None:
@@ -120,11 +116,6 @@ class _Captured:
 class CapturingCache(KVCache):
     """A key-value cache that captures the passes that run on it.
 
-    Args:
-        layers: the number of decoder layers that write to it.
-        max_length: positions to allocate.
-        device: where the buffers and passes are.
-
     Attributes:
         pads_chains: whether a pass over a chain may be followed by positions that are not used.
         made_for: the weights and dtypes for which everything captured is valid; see :mod:`layerskip.models.cache_pool`.
@@ -163,8 +154,8 @@ class CapturingCache(KVCache):
         Args:
             model: the model that the pass belongs to; :meth:`captures` must have returned True for it.
             kind: distinguishes passes of the same shapes.
-            inputs: what changes between passes, apart from the cache.
-            compute: computes the result from the inputs.
+            inputs: what changes between passes, apart from the cache; ``compute`` gets them.
+            compute: computes the result.
             body: the Hugging Face model whose layers may be compiled; None for ``model`` itself.
             mask_of: converts the attention mask of compiled layers.
         """
@@ -276,10 +267,7 @@ class CapturingCache(KVCache):
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Reset the cache but keep the captured passes; a previous user may have been interrupted anywhere.
-
-        The buffers are zeroed, because masked positions are read too.
-        """
+        """Zero the buffers, as masked positions are read too, and reset what an interrupted user may have left."""
         self.length = 0
         self.static_shapes, self._device_value = False, -1
         for states in self.buffers():

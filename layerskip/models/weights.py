@@ -1,13 +1,12 @@
 """Weights on several devices, and quantised ones, as transformers loads them.
 
-Accelerate places weights on several devices through hooks on modules. A hook moves the arguments of a module to its device,
-and the model's output back to the device of its input. Weights without room on a GPU are offloaded: they stay in memory or
-on the disk and are copied for every pass.
+Accelerate places weights through hooks on modules, which move arguments to a module's device and the output back. Weights
+without room on a GPU are offloaded: they stay in memory or on the disk and are copied for every pass.
 
-A quantised target is compared with its own plain decoding, not with that of the model it was made from. Drafting needs one
-more property: the result of a token must not depend on the other tokens of its pass. Weight-only quantisation has it, and
-so has a quantisation of activations with one scale per token. A scale for a whole pass has not, nor have the outliers of
-LLM.int8() (arXiv 2208.07339, section 3), whose columns are those of all tokens together.
+A quantised target is compared with its own plain decoding. Drafting needs one more property: the result of a token must not
+depend on the other tokens of its pass. Weight-only quantisation has it, and so has a quantisation of activations with one
+scale per token. A scale for a whole pass has not, nor have the outliers of LLM.int8() (arXiv 2208.07339, section 3), whose
+columns are those of all tokens together.
 """
 
 from __future__ import annotations

@@ -61,10 +61,8 @@ def test_bridges_of_lower_rank_have_fewer_parameters() -> None:
 
 def test_a_warm_start_copies_the_nearest_bridges() -> None:
     target = target_of("llama")
-    other, own = (
-        Bridges(bridge_shape(target, "layers:0;layers:2-3;mlp:1")),
-        Bridges(bridge_shape(target, "layers:1-2;attention:3")),
-    )
+    masks = ("layers:0;layers:2-3;mlp:1", "layers:1-2;attention:3")
+    other, own = (Bridges(bridge_shape(target, mask)) for mask in masks)
     for _, bridge in other.items():
         torch.nn.init.normal_(bridge.bias)
     own.warm_start(other)
