@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,16 +127,13 @@ def test_a_long_cache_is_at_max_an_eighth_longer_than_requested() -> None:
 
 def test_a_cache_depends_on_all_weights_that_passes_read() -> None:
     model, module = build("llama"), nn.Linear(2, 2)
-
-    def acquired() -> KVCache:
-        return acquire_cache(model, LAYERS, 40, model.device, static_shapes=True, reads=[module])
-
-    first = acquired()
+    take = partial(acquire_cache, model, LAYERS, 40, TORCH_DEVICE, static_shapes=True, reads=[module])
+    first = take()
     release_cache(model, first)
-    assert acquired() is first
+    assert take() is first
     release_cache(model, first)
     module.weight.data = module.weight.data.clone()
-    assert acquired() is not first
+    assert take() is not first
 
 
 class _Wrapped(Tensor):
