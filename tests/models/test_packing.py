@@ -162,13 +162,14 @@ def test_rows_of_a_text_are_appended_to_packed_rows(dtype: torch.dtype, packed: 
 
 
 @needs_packing
-def test_packed_copies_are_freed_with_their_weights() -> None:
+def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> None:
     layer = layer_of(torch.float32)
     pack_matrices(layer)
     with torch.no_grad():
         multiply(torch.randn(1, 80), layer.weight)
     gc.collect()
     before = len(packing._packed)
+    packed.clear()
     del layer
     gc.collect()
     assert len(packing._packed) == before - 1
