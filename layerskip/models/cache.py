@@ -204,13 +204,17 @@ class KVCache(Cache):
             positions = positions.to(states.device)  # layers may be on several devices
             states[:, :, begin:end] = states.index_select(2, positions)
 
+    def states(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Return every layer's keys and values, ``[B, heads, max_length, head_dim]``; None for a layer that keeps none."""
+        return [(layer.keys, layer.values) for layer in self._layers]
+
     def layer_buffers(self, layer: int, count: int) -> LayerBuffers:
         """Return a layer's keys and values for a compiled pass over ``count`` tokens; requires static shapes."""
         return LayerBuffers(self._layers[layer].keys, self._layers[layer].values, self.positions(count))
 
     def buffers(self, layers: int | None = None) -> list[Tensor]:
-        """Return the allocated keys and values of the first layers, or of all, ``[B, heads, max_length, head_dim]`` each."""
-        return [part for layer in self._layers[:layers] for part in (layer.keys, layer.values) if part is not None]
+        """Return the allocated keys and values of the first layers, or of all, one after the other."""
+        return [part for layer in self.states()[:layers] for part in layer if part is not None]
 
     @property
     def nbytes(self) -> int:

@@ -209,7 +209,7 @@ def _load(
                 # Quantised weights cannot be moved in every case, and some integrations need a device's number.
                 numbered = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
                 placed = {"device_map": {"": numbered}} | placed
-        model, info = AutoModelForCausalLM.from_pretrained(source, **weights, **options, **placed)
+        model, info = AutoModelForCausalLM.from_pretrained(source, **weights, **options, **placed)  # type: ignore[misc]
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each library involved raises errors of its own

@@ -12,6 +12,7 @@ It is loaded again and compared with the view, because the code of a model famil
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import weakref
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.device.trial import nearly_equal
@@ -61,8 +63,7 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
     for index, block in enumerate(detected.blocks):
         layer = layers.get_submodule(str(index))
         if mask.attention[index] and mask.mlp[index]:
-            run = spans.get(("layers", index))  # of layers, whose bridge is added where it begins
-            replace_forward(layer, block.form, lambda hidden, run=run: hidden if run is None else hidden + run(hidden))
+            replace_forward(layer, block.form, functools.partial(_skip_layer, spans.get(("layers", index))))
             continue
         for kind in ("attention", "mlp"):
             names: tuple[str, ...] = getattr(block, kind) if getattr(mask, kind)[index] else ()
@@ -70,6 +71,11 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
                 span = spans.get((kind, index)) if place == 0 else None
                 replace_forward(layer.get_submodule(name), block.child_forms[name], span or torch.zeros_like)
     return view
+
+
+def _skip_layer(bridge: Bridge | None, hidden: Tensor) -> Tensor:
+    """Return the input, plus the bridge's output where a bridged run begins."""
+    return hidden if bridge is None else hidden + bridge(hidden)
 
 
 def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:

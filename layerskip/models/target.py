@@ -203,7 +203,8 @@ class Target:
                 raise TargetError(f"{field}: {reprlib.repr(given)} is neither {expected}")
         if not ids:
             raise TargetError(f"{field}: has no tokens")
-        known = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+        words: Any = self.model.get_input_embeddings()
+        known = words.weight.shape[0]
         beyond = next((token for token in ids if not 0 <= token < known), None)
         if beyond is not None:
             raise TargetError(f"{field}: the token {beyond} is beyond the vocabulary of {self.name}, 0 to {known - 1}")
@@ -220,7 +221,8 @@ class Target:
         try:
             if plain:
                 return list(self.tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            given: list[Any] = list(messages)
+            text = self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # a template is code of the model's author, which may raise anything
             part = "tokenizer" if plain else "chat template"

@@ -136,7 +136,7 @@ def _are_valid_tokens(tokens: Tensor | None, size: object, vocabulary: int) -> b
     if tokens.dtype != torch.int64 or tokens.ndim != 1 or not tokens.numel() or size not in (None, tokens.numel()):
         return False
     # A token in two rows would be accepted more often than its probability allows.
-    return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary and tokens.unique().numel() == tokens.numel()
+    return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary and len(set(tokens.tolist())) == tokens.numel()
 
 
 def same_weights(one: ArrayLike, other: ArrayLike) -> bool:
