@@ -8,8 +8,7 @@ EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/tes
 	tests/drafters \
 	tests/decoding/test_tree.py tests/bridges/test_budget.py tests/searches/bridges/test_bridges.py tests/searches/study/test_stages.py \
 	tests/searches/train/test_bridge_training.py tests/models/test_compiled_layers.py \
-	tests/models/test_compiler_cache.py tests/models/test_graph_capture.py tests/models/test_product_fusion.py \
-	tests/models/packing/test_models.py tests/kernels
+	tests/models/test_graph_capture.py tests/models/test_product_fusion.py tests/models/test_packing.py tests/kernels
 ARGS ?=
 
 .DEFAULT_GOAL := sweep

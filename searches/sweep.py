@@ -114,7 +114,7 @@ def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
             study = open_study(name, storage, pruner, settings)
             if not shared:  # workers of one machine share its cores
                 _choose_threads(study, plan)
-            say(machine.describe(plan.target, str(config.target.get("dtype"))))
+            say(machine.describe(plan.target, str(config.target.get("dtype", "auto"))))
             if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
                 say(busy)
             described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}

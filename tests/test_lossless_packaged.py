@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
+from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, TargetError, save_draft_checkpoint
 from layerskip.bridges.fit import Calibration
 from layerskip.decoding.decode import decode
 from layerskip.drafters.datastore import Datastore
@@ -30,7 +30,7 @@ from layerskip.heads.training import fit_linear
 from layerskip.models.bridge import BridgeShape, save_bridges
 from layerskip.models.compiled_layers import compiled_layers, set_compiling
 from layerskip.models.draft_head import save_draft_tokens
-from layerskip.models.loading import WheelError, find_weights, load_draft
+from layerskip.models.loading import find_weights, load_draft
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.continuations import Continuation
@@ -209,7 +209,7 @@ def test_every_drafter_gives_the_output_of_transformers(
     if fields.get("draft_model") == "gemma3":
         try:
             find_weights("gemma3")
-        except WheelError as error:
+        except TargetError as error:
             pytest.skip(str(error))
     elif fields["method"] in ("draft_model", "cross_tokenizer"):
         fields["draft_model"] = request.getfixturevalue("draft_folder")

@@ -18,15 +18,15 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
+from layerskip.device.trial import nearly_equal
 from layerskip.models.architecture import UnsupportedModel, architecture, check_finite, hidden_states
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only
 from layerskip.models.forward import NO_FEATURES, Features, forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
-from layerskip.models.placement import input_device
 from layerskip.models.skip_view import OncePerModel, shared_copy
+from layerskip.models.weights import input_device
 
 _PROBE = 6  # tokens before the tree of the self-check
 _PROBE_PARENTS = (-1, -1, 0, 1, 2, 2)

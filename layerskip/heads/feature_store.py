@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip.config import ConfigError
-from layerskip.device.tolerance import nearly_equal
+from layerskip.device.trial import nearly_equal
 from layerskip.files import report_full_disk
 from layerskip.heads.eagle import read_modules
 from layerskip.heads.readout import Readout

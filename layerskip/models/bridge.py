@@ -21,9 +21,9 @@ from torch.nn.functional import rms_norm, silu
 from layerskip.config import ConfigError, check_integer
 from layerskip.mask import Gap, MaskError, SkipMask
 from layerskip.models.packing import multiply, pack_matrices, uses_packing
-from layerskip.models.placement import check_not_split
 from layerskip.models.target import Target
 from layerskip.models.trained_module import load_trained, save_trained
+from layerskip.models.weights import check_not_split
 
 _KIND = "bridge"
 KINDS = ("mean", "linear", "mlp")
@@ -66,15 +66,7 @@ class BridgeShape:
 
     @classmethod
     def of(cls, target: Target, mask: SkipMask, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
-        """Return the shape for a mask of a target.
-
-        Args:
-            target: the model that the bridges belong to.
-            mask: the mask with the gaps.
-            kind: see :class:`BridgeShape`.
-            rank: rank of the map; 0 for full rank.
-            width: width of the MLP; 0 for other kinds.
-        """
+        """Return the shape for a mask of a target; the other arguments are those of :class:`BridgeShape`."""
         return cls(mask.format(), target.layers, target.hidden, kind, rank, width)
 
     @property
@@ -98,19 +90,14 @@ class BridgeShape:
 
 
 class Bridge(nn.Module):
-    """The bridge of one gap. It is initialised to add nothing.
-
-    Args:
-        shape: the shape of the set of bridges that it belongs to.
-    """
+    """The bridge of one gap, of the shape of its set. It is initialised to add nothing."""
 
     def __init__(self, shape: BridgeShape) -> None:
         super().__init__()
         hidden, rank, width = shape.hidden, shape.rank, shape.width
         self.shape = shape
         self.bias = nn.Parameter(torch.zeros(hidden))
-        self.weight = self.down = self.up = self.gate = self.value = self.out = None
-        if shape.kind != "mean" and rank:
+        if rank:
             self.down = nn.Parameter(torch.randn(rank, hidden) * hidden**-0.5)
             self.up = nn.Parameter(torch.zeros(hidden, rank))
         elif shape.kind != "mean":
@@ -125,15 +112,11 @@ class Bridge(nn.Module):
         if self.shape.kind == "mean":
             return self.bias.to(hidden.dtype).expand_as(hidden)
         scaled = rms_normalised(hidden).to(self.bias.dtype)
-        if self.weight is not None:
-            output = multiply(scaled, self.weight, self.bias)
-        else:
-            assert self.down is not None
-            assert self.up is not None
+        if self.shape.rank:
             output = multiply(multiply(scaled, self.down), self.up, self.bias)
-        if self.gate is not None:
-            assert self.value is not None
-            assert self.out is not None
+        else:
+            output = multiply(scaled, self.weight, self.bias)
+        if self.shape.width:
             output = output + multiply(silu(multiply(scaled, self.gate)) * multiply(scaled, self.value), self.out)
         return output.to(hidden.dtype)
 
@@ -147,12 +130,11 @@ class Bridge(nn.Module):
             basis: ``[H, rank]``, orthonormal: the outputs of a map of that rank.
         """
         self.bias.copy_(bias)
-        if self.weight is not None:
-            self.weight.copy_(weight)
-        elif self.down is not None and self.up is not None:
-            assert basis is not None
+        if basis is not None:
             self.up.copy_(basis)
             self.down.copy_(basis.T @ weight)
+        elif self.shape.kind != "mean":
+            self.weight.copy_(weight)
 
 
 def rms_normalised(hidden: Tensor) -> Tensor:
@@ -161,11 +143,7 @@ def rms_normalised(hidden: Tensor) -> Tensor:
 
 
 class Bridges(nn.Module):
-    """The bridges of a mask, one per gap.
-
-    Args:
-        shape: their mask, kind and size.
-    """
+    """The bridges of a mask, one per gap."""
 
     def __init__(self, shape: BridgeShape) -> None:
         super().__init__()
@@ -175,26 +153,17 @@ class Bridges(nn.Module):
 
     def of(self, gap: Gap) -> Bridge:
         """Return the bridge of a gap."""
-        bridge = self.spans[gap.name]
-        assert isinstance(bridge, Bridge)
+        bridge: Bridge = self.spans[gap.name]  # type: ignore[assignment]
         return bridge
 
     def check(self, mask: SkipMask) -> None:
-        """Check that the bridges belong to a mask.
-
-        Raises:
-            ConfigError: they belong to another mask.
-        """
+        """Raise a :class:`ConfigError` if the bridges belong to another mask."""
         if self.mask != mask:
             raise ConfigError(f"bridges: made for mask {self.shape.mask!r}, not for {mask.format()!r}")
 
     @torch.no_grad()
     def warm_start(self, other: Bridges) -> None:
-        """Copy the weights of another mask's bridges: for each gap, those of the nearest gap of the same kind, if any.
-
-        Raises:
-            ConfigError: the other bridges have another kind or size.
-        """
+        """Copy the weights of bridges of the same kind and size: for each gap, those of the nearest gap of its kind."""
         if not self.shape.is_compatible(other.shape):
             raise ConfigError(f"bridge: the bridges of {other.shape.mask} have another kind or size")
         for gap, bridge in self.items():
@@ -204,7 +173,7 @@ class Bridges(nn.Module):
 
     def for_decoding(self, target: Target) -> Bridges:
         """Return a copy for decoding: in the target's dtype, on its device, without gradients."""
-        return _decoding(copy.deepcopy(self), target)
+        return copy.deepcopy(self).to(target.device, target.model.dtype).eval().requires_grad_(False)
 
     def items(self) -> list[tuple[Gap, Bridge]]:
         """Return every gap with its bridge, in the order of a forward pass."""
@@ -214,29 +183,15 @@ class Bridges(nn.Module):
 def save_bridges(
     folder: Path, bridges: Bridges, target: Target, training: Mapping[str, Any], calibration: str | None = None
 ) -> None:
-    """Save bridges to a folder.
-
-    Args:
-        folder: created if needed.
-        bridges: in any dtype.
-        target: the target that they belong to.
-        training: a record of how they were trained, for the reader.
-        calibration: the digest of the texts that they were fitted to.
-    """
+    """Save a target's bridges, in any dtype; the arguments are those of :func:`save_trained`."""
     save_trained(folder, _KIND, bridges.shape.to_dict(), bridges.state_dict(), target, training, calibration)
 
 
 def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = None) -> Bridges:
-    """Load bridges in the target's dtype and on its device.
-
-    Args:
-        folder: as written by :func:`save_bridges`.
-        target: the target that they must belong to.
-        mask: the mask that they must belong to; None for any.
+    """Load the bridges of a target, for a mask or, with None, for any; in the target's dtype and on its device.
 
     Raises:
-        ConfigError: the folder has no bridges, they are damaged, they belong to another target or mask, or the target is on
-            several devices.
+        ConfigError: there are none, they are damaged or of another target or mask, or the target is on several devices.
     """
     check_not_split(target.model, "bridges")
     fields, weights = load_trained(folder, _KIND, target, "bridge")
@@ -248,11 +203,7 @@ def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = Non
         bridges.load_state_dict(weights)
     except (TypeError, RuntimeError, MaskError) as error:
         raise ConfigError(f"bridge: {folder} is damaged: {' '.join(str(error).split())[:200]}") from error
-    bridges = _decoding(bridges, target)
+    bridges = bridges.for_decoding(target)
     if uses_packing(target.model):
         pack_matrices(bridges)
     return bridges
-
-
-def _decoding(bridges: Bridges, target: Target) -> Bridges:
-    return bridges.to(target.device, target.model.dtype).eval().requires_grad_(False)

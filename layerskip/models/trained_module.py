@@ -42,16 +42,13 @@ def save_trained(
     """Save a trained module. ``head.json`` is written last, so that an incomplete folder is not a trained module.
 
     Args:
-        folder: created if needed.
+        folder: created if needed; with a full disk (``OSError``), an earlier trained module in it is kept.
         kind: ``eagle``, ``medusa``, ``bridge`` or ``draft_head``.
         shape: the arguments to build the module.
         weights: the module's own tensors, without those of the target.
         target: the target whose hidden states it reads.
         training: a record of data and training for the reader, with the digest of the data.
         calibration: the digest of the texts that a bridge was fitted to.
-
-    Raises:
-        OSError: the disk is full; an earlier trained module in the folder is kept.
     """
     metadata = {
         "schema": _SCHEMA,
@@ -67,20 +64,15 @@ def save_trained(
         (folder / _METADATA).unlink(missing_ok=True)
 
 
+def has_trained(folder: Path) -> bool:
+    """Return whether a folder has a trained module written by :func:`save_trained`."""
+    return (folder / _METADATA).is_file()
+
+
 def load_trained(
     folder: str | Path, kind: str, target: Target, field: str = "head"
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Load the shape and weights of a trained module.
-
-    Args:
-        folder: as written by :func:`save_trained`.
-        kind: the kind that it must have.
-        target: the target that it must belong to.
-        field: the configuration field that errors name.
-
-    Raises:
-        ConfigError: the folder has no trained module, it is damaged or of another kind, or it belongs to another target.
-    """
+    """Load the shape and weights of a trained module; errors are those of :func:`check_trained`, and name another kind."""
     folder = Path(folder)
     metadata = check_trained(folder, target, field)
     if metadata.get("kind") != kind:
@@ -95,24 +87,11 @@ def load_trained(
     return shape, weights
 
 
-def has_trained(folder: Path) -> bool:
-    """Return whether a folder has a trained module written by :func:`save_trained`."""
-    return (folder / _METADATA).is_file()
-
-
 def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str, Any]:
-    """Read and check the metadata of a trained module of any kind, without its weights.
-
-    Args:
-        folder: as written by :func:`save_trained`.
-        target: the target that it must belong to.
-        field: the configuration field that errors name.
-
-    Returns:
-        The contents of ``head.json``.
+    """Return the contents of ``head.json`` of a trained module of any kind.
 
     Raises:
-        ConfigError: the folder has no trained module, its metadata is damaged, or it belongs to another target.
+        ConfigError: the folder has none, its metadata is damaged, or it belongs to another target; it begins with ``field``.
     """
     metadata = read_metadata(folder, field)
     made_for, own = metadata["target"], _identity(target)
@@ -133,18 +112,7 @@ def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str
 
 
 def read_metadata(folder: Path, field: str = "head") -> dict[str, Any]:
-    """Read the metadata of a trained module of any kind, whatever its target.
-
-    Args:
-        folder: as written by :func:`save_trained`.
-        field: the configuration field that errors name.
-
-    Returns:
-        The contents of ``head.json``.
-
-    Raises:
-        ConfigError: the folder has no trained module, or its metadata is damaged.
-    """
+    """Return the contents of ``head.json`` as :func:`check_trained` does, whatever the target."""
     try:
         metadata = json.loads((folder / _METADATA).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from layerskip.decoding.stopping import confidence, portions
 from layerskip.device.memory import is_out_of_memory
-from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
+from layerskip.device.trial import nearly_equal
 from layerskip.drafters.chain import runners_up
 from layerskip.mask import SkipMask
 from layerskip.models.bridge import Bridges

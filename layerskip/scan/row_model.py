@@ -22,8 +22,8 @@ from layerskip.models.bridge import Bridge, Bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import forward
-from layerskip.models.placement import input_device, is_split
 from layerskip.models.skip_view import shared_copy
+from layerskip.models.weights import input_device, is_split
 
 
 class RowModel:
@@ -35,7 +35,7 @@ class RowModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         if is_split(model):
-            raise UnsupportedModel("target.device_map: scans need a target on one device")
+            raise UnsupportedModel("target.device: scans need a target on one device")
         self.model, self.architecture = model, architecture(model)
         self.layers = len(self.architecture.blocks)
         self._model_copy = shared_copy(model)

@@ -19,10 +19,9 @@ _OVERRIDE = re.compile(r"-|~\w|\+{0,2}[A-Za-z]\w*([./@]\w+)*=")  # or an option,
 def load_local(
     path: str,
     dtype: str = "auto",
-    device: str = "auto",
+    device: str | Mapping[str, Any] = "auto",
     trust_remote_code: bool = False,
     pack_weights: bool | None = None,
-    device_map: str | Mapping[str, Any] | None = None,
     quantization: Any = None,
     compile: str = "auto",
 ) -> Target:
@@ -31,16 +30,15 @@ def load_local(
     Args:
         path: the folder or the file.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``.
-        device: ``cpu``, ``cuda``, another device of torch, or ``auto``.
+        device: ``cpu``, ``cuda``, another device of torch, or ``auto``; or how weights are placed on several devices.
         trust_remote_code: whether code in the folder may run.
         pack_weights: whether weights are packed for the CPU; None decides by the machine.
-        device_map: places the weights on several devices; None for ``device``.
         quantization: how to quantise the weights; None keeps them as they are stored.
         compile: whether decoder layers are compiled: ``auto`` (on CUDA), ``on`` or ``off``.
     """
     if not os.path.exists(path):
         raise TargetError(f"target.path: there is no folder or file {path}")
-    return load_target(path, None, dtype, device, trust_remote_code, pack_weights, device_map, quantization, compile)
+    return load_target(path, None, dtype, device, trust_remote_code, pack_weights, quantization, compile)
 
 
 def load_exported_target(fields: DictConfig, export: Export) -> Target:
@@ -61,7 +59,6 @@ def load_exported_target(fields: DictConfig, export: Export) -> Target:
         dtype=fields.dtype,
         device=fields.device,
         trust_remote_code=fields.trust_remote_code,
-        device_map=fields.device_map,
         compile=fields.get("compile", "auto"),  # an export of commands decodes nothing
         quantization=export.target.get("quantization"),
     )

@@ -17,7 +17,7 @@ from layerskip.costs.timing import VerifyPass
 from layerskip.device.memory import total_bytes
 from layerskip.device.transfer import now
 from layerskip.models.environment import machine
-from layerskip.models.loading import dtype_reason
+from layerskip.models.loading import choose_dtype
 
 _TEST_SECONDS = 0.4
 _BUSY = 0.9  # share of the cores' time below which others use them
@@ -42,7 +42,7 @@ def describe(target: Target, dtype: str) -> str:
         where += f" ({isa}, {cores()} cores, threads: {about['threads']})"
     on_card = target.device.type == "cuda"
     memory = torch.cuda.get_device_properties(target.device).total_memory if on_card else total_bytes()
-    reason = dtype_reason(dtype, target.device)
+    _, reason = choose_dtype(dtype, target.device)
     return f"machine: {where}, {memory / 2**30:.0f} GiB of memory; {target.dtype}, because {reason}"
 
 

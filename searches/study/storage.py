@@ -20,7 +20,7 @@ from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBSt
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from layerskip import ConfigError
-from layerskip.device.failures import first_line
+from layerskip.device.trial import first_line
 from searches.app.checks import InputError
 from searches.app.interrupt import error_chain
 from searches.connections import Result, Retry, is_unreachable, sqlite_file, without_password

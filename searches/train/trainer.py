@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from layerskip import Target
-from layerskip.device.failures import first_line
 from layerskip.device.memory import is_out_of_memory
 from layerskip.device.transfer import now
+from layerskip.device.trial import first_line
 from layerskip.files import atomic_write, digest
 from layerskip.heads.published_eagle import is_published
 from layerskip.heads.training import rate_factor

@@ -25,7 +25,7 @@ from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.models.architecture import architecture
 from layerskip.models.bridge import Bridge
 from layerskip.models.cache import KVCache, _Layer
-from layerskip.models.output_rows import OutputRows
+from layerskip.models.draft_head import OutputRows
 from layerskip.models.skip_view import skip_view
 from layerskip.scan.replay import count
 from layerskip.scan.trace import Branching

@@ -16,7 +16,7 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Drafter, NoDraft
 from layerskip.decoding.tree import tree_model
 from layerskip.decoding.verify import verify
-from layerskip.device.tolerance import nearly_equal
+from layerskip.device.trial import nearly_equal
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.registry import build_drafter

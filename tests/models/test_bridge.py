@@ -7,11 +7,12 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from layerskip import Export, ExportError, generate
+from layerskip import Export, generate
 from layerskip.bridges.fit import Calibration
 from layerskip.bridges.ridge import regress, regress_mlp
 from layerskip.config import ConfigError, SpeculativeConfig
@@ -32,19 +33,6 @@ from tests.families import build
 from tests.tiny import save_tiny
 
 
-@pytest.mark.parametrize(
-    ("mask", "names"),
-    [
-        ("", []),
-        ("layers:1-2", ["layers_1_2"]),
-        ("attention:0,2;mlp:3", ["attention_0_0", "attention_2_2", "mlp_3_3"]),
-        ("layers:0,2-3;mlp:1", ["layers_0_0", "mlp_1_1", "layers_2_3"]),
-    ],
-)
-def test_a_mask_has_gaps(mask: str, names: list[str]) -> None:
-    assert [gap.name for gap in SkipMask.parse(mask, 4).gaps] == names
-
-
 def test_a_map_of_lower_rank_is_the_best_approximation_of_the_full_map() -> None:
     """Compared with the leading singular vectors of the full map's outputs on the rows of the fit."""
     torch.manual_seed(0)
@@ -61,17 +49,6 @@ def test_a_map_of_lower_rank_is_the_best_approximation_of_the_full_map() -> None
     assert torch.allclose(fewer, middle + left[:, :3] * values[:3] @ right[:3], atol=1e-3)
 
 
-def test_a_map_of_full_rank_is_the_full_map() -> None:
-    target = target_of("llama")
-    hidden = int(target.model.config.hidden_size)
-    states = torch.randn(5, hidden, device=DEVICE)
-    full, ranked = (
-        calibration("llama").fit(bridge_shape(target, "layers:1-2", "linear", rank)).bridges.of(Gap("layers", 1, 2))
-        for rank in (0, hidden)
-    )
-    assert torch.allclose(full(states), ranked(states), atol=1e-4)
-
-
 def test_bridges_of_lower_rank_have_fewer_parameters() -> None:
     target = target_of("llama")
     shapes = [
@@ -84,10 +61,8 @@ def test_bridges_of_lower_rank_have_fewer_parameters() -> None:
 
 def test_a_warm_start_copies_the_nearest_bridges() -> None:
     target = target_of("llama")
-    other, own = (
-        Bridges(bridge_shape(target, "layers:0;layers:2-3;mlp:1")),
-        Bridges(bridge_shape(target, "layers:1-2;attention:3")),
-    )
+    masks = ("layers:0;layers:2-3;mlp:1", "layers:1-2;attention:3")
+    other, own = (Bridges(bridge_shape(target, mask)) for mask in masks)
     for _, bridge in other.items():
         torch.nn.init.normal_(bridge.bias)
     own.warm_start(other)
@@ -193,13 +168,12 @@ def test_an_interrupted_copy_does_not_prevent_an_export(tmp_path: Path) -> None:
 def test_an_export_contains_its_bridges(tmp_path: Path) -> None:
     """The export is moved with its attachments, and the original folders are deleted."""
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
-    shape = bridge_shape(target, "layers:1-2")
     parts = tmp_path / "parts"
-    save_bridges(parts / "bridge", Bridges(shape), target, {})
+    save_bridges(parts / "bridge", Bridges(bridge_shape(target, "layers:1-2")), target, {})
     save_draft_tokens(parts / "tokens", torch.arange(5, 40), target, {})
     (parts / "bridge" / "training.pt").write_bytes(b"large")
-    fields = {"bridge": str(parts / "bridge"), "draft_head": str(parts / "tokens")}
-    skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", **fields)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"bridge": str(parts / "bridge"), "draft_head": str(parts / "tokens")}
+    skip = SpeculativeConfig("layer_skip", 3, mask="layers:1-2", **fields)
     config = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), skip))
     for name in ("best", "again"):
         Export(Export.describe(target), config).save(tmp_path / "original" / f"{name}.json")
@@ -212,16 +186,6 @@ def test_an_export_contains_its_bridges(tmp_path: Path) -> None:
     assert Path(export.config.members[1].bridge).is_relative_to(tmp_path / "elsewhere")
     plain = generate(target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
     assert generate(target, "Hello.", export.config, max_new_tokens=12).tokens == plain.tokens
-    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device=DEVICE)
-    with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
-        generate(other, "Hello.", export.config, max_new_tokens=12)
-    with pytest.raises(ExportError, match=r"^config\.bridge: .* made for another target.* weights are not"):
-        Export.load(tmp_path / "elsewhere" / "best.json", other)
-    fields = json.loads((tmp_path / "elsewhere" / "best.json").read_text())
-    fields["config"]["members"][1]["mask"] = "layers:1"
-    (tmp_path / "elsewhere" / "edited.json").write_text(json.dumps(fields))
-    with pytest.raises(ExportError, match=r"^config\.bridge: .* is made for mask 'layers:1-2', not for 'layers:1'$"):
-        Export.load(tmp_path / "elsewhere" / "edited.json", target)
     shutil.rmtree(export.config.members[1].bridge)
     with pytest.raises(ConfigError, match="^bridge: cannot read"):
         generate(target, "Hello.", Export.load(tmp_path / "elsewhere" / "best.json", target).config, max_new_tokens=12)
@@ -230,23 +194,16 @@ def test_an_export_contains_its_bridges(tmp_path: Path) -> None:
     assert not (tmp_path / "lost.json").exists()
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"kind": "other"},
-        {"rank": -1},
-        {"rank": 2.5},
-        {"rank": "x"},
-        {"width": None},
-        {"rank": 999},
-        {"kind": "mean", "rank": 2},
-        {"width": 4},
-        {"kind": "mlp"},
-    ],
+BAD_SHAPES: tuple[dict[str, Any], ...] = (
+    *({"kind": "other"}, {"rank": -1}, {"rank": 2.5}, {"rank": "x"}, {"width": None}, {"rank": 999}),
+    *({"kind": "mean", "rank": 2}, {"width": 4}, {"kind": "mlp"}),
 )
-def test_shapes_out_of_range_are_refused(fields: dict[str, object]) -> None:
+
+
+@pytest.mark.parametrize("fields", BAD_SHAPES)
+def test_shapes_out_of_range_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="^bridge\\."):
-        BridgeShape(**({"mask": "layers:1", "layers": 4, "hidden": 32} | fields))  # type: ignore[arg-type]
+        BridgeShape(**({"mask": "layers:1", "layers": 4, "hidden": 32} | fields))
 
 
 def test_damaged_bridges_are_refused(tmp_path: Path) -> None:
