@@ -34,7 +34,7 @@ TYPES = {
 }
 """Groups whose fields are the arguments of a type. Other groups have the fields of the files in ``conf/<group>/``."""
 
-PROGRAMS = ("layerskip", "train", "bridges", "benchmark", "datastore", "verify", "export")
+PROGRAMS = ("layerskip", "train", "benchmark", "datastore", "verify", "export")
 """Programs whose fields the page lists. The others test the search."""
 
 NAMED_BY_USERS = ("contenders", "peers")
