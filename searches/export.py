@@ -96,7 +96,7 @@ def save_draft(config: SpeculativeConfig, target: Target, folder: Path, engine: 
         InputError: the configuration drafts without a model and without a head.
     """
     for part in (config, *config.members):
-        if part.method == "layer_skip" and not part.bridge:
+        if part.method == "layer_skip" and not part.no_engine:
             save_draft_checkpoint(target, SkipMask.parse(part.mask, target.layers), folder)
         elif part.draft_model:
             load_draft(target, part.draft_model, part.method != "cross_tokenizer").save(folder)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerskip.bridges.bridge import Bridge, Bridges, BridgeShape
 from layerskip.bridges.ridge import mlp_regression_bytes, regress, regress_mlp, regression_bytes
 from layerskip.decoding.sampling import Sampling
 from layerskip.mask import Gap, SkipMask
-from layerskip.models.bridge import Bridge, Bridges, BridgeShape
 from layerskip.models.target import Target
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.text_batch import StartPack, TextBatch, TextCache
@@ -292,7 +292,7 @@ class Calibration:
         """Prepare passes over a part's rows."""
         self._texts.load(part.pack)
         mask_ids = torch.zeros(len(part.pack.rows), dtype=torch.int64, device=self.target.device)
-        self._model.prepare(part.visible, [mask], mask_ids, bridges=[bridges])
+        self._model.prepare(part.visible, [mask], mask_ids, replacements=[bridges])
 
     @torch.inference_mode()
     def judge(self, mask: SkipMask, bridges: Bridges | None) -> float:
@@ -306,7 +306,7 @@ class Calibration:
         for part in reversed(self._parts):
             rows, cache = part.pack.rows, self._texts.load(part.pack)
             tokens, mask_ids = self._texts.tokens(rows), torch.zeros(len(rows), dtype=torch.int64, device=self.target.device)
-            logits = self._model.run(tokens, part.positions, cache, part.visible, [mask], mask_ids, bridges=[bridges])
+            logits = self._model.run(tokens, part.positions, cache, part.visible, [mask], mask_ids, replacements=[bridges])
             own = self._texts.tokens([(p, s + 1) for p, s in rows])
             right += int((logits.argmax(-1) == own)[-left:].sum())
             left -= len(rows)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from layerskip.bridges.bridge import Bridge, rms_normalised
 from layerskip.heads.training import rate_factor
-from layerskip.models.bridge import Bridge, rms_normalised
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _VALIDATION = 0.2  # share of the rows, the last ones, on which the constant is chosen

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from layerskip.bridges.bridge import Bridges
 from layerskip.decoding.sampling import Sampling, most_likely
 from layerskip.device.memory import AllocationCounter
-from layerskip.models.bridge import Bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.target import Target

@@ -3,7 +3,7 @@
 With grouped-query attention (arXiv 2305.13245), several heads share keys and values. Transformers repeats both for every
 head when several queries come with a mask, which is the case in every verification. For a single query it uses torch's
 grouped heads, which are slow on a CPU. Here, the heads of a group become further queries of their shared key head: the same
-kernel and the same sums, without the copy. Where gradients of bridges are needed, the sums are written out. This is
+kernel and the same sums, without the copy. Where gradients are needed, the sums are written out. This is
 registered with transformers as an attention implementation, so no model code changes.
 """
 

@@ -1,26 +1,25 @@
 """Views of a model with skipped sub-layers, without a copy of its weights or of its modelling code.
 
 A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with every parameter and buffer already in its
-memo. In the view, a skipped sub-layer returns zeros or the output of its bridge. A wholly skipped layer returns its input;
-the first layer of a bridged run adds the bridge's output. Nothing else changes, so layer indices, cache entries, and each
-model family's own masks and positions stay as they are.
+memo. In the view, a skipped sub-layer returns zeros or the output of its replacement. A wholly skipped layer returns its
+input; the first layer of a replaced run adds the replacement's output. Nothing else changes, so layer indices, cache
+entries, and each model family's own masks and positions stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from layerskip.mask import MaskError, SkipMask
+from layerskip.mask import Gap, MaskError, SkipMask
 from layerskip.models.architecture import architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
-from layerskip.models.bridge import Bridge, Bridges
 from layerskip.models.compiled_layers import compile_like, compile_mode
 from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
 
@@ -30,25 +29,29 @@ _SHARED = ("AlignDevicesHook", "SequentialHook", "MatmulLtState", "QuantState")
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
-def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = None) -> PreTrainedModel:
+class Replacements(Protocol):
+    """Modules in place of the skipped sub-layers of one mask."""
+
+    def items(self) -> Sequence[tuple[Gap, nn.Module]]:
+        """Return every replaced gap with its module: from hidden states ``[..., H]`` to what is added in its place."""
+
+
+def skip_view(model: PreTrainedModel, mask: SkipMask, replacements: Replacements | None = None) -> PreTrainedModel:
     """Make a view of a model that skips the sub-layers of a mask. It shares every weight; the model does not change.
 
     Args:
         model: a decoder.
         mask: the sub-layers to skip.
-        bridges: replace the skipped sub-layers; None for empty skips.
+        replacements: of the mask; None for empty skips.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped.
         MaskError: the mask is for another number of layers.
-        ConfigError: the bridges belong to another mask.
     """
     detected = architecture(model)
     if mask.layers != len(detected.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
-    if bridges is not None:
-        bridges.check(mask)
-    spans = {} if bridges is None else {(gap.kind, gap.first): bridges.of(gap) for gap in mask.gaps}
+    spans = {(gap.kind, gap.first): module for gap, module in (() if replacements is None else replacements.items())}
     view = shared_copy(model)
     layers = view.get_submodule(detected.path)
     for index, block in enumerate(detected.blocks):
@@ -58,7 +61,7 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
             continue
         for kind in ("attention", "mlp"):
             names: tuple[str, ...] = getattr(block, kind) if getattr(mask, kind)[index] else ()
-            for place, name in enumerate(names):  # of several modules in a sub-layer, the first adds the bridge
+            for place, name in enumerate(names):  # of several modules in a sub-layer, the first is replaced
                 span = spans.get((kind, index)) if place == 0 else None
                 replace_forward(layer.get_submodule(name), block.child_forms[name], span or torch.zeros_like)
     return view
@@ -126,9 +129,9 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     return pack_like(model, view)
 
 
-def _skipped_layer(bridge: Bridge | None) -> Callable[[Tensor], Tensor]:
-    """Return the function of a wholly skipped layer: the identity, plus the bridge's output where a bridged run begins."""
-    return (lambda hidden: hidden) if bridge is None else (lambda hidden: hidden + bridge(hidden))
+def _skipped_layer(module: nn.Module | None) -> Callable[[Tensor], Tensor]:
+    """Return the function of a wholly skipped layer: the identity, plus a module's output where a replaced run begins."""
+    return (lambda hidden: hidden) if module is None else (lambda hidden: hidden + module(hidden))
 
 
 _decoding_views = OncePerModel(shared_copy)

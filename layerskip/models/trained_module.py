@@ -1,4 +1,4 @@
-"""Files of trained modules: heads, bridges and draft heads, with the target that they belong to.
+"""Files of trained modules: heads, modules in place of sub-layers, and draft heads, with the target that they belong to.
 
 A folder holds ``head.safetensors`` and ``head.json``. A trained module reads one target's hidden states, and on another
 target it would draft noise. The target is identified by a sample of its weights, in any dtype, and by the revision where
@@ -43,12 +43,12 @@ def save_trained(
 
     Args:
         folder: created if needed.
-        kind: ``eagle``, ``medusa``, ``bridge`` or ``draft_head``.
+        kind: what is trained, such as ``eagle`` or ``draft_head``.
         shape: the arguments to build the module.
         weights: the module's own tensors, without those of the target.
         target: the target whose hidden states it reads.
         training: a record of data and training for the reader, with the digest of the data.
-        calibration: the digest of the texts that a bridge was fitted to.
+        calibration: the digest of the texts that it was fitted to.
 
     Raises:
         OSError: the disk is full; an earlier trained module in the folder is kept.

@@ -19,10 +19,10 @@ import numpy as np
 from torch import Tensor
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
+from layerskip.bridges.bridge import Bridges, load_bridges
 from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
-from layerskip.models.bridge import Bridges, load_bridges
 from layerskip.scan.replay import Counts, count, replay_lookup
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.scan.trace import Branching
@@ -104,7 +104,7 @@ class BridgedDrafts:
         store, bridges = self._store, None
         if store is not None:
             bridges = [store.load(store.bridge(mask, self.bridge_spec), mask) for mask in masks]
-        return scanner.scan(masks, depth=depth, floor=floor, bridges=bridges, tokens=self.tokens)
+        return scanner.scan(masks, depth=depth, floor=floor, replacements=bridges, tokens=self.tokens)
 
     def reproducible(self, mask: SkipMask) -> bool:
         """Return whether another process would scan the mask alike, since no bridges are missing for lack of memory."""
@@ -116,7 +116,8 @@ class BridgedDrafts:
 
     def trained_extras(self, bridges: Bridges) -> DraftExtras:
         """Return the costs of a mask's draft with bridges that were trained since."""
-        return DraftExtras.of(bridges.shape, 0 if self._store is None else self._store.left_out(self.bridge_spec.tokens))
+        left_out = 0 if self._store is None else self._store.left_out(self.bridge_spec.tokens)
+        return DraftExtras(**bridges.shape.size, left_out=left_out)
 
     def matches(self, config: SpeculativeConfig) -> bool:
         """Return whether a self-draft's bridges and draft head are those of the spec."""
@@ -272,7 +273,7 @@ class ScanPredictor:
             [folder.name, training_record(folder), config.num_speculative_tokens, config.stop.to_dict(), astuple(own[2])]
         )
         if name not in self._trained:
-            (scan,) = self._scanner.scan([mask], bridges=[bridges], tokens=self._drafts.tokens)
+            (scan,) = self._scanner.scan([mask], replacements=[bridges], tokens=self._drafts.tokens)
             counts = self._scanner.counts(scan, *own, warmed=True)
             self._trained.add(name, [self._all_counts(scan), [each.to_list() for each in counts]])
         others, own_counts = self._trained[name]

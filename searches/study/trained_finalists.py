@@ -16,9 +16,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from layerskip import SkipMask, SpeculativeConfig
+from layerskip.bridges.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.device.memory import is_out_of_memory, release_memory, within_memory
 from layerskip.files import digest
-from layerskip.models.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.texts.continuations import Continuation
 from searches.app.checks import InputError
 from searches.predict.scan_predictor import ScanPredictor

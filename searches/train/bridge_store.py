@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, UnsupportedModel
+from layerskip.bridges.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.costs.cost_model import DraftExtras
 from layerskip.device.memory import within_memory
 from layerskip.files import digest, write_json
-from layerskip.models.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import load_draft
 from layerskip.scan.scan import Scanner
@@ -203,8 +203,8 @@ class BridgeStore:
 
     def extras(self, mask: SkipMask, bridge_spec: BridgeSpec) -> DraftExtras:
         """Return the bridges and the draft head of a mask's draft, as costs count them."""
-        shape = self._shape(mask, bridge_spec) if self.bridge(mask, bridge_spec) else None
-        return DraftExtras.of(shape, self.left_out(bridge_spec.tokens))
+        size = self._shape(mask, bridge_spec).size if self.bridge(mask, bridge_spec) else {}
+        return DraftExtras(**size, left_out=self.left_out(bridge_spec.tokens))
 
     def left_out(self, size: int) -> int:
         """Return the number of tokens that a draft head of ``size`` tokens never drafts."""

@@ -13,9 +13,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from layerskip import ConfigError, MaskError, Sampling, SkipMask, Target, UnsupportedModel
+from layerskip.bridges.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridges.fit import Calibration, Fit
 from layerskip.bridges.training import BridgeTraining
-from layerskip.models.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.scan.text_batch import TextCache
@@ -159,7 +159,7 @@ def held_out_acceptance(scanner: Scanner, shape: BridgeShape, bridges: Bridges |
         tokens: the draft vocabulary, ``[v]`` int64; None for all tokens.
     """
     mask = SkipMask.parse(shape.mask, shape.layers)
-    (scan,) = scanner.scan([mask], bridges=[bridges], tokens=tokens)
+    (scan,) = scanner.scan([mask], replacements=[bridges], tokens=tokens)
     return acceptance_rates(scan)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from layerskip.bridges import fit as bridge_fit
+from layerskip.bridges.bridge import Bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.mask import Gap, SkipMask
-from layerskip.models.bridge import Bridges
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 from layerskip.scan.row_model import RowModel
@@ -137,9 +137,9 @@ def test_bridges_are_judged_in_the_targets_dtype(monkeypatch: pytest.MonkeyPatch
     calibration = Calibration(target, drawn_continuations(target), 2**24)
     run, judged = RowModel.run, list[torch.dtype]()
 
-    def note(self: RowModel, *args: Any, bridges: list[Bridges | None], **kwargs: Any) -> torch.Tensor:
-        judged.extend(parameter.dtype for some in bridges if some is not None for parameter in some.parameters())
-        return run(self, *args, bridges=bridges, **kwargs)
+    def note(self: RowModel, *args: Any, replacements: list[Bridges | None], **kwargs: Any) -> torch.Tensor:
+        judged.extend(parameter.dtype for some in replacements if some is not None for parameter in some.parameters())
+        return run(self, *args, replacements=replacements, **kwargs)
 
     monkeypatch.setattr(RowModel, "run", note)
     fit = calibration.fit(bridge_shape(target, "layers:1-2"))

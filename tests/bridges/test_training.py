@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import layerskip.scan.text_batch
+from layerskip.bridges.bridge import Bridges
 from layerskip.bridges.training import BridgeTraining
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import Bridges
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 from layerskip.scan.row_model import RowModel

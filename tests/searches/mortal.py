@@ -58,7 +58,7 @@ scan, compare = Scanner.scan, ModelBench.compare
 
 def scan_one_by_one(self: Scanner, masks: list[SkipMask], depth: int | None = None, *args: Any, **more: Any) -> list[Scan]:
     if depth != 2:  # the self-check, which runs at every start
-        bridged = more.get("bridges") or [None] * len(masks)
+        bridged = more.get("replacements") or [None] * len(masks)
         for mask, bridges in zip(masks, bridged, strict=True):
             begin("scan", f"{depth} {mask.format()} {None if bridges is None else bridges.shape.width}")
     return scan(self, masks, depth, *args, **more)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from layerskip import AcceptRule, Sampling, SkipMask, SpeculativeConfig, StopRule, Target, generate
+from layerskip.bridges.bridge import load_bridges, save_bridges
 from layerskip.costs.cost_model import CostProfile, DraftExtras
-from layerskip.models.bridge import load_bridges, save_bridges
 from layerskip.models.skip_view import skip_view
 from layerskip.prompts import PromptSet
 from layerskip.scan.scan import Scanner
@@ -204,7 +204,7 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
         folders[spoilt] = tmp_path / f"trained-{spoilt}"
         about = {"bridge": "linear", "rank": 0, "width": 0, "seconds": spoilt}
         save_bridges(folders[spoilt], bridges, tiny_target, about, "texts")
-    each = profile.draft_seconds(mask, extras=DraftExtras.of(bridges.shape))
+    each = profile.draft_seconds(mask, extras=DraftExtras(**bridges.shape.size))
     trainer, chosen = TrainedBridges(bridge_store), []
     for folder in folders.values():
         monkeypatch.setattr(trainer, "train", lambda config, folder=folder: replace(config, bridge=str(folder)))

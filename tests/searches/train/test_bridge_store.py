@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from layerskip import Export, Sampling, SkipMask, SpeculativeConfig, Target, generate, load_target
+from layerskip.bridges.bridge import load_bridges
 from layerskip.costs.cost_model import CostProfile
-from layerskip.models.bridge import load_bridges
 from layerskip.models.draft_head import load_draft_tokens
 from layerskip.models.loading import load_draft
 from layerskip.prompts import PromptSet

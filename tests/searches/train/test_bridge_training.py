@@ -9,9 +9,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from layerskip.bridges.bridge import Bridges, BridgeShape
 from layerskip.bridges.fit import Fit
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import Bridges, BridgeShape
 from layerskip.models.target import Target
 from layerskip.texts.continuations import Continuation
 from searches.app.checks import InputError

@@ -78,15 +78,17 @@ class BridgeShape:
         return cls(mask.format(), target.layers, target.hidden, kind, rank, width)
 
     @property
-    def bridge_count(self) -> int:
-        """The number of bridges."""
-        return len(SkipMask.parse(self.mask, self.layers).gaps)
-
-    @property
     def parameter_count(self) -> int:
         """The number of parameters of all bridges together."""
+        return self.size["parameters"]
+
+    @property
+    def size(self) -> dict[str, int]:
+        """The numbers of modules, of their parameters, and of modules that depend on their input, as costs count them."""
+        count = len(SkipMask.parse(self.mask, self.layers).gaps)
         flat = 0 if self.kind == "mean" else 2 * self.rank * self.hidden or self.hidden**2
-        return self.bridge_count * (self.hidden + flat + 3 * self.width * self.hidden)
+        parameters = count * (self.hidden + flat + 3 * self.width * self.hidden)
+        return {"modules": count, "parameters": parameters, "maps": 0 if self.kind == "mean" else count}
 
     def is_compatible(self, other: BridgeShape) -> bool:
         """Return whether the bridges of another mask have the same kind and size."""
@@ -178,15 +180,6 @@ class Bridges(nn.Module):
         bridge = self.spans[gap.name]
         assert isinstance(bridge, Bridge)
         return bridge
-
-    def check(self, mask: SkipMask) -> None:
-        """Check that the bridges belong to a mask.
-
-        Raises:
-            ConfigError: they belong to another mask.
-        """
-        if self.mask != mask:
-            raise ConfigError(f"bridges: made for mask {self.shape.mask!r}, not for {mask.format()!r}")
 
     @torch.no_grad()
     def warm_start(self, other: Bridges) -> None:
