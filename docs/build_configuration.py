@@ -29,7 +29,7 @@ TYPES = {
     "measure": "searches.study.objective.MeasureSettings",
     "scan": "searches.predict.preparation.ScanSettings",
     "scan.proposals": "searches.predict.proposals.ProposalSettings",
-    "bridging": "searches.train.bridge_store.BridgingSettings",
+    "bridging": "searches.bridges.store.BridgingSettings",
     "study": "searches.study.study.StudySettings",
 }
 """Groups whose fields are the arguments of a type. Other groups have the fields of the files in ``conf/<group>/``."""

@@ -30,7 +30,7 @@ from searches.benchmark.engine_peers import EnginePeer, is_installed
 from searches.benchmark.peers import Peer
 from searches.space.search_space import DraftCost
 from searches.study.cascade_costs import CostTimer
-from searches.train.texts import refuse_answers_of
+from searches.training.texts import refuse_answers_of
 
 BASELINE = "plain"
 _COSTS = ("verify_cost", "draft_cost")

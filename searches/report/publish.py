@@ -52,7 +52,7 @@ class Publisher:
 
         Args:
             finals: the results on held-out prompts.
-            predictor: predicts masks without bridges; None if none were scanned.
+            predictor: predicts masks with empty skips; None if none were scanned.
             held_out: the measured held-out prompts.
             log: whether files and figures are logged.
         """

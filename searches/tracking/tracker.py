@@ -22,7 +22,7 @@ from searches.tracking.run import PARENT, Store, StudyRun, metrics_now
 from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
 from searches.tracking.trial_runs import MEASURED, NOT_MEASURED, TrialRuns
 
-_FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
+_FIT_SECONDS, _AGREEMENT = "fit_seconds", "agreement_"  # the metrics of a fit, the second one a prefix
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
 _BEST = "best"
 _TRIALS = "trials"  # the metric of the study's run that is written last
@@ -104,19 +104,23 @@ class Tracker:
         self._run.keep_left()  # for the next start, because the training that they are of may have ended by then
 
     def log_fits(self, fits: Sequence[Mapping[str, Any]]) -> None:
-        """Log fits of bridges: metrics with one step per fit, and a table of the fits in ``fits.json``.
+        """Log fits: metrics with one step per fit, and a table of the fits in ``fits.json``.
 
         Args:
-            fits: all fits so far, always in the same order: ``fit_seconds``, ``agreement_empty``, ``agreement_bridged`` and
-                fields that describe the fit. Logged fits are not logged again. An empty one keeps its step.
+            fits: all fits so far, always in the same order: ``fit_seconds``, fields that begin with ``agreement_``, and
+                others that describe the fit. Logged fits are not logged again. An empty one keeps its step.
         """
         self._send({"fits": partial(self._log_fits, self._run, fits)})
 
     def _log_fits(self, run: StudyRun, fits: Sequence[Mapping[str, Any]]) -> None:
         client, run_id = self._store.client, run.current()
-        logged = {metric.step for metric in client.get_metric_history(run_id, _FIT_METRICS[0])}
+        logged = {metric.step for metric in client.get_metric_history(run_id, _FIT_SECONDS)}
         new = [(step, fit) for step, fit in enumerate(fits) if fit and step not in logged]
-        values = [metric for step, fit in new for metric in metrics_now({name: fit[name] for name in _FIT_METRICS}, step)]
+        values = [
+            metric
+            for step, fit in new
+            for metric in metrics_now({k: v for k, v in fit.items() if k == _FIT_SECONDS or k.startswith(_AGREEMENT)}, step)
+        ]
         if new:
             client.log_text(run_id, json.dumps(fits, indent=1), "fits.json")  # first: logged fits are not looked at again
         self._store.log(run_id, values)

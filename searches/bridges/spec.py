@@ -52,7 +52,7 @@ def bridge_specs(
 
 
 class BridgeSource(Protocol):
-    """Source of the folders of bridges and draft heads, such as :class:`searches.train.bridge_store.BridgeStore`."""
+    """Source of the folders of bridges and draft heads, such as :class:`searches.bridges.store.BridgeStore`."""
 
     def bridge(self, mask: SkipMask, bridge_spec: BridgeSpec) -> str:
         """Return the folder of a mask's bridges; empty if the spec has none or they would not improve the draft."""

@@ -15,7 +15,7 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
 from searches.results import exclusive
-from searches.train.texts import drafted_tokens, opening_texts, texts_identity, write_texts
+from searches.training.texts import drafted_tokens, opening_texts, texts_identity, write_texts
 from tests.drafters.heads import tiny
 from tests.searches.programs import FORKS
 from tests.tiny import save_tiny

@@ -18,7 +18,7 @@ from layerskip import SpeculativeConfig, generate, load_target
 from layerskip.files import digest
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
-from searches.train.trainer import Trainer, disk_bytes
+from searches.training.trainer import Trainer, disk_bytes
 from tests.accelerator import DEVICE
 from tests.disk import fill
 from tests.searches.conftest import Launch

@@ -43,11 +43,12 @@ from layerskip.models.environment import environment
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.continuations import Continuation, continue_prompts
 from layerskip.texts.training_texts import TrainingText
+from searches.app.application import run
 from searches.app.checks import InputError, check_flag, check_folder, check_number, check_seed, check_whole
+from searches.bridges.training import bridge_shape, format_rates, held_out_scanner, load_warm_start, train_bridges
 from searches.results import exclusive
 from searches.tracking.tracker import Tracker
-from searches.train.bridge_training import bridge_shape, format_rates, held_out_scanner, load_warm_start, train_bridges
-from searches.train.texts import (
+from searches.training.texts import (
     check_draft_vocabulary,
     drafted_tokens,
     opening_texts,
@@ -56,7 +57,7 @@ from searches.train.texts import (
     texts_settings,
     write_texts,
 )
-from searches.train.trainer import (
+from searches.training.trainer import (
     Trainer,
     TrainingCheckpoint,
     TrainingRun,
@@ -301,3 +302,7 @@ class HeadTrainer(Trainer):
         rates = acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
         self.head.train()
         return rates
+
+
+if __name__ == "__main__":
+    run("train", train)

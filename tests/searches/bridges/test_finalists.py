@@ -19,14 +19,13 @@ from layerskip.prompts import PromptSet
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.app.checks import InputError
+from searches.bridges.finalists import TrainedBridges
+from searches.bridges.spec import BridgeSpec
+from searches.bridges.store import BridgeStore, BridgingSettings
+from searches.bridges.training import BridgeTrainer
 from searches.predict.predictor import DraftChoices
 from searches.predict.scan_predictor import ScanPredictor
-from searches.space.bridge_spec import BridgeSpec
-from searches.study.leaderboard import LeaderboardEntry
-from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
-from searches.train.bridge_store import BridgeStore, BridgingSettings
-from searches.train.bridge_training import BridgeTrainer
 from tests.searches.programs import runs, sqlite, tracked
 
 LINEAR = BridgeSpec("linear")
@@ -38,10 +37,10 @@ def test_finalists_that_cannot_be_trained_keep_their_fits(
     def trained(_: TrainedBridges, config: SpeculativeConfig) -> SpeculativeConfig:
         raise InputError("training_bytes: 10 hold not even one text") if config.num_speculative_tokens == 1 else MemoryError
 
-    found = [LeaderboardEntry(SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b")) for length in (1, 2)]
+    found = [SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b") for length in (1, 2)]
     monkeypatch.setattr(TrainedBridges, "train", trained)
     bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
-    assert TrainedBridges(bridge_store).finalists(found, []) == []
+    assert TrainedBridges(bridge_store).finalists(found, []) == {}
     printed = capsys.readouterr().out
     assert "stay as they were fitted: training_bytes: 10 hold not even one text" in printed
     assert "stay as they were fitted: out of memory" in printed
@@ -56,7 +55,7 @@ def helpful(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def in_steps(monkeypatch: pytest.MonkeyPatch) -> float:
     """More seconds than a training needs; all trainings end after the same number of steps."""
-    monkeypatch.setattr("searches.study.trained_finalists._STEPS", 60)
+    monkeypatch.setattr("searches.bridges.finalists._STEPS", 60)
     return 1000.0
 
 
@@ -100,7 +99,7 @@ def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
             for parameter in self.module.parameters() if harm else ():
                 parameter.data.zero_()  # equal to empty skips
 
-    monkeypatch.setattr("searches.study.trained_finalists.BridgeTrainer", Noting)
+    monkeypatch.setattr("searches.bridges.finalists.BridgeTrainer", Noting)
     settings = BridgingSettings(300, 16, 8, 2**24, in_steps)
     bridge_store = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
     mask = next(
@@ -143,7 +142,7 @@ def test_training_starts_from_the_nearest_mask(
             begun.append(None if self._warm_start is None else self._warm_start.shape.mask)
             super().initialise()
 
-    monkeypatch.setattr("searches.study.trained_finalists.BridgeTrainer", Noting)
+    monkeypatch.setattr("searches.bridges.finalists.BridgeTrainer", Noting)
     monkeypatch.setattr("layerskip.bridges.fit.Fit.helps", True)
     settings = BridgingSettings(200, 16, 8, 2**24, in_steps)
     bridge_store = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
@@ -195,7 +194,7 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
     )  # not among the choices that every mask is tried with
     mask = SkipMask.parse(fitted.mask, layers)
     plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 4)), tmp_path / "scans")
-    predictors = [plain.bridged(made, bridge_store) for made in (BridgeSpec("mean"), LINEAR)]
+    predictors = [bridge_store.predictor(plain, made) for made in (BridgeSpec("mean"), LINEAR)]
     folders = {}
     for spoilt in (0.0, 0.3, 10.0):
         bridges = load_bridges(fitted.bridge, tiny_target, mask)
@@ -208,7 +207,7 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
     trainer, chosen = TrainedBridges(bridge_store), []
     for folder in folders.values():
         monkeypatch.setattr(trainer, "train", lambda config, folder=folder: replace(config, bridge=str(folder)))
-        (found,) = trainer.finalists([LeaderboardEntry(fitted)] * 2, predictors)
+        (found,) = trainer.finalists([fitted] * 2, predictors)
         worth = {}
         for choice in [*((length, StopRule()) for length in range(1, 5)), (fitted.num_speculative_tokens, fitted.stop)]:
             asked, rounds = replace(fitted, bridge=str(folder), num_speculative_tokens=choice[0], stop=choice[1]), []
@@ -217,12 +216,12 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
             cost = each + (0.01 if choice[1].method == "threshold" else 0.0)
             spent = sum(verify[r.drafted] + cost * r.drafted + (0.3 if r.drafted else 0.0) for r in rounds)
             worth[asked] = sum(r.committed for r in rounds) / spent
-        assert worth[found.config] == pytest.approx(max(worth.values()))
-        chosen.append((found.config.num_speculative_tokens, found.config.stop))
+        assert worth[found] == pytest.approx(max(worth.values()))
+        chosen.append((found.num_speculative_tokens, found.stop))
     assert len(set(chosen)) > 1
     monkeypatch.setattr(Scanner, "scan", None)  # a second scan would fail
-    (again,) = trainer.finalists([LeaderboardEntry(fitted)], predictors)
-    assert again.config == found.config
+    (again,) = trainer.finalists([fitted], predictors)
+    assert again == found
 
 
 @pytest.mark.parametrize("memory", [True, False])
@@ -240,16 +239,14 @@ def test_finalists_keep_their_draft_length_if_it_cannot_be_predicted(
     fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
     # Scans predict neither other acceptance rules nor longer drafts.
     others = [replace(fitted, accept=AcceptRule("typical")), replace(fitted, num_speculative_tokens=9)]
-    predictor = ScanPredictor(scanner, scanner, profile, DraftChoices((1, 4)), tmp_path / "scans").bridged(
-        LINEAR, bridge_store
+    predictor = bridge_store.predictor(
+        ScanPredictor(scanner, scanner, profile, DraftChoices((1, 4)), tmp_path / "scans"), LINEAR
     )
     monkeypatch.setattr(Scanner, "scan", scan)
     trainer = TrainedBridges(bridge_store)
     monkeypatch.setattr(trainer, "train", lambda config: config)
     asked = others if memory else [fitted]
-    assert [
-        found.config for found in trainer.finalists([LeaderboardEntry(config) for config in asked], [predictor])
-    ] == asked
+    assert trainer.finalists(asked, [predictor]) == {config: config for config in asked}
     assert ("drafts as far as before its training: out of memory" in capsys.readouterr().out) != memory
 
 
@@ -277,8 +274,7 @@ def test_bridges_of_cascades_are_trained_and_their_drafting_is_timed(
     ]
     trained = lookup, replace(fitted, bridge="trained")
     expected = replace(cascades[0], members=trained, draft_cost=(0.0, 0.7 if timed else 0.5))
-    found = trainer.finalists([LeaderboardEntry(config) for config in (*cascades, lookup)], [])
-    assert [entry.config for entry in found] == [expected]
+    assert trainer.finalists([*cascades, lookup], []) == {expected: cascades[0]}
 
 
 def _bridged(bridge_store: BridgeStore, text: str) -> SpeculativeConfig:

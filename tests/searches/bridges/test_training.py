@@ -15,8 +15,8 @@ from layerskip.mask import SkipMask
 from layerskip.models.target import Target
 from layerskip.texts.continuations import Continuation
 from searches.app.checks import InputError
-from searches.train.bridge_training import BridgeTexts, BridgeTrainer
-from searches.train.trainer import TrainingCheckpoint
+from searches.bridges.training import BridgeTexts, BridgeTrainer
+from searches.training.trainer import TrainingCheckpoint
 from tests.allocations import peak_bytes
 from tests.drafters.bridges import bridge_shape, calibration
 from tests.exhaustive import representative

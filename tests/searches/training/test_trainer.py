@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
-from searches.train.trainer import Trainer, TrainingCheckpoint, TrainingDiverged, check_training_folder
+from searches.training.trainer import Trainer, TrainingCheckpoint, TrainingDiverged, check_training_folder
 from tests.searches.programs import tracked
 
 
@@ -99,8 +99,8 @@ class _Timed(Trainer):
 def test_the_limit_of_seconds_includes_evaluation(seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last step and its evaluation may exceed the limit, and a further run does nothing."""
     _Timed.clock = 0.0
-    monkeypatch.setattr("searches.train.trainer.now", lambda _: _Timed.clock)
-    monkeypatch.setattr("searches.train.trainer.time", SimpleNamespace(monotonic=lambda: _Timed.clock))
+    monkeypatch.setattr("searches.training.trainer.now", lambda _: _Timed.clock)
+    monkeypatch.setattr("searches.training.trainer.time", SimpleNamespace(monotonic=lambda: _Timed.clock))
     fields = {
         "texts_per_step": 1,
         "learning_rate": 0.1,

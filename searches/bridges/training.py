@@ -22,8 +22,8 @@ from layerskip.scan.text_batch import TextCache
 from layerskip.texts.continuations import Continuation, continuations_digest
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
-from searches.train.texts import continuations_of, texts_digest
-from searches.train.trainer import Trainer, TrainingCheckpoint, TrainingRun
+from searches.training.texts import continuations_of, texts_digest
+from searches.training.trainer import Trainer, TrainingCheckpoint, TrainingRun
 
 _COMPARED = 8  # texts on which a warm start is compared with the closed form
 _USED = 0.9  # share of the budget of a step; passes need the rest temporarily

@@ -30,10 +30,11 @@ from layerskip.scan.text_batch import TextCache
 from layerskip.texts.continuations import ReportCost
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError, check_number, check_whole
+from searches.bridges.spec import BridgeSpec
+from searches.bridges.training import calibrate
+from searches.predict.scan_predictor import EmptyDrafts, ScanPredictor
 from searches.results import exclusive
-from searches.space.bridge_spec import BridgeSpec
-from searches.train.bridge_training import calibrate
-from searches.train.texts import continuations_of, drafted_tokens, texts_identity, translated_tokens, write_texts
+from searches.training.texts import continuations_of, drafted_tokens, texts_identity, translated_tokens, write_texts
 
 BRIDGES_FOLDER = "bridges"
 """The folder of fitted bridges in the outputs folder."""
@@ -201,10 +202,11 @@ class BridgeStore:
             self._loaded[folder] = load_bridges(folder, self.target, mask)
         return self._loaded[folder]
 
-    def extras(self, mask: SkipMask, bridge_spec: BridgeSpec) -> DraftExtras:
-        """Return the bridges and the draft head of a mask's draft, as costs count them."""
-        size = self._shape(mask, bridge_spec).size if self.bridge(mask, bridge_spec) else {}
-        return DraftExtras(**size, left_out=self.left_out(bridge_spec.tokens))
+    def predictor(self, plain: ScanPredictor, bridge_spec: BridgeSpec) -> ScanPredictor:
+        """Return a predictor of drafts with a spec that shares the texts of another one and their passes."""
+        bridge = f"{bridge_spec.bridge}{bridge_spec.width or ''}"
+        name = f"{bridge}-{bridge_spec.rank}-{bridge_spec.tokens}-{self.digest[:12]}"
+        return plain.with_drafts(BridgedDrafts(self, bridge_spec), name)
 
     def left_out(self, size: int) -> int:
         """Return the number of tokens that a draft head of ``size`` tokens never drafts."""
@@ -262,13 +264,14 @@ class BridgeStore:
         """The target's states of texts, for training; None without training."""
         return TextCache(self.settings.remembered_bytes) if self.trains else None
 
-    def _shape(self, mask: SkipMask, bridge_spec: BridgeSpec) -> BridgeShape:
+    def shape(self, mask: SkipMask, bridge_spec: BridgeSpec) -> BridgeShape:
+        """Return the shape of a mask's bridges."""
         return BridgeShape.of(self.target, mask, bridge_spec.bridge, bridge_spec.rank, bridge_spec.width)
 
     def _fit(self, mask: SkipMask, bridge_spec: BridgeSpec, folder: Path) -> bool:
         """Fit bridges and save them; return False, and save nothing, if memory does not suffice on this machine."""
         try:
-            fit = within_memory(lambda: self.calibration.fit(self._shape(mask, bridge_spec)))
+            fit = within_memory(lambda: self.calibration.fit(self.shape(mask, bridge_spec)))
         except UnsupportedModel as error:
             self._failed.add(self.folder)
             print(f"bridge: all are left out: {error}")
@@ -284,6 +287,35 @@ class BridgeStore:
         if not fit.helps:
             print(f"bridge: {bridge_spec.bridge} for {mask.format()} drafts no better ({fit.bridged:.2f}) than empty skips")
         return True
+
+
+class BridgedDrafts(EmptyDrafts):
+    """Drafts of masks with the bridges and the draft head of a spec, which are made on first use."""
+
+    def __init__(self, store: BridgeStore, spec: BridgeSpec) -> None:
+        self._store, self._spec = store, spec
+        self.tokens, self.fills_gaps = store.tokens(spec.tokens), spec.bridge != "none"
+
+    def fields(self, mask: SkipMask) -> dict[str, Any]:
+        """Return the folders of a mask's bridges and of the draft head; empty if there are none."""
+        return {"bridge": self._store.bridge(mask, self._spec), "draft_head": self._store.head(self._spec.tokens)}
+
+    def replacements(self, masks: Sequence[SkipMask]) -> list[Bridges | None]:
+        """Return the bridges of each mask; None for those without."""
+        return [self._store.load(self._store.bridge(mask, self._spec), mask) for mask in masks]
+
+    def reproducible(self, mask: SkipMask) -> bool:
+        """Return whether no bridges are missing for lack of memory."""
+        return not self._store.failed(mask, self._spec)
+
+    def extras(self, mask: SkipMask) -> DraftExtras:
+        """Return the bridges and the draft head of a mask's draft, as costs count them."""
+        size = self._store.shape(mask, self._spec).size if self._store.bridge(mask, self._spec) else {}
+        return DraftExtras(**size, left_out=self._store.left_out(self._spec.tokens))
+
+    def matches(self, config: SpeculativeConfig) -> bool:
+        """Return whether a self-draft's bridges and draft head are those of the spec."""
+        return config.fitted and self._store.bridge_spec(config) == self._spec
 
 
 @functools.cache

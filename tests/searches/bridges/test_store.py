@@ -20,13 +20,13 @@ from layerskip.prompts import PromptSet
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts
 from searches.app.checks import InputError
+from searches.bridges.spec import BridgeSpec, bridge_specs
+from searches.bridges.store import BRIDGES_FOLDER, BridgeStore, BridgingSettings
+from searches.bridges.training import BridgeTrainer
 from searches.predict.predictor import DraftChoices
 from searches.predict.scan_predictor import ScanPredictor
-from searches.space.bridge_spec import BridgeSpec, bridge_specs
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import LeaderboardEntry, configuration
-from searches.train.bridge_store import BRIDGES_FOLDER, BridgeStore, BridgingSettings
-from searches.train.bridge_training import BridgeTrainer
 from tests.accelerator import DEVICE
 from tests.families import build
 from tests.searches.conftest import Launch
@@ -47,7 +47,7 @@ def test_bridges_are_fitted_once(bridge_store: BridgeStore, tiny_target: Target,
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("layers:1", "layers:1-2", "mlp:1", "attention:2")]
     found = [bridge_store.bridge(mask, LINEAR) for mask in masks]
     assert any(found)
-    monkeypatch.setattr("searches.train.bridge_training.Calibration", None)  # a further fit would fail
+    monkeypatch.setattr("searches.bridges.training.Calibration", None)  # a further fit would fail
     again = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)
     assert [again.bridge(mask, LINEAR) for mask in masks] == found
     for mask, folder in zip(masks, found, strict=True):
@@ -105,7 +105,7 @@ def test_a_prediction_without_the_bridges_of_the_spec_is_not_saved(
 
     def predictor(store: BridgeStore) -> ScanPredictor:
         plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 3)), tmp_path / "scans")
-        return plain.bridged(LINEAR, store)
+        return store.predictor(plain, LINEAR)
 
     mask = SkipMask.parse("layers:1-2", layers)
     with monkeypatch.context() as patch:
@@ -204,7 +204,7 @@ def test_a_predictor_includes_bridges_and_draft_heads(
     assert specs == [BridgeSpec(), BridgeSpec(tokens=60), LINEAR, BridgeSpec("linear", tokens=60)]
     specs.append(BridgeSpec("mlp", 8, 60, 4))
     assert bridge_specs(["mlp", "mean"], [8], [60], [4]) == [BridgeSpec(), specs[-1], BridgeSpec("mean", tokens=60)]
-    found = {bridge_spec: plain.bridged(bridge_spec, bridge_store) for bridge_spec in specs}
+    found = {bridge_spec: bridge_store.predictor(plain, bridge_spec) for bridge_spec in specs}
     for bridge_spec, predictor in found.items():
         (best,) = predictor.predict([mask])
         assert (best.config.bridge, best.config.draft_head) == (
@@ -243,7 +243,7 @@ def test_a_study_tries_bridges_and_trains_only_those_of_finalists(
         tried = [configuration(trial) for trial in study.trials if "config" in trial.user_attrs]
         return [LeaderboardEntry(config) for config in tried if config.bridge][:1]
 
-    monkeypatch.setattr("searches.study.trained_finalists.BridgeTrainer", Recording)
+    monkeypatch.setattr("searches.bridges.finalists.BridgeTrainer", Recording)
     monkeypatch.setattr("searches.sweep.contenders", first_bridged)
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     space = ("space.bridges=[none,linear,mlp]", "space.widths=[8]", "space.draft_heads=[0,60]")
