@@ -78,14 +78,7 @@ _NEXT_ONLY = 0.6
 
 
 def train(config: DictConfig) -> Path | None:
-    """Train a head or bridges; see ``conf/train.yaml``.
-
-    Returns:
-        Their folder, or None if bridges do not improve on empty skips.
-
-    Raises:
-        InputError: a field is out of range, or a budget is too small.
-    """
+    """Train a head or bridges; return their folder, or None if bridges do not improve on empty skips."""
     _check(config)
     kind, sampling = str(config.drafter.method), instantiate(config.sampling)
     if kind == "layer_skip" and config.max_seconds is None:
@@ -235,16 +228,7 @@ def _new_head(config: DictConfig, kind: str, target: Target, texts: list[Trainin
 
 
 class HeadTrainer(Trainer):
-    """Trainer of a head; EAGLE's is trained in scaled units (:mod:`layerskip.heads.training`).
-
-    Args:
-        config: the composed configuration of the training.
-        head: to train.
-        target: the target.
-        store: hidden states of the training texts.
-        held_out: hidden states of held-out texts.
-        checkpoint: from which training resumes.
-    """
+    """Trainer of a head; EAGLE's is trained in scaled units (:mod:`layerskip.heads.training`)."""
 
     def __init__(
         self,
@@ -279,13 +263,11 @@ class HeadTrainer(Trainer):
             self._scaling.apply(self.head)
 
     def unscale(self) -> None:
-        """Convert the head to the target's units."""
         if isinstance(self.head, EagleHead):
             self._scaling.undo(self.head)
             self._scaling = UNSCALED
 
     def loss(self, indices: list[int]) -> Tensor:
-        """Return the loss of the predicted next tokens."""
         batch = Batch.of([self.store[index] for index in indices], self.head, self._scaling, whole=True)
         next_only = isinstance(self.head, EagleHead) and self.progress < _NEXT_ONLY
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
@@ -293,7 +275,6 @@ class HeadTrainer(Trainer):
             return head_loss(predictions, self.readout)
 
     def evaluate(self) -> list[float]:
-        """Return the acceptance rates on held-out continuations."""
         return self.acceptance(self._held_out)
 
     def acceptance(self, texts: Iterable[TextFeatures]) -> list[float]:

@@ -40,9 +40,6 @@ class BridgeShape:
         kind: ``mean`` (one vector), ``linear`` (an affine map) or ``mlp`` (an affine map plus a gated MLP).
         rank: the rank of the map; 0 for full rank.
         width: the width of the MLP; 0 for other kinds.
-
-    Raises:
-        ConfigError: a value is out of range.
     """
 
     mask: str
@@ -66,20 +63,11 @@ class BridgeShape:
 
     @classmethod
     def of(cls, target: Target, mask: SkipMask, kind: str = "linear", rank: int = 0, width: int = 0) -> BridgeShape:
-        """Return the shape for a mask of a target.
-
-        Args:
-            target: the model that the bridges belong to.
-            mask: the mask with the gaps.
-            kind: see :class:`BridgeShape`.
-            rank: rank of the map; 0 for full rank.
-            width: width of the MLP; 0 for other kinds.
-        """
+        """Return the shape for a mask of a target; see :class:`BridgeShape`."""
         return cls(mask.format(), target.layers, target.hidden, kind, rank, width)
 
     @property
     def parameter_count(self) -> int:
-        """The number of parameters of all bridges together."""
         return self.size["parameters"]
 
     @property
@@ -95,16 +83,11 @@ class BridgeShape:
         return replace(self, mask="") == replace(other, mask="")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
         return asdict(self)
 
 
 class Bridge(nn.Module):
-    """The bridge of one gap. It is initialised to add nothing.
-
-    Args:
-        shape: the shape of the set of bridges that it belongs to.
-    """
+    """The bridge of one gap. It is initialised to add nothing."""
 
     def __init__(self, shape: BridgeShape) -> None:
         super().__init__()
@@ -163,11 +146,7 @@ def rms_normalised(hidden: Tensor) -> Tensor:
 
 
 class Bridges(nn.Module):
-    """The bridges of a mask, one per gap.
-
-    Args:
-        shape: their mask, kind and size.
-    """
+    """The bridges of a mask, one per gap."""
 
     def __init__(self, shape: BridgeShape) -> None:
         super().__init__()
@@ -183,11 +162,7 @@ class Bridges(nn.Module):
 
     @torch.no_grad()
     def warm_start(self, other: Bridges) -> None:
-        """Copy the weights of another mask's bridges: for each gap, those of the nearest gap of the same kind, if any.
-
-        Raises:
-            ConfigError: the other bridges have another kind or size.
-        """
+        """Copy the weights of another mask's bridges: for each gap, those of the nearest gap of the same kind, if any."""
         if not self.shape.is_compatible(other.shape):
             raise ConfigError(f"bridge: the bridges of {other.shape.mask} have another kind or size")
         for gap, bridge in self.items():
@@ -207,12 +182,9 @@ class Bridges(nn.Module):
 def save_bridges(
     folder: Path, bridges: Bridges, target: Target, training: Mapping[str, Any], calibration: str | None = None
 ) -> None:
-    """Save bridges to a folder.
+    """Save bridges, in any dtype, to a folder.
 
     Args:
-        folder: created if needed.
-        bridges: in any dtype.
-        target: the target that they belong to.
         training: a record of how they were trained, for the reader.
         calibration: the digest of the texts that they were fitted to.
     """
@@ -220,12 +192,7 @@ def save_bridges(
 
 
 def load_bridges(folder: str | Path, target: Target, mask: SkipMask | None = None) -> Bridges:
-    """Load bridges in the target's dtype and on its device.
-
-    Args:
-        folder: as written by :func:`save_bridges`.
-        target: the target that they must belong to.
-        mask: the mask that they must belong to; None for any.
+    """Load bridges of a target, and of a mask unless it is None, in the target's dtype and on its device.
 
     Raises:
         ConfigError: the folder has no bridges, they are damaged, they belong to another target or mask, or the target is on

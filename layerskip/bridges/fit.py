@@ -40,16 +40,13 @@ def select_continuations(
     width: int,
     text_cache: TextCache | None = None,
 ) -> tuple[Continuation, ...]:
-    """Select as many continuations, evenly spread, as the budget holds.
+    """Select as many continuations, evenly spread, as a budget of bytes holds.
+
+    The budget is for everything that is kept, and for what reading or fitting needs in addition, whichever is more.
 
     Args:
-        target: the model whose texts are read.
-        model: the target as a model of independent rows.
-        continuations: the continuations to select from.
-        max_bytes: budget for everything that is kept, and for what reading and fitting need in addition. The two
-            follow each other, so the larger of the two counts.
         max_rows: rows per pass while bridges are fitted.
-        width: width of the widest MLP to fit; 0 for none.
+        width: of the widest MLP to fit; 0 for none.
         text_cache: decides how many of the most likely tokens are kept.
 
     Raises:
@@ -101,7 +98,6 @@ class Fit:
     """Fitted bridges and their agreement on held-out rows.
 
     Args:
-        bridges: the bridges, in float32.
         ridges: the ridge constant of every gap.
         empty: how often the draft's first token is the target's, without bridges.
         bridged: the same with bridges.
@@ -137,11 +133,8 @@ class Calibration:
     """The hidden states that bridges of a target are fitted to.
 
     Args:
-        target: the model that bridges are fitted for.
-        continuations: its continuations.
         max_bytes: budget for everything that is kept, and for what reading and fitting need in addition, with logits but
             without the bridges themselves. If not all continuations fit, evenly spread ones are used.
-        max_rows: rows per pass.
         text_cache: states of texts that the target has read; the texts read here are added.
         width: width of the widest MLP that the budget has to suffice for.
 
@@ -240,7 +233,6 @@ class Calibration:
         return [part for part, _ in some], sum(size for _, size in some)
 
     def _advance(self, part: _Part, stream: Tensor, first: int, last: int) -> Tensor:
-        """Run whole layers on a stream."""
         self._prepare(part, SkipMask.none(self.target.layers))
         for layer in part.layers[first:last]:
             stream = layer(stream)
@@ -263,7 +255,6 @@ class Calibration:
         return hidden, wanted
 
     def _sublayer_output(self, part: _Part, gap: Gap) -> Tensor:
-        """Return the output of a sub-layer in the target itself."""
         self._prepare(part, SkipMask.none(self.target.layers))
         self._model.watch(gap.kind, gap.first)
         part.layers[gap.first](part.states[gap.first])
@@ -289,7 +280,6 @@ class Calibration:
         return _nearly_same(known.expand_as(own), (added - layer(own)).float())
 
     def _prepare(self, part: _Part, mask: SkipMask, bridges: Bridges | None = None) -> None:
-        """Prepare passes over a part's rows."""
         self._texts.load(part.pack)
         mask_ids = torch.zeros(len(part.pack.rows), dtype=torch.int64, device=self.target.device)
         self._model.prepare(part.visible, [mask], mask_ids, replacements=[bridges])
@@ -330,7 +320,6 @@ def _held_out(rows: int) -> int:
 
 
 def _single(layers: int, gap: Gap) -> SkipMask:
-    """Return the mask of one sub-layer."""
     chosen = {gap.first}
     return SkipMask.of(layers, chosen if gap.kind == "attention" else set(), chosen if gap.kind == "mlp" else set())
 

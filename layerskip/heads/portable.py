@@ -56,11 +56,7 @@ def eagle_method(folder: Path) -> str:
 
 
 def count_medusa_heads(folder: Path) -> int:
-    """Return the number of Medusa heads in a folder, of this project's layout or of their authors'.
-
-    Raises:
-        ConfigError: it does not say.
-    """
+    """Return the number of Medusa heads in a folder of either layout; raise :class:`ConfigError` if it does not say."""
     try:
         if is_published(folder):
             described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -74,13 +70,7 @@ def save_portable(source: Path, folder: Path, target: Target, engine: str = "vll
     """Save a head as an engine loads it: ``config.json`` and ``model.safetensors``.
 
     Args:
-        source: the folder of the head.
-        folder: written.
-        target: the target that the head belongs to.
         engine: ``vllm`` or ``sglang``; EAGLE-3's and Medusa's heads are for vLLM.
-
-    Returns:
-        The folder.
 
     Raises:
         ConfigError: the engine has no layout for this head, it is damaged, or it belongs to another target.
@@ -203,11 +193,6 @@ def _embedding_table(target: Target) -> Tensor:
 
 def _with_bias(table: Tensor, joined: Tensor, bias: Tensor) -> Tensor:
     """Return embeddings that carry the bias of the linear map that reads them, ``[V, H]`` in the table's dtype.
-
-    Args:
-        table: ``[V, H]``: the target's embeddings.
-        joined: ``[H, 2 H]``: the linear map of embedding and state.
-        bias: ``[H]``.
 
     Raises:
         ConfigError: rounding to the dtype would change what the head computes.

@@ -8,7 +8,7 @@ both have the same name.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip.config import ConfigError
 from layerskip.files import atomic_write, write_json
@@ -93,6 +93,17 @@ def load_trained(
     if not _are_valid_tokens(weights.get("tokens"), shape.get("vocabulary"), target.vocabulary):
         raise ConfigError(f"{field}: {folder} is damaged: its tokens are not distinct tokens of the target")
     return shape, weights
+
+
+def restore_weights(module: nn.Module, weights: Mapping[str, Tensor], damaged: str, optional: Sequence[str] = ()) -> None:
+    """Load all weights of a trained module but some optional ones; refuse others with an error that begins ``damaged``."""
+    try:
+        missing, unknown = module.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise ConfigError(f"{damaged} {' '.join(str(error).split())[:200]}") from error
+    absent = [name for name in missing if name not in optional]
+    if absent or unknown:
+        raise ConfigError(f"{damaged} {', '.join([*absent, *unknown][:3])}")
 
 
 def has_trained(folder: Path) -> bool:

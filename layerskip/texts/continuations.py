@@ -30,9 +30,6 @@ class Continuation:
     """A prompt and the target's own continuation of it.
 
     Args:
-        prompt_id: the prompt; the turns of a conversation share it.
-        category: the prompt's category.
-        prompt: token ids.
         tokens: the continuation; shorter than ``max_new_tokens`` if the sequence ended.
         max_new_tokens: the most tokens of the continuation.
     """
@@ -45,7 +42,6 @@ class Continuation:
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Continuation:
-        """Return a continuation from its fields, with lists for tuples."""
         return cls(**row | {"prompt": tuple(row["prompt"]), "tokens": tuple(row["tokens"])})
 
     @property
@@ -76,9 +72,6 @@ def continue_prompts(
     """Decode the target's continuations of prompts, a conversation turn by turn.
 
     Args:
-        target: the model.
-        prompts: the prompts to continue.
-        sampling: how tokens are chosen.
         max_new_tokens: per prompt and turn.
         seed: of the draws, if tokens are sampled.
         folder: where the continuations of every prompt are stored, one file each, and looked for before decoding.
@@ -127,7 +120,6 @@ def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens
 
 
 def _load(file: Path | None) -> tuple[list[Continuation], float] | None:
-    """Return the continuations in a file and the seconds of their decoding; None if it is missing or incomplete."""
     if file is None or not file.exists():
         return None
     try:

@@ -43,7 +43,6 @@ class TrainedBridges:
     """Training of the bridges of finalists, each once.
 
     Args:
-        bridge_store: provides closed-form fits, texts and settings, and keeps the trained bridges.
         tracker: of the study; each training gets a nested run. None logs nothing.
         draft_cost: measures the drafting costs of a cascade's members; None, or an empty result, keeps the costs of the
             closed-form fits.

@@ -33,14 +33,7 @@ class BridgeSpec:
 def bridge_specs(
     bridges: Sequence[str], ranks: Sequence[int], heads: Sequence[int], widths: Sequence[int] = ()
 ) -> list[BridgeSpec]:
-    """Return all specs that can be made of these kinds and sizes. The first has no bridges and the whole vocabulary.
-
-    Args:
-        bridges: kinds of bridges.
-        ranks: of maps; 0 is a full-rank map.
-        heads: numbers of tokens of draft heads; 0 is the whole vocabulary.
-        widths: of MLPs.
-    """
+    """Return all specs that can be made of these kinds and sizes. The first has no bridges and the whole vocabulary."""
     found = [
         BridgeSpec(bridge, rank, tokens, width)
         for bridge in bridges

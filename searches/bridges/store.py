@@ -88,17 +88,14 @@ class BridgeStore:
     """Bridges and draft heads of one target, and draft heads of its draft models.
 
     Args:
-        target: the target.
-        sampling: the sampling of its tokens.
-        settings: the settings of fitting and training.
+        sampling: of the target's tokens.
         outputs: folder of texts and bridges.
-        seed: the seed of the texts.
+        seed: of the texts.
         like: prompts that every other text begins like.
         width: the largest width of MLPs in the search.
 
     Attributes:
-        report_cost: called on every use of a fit with its name, the seconds that it took, and how many of them this call
-            spent.
+        report_cost: called on every use of a fit with its name, its seconds, and how many of them this call spent.
         report_texts_cost: the same for the training texts, and for reading them before the first fit.
     """
 
@@ -123,7 +120,7 @@ class BridgeStore:
         self.folder = (outputs / BRIDGES_FOLDER / self.digest[:12]).resolve()
         self.report_cost: ReportCost = lambda *_: None
         self.report_texts_cost: ReportCost = lambda *_: None
-        self._loaded: dict[str, Bridges] = {}
+        self._load = functools.lru_cache(_LOADED_MASKS)(functools.partial(load_bridges, target=target))
         self._reading_file = self.folder / "reading.json"  # the seconds that reading the texts took before the first fits
         self._reading_seconds: float | None = None
         self._failed: set[Path] = set()  # folders of bridges that did not fit into this process's memory
@@ -138,11 +135,9 @@ class BridgeStore:
 
         It is empty if the spec has none, if they would not improve the draft, or if memory does not suffice to fit them.
         """
-        if bridge_spec.bridge == "none" or not mask.gaps:
+        if bridge_spec.bridge == "none" or not mask.gaps or self.failed(mask, bridge_spec):
             return ""
         folder = self._folder_of(mask, bridge_spec)
-        if self._has_failed(folder):
-            return ""
         existed = (folder / "head.json").exists()
         if not existed:
             with exclusive(folder):  # other studies share the store
@@ -156,15 +151,12 @@ class BridgeStore:
         return str(folder) if record["helps"] else ""
 
     def failed(self, mask: SkipMask, bridge_spec: BridgeSpec) -> bool:
-        """Return whether a mask should have bridges that could not be fitted in this process."""
-        return bridge_spec.bridge != "none" and bool(mask.gaps) and self._has_failed(self._folder_of(mask, bridge_spec))
+        """Return whether a mask's bridges could not be fitted in this process."""
+        return not self._failed.isdisjoint((self._folder_of(mask, bridge_spec), self.folder))
 
     def _folder_of(self, mask: SkipMask, bridge_spec: BridgeSpec) -> Path:
         named = [mask.format(), bridge_spec.bridge, bridge_spec.rank, *([bridge_spec.width] if bridge_spec.width else [])]
         return self.folder / digest(named)[:16]
-
-    def _has_failed(self, folder: Path) -> bool:
-        return not self._failed.isdisjoint((folder, self.folder))
 
     def head(self, size: int) -> str:
         """Return the folder of the target's draft head of ``size`` tokens; empty for the whole vocabulary."""
@@ -194,13 +186,7 @@ class BridgeStore:
 
     def load(self, folder: str, mask: SkipMask) -> Bridges | None:
         """Load the bridges in a folder that :meth:`bridge` returned; None for an empty path."""
-        if not folder:
-            return None
-        if folder not in self._loaded:
-            while len(self._loaded) >= _LOADED_MASKS:
-                del self._loaded[next(iter(self._loaded))]
-            self._loaded[folder] = load_bridges(folder, self.target, mask)
-        return self._loaded[folder]
+        return self._load(folder, mask=mask) if folder else None
 
     def predictor(self, plain: ScanPredictor, bridge_spec: BridgeSpec) -> ScanPredictor:
         """Return a predictor of drafts with a spec that shares the texts of another one and their passes."""
@@ -214,22 +200,19 @@ class BridgeStore:
 
     def bridge_spec(self, config: SpeculativeConfig) -> BridgeSpec:
         """Return the spec of a configuration whose bridges and draft head are from this store."""
-        bridge: dict[str, Any] = training_record(Path(config.bridge)) if config.bridge else {}
+        made = training_record(Path(config.bridge)) if config.bridge else {"bridge": "none", "rank": 0, "width": 0}
         size = training_record(Path(config.draft_head))["tokens"] if config.draft_head else 0
-        kind, rank, width = (bridge.get(name, 0) for name in ("bridge", "rank", "width"))
-        return BridgeSpec(str(kind or "none"), int(rank), int(size), int(width))
+        return BridgeSpec(made["bridge"], made["rank"], size, made["width"])
 
     def fit_record(self, name: str) -> dict[str, Any]:
-        """Return the mask, the shape, the seconds and the agreements of a fit that ``report_cost`` named.
-
-        It is empty if the fit is unfinished or was deleted.
-        """
-        if not (self.folder / name / "head.json").exists():
+        """Return mask, shape, seconds and agreements of a fit that ``report_cost`` named; nothing if it is not there."""
+        file = self.folder / name / "head.json"
+        if not file.exists():
             return {}
-        head = json.loads((self.folder / name / "head.json").read_text(encoding="utf-8"))
+        head = json.loads(file.read_text(encoding="utf-8"))
         training, shape = head["training"], {part: head["shape"][part] for part in ("mask", "kind", "rank", "width")}
-        fit = {"fit_seconds": training["seconds"], "trained": "steps" in training}
-        return shape | fit | {f"agreement_{part}": training[part] for part in ("empty", "bridged")}
+        agreements = {f"agreement_{part}": training[part] for part in ("empty", "bridged")}
+        return shape | agreements | {"fit_seconds": training["seconds"], "trained": "steps" in training}
 
     @functools.cached_property
     def texts(self) -> list[TrainingText]:
@@ -265,7 +248,6 @@ class BridgeStore:
         return TextCache(self.settings.remembered_bytes) if self.trains else None
 
     def shape(self, mask: SkipMask, bridge_spec: BridgeSpec) -> BridgeShape:
-        """Return the shape of a mask's bridges."""
         return BridgeShape.of(self.target, mask, bridge_spec.bridge, bridge_spec.rank, bridge_spec.width)
 
     def _fit(self, mask: SkipMask, bridge_spec: BridgeSpec, folder: Path) -> bool:
@@ -297,24 +279,19 @@ class BridgedDrafts(EmptyDrafts):
         self.tokens, self.fills_gaps = store.tokens(spec.tokens), spec.bridge != "none"
 
     def fields(self, mask: SkipMask) -> dict[str, Any]:
-        """Return the folders of a mask's bridges and of the draft head; empty if there are none."""
         return {"bridge": self._store.bridge(mask, self._spec), "draft_head": self._store.head(self._spec.tokens)}
 
     def replacements(self, masks: Sequence[SkipMask]) -> list[Bridges | None]:
-        """Return the bridges of each mask; None for those without."""
         return [self._store.load(self._store.bridge(mask, self._spec), mask) for mask in masks]
 
     def reproducible(self, mask: SkipMask) -> bool:
-        """Return whether no bridges are missing for lack of memory."""
-        return not self._store.failed(mask, self._spec)
+        return not (self.fills_gaps and mask.gaps and self._store.failed(mask, self._spec))
 
     def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the bridges and the draft head of a mask's draft, as costs count them."""
         size = self._store.shape(mask, self._spec).size if self._store.bridge(mask, self._spec) else {}
         return DraftExtras(**size, left_out=self._store.left_out(self._spec.tokens))
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft's bridges and draft head are those of the spec."""
         return config.fitted and self._store.bridge_spec(config) == self._spec
 
 

@@ -13,7 +13,7 @@ import torch
 
 from layerskip import Export, Sampling, SkipMask, SpeculativeConfig, Target, generate, load_target
 from layerskip.bridges.bridge import load_bridges
-from layerskip.costs.cost_model import CostProfile
+from layerskip.costs.cost_model import NO_EXTRAS, CostProfile
 from layerskip.models.draft_head import load_draft_tokens
 from layerskip.models.loading import load_draft
 from layerskip.prompts import PromptSet
@@ -21,7 +21,7 @@ from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts
 from searches.app.checks import InputError
 from searches.bridges.spec import BridgeSpec, bridge_specs
-from searches.bridges.store import BRIDGES_FOLDER, BridgeStore, BridgingSettings
+from searches.bridges.store import BRIDGES_FOLDER, BridgedDrafts, BridgeStore, BridgingSettings
 from searches.bridges.training import BridgeTrainer
 from searches.predict.predictor import DraftChoices
 from searches.predict.scan_predictor import ScanPredictor
@@ -67,7 +67,7 @@ def test_bridges_that_do_not_help_are_not_used(
     assert bridge_store.bridge(mask, LINEAR) == ""
     assert "layers:1 drafts no better" in capsys.readouterr().out
     assert bridge_store.bridge(mask, LINEAR) == ""
-    assert bridge_store.extras(mask, LINEAR).bridges == 0
+    assert BridgedDrafts(bridge_store, LINEAR).extras(mask) == NO_EXTRAS
 
 
 def test_bridges_that_do_not_fit_into_memory_are_left_out(
@@ -78,7 +78,7 @@ def test_bridges_that_do_not_fit_into_memory_are_left_out(
         patch.setattr("layerskip.bridges.fit.regress", lambda *_: torch.empty(2**60))
         assert bridge_store.bridge(mask, LINEAR) == ""
         assert "layers:1-2 is left out: out of memory" in capsys.readouterr().out
-        assert bridge_store.extras(mask, LINEAR).bridges == 0
+        assert BridgedDrafts(bridge_store, LINEAR).extras(mask) == NO_EXTRAS
         assert bridge_store.bridge(SkipMask.parse("layers:2", tiny_target.layers), LINEAR) == ""
         assert "layers:2 is left out" in capsys.readouterr().out  # the states fit, so other masks are tried
     again = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)

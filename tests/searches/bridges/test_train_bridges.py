@@ -13,8 +13,8 @@ from layerskip import ConfigError, SpeculativeConfig, Target, generate, load_tar
 from layerskip.bridges.fit import Calibration
 from searches.app.checks import InputError
 from searches.app.interrupt import INTERRUPTED
-from searches.bridges.training import BridgeTrainer, bridge_shape
 from searches.bridges import training
+from searches.bridges.training import BridgeTrainer, bridge_shape
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import runs, sqlite, tracked
