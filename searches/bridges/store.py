@@ -292,7 +292,7 @@ class BridgedDrafts(EmptyDrafts):
         return DraftExtras(**size, left_out=self._store.left_out(self._spec.tokens))
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        return config.fitted and self._store.bridge_spec(config) == self._spec
+        return self._store.bridge_spec(config) == self._spec
 
 
 @functools.cache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from layerskip.bridges.fit import Calibration
 from layerskip.mask import Gap, SkipMask
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
-from layerskip.scan.row_model import RowModel
 from tests.accelerator import DEVICE
 from tests.drafters.bridges import bridge_shape, drawn_continuations
 from tests.families import build
@@ -129,22 +126,6 @@ def test_the_agreement_of_a_fit_is_that_of_real_drafts(family: str, mask: str) -
                 drafted = view(input_ids=tokens[:, -1:], past_key_values=cache).logits[0, -1].argmax()
             right += int(drafted) == continuations[p].tokens[s + 1]
         assert agreement == right / len(last)
-
-
-def test_bridges_are_judged_in_the_targets_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fitted bridges are in float32."""
-    target = Target(build("llama").to(torch.bfloat16))
-    calibration = Calibration(target, drawn_continuations(target), 2**24)
-    run, judged = RowModel.run, list[torch.dtype]()
-
-    def note(self: RowModel, *args: Any, replacements: list[Bridges | None], **kwargs: Any) -> torch.Tensor:
-        judged.extend(parameter.dtype for some in replacements if some is not None for parameter in some.parameters())
-        return run(self, *args, replacements=replacements, **kwargs)
-
-    monkeypatch.setattr(RowModel, "run", note)
-    fit = calibration.fit(bridge_shape(target, "layers:1-2"))
-    assert set(judged) == {torch.bfloat16}
-    assert {parameter.dtype for parameter in fit.bridges.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,13 @@ import torch
 import layerskip.scan.text_batch
 from layerskip.bridges.bridge import Bridges
 from layerskip.bridges.training import BridgeTraining
-from layerskip.mask import SkipMask
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.text_batch import TargetPass, TextCache
 from layerskip.texts.continuations import Continuation
 from tests.accelerator import DEVICE
-from tests.drafters.bridges import bridge_shape, calibration, drawn_continuations
+from tests.drafters.bridges import bridge_shape, drawn_continuations
 from tests.families import build
 
 MASK = "layers:1;mlp:2"
@@ -106,25 +105,6 @@ def test_the_gradient_equals_finite_differences() -> None:
                 flat[3] -= sign * step
             assert found == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=0.02, abs=1e-4)
     assert all(parameter.grad is None for parameter in target.model.parameters())
-
-
-def test_training_reduces_the_loss() -> None:
-    """It starts from the closed form, on the same texts."""
-    found = calibration("llama")
-    target = found.target
-    bridges = found.fit(bridge_shape(target, "layers:1-2")).bridges
-    continuations = list(found.continuations)
-    training = BridgeTraining(target, bridges, torch.arange(target.vocabulary), 1)
-    optimiser = torch.optim.AdamW(bridges.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(30):
-        loss = training.loss(continuations)
-        optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
-    assert SkipMask.parse("layers:1-2", 4) == bridges.mask
 
 
 def test_a_cached_text_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from layerskip.heads.eagle import EagleHead, EagleShape
-from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import Batch, HeadScaling, acceptance_counts, fit_linear, head_loss, predict_tokens
 from tests.drafters.contract import target_of
@@ -89,12 +88,6 @@ def test_lookback_appends_the_embeddings_of_previous_tokens(known: int, count: i
         place = known - count + row
         expected = [embedded[text, place - back] if place >= back else torch.zeros(32) for back in range(3)]
         assert torch.equal(found[text, row], torch.cat(expected))
-
-
-def test_untrained_medusa_heads_return_the_hidden_state() -> None:
-    heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
-    states = torch.randn(3, 32)
-    assert torch.equal(heads(states), states[:, None].expand(3, 2, 32))
 
 
 def test_training_reduces_the_loss_and_raises_acceptance() -> None:

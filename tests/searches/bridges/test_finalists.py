@@ -26,7 +26,6 @@ from searches.bridges.training import BridgeTrainer
 from searches.predict.predictor import DraftChoices
 from searches.predict.scan_predictor import ScanPredictor
 from searches.tracking.tracker import Tracker
-from tests.searches.programs import runs, sqlite, tracked
 
 LINEAR = BridgeSpec("linear")
 
@@ -57,24 +56,6 @@ def in_steps(monkeypatch: pytest.MonkeyPatch) -> float:
     """More seconds than a training needs; all trainings end after the same number of steps."""
     monkeypatch.setattr("searches.bridges.finalists._STEPS", 60)
     return 1000.0
-
-
-def test_finalists_are_trained_once(in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path) -> None:
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
-    mask = next(
-        m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if bridge_store.bridge(m, LINEAR)
-    )
-    config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))
-    trainer = TrainedBridges(bridge_store)
-    trained = trainer.train(config)
-    before, after = (load_bridges(found.bridge, tiny_target, mask).state_dict() for found in (config, trained))
-    assert any(not torch.equal(before[name], after[name]) for name in before)
-    assert bridge_store.bridge_spec(trained) == LINEAR
-    written = (Path(trained.bridge) / "head.json").stat().st_mtime_ns
-    assert trainer.train(config) == trained
-    assert (Path(trained.bridge) / "head.json").stat().st_mtime_ns == written
-    plain = generate(tiny_target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
-    assert generate(tiny_target, "Hello.", trained, max_new_tokens=12).tokens == plain.tokens
 
 
 @pytest.mark.parametrize("harm", [False, True])
@@ -155,28 +136,6 @@ def test_training_starts_from_the_nearest_mask(
     for mask in (masks[0], "attention:2"):  # trained bridges are not trained again, but are starting points
         trainer.train(_bridged(again, mask))
     assert begun[len(masks) :] == ["layers:0"]
-
-
-def test_a_resumed_training_logs_its_closed_form(
-    in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(self: BridgeTrainer) -> float:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("layerskip.bridges.fit.Fit.helps", True)
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
-    tracker = Tracker(None, tracked(tmp_path), "layerskip")
-    tracker.open_study("one", "one", {}, {})
-    config = _bridged(bridge_store, "layers:1")
-    with monkeypatch.context() as patched:
-        patched.setattr(BridgeTrainer, "train_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            TrainedBridges(bridge_store, tracker).train(config)
-    again = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
-    assert TrainedBridges(again, tracker).train(config) is not None
-    (run,) = runs(sqlite(tmp_path), "training")
-    assert run.data.metrics["fit_seconds"] > 0
-    assert run.data.metrics["agreement_closed_form"] == 1.0
 
 
 def test_the_draft_length_of_trained_bridges_is_predicted_again(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -143,25 +142,6 @@ def test_choices_and_bridged_configurations_are_inverse(bridge_store: BridgeStor
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
 
-def test_draft_models_may_have_draft_heads(bridge_store: BridgeStore, tiny_target: Target) -> None:
-    plain = SearchSpace(
-        tiny_target.layers,
-        ["draft_model"],
-        1,
-        0,
-        ranges={"draft_model": {"draft_model": ["some/draft"]}},
-        draft_heads=[0, 40],
-    )
-    assert plain.bridged
-    assert not replace(plain, ranges={}).bridged
-    space = replace(plain, bridge_store=bridge_store)
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.method == "draft_model"]
-    assert {bridge_store.bridge_spec(config).tokens for config in configs} == {0, 40}
-    for config in configs:
-        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
-
-
 def test_draft_heads_of_other_tokenizers_hold_the_translated_tokens(
     bridge_store: BridgeStore, tiny_target: Target, tmp_path: Path
 ) -> None:
@@ -175,7 +155,7 @@ def test_draft_heads_of_other_tokenizers_hold_the_translated_tokens(
         draft_heads=[0, 40],
         bridge_store=bridge_store,
     )
-    assert space.bridged
+    assert space.fitted
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.method == "cross_tokenizer"]
     assert {bridge_store.bridge_spec(config).tokens for config in configs} == {0, 40}
@@ -283,9 +263,3 @@ def test_a_study_tries_bridges_and_trains_only_those_of_finalists(
 def test_impossible_bridges_are_refused(fields: dict[str, object], named: str) -> None:
     with pytest.raises(InputError, match=f"^space.{named}: "):
         SearchSpace(8, **fields)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("batch", 1.5), ("train_seconds", -1), ("learning_rate", 2)])
-def test_settings_out_of_range_are_refused(name: str, value: object) -> None:
-    with pytest.raises(InputError, match=f"^bridging.{name}: "):
-        BridgingSettings(**{name: value})  # type: ignore[arg-type]
