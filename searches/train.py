@@ -264,7 +264,7 @@ class HeadTrainer(Trainer):
 
     def unscale(self) -> None:
         if isinstance(self.head, EagleHead):
-            self._scaling.undo(self.head)
+            self._scaling.inverse.apply(self.head)
             self._scaling = UNSCALED
 
     def loss(self, indices: list[int]) -> Tensor:

@@ -60,17 +60,12 @@ def select_continuations(
     kinds = len({id(window) for window in one.visible})
     mask_bytes = kinds * (1 + (size if model.additive else 1))  # per row and key, of our mask and the model's own
     top_bytes = 0 if text_cache is None else 8 * min(text_cache.top_k, vocabulary)
-    lengths = [len(p.prompt) + p.max_new_tokens for p in continuations]
-    keys = [
-        max_rows + length * (max_rows // continuation.starts + 2)
-        for continuation, length in zip(continuations, lengths, strict=True)
-    ]
-    kept = [
-        length * (position_bytes + kinds * length)
-        + len(continuation.tokens) * top_bytes
-        + continuation.starts * (hidden * (target.layers + 1) * size + mask_bytes * visible)
-        for continuation, length, visible in zip(continuations, lengths, keys, strict=True)
-    ]
+    keys, kept = list[int](), list[int]()
+    for each in continuations:
+        length = len(each.prompt) + each.max_new_tokens
+        keys.append(max_rows + length * (max_rows // each.starts + 2))
+        row_bytes = hidden * (target.layers + 1) * size + mask_bytes * keys[-1]
+        kept.append(length * (position_bytes + kinds * length) + len(each.tokens) * top_bytes + each.starts * row_bytes)
     for count in range(len(continuations), 0, -1):
         places = [number * len(continuations) // count for number in range(count)]
         rows = sum(continuations[place].starts for place in places)

@@ -161,6 +161,7 @@ def _eagle_3(
 
 def _layer_config(shape: EagleShape, target: Target, vocabulary: int) -> dict[str, Any]:
     """Return the configuration of a Llama model with an EAGLE head's layer."""
+    positions = target.model.config.get_text_config(decoder=True)
     return {
         "model_type": "llama",
         "hidden_size": shape.hidden,
@@ -177,7 +178,7 @@ def _layer_config(shape: EagleShape, target: Target, vocabulary: int) -> dict[st
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "vocab_size": vocabulary,
-        "max_position_embeddings": int(getattr(_text_config(target), "max_position_embeddings", 2**20)),
+        "max_position_embeddings": int(getattr(positions, "max_position_embeddings", 2**20)),
         "dtype": target.dtype,
     }
 
@@ -246,7 +247,3 @@ def _output_rows(target: Target, tokens: Tensor | None) -> tuple[Tensor, int]:
         )
     rows = layer.weight.detach().cpu()
     return rows if tokens is None else rows[tokens], layer.out_features
-
-
-def _text_config(target: Target) -> Any:
-    return target.model.config.get_text_config(decoder=True)

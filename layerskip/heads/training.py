@@ -109,17 +109,15 @@ class HeadScaling:
         inputs = modules[: len(head.shape.modules)].repeat_interleave(width)
         return cls(float(_power_of_two(embedded)), _power_of_two(inputs), float(_power_of_two(modules[-1])))
 
+    @property
+    def inverse(self) -> HeadScaling:
+        """The scales that undo these."""
+        return HeadScaling(1 / self.embeddings, 1 / self.inputs, 1 / self.outputs)
+
     @torch.no_grad()
     def apply(self, head: EagleHead) -> None:
         """Make a head read and return values divided by these scales."""
-        self._rescale(head, self.embeddings, self.inputs, self.outputs)
-
-    @torch.no_grad()
-    def undo(self, head: EagleHead) -> None:
-        self._rescale(head, 1 / self.embeddings, 1 / self.inputs, 1 / self.outputs)
-
-    @staticmethod
-    def _rescale(head: EagleHead, embeddings: float, inputs: Tensor, outputs: float) -> None:
+        embeddings, inputs, outputs = self.embeddings, self.inputs, self.outputs
         layer: Any = head.body.layers[0]
         attention, mlp = layer.self_attn, layer.mlp
         if isinstance(head.fuse, nn.Linear):

@@ -6,7 +6,6 @@ under a digest of everything that they depend on.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
-from layerskip.files import digest, write_json
+from layerskip.files import digest, read_json, write_json
 from layerskip.models.environment import machine
 from layerskip.models.target import NotFinite, Target
 from layerskip.prompts import PromptItem, PromptSet
@@ -82,14 +81,16 @@ def continue_prompts(
     for index, item in enumerate(prompts):
         request = _request(target, item, sampling, max_new_tokens, seed + index)
         file = None if folder is None else folder / f"{digest(request)[:32]}.json"
-        start, stored, spent = time.monotonic(), _load(file), 0.0
+        stored, spent = None if file is None else read_json(file), 0.0
         if stored is None:
+            start = time.monotonic()
             decoded = _decode(target, item, sampling, max_new_tokens, seed + index)
             spent = time.monotonic() - start
-            stored = decoded, spent
-            _save(file, request, decoded, spent)
-        continuations += stored[0]
-        report_cost(f"continuation {digest(request)[:16]}", stored[1], spent)
+            stored = {"asked": request, "continuations": list(map(asdict, decoded)), "seconds": spent}
+            if file is not None:
+                write_json(file, stored)
+        continuations += map(Continuation.from_dict, stored["continuations"])
+        report_cost(f"continuation {digest(request)[:16]}", stored["seconds"], spent)
         on_prompt()
     return tuple(continuations)
 
@@ -117,20 +118,3 @@ def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens
             messages.append({"role": "assistant", "content": target.decode(tokens)})
             messages.append({"role": "user", "content": followup})
     return continuations
-
-
-def _load(file: Path | None) -> tuple[list[Continuation], float] | None:
-    if file is None or not file.exists():
-        return None
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        rows, seconds = stored["continuations"], float(stored["seconds"])
-    except (ValueError, KeyError):
-        return None
-    return [Continuation.from_dict(row) for row in rows], seconds
-
-
-def _save(file: Path | None, request: dict[str, Any], continuations: list[Continuation], seconds: float) -> None:
-    if file is not None:
-        rows = [asdict(continuation) for continuation in continuations]
-        write_json(file, {"asked": request, "continuations": rows, "seconds": seconds})

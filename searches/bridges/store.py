@@ -22,7 +22,7 @@ from layerskip.bridges.bridge import Bridges, BridgeShape, load_bridges, save_br
 from layerskip.bridges.fit import Calibration
 from layerskip.costs.cost_model import DraftExtras
 from layerskip.device.memory import within_memory
-from layerskip.files import digest, write_json
+from layerskip.files import digest, read_json, write_json
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import load_draft
 from layerskip.scan.scan import Scanner
@@ -122,7 +122,6 @@ class BridgeStore:
         self.report_texts_cost: ReportCost = lambda *_: None
         self._load = functools.lru_cache(_LOADED_MASKS)(functools.partial(load_bridges, target=target))
         self._reading_file = self.folder / "reading.json"  # the seconds that reading the texts took before the first fits
-        self._reading_seconds: float | None = None
         self._failed: set[Path] = set()  # folders of bridges that did not fit into this process's memory
 
     @property
@@ -206,10 +205,9 @@ class BridgeStore:
 
     def fit_record(self, name: str) -> dict[str, Any]:
         """Return mask, shape, seconds and agreements of a fit that ``report_cost`` named; nothing if it is not there."""
-        file = self.folder / name / "head.json"
-        if not file.exists():
+        head = read_json(self.folder / name / "head.json")
+        if head is None:
             return {}
-        head = json.loads(file.read_text(encoding="utf-8"))
         training, shape = head["training"], {part: head["shape"][part] for part in ("mask", "kind", "rank", "width")}
         agreements = {f"agreement_{part}": training[part] for part in ("empty", "bridged")}
         return shape | agreements | {"fit_seconds": training["seconds"], "trained": "steps" in training}
@@ -237,10 +235,8 @@ class BridgeStore:
 
     def _report_reading(self, seconds_here: float = 0.0) -> None:
         """Report the cost of reading the texts, which counts once, however many processes read them for further fits."""
-        if self._reading_seconds is None and self._reading_file.exists():
-            self._reading_seconds = float(json.loads(self._reading_file.read_text(encoding="utf-8"))["seconds"])
-        if self._reading_seconds is not None:
-            self.report_texts_cost(f"reading {self.digest[:12]}", self._reading_seconds, seconds_here)
+        if (reading := read_json(self._reading_file)) is not None:
+            self.report_texts_cost(f"reading {self.digest[:12]}", reading["seconds"], seconds_here)
 
     @functools.cached_property
     def text_cache(self) -> TextCache | None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from layerskip.bridges import fit as bridge_fit
 from layerskip.bridges.bridge import Bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.mask import Gap, SkipMask
@@ -126,37 +125,3 @@ def test_the_agreement_of_a_fit_is_that_of_real_drafts(family: str, mask: str) -
                 drafted = view(input_ids=tokens[:, -1:], past_key_values=cache).logits[0, -1].argmax()
             right += int(drafted) == continuations[p].tokens[s + 1]
         assert agreement == right / len(last)
-
-
-@pytest.mark.parametrize(
-    ("mask", "rows"),
-    [
-        ("layers:1;layers:3", 576),
-        ("layers:1;attention:3,4,5,6,7,8", 576 * 8 // 25),
-        ("layers:1;mlp:2,3,4,5,6,7,8,9,10,11", 128),
-    ],
-)
-def test_masks_with_many_gaps_are_fitted_to_fewer_rows(mask: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows are spread over all that are not held out, at least four per hidden state element.
-
-    They are identified by the states of transformers' own pass.
-    """
-    read, regress = list[torch.Tensor](), bridge_fit.regress
-    monkeypatch.setattr(bridge_fit, "regress", lambda bridge, seen, *rest: read.append(seen) or regress(bridge, seen, *rest))
-    target = Target(build("llama", num_hidden_layers=12))
-    continuations = drawn_continuations(target, count=48)
-    fit = Calibration(target, continuations, 2**26, max_rows=16).fit(bridge_shape(target, mask))
-    states = []
-    for continuation in continuations:
-        tokens = torch.tensor([[*continuation.prompt, *continuation.tokens]], device=DEVICE)
-        with torch.no_grad():
-            found = target.model(input_ids=tokens, output_hidden_states=True).hidden_states[1][0]
-        states.append(found[len(continuation.prompt) : tokens.shape[1] - 1])
-    every = torch.cat(states)
-    assert len(every) == 720  # of which 144 are held out
-    places = [int((every - row).norm(dim=-1).argmin()) for row in read[0]]
-    assert torch.allclose(every[places], read[0], atol=1e-4)
-    assert min(places) < 16
-    assert 576 - 2 * 576 / (rows / 16) < max(places) < 576
-    assert rows <= fit.rows < rows + 16
-    assert fit.rows * 0.9 <= len(read[0]) == len(set(places)) <= fit.rows  # except for a few outliers

@@ -30,6 +30,10 @@ from searches.tracking.tracker import Tracker
 LINEAR = BridgeSpec("linear")
 
 
+def _store(target: Target, outputs: Path, tokens: int, train_seconds: float = 0.5) -> BridgeStore:
+    return BridgeStore(target, Sampling(), BridgingSettings(tokens, 16, 8, 2**24, train_seconds), outputs, 0)
+
+
 def test_finalists_that_cannot_be_trained_keep_their_fits(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,7 +42,7 @@ def test_finalists_that_cannot_be_trained_keep_their_fits(
 
     found = [SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b") for length in (1, 2)]
     monkeypatch.setattr(TrainedBridges, "train", trained)
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
+    bridge_store = _store(tiny_target, tmp_path, 200)
     assert TrainedBridges(bridge_store).finalists(found, []) == {}
     printed = capsys.readouterr().out
     assert "stay as they were fitted: training_bytes: 10 hold not even one text" in printed
@@ -81,12 +85,9 @@ def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
                 parameter.data.zero_()  # equal to empty skips
 
     monkeypatch.setattr("searches.bridges.finalists.BridgeTrainer", Noting)
-    settings = BridgingSettings(300, 16, 8, 2**24, in_steps)
-    bridge_store = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
-    mask = next(
-        m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if bridge_store.bridge(m, LINEAR)
-    )
-    config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))
+    bridge_store = _store(tiny_target, tmp_path, 300, in_steps)
+    config = _first_bridged(bridge_store)
+    mask = SkipMask.parse(config.mask, tiny_target.layers)
     found = TrainedBridges(bridge_store).train(config)
     printed = capsys.readouterr().out
     (folder,) = bridge_store.folder.glob("trained-*")
@@ -125,13 +126,12 @@ def test_training_starts_from_the_nearest_mask(
 
     monkeypatch.setattr("searches.bridges.finalists.BridgeTrainer", Noting)
     monkeypatch.setattr("layerskip.bridges.fit.Fit.helps", True)
-    settings = BridgingSettings(200, 16, 8, 2**24, in_steps)
-    bridge_store = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
+    bridge_store = _store(tiny_target, tmp_path, 200, in_steps)
     trainer, masks = TrainedBridges(bridge_store), ["layers:0", "layers:0-2", "layers:0-1", "attention:1"]
     for mask in masks:
         trainer.train(_bridged(bridge_store, mask))
     assert begun == [None, "layers:0", "layers:0-2", "layers:0-1"]  # of two equally near ones, the one that was trained last
-    again = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
+    again = _store(tiny_target, tmp_path, 200, in_steps)
     trainer = TrainedBridges(again)
     for mask in (masks[0], "attention:2"):  # trained bridges are not trained again, but are starting points
         trainer.train(_bridged(again, mask))
@@ -146,11 +146,9 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
     scanner, layers = Scanner(tiny_target, continuations, Sampling(), depth=4), tiny_target.layers
     verify = (8.0, 8.2, 8.4, 8.6, 8.8)
     profile = CostProfile(20, 0.05, 0.01, (0.01,) * layers, (0.01,) * layers, 0.01, 0.3, verify, 0.02, 1e-5)
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
-    fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
-    fitted = replace(
-        fitted, num_speculative_tokens=4, stop=StopRule("threshold", 0.3)
-    )  # not among the choices that every mask is tried with
+    bridge_store = _store(tiny_target, tmp_path, 600)
+    # The draft is not among the choices that every mask is tried with.
+    fitted = replace(_first_bridged(bridge_store), num_speculative_tokens=4, stop=StopRule("threshold", 0.3))
     mask = SkipMask.parse(fitted.mask, layers)
     plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 4)), tmp_path / "scans")
     predictors = [bridge_store.predictor(plain, made) for made in (BridgeSpec("mean"), LINEAR)]
@@ -194,8 +192,8 @@ def test_finalists_keep_their_draft_length_if_it_cannot_be_predicted(
     continuations = continue_prompts(tiny_target, PromptSet.of(["Say one."]), Sampling(), 10)
     scanner, layers = Scanner(tiny_target, continuations, Sampling(), depth=4), tiny_target.layers
     profile = CostProfile(20, 0.4, 0.1, (0.1,) * layers, (0.1,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0, 12.0))
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
-    fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
+    bridge_store = _store(tiny_target, tmp_path, 600)
+    fitted = _first_bridged(bridge_store)
     # Scans predict neither other acceptance rules nor longer drafts.
     others = [replace(fitted, accept=AcceptRule("typical")), replace(fitted, num_speculative_tokens=9)]
     predictor = bridge_store.predictor(
@@ -224,7 +222,7 @@ def test_bridges_of_cascades_are_trained_and_their_drafting_is_timed(
     def draft_cost(members: Sequence[SpeculativeConfig]) -> tuple[float, ...]:
         return costs_of(members) if timed else ()
 
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
+    bridge_store = _store(tiny_target, tmp_path, 600)
     trainer = TrainedBridges(bridge_store, draft_cost=draft_cost)
     monkeypatch.setattr(trainer, "train", lambda c: replace(c, bridge="trained") if c.bridge == "fitted" else None)
     cascades = [
@@ -239,3 +237,9 @@ def test_bridges_of_cascades_are_trained_and_their_drafting_is_timed(
 def _bridged(bridge_store: BridgeStore, text: str) -> SpeculativeConfig:
     mask = SkipMask.parse(text, bridge_store.target.layers)
     return SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))
+
+
+def _first_bridged(bridge_store: BridgeStore) -> SpeculativeConfig:
+    """Return a self-draft whose bridges help."""
+    every = (_bridged(bridge_store, f"layers:{layer}") for layer in range(bridge_store.target.layers))
+    return next(config for config in every if config.bridge)

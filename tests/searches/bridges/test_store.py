@@ -37,9 +37,13 @@ pytestmark = pytest.mark.system
 LINEAR = BridgeSpec("linear")
 
 
+def _store(target: Target, outputs: Path) -> BridgeStore:
+    return BridgeStore(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), outputs, 0)
+
+
 @pytest.fixture
 def bridge_store(tiny_target: Target, tmp_path: Path) -> BridgeStore:
-    return BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), tmp_path, 0)
+    return _store(tiny_target, tmp_path)
 
 
 def test_bridges_are_fitted_once(bridge_store: BridgeStore, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +51,7 @@ def test_bridges_are_fitted_once(bridge_store: BridgeStore, tiny_target: Target,
     found = [bridge_store.bridge(mask, LINEAR) for mask in masks]
     assert any(found)
     monkeypatch.setattr("searches.bridges.training.Calibration", None)  # a further fit would fail
-    again = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)
+    again = _store(tiny_target, bridge_store.folder.parents[1])
     assert [again.bridge(mask, LINEAR) for mask in masks] == found
     for mask, folder in zip(masks, found, strict=True):
         if folder:
@@ -80,7 +84,7 @@ def test_bridges_that_do_not_fit_into_memory_are_left_out(
         assert BridgedDrafts(bridge_store, LINEAR).extras(mask) == NO_EXTRAS
         assert bridge_store.bridge(SkipMask.parse("layers:2", tiny_target.layers), LINEAR) == ""
         assert "layers:2 is left out" in capsys.readouterr().out  # the states fit, so other masks are tried
-    again = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)
+    again = _store(tiny_target, bridge_store.folder.parents[1])
     again.bridge(mask, LINEAR)
     assert list(bridge_store.folder.glob("*/head.json"))  # nothing was saved, so they are fitted when there is room
 
@@ -113,15 +117,13 @@ def test_a_prediction_without_the_bridges_of_the_spec_is_not_saved(
         blind.predict([mask])
         blind.agreements([mask])
     assert not list((tmp_path / "scans").rglob("*.jsonl"))
-    predictor(
-        BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)
-    ).predict([mask])
+    predictor(_store(tiny_target, bridge_store.folder.parents[1])).predict([mask])
     assert list((tmp_path / "scans").rglob("counts.jsonl"))
 
 
 def test_models_without_independent_rows_are_not_bridged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = Target(build("gpt_neo"))
-    bridge_store = BridgeStore(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), tmp_path, 0)
+    bridge_store = _store(target, tmp_path)
     for number in (0, 1):
         assert bridge_store.bridge(SkipMask.parse(f"layers:{number}", target.layers), LINEAR) == ""
     assert capsys.readouterr().out.count("bridge: all are left out: GPTNeoForCausalLM") == 1
