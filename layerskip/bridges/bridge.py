@@ -124,12 +124,9 @@ class Bridge(nn.Module):
 
     @torch.no_grad()
     def set_map(self, weight: Tensor, bias: Tensor, basis: Tensor | None = None) -> None:
-        """Set the affine map.
+        """Set the affine map: weight ``[H, H]`` of the scaled hidden state, and bias ``[H]``.
 
-        Args:
-            weight: ``[H, H]``, applied to the scaled hidden state.
-            bias: ``[H]``.
-            basis: ``[H, rank]``, orthonormal: the outputs of a map of that rank.
+        A map of lower rank takes ``basis``, ``[H, rank]`` and orthonormal, for its outputs.
         """
         self.bias.copy_(bias)
         if self.weight is not None:
@@ -155,7 +152,6 @@ class Bridges(nn.Module):
         self.spans = nn.ModuleDict({gap.name: Bridge(shape) for gap in self.mask.gaps})
 
     def of(self, gap: Gap) -> Bridge:
-        """Return the bridge of a gap."""
         bridge = self.spans[gap.name]
         assert isinstance(bridge, Bridge)
         return bridge

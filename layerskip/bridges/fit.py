@@ -90,14 +90,12 @@ _MIN_ROWS = 4  # rows per hidden state element that are used in any case
 
 @dataclass(frozen=True)
 class Fit:
-    """Fitted bridges and their agreement on held-out rows.
+    """Fitted bridges in float32, with the ridge constant of every gap.
 
     Args:
-        ridges: the ridge constant of every gap.
-        empty: how often the draft's first token is the target's, without bridges.
+        empty: how often the draft's first token is the target's on held-out rows, without bridges.
         bridged: the same with bridges.
         rows: the rows used for fitting, including outliers that were left out.
-        seconds: the time of fitting.
     """
 
     bridges: Bridges
@@ -189,7 +187,6 @@ class Calibration:
 
     @torch.inference_mode()
     def _fit(self, bridges: Bridges) -> tuple[dict[str, float], int]:
-        """Fit all gaps; return the ridge constant of each, and the number of rows."""
         ridges: dict[str, float] = {}
         parts, rows = self._fitted_parts(bridges.mask.gaps)
         streams = [part.states[0] for part in parts]

@@ -93,9 +93,8 @@ class BridgeTraining:
     def nbytes(self, *continuations: Continuation) -> int:
         """Return the most bytes that a loss and its gradient allocate, however many drafted tokens become right.
 
-        It includes the target's states of the texts, and their keys and values laid out for drafts, but no weights. It is
-        measured with a real gradient, because copies of logits and their gradients outweigh everything that is kept for the
-        backward pass.
+        It includes the target's states of the texts, but no weights. It is measured with a real gradient, because copies of
+        logits and their gradients outweigh everything that is kept for the backward pass.
         """
         text_cache, self._text_cache = self._text_cache, TextCache(0, self._text_cache.top_k)  # reads and counts the texts
         counter = AllocationCounter([self.target.model, self._head, self.bridges])

@@ -239,7 +239,7 @@ class EagleHead(nn.Module):
         positions: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """Predict the hidden states at tokens.
+        """Predict the hidden states at tokens, ``[B, n, H]``.
 
         Args:
             embeddings: ``[B, n, (1 + lookback) * H]``: of the tokens and those before each, see :meth:`with_lookback`.
@@ -247,9 +247,6 @@ class EagleHead(nn.Module):
             cache: keys and values of earlier tokens, extended after its ``length``; None if there are none.
             positions: ``[B, n]`` int64; None if consecutive.
             visible: ``[B, 1, n, keys]`` bool: the attention mask; None for causal attention.
-
-        Returns:
-            ``[B, n, H]``.
         """
         joined = features
         if not self.shape.side_by_side:
@@ -269,14 +266,9 @@ class EagleHead(nn.Module):
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def with_lookback(self, embedded: Tensor, count: int) -> Tensor:
-        """Concatenate the embeddings of the last tokens with those of the tokens before each.
+        """Concatenate the embeddings of the last ``count`` tokens with those of the tokens before each.
 
-        Args:
-            embedded: ``[B, m, H]``: of consecutive tokens, m >= n.
-            count: n, the number of last tokens.
-
-        Returns:
-            ``[B, n, (1 + lookback) * H]``, with zeros before the first of the m tokens.
+        From ``[B, m, H]`` of consecutive tokens, m >= n, to ``[B, n, (1 + lookback) * H]``, with zeros before the first.
         """
         back = self.shape.lookback
         embedded = pad(embedded, (0, 0, max(0, count + back - embedded.shape[1]), 0))
@@ -289,14 +281,13 @@ class EagleHead(nn.Module):
 
     @property
     def _appended(self) -> AppendedEmbeddings:
-        """The module that hands embeddings to the attention."""
         layer: Any = self.body.layers[0]
         part: Any = layer.input_layernorm
         return part.appended if self.shape.side_by_side else part  # type: ignore[no-any-return]
 
 
 def load_eagle(folder: str | Path, target: Target) -> EagleHead:
-    """Load a head for a target, in its dtype and on its device. A head in its authors' published layout is accepted, too.
+    """Load a head, also in its authors' published layout, in the target's dtype and on its device.
 
     A head that is damaged or was made for another target is refused with a :class:`ConfigError`.
     """

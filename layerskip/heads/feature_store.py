@@ -33,13 +33,7 @@ _SPARE = 64 * 2**20  # bytes left free on the disk, in addition to what a traini
 
 @dataclass(frozen=True)
 class TextFeatures:
-    """A text with the target's hidden states.
-
-    Args:
-        tokens: ``[n]`` int64.
-        features: ``[n, F]`` bfloat16: the hidden states at each token.
-        begin: index of the answer's first token.
-    """
+    """A text's tokens ``[n]`` int64, the target's hidden states at each ``[n, F]`` bfloat16, and where its answer begins."""
 
     tokens: Tensor
     features: Tensor

@@ -67,7 +67,7 @@ def count_medusa_heads(folder: Path) -> int:
 
 
 def save_portable(source: Path, folder: Path, target: Target, engine: str = "vllm") -> Path:
-    """Save a head as an engine loads it: ``config.json`` and ``model.safetensors``.
+    """Save a head as an engine loads it: ``config.json`` and ``model.safetensors``; return the folder.
 
     Args:
         engine: ``vllm`` or ``sglang``; EAGLE-3's and Medusa's heads are for vLLM.
@@ -193,10 +193,9 @@ def _embedding_table(target: Target) -> Tensor:
 
 
 def _with_bias(table: Tensor, joined: Tensor, bias: Tensor) -> Tensor:
-    """Return embeddings that carry the bias of the linear map that reads them, ``[V, H]`` in the table's dtype.
+    """Return the embeddings ``[V, H]`` with the bias ``[H]`` of the linear map ``[H, 2 H]`` that reads them, in their dtype.
 
-    Raises:
-        ConfigError: rounding to the dtype would change what the head computes.
+    A bias that rounding to the dtype would lose is refused.
     """
     share = joined[:, : table.shape[1]].double().cpu()
     wanted = bias.double().cpu()

@@ -85,13 +85,7 @@ def _portions(readout: Readout, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @dataclass(frozen=True)
 class HeadScaling:
-    """Scales of a head's inputs and outputs.
-
-    Args:
-        embeddings: scale of the target's embeddings.
-        inputs: ``[F]`` or a scalar: scale of the hidden states that the head reads.
-        outputs: scale of the hidden states that the target's output layer reads.
-    """
+    """Scales of the target's embeddings, and of the hidden states that a head reads (``[F]`` or a scalar) and returns."""
 
     embeddings: float
     inputs: Tensor
@@ -177,11 +171,7 @@ class Batch:
         scaling: HeadScaling = UNSCALED,
         whole: bool = False,
     ) -> Batch:
-        """Pad some texts.
-
-        Args:
-            whole: whether to predict the tokens of prompts, too. The target's distribution there is as good to learn from.
-        """
+        """Pad some texts; ``whole`` also predicts the tokens of prompts, whose distributions are as good to learn from."""
         width = head.shape.hidden
         longest = max(text.tokens.shape[0] for text in texts)
 
@@ -209,8 +199,8 @@ class HeadPrediction:
     """A head's predictions of the token at one distance.
 
     Args:
-        hidden: ``[n, H]``: the predicted hidden states, which the target's output layer reads.
-        target_hidden: ``[n, H]`` float32: the target's hidden states.
+        hidden, target_hidden: ``[n, H]``: the predicted hidden states and the target's, which its output layer reads.
+        tokens: ``[n]`` int64: the following token of the text.
         mask: ``[B, m]`` bool: the positions of the n rows, in order.
         regressed: whether the predicted hidden states are trained to equal the target's.
     """

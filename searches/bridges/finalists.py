@@ -42,10 +42,8 @@ _SETTINGS = ("learning_rate", "unroll", "texts_per_step", "calibration_bytes", "
 class TrainedBridges:
     """Training of the bridges of finalists, each once.
 
-    Args:
-        tracker: of the study; each training gets a nested run. None logs nothing.
-        draft_cost: measures the drafting costs of a cascade's members; None, or an empty result, keeps the costs of the
-            closed-form fits.
+    Each training gets a nested run of the tracker, if there is one. ``draft_cost`` measures the drafting costs of a
+    cascade's members; without a result they stay those of the closed-form fits.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class BridgeSpec:
         bridge: ``none``, ``mean`` (a constant vector), ``linear`` (an affine map), or ``mlp`` (an affine map with a small
             gated MLP in parallel).
         rank: of the map; 0 for a full-rank one.
-        tokens: the number of tokens of the draft head; 0 for the whole vocabulary.
+        tokens: of the draft head; 0 for the whole vocabulary.
         width: of the MLP; 0 for other kinds.
     """
 

@@ -176,12 +176,7 @@ def load_warm_start(config: DictConfig, target: Target, shape: BridgeShape) -> B
 
 
 def held_out_scanner(config: DictConfig, target: Target, continuations: Sequence[Continuation]) -> Scanner:
-    """Return a scanner of held-out continuations, which measures the acceptance of bridged drafts.
-
-    Raises:
-        InputError: the continuations are too short to draft anything.
-        UnsupportedModel: the target cannot be scanned, so bridges cannot be trained, either.
-    """
+    """Return a scanner of held-out continuations, which measures the acceptance of bridged drafts; refuse too short ones."""
     if not any(continuation.starts > 0 and continuation.limit(0) > 0 for continuation in continuations):
         raise InputError(f"held_out_tokens: {config.held_out_tokens} leave nothing to draft")
     usable = [continuation for continuation in continuations if continuation.starts > 0]
