@@ -199,8 +199,10 @@ class BridgeStore:
 
     def bridge_spec(self, config: SpeculativeConfig) -> BridgeSpec:
         """Return the spec of a configuration whose bridges and draft head are from this store."""
-        made = training_record(Path(config.bridge)) if config.bridge else {"bridge": "none", "rank": 0, "width": 0}
         size = training_record(Path(config.draft_head))["tokens"] if config.draft_head else 0
+        if not config.bridge:
+            return BridgeSpec(tokens=size)
+        made = training_record(Path(config.bridge))
         return BridgeSpec(made["bridge"], made["rank"], size, made["width"])
 
     def fit_record(self, name: str) -> dict[str, Any]:
