@@ -29,12 +29,12 @@ TYPES = {
     "measure": "searches.study.objective.MeasureSettings",
     "scan": "searches.predict.preparation.ScanSettings",
     "scan.proposals": "searches.predict.proposals.ProposalSettings",
-    "bridging": "searches.train.bridge_store.BridgingSettings",
+    "bridging": "searches.bridges.store.BridgingSettings",
     "study": "searches.study.study.StudySettings",
 }
 """Groups whose fields are the arguments of a type. Other groups have the fields of the files in ``conf/<group>/``."""
 
-PROGRAMS = ("train", "bridges", "benchmark", "datastore", "verify", "export")  # further ones test the search
+PROGRAMS = ("train", "benchmark", "datastore", "verify", "export")  # further ones test the search
 NAMED_BY_USERS = ("contenders", "peers")  # mappings whose entries have names of the user's choice
 
 INTRODUCTION = """\

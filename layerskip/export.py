@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from layerskip.config import ConfigError, SpeculativeConfig, check_text
+from layerskip.config import TRAINED, ConfigError, SpeculativeConfig, check_text
 from layerskip.decoding.sampling import Sampling, SamplingError
 from layerskip.engines.deployment import Deployment
 from layerskip.engines.registry import describe_engines
@@ -47,7 +47,6 @@ _RENAMED = {
 PROVISIONAL = "provisional"
 """Field of ``search``: true until the search has confirmed the configuration on held-out prompts."""
 _SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search", "engines")
-_TRAINED = ("bridge", "draft_head", "head")
 _TRAINED_FILES = ("head.json", "head.safetensors", "config.json", "model.safetensors", "pytorch_model.bin")
 _log = logging.getLogger(__name__)
 _TARGET_FIELDS = {"name": str, "architecture": str, "layers": int, "dtype": str}
@@ -182,15 +181,15 @@ class Export:
                 raise ExportError(f"target.{name}: the export is for {self.target[name]}, this model has {value}")
         for config in (self.config, *self.config.members):
             # A cross_tokenizer draft head belongs to the draft model; it is checked when that model is loaded.
-            fields = ("bridge", "head", *(("draft_head",) if config.method != "cross_tokenizer" else ()))
+            fields = [name for name in TRAINED if (name, config.method) != ("draft_head", "cross_tokenizer")]
             if config.datastore and not Path(config.datastore).is_dir():
                 raise ExportError(f"config.datastore: there is no {config.datastore}; exports do not contain datastores")
             for name, folder in ((name, getattr(config, name)) for name in fields):
                 if folder and has_trained(Path(folder)):
                     try:
-                        mask = check_trained(Path(folder), target, name)["shape"].get("mask")
-                        if name == "bridge" and mask != config.mask:
-                            raise ConfigError(f"bridge: {folder} is made for mask {mask!r}, not for {config.mask!r}")
+                        mask = check_trained(Path(folder), target, name)["shape"].get("mask", config.mask)
+                        if mask != config.mask:
+                            raise ConfigError(f"{name}: {folder} is made for mask {mask!r}, not for {config.mask!r}")
                     except ConfigError as error:
                         raise ExportError(f"config.{error}") from None
 
@@ -274,7 +273,7 @@ def attachment_digests(config: SpeculativeConfig) -> list[str]:
 
 
 def _names(config: SpeculativeConfig) -> list[str]:
-    names = [getattr(part, field) for part in (config, *config.members) for field in _TRAINED]
+    names = [getattr(part, field) for part in (config, *config.members) for field in TRAINED]
     return [name for name in dict.fromkeys(names) if name]
 
 
@@ -288,6 +287,6 @@ def _digest(files: Sequence[Path]) -> str:
 
 def _with_folders(config: SpeculativeConfig, rename: Callable[[str, str], str]) -> SpeculativeConfig:
     """Apply ``rename(field, name)`` to all folder names of a configuration and its members."""
-    changes = {field: rename(field, getattr(config, field)) for field in _TRAINED if getattr(config, field)}
+    changes = {field: rename(field, getattr(config, field)) for field in TRAINED if getattr(config, field)}
     members = tuple(_with_folders(member, rename) for member in config.members)
     return replace(config, members=members, **changes)  # type: ignore[arg-type]

@@ -27,6 +27,8 @@ from searches.app.application import instantiate_part
 from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
+from searches.bridges.finalists import TrainedBridges
+from searches.bridges.spec import bridge_specs
 from searches.predict.contexts import spread_contexts
 from searches.predict.predictor import Limits
 from searches.predict.preparation import prepare_predictor
@@ -36,7 +38,6 @@ from searches.progress import Progress, say
 from searches.report.markdown import summary
 from searches.report.page import LiveView
 from searches.report.publish import Publisher
-from searches.space.bridge_spec import bridge_specs
 from searches.space.search_space import SearchSpace
 from searches.study import machine
 from searches.study.bench import ModelBench
@@ -62,7 +63,6 @@ from searches.study.study import (
     with_stored_methods,
 )
 from searches.study.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
-from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
 from searches.workers.pool import Workers
 from searches.workers.slots import wait_for_slots
@@ -104,7 +104,7 @@ def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
     pruner = instantiate_part(config, "pruner")
     instantiate_part(config, "sampler", seed=0)  # refuse a bad one before anything is written
     plan = Plan.of(config)
-    settings = describe(config, plan.target, plan.prompts, plan.space.bridged, plan.backend)
+    settings = describe(config, plan.target, plan.prompts, plan.space.fitted, plan.backend)
     device, name = device_type(plan.target), plan.settings.name or default_name(config, settings)
     shared = is_shared(plan.settings, config.get("worker"), plan.outputs / name)
     name, folder = place(plan.outputs, name, plan.settings, device, shared)
@@ -353,7 +353,7 @@ class Sweep:
         if predictor is None or store is None:
             return []
         specs = bridge_specs(space.bridges, space.ranks, space.draft_heads, space.widths)
-        return [predictor.bridged(spec, store) for spec in specs[1:]]
+        return [store.predictor(predictor, spec) for spec in specs[1:]]
 
     def _propose(self, predictor: ScanPredictor | None, bridged: Sequence[ScanPredictor]) -> list[SpeculativeConfig]:
         """Propose configurations from scans, fastest first."""
@@ -369,8 +369,7 @@ class Sweep:
         )
         with self.progress.counting(masks, "masks") as count:
             similar = predictor.similar_masks(plan.space.skippable)
-            empty = [other for other in bridged if other.bridge_spec.bridge == "none"]
-            filled = [other for other in bridged if other not in empty]
+            empty, filled = ([other for other in bridged if other.drafts.fills_gaps == fills] for fills in (False, True))
             return propose_all(predictor, plan.space, settings, self.view.after(count), similar, filled, empty, limits)
 
     def _scans_are_over(self) -> bool:
@@ -394,8 +393,9 @@ class Sweep:
         store = self.plan.bridge_store
         if store is None or not store.trains:
             return []
-        trained = TrainedBridges(store, self.tracker, self.space.draft_cost)
-        return trained.finalists(contenders(self.study, self.plan.measuring.finalists), predictions.bridged)
+        entries = {entry.config: entry for entry in contenders(self.study, self.plan.measuring.finalists)}
+        trained = TrainedBridges(store, self.tracker, self.space.draft_cost).finalists(list(entries), predictions.bridged)
+        return [dataclasses.replace(entries[config], config=own) for own, config in trained.items()]
 
     def _log_fits(self) -> None:
         """Log the bridges that were fitted for the study so far."""

@@ -49,7 +49,7 @@ from searches.report.tables import conditions, empty_note
 from searches.results import RESULTS_VERSION, ResultLog, record_header
 from searches.study.bench import BASELINE, Bench, ModelBench, Row, resumed_rows
 from searches.study.plan import check_prompts
-from searches.train.texts import refuse_answers_of
+from searches.training.texts import refuse_answers_of
 
 EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_CONFIRMED}
 _CANDIDATE = "export"

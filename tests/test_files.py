@@ -110,7 +110,7 @@ def test_hidden_states_that_do_not_fit_lose_only_the_present_text(
     fill(small_disk, 20_000)
     with pytest.raises(OSError, match="No space left on device") as refusal:
         store.fill(tiny_target, texts, 10**6)
-    assert refusal.value.filename == str(small_disk / "store" / "features.bin")
+    assert refusal.value.filename == str(small_disk / "store" / "000001.safetensors")
     (small_disk / "ballast").unlink()
     again = FeatureStore(small_disk / "store", ("model",))
     assert len(again) == 1

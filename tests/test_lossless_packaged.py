@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, TargetError, save_draft_checkpoint
+from layerskip.bridges.bridge import BridgeShape, save_bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.decoding.decode import decode
 from layerskip.drafters.datastore import Datastore
@@ -27,7 +28,6 @@ from layerskip.heads.induction import add_induction_heads
 from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout, choose_tokens
 from layerskip.heads.training import fit_linear
-from layerskip.models.bridge import BridgeShape, save_bridges
 from layerskip.models.compiled_layers import compiled_layers, set_compiling
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import find_weights, load_draft

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from layerskip.bridges.bridge import Bridges, BridgeShape
 from layerskip.config import ConfigError, StopRule
 from layerskip.costs.cost_model import CostProfile, DraftExtras
 from layerskip.costs.timing import VerifyPass
@@ -28,7 +29,6 @@ from layerskip.device.transfer import now
 from layerskip.drafters.chain import SiblingCollector, draft_chain
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import architecture
-from layerskip.models.bridge import Bridges, BridgeShape
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.packing import pack_matrices, uses_packing
 from layerskip.models.skip_view import skip_view
@@ -172,7 +172,7 @@ def _solve(
         confidence_seconds=median["confidence", 0, 0],
         round_seconds=float(solved[0]),  # negative if drafting warms up what verification needs
         verify_seconds=tuple(verifying),
-        bridge_seconds=bridge,
+        module_seconds=bridge,
         number_seconds=parameter,
         token_seconds=min(token, head / target.vocabulary),  # few tokens cost at least their share of the head
         siblings_seconds=siblings_seconds,
@@ -251,9 +251,10 @@ def _timed_drafts(target: Target, bridged: bool) -> list[_TimedDraft]:
     for mask, shape, head in drafts:
         kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]
         blocks = sum(not (a and m) for a, m in zip(mask.attention, mask.mlp, strict=True))
-        extras = DraftExtras.of(shape, 0 if head is None else target.vocabulary - head.tokens.numel())
+        left_out = 0 if head is None else target.vocabulary - head.tokens.numel()
+        extras = DraftExtras(**({} if shape is None else shape.size), left_out=left_out)
         bridges = None if shape is None else _bridges(shape, target)
-        extra_counts = [float(extras.bridges), float(extras.maps), float(extras.parameters), -float(extras.left_out)]
+        extra_counts = [float(extras.modules), float(extras.maps), float(extras.parameters), -float(extras.left_out)]
         counts = [1.0, float(blocks), *extra_counts, *(float(kept.count(kind)) for kind in kinds)]
         timed.append(_TimedDraft(mask, bridges, head, counts))
     return timed

@@ -13,6 +13,7 @@ from pathlib import PurePath
 
 from torch import nn
 
+from layerskip.bridges.bridge import load_bridges
 from layerskip.config import ConfigError, Method, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
@@ -22,7 +23,6 @@ from layerskip.decoding.tree_growth import reads_while_growing
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.chain import SiblingCollector, draft_chain, reduce_output
 from layerskip.mask import MaskError, SkipMask
-from layerskip.models.bridge import load_bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.skip_view import cached_skip_view, skip_view

@@ -174,14 +174,14 @@ def check_kept_layers(config: SpeculativeConfig, layers: int) -> None:
         layers: the number of the target's layers.
 
     Raises:
-        Unsupported: it skips single sub-layers, or has a bridge.
+        Unsupported: it skips single sub-layers, or has a field that no engine drafts with.
     """
     try:
         mask = SkipMask.parse(config.mask, layers)
     except MaskError as error:
         raise Unsupported(f"config.{error}") from None
-    if config.bridge:
-        raise Unsupported("config.bridge: no engine replaces layers by a bridge")
+    if config.no_engine:
+        raise Unsupported(f"config.{config.no_engine}")
     if not mask.is_whole_layers or not any(mask.attention):
         raise Unsupported("config.mask: no engine skips single sub-layers; whole layers left out are a draft model")
     if all(mask.attention):

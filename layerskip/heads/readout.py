@@ -24,7 +24,6 @@ class Readout:
     """The target's output layer over the tokens that a head may draft.
 
     Args:
-        target: the model with the output layer.
         tokens: ``[v]`` int64; None for all.
 
     Attributes:

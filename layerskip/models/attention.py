@@ -2,9 +2,8 @@
 
 With grouped-query attention (arXiv 2305.13245), several heads share keys and values. Transformers repeats both for every
 head in a verification, and uses torch's grouped heads for a single query, which are slow on a CPU. Here, the heads of a
-group
-become further queries of their shared key head: the same kernel and the same sums, without the copy. Where gradients of
-bridges are needed, the sums are written out. Transformers calls this as a registered attention implementation.
+group become further queries of their shared key head: the same kernel and the same sums, without the copy. Where gradients
+are needed, the sums are written out. Transformers calls this as a registered attention implementation.
 """
 
 from __future__ import annotations

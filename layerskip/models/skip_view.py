@@ -1,9 +1,9 @@
 """Views of a model with skipped sub-layers, without a copy of its weights or of its modelling code.
 
 A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with every parameter and buffer already in its
-memo. In the view, a skipped sub-layer returns zeros or the output of its bridge. A wholly skipped layer returns its input;
-the first layer of a bridged run adds the bridge's output. Nothing else changes, so layer indices, cache entries, and each
-model family's own masks and positions stay as they are.
+memo. In the view, a skipped sub-layer returns zeros or the output of its replacement. A wholly skipped layer returns its
+input; the first layer of a replaced run adds the replacement's output. Nothing else changes, so layer indices, cache
+entries, and each model family's own masks and positions stay as they are.
 
 A mask of whole layers can be exported as an ordinary checkpoint of the kept layers, a draft model for any inference engine.
 It is loaded again and compared with the view, because the code of a model family may depend on layer numbers.
@@ -15,20 +15,19 @@ import copy
 import functools
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.device.trial import nearly_equal
 from layerskip.files import atomic_folder
-from layerskip.mask import MaskError, SkipMask
+from layerskip.mask import Gap, MaskError, SkipMask
 from layerskip.models.architecture import UnsupportedModel, architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
-from layerskip.models.bridge import Bridge, Bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_like, compile_mode
 from layerskip.models.forward import forward
@@ -43,21 +42,29 @@ _PROBE_LENGTH = 12  # tokens on which a checkpoint is compared with its view
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
-def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = None) -> PreTrainedModel:
-    """Make a view of a model that skips a mask's sub-layers, or replaces them by bridges; it shares every weight.
+class Replacements(Protocol):
+    """Modules in place of the skipped sub-layers of one mask."""
+
+    def items(self) -> Sequence[tuple[Gap, nn.Module]]:
+        """Return every replaced gap with its module: from hidden states ``[..., H]`` to what is added in its place."""
+
+
+def skip_view(model: PreTrainedModel, mask: SkipMask, replacements: Replacements | None = None) -> PreTrainedModel:
+    """Make a view of a model that skips the sub-layers of a mask. It shares every weight; the model does not change.
+
+    Args:
+        model: a decoder.
+        mask: the sub-layers to skip.
+        replacements: of the mask; None for empty skips.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped.
         MaskError: the mask is for another number of layers.
-        ConfigError: the bridges belong to another mask.
     """
     detected = architecture(model)
     if mask.layers != len(detected.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
-    spans: dict[tuple[str, int], Bridge] = {}
-    if bridges is not None:
-        bridges.check(mask)
-        spans = {(gap.kind, gap.first): bridge for gap, bridge in bridges.items()}
+    spans = {(gap.kind, gap.first): module for gap, module in (() if replacements is None else replacements.items())}
     view = shared_copy(model)
     layers = view.get_submodule(detected.path)
     for index, block in enumerate(detected.blocks):
@@ -67,15 +74,15 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = 
             continue
         for kind in ("attention", "mlp"):
             names: tuple[str, ...] = getattr(block, kind) if getattr(mask, kind)[index] else ()
-            for place, name in enumerate(names):  # of several modules in a sub-layer, the first adds the bridge
+            for place, name in enumerate(names):  # of several modules in a sub-layer, the first is replaced
                 span = spans.get((kind, index)) if place == 0 else None
                 replace_forward(layer.get_submodule(name), block.child_forms[name], span or torch.zeros_like)
     return view
 
 
-def _skip_layer(bridge: Bridge | None, hidden: Tensor) -> Tensor:
-    """Return the input, plus the bridge's output where a bridged run begins."""
-    return hidden if bridge is None else hidden + bridge(hidden)
+def _skip_layer(module: nn.Module | None, hidden: Tensor) -> Tensor:
+    """Return the input, plus a module's output where a replaced run begins."""
+    return hidden if module is None else hidden + module(hidden)
 
 
 def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Files of trained modules: heads, bridges and draft heads, with the target that they belong to.
+"""Files of trained modules: heads, modules in place of sub-layers, and draft heads, with the target that they belong to.
 
 A folder holds ``head.safetensors`` and ``head.json``. A trained module reads one target's hidden states, and on another
 target it would draft noise. The target is identified by a sample of its weights, in any dtype, and by the revision where
@@ -8,7 +8,7 @@ both have the same name.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip.config import ConfigError
 from layerskip.files import atomic_write, write_json
@@ -43,12 +43,12 @@ def save_trained(
 
     Args:
         folder: created if needed; with a full disk (``OSError``), an earlier trained module in it is kept.
-        kind: ``eagle``, ``medusa``, ``bridge`` or ``draft_head``.
+        kind: what is trained, such as ``eagle`` or ``draft_head``.
         shape: the arguments to build the module.
         weights: the module's own tensors, without those of the target.
         target: the target whose hidden states it reads.
         training: a record of data and training for the reader, with the digest of the data.
-        calibration: the digest of the texts that a bridge was fitted to.
+        calibration: the digest of the texts that it was fitted to.
     """
     metadata = {
         "schema": _SCHEMA,
@@ -85,6 +85,17 @@ def load_trained(
     if not _are_valid_tokens(weights.get("tokens"), shape.get("vocabulary"), target.vocabulary):
         raise ConfigError(f"{field}: {folder} is damaged: its tokens are not distinct tokens of the target")
     return shape, weights
+
+
+def restore_weights(module: nn.Module, weights: Mapping[str, Tensor], damaged: str, optional: Sequence[str] = ()) -> None:
+    """Load all weights of a trained module but some optional ones; refuse others with an error that begins ``damaged``."""
+    try:
+        missing, unknown = module.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise ConfigError(f"{damaged} {' '.join(str(error).split())[:200]}") from error
+    absent = [name for name in missing if name not in optional]
+    if absent or unknown:
+        raise ConfigError(f"{damaged} {', '.join([*absent, *unknown][:3])}")
 
 
 def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from layerskip.device.transfer import copy_to_device
 from layerskip.device.trial import nearly_equal
 from layerskip.drafters.chain import runners_up
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import Bridges
+from layerskip.models.skip_view import Replacements
 from layerskip.scan.text_batch import Start, StartPack, TextBatch, runs_of
 
 
@@ -133,7 +133,7 @@ class _DraftPasses:
     texts: TextBatch
     pack: StartPack
     masks: Sequence[SkipMask]
-    bridges: Sequence[Bridges | None]
+    replacements: Sequence[Replacements | None]
 
     def __post_init__(self) -> None:
         self.cache = self.texts.load(self.pack)
@@ -163,14 +163,14 @@ class _DraftPasses:
                 narrowed = {id(mask): mask[:whole, : base + whole] for mask in visible}
                 whole_parts = [part for part in parts if part[1] <= whole]
                 narrowed_masks = [narrowed[id(mask)] for mask in visible]
-                model.prepare(narrowed_masks, self.masks, mask_ids[:whole], whole_parts, self.bridges)
+                model.prepare(narrowed_masks, self.masks, mask_ids[:whole], whole_parts, self.replacements)
                 hidden = torch.cat((model.states(first, tokens[:whole], positions[:whole], cache), hidden), 1)
             late = first, hidden
             cache.length = base + whole
             # Drafts with a wrong token later attend to these rows in the first layers, too.
             cache.copy_positions(first, self.texts.cache_positions(self.pack, reached))
             cache.length = base
-        logits = model.run(tokens, positions, cache, visible, self.masks, mask_ids, parts, self.bridges, late)
+        logits = model.run(tokens, positions, cache, visible, self.masks, mask_ids, parts, self.replacements, late)
         self._passes.append((draft_ids, place))
         cache.length += len(live)
         return logits
@@ -212,7 +212,7 @@ class ParallelDrafts:
         self,
         pack: StartPack,
         masks: Sequence[SkipMask],
-        bridges: Sequence[Bridges | None],
+        replacements: Sequence[Replacements | None],
         tokens: Tensor | None,
         rows: list[Row],
         depth: int,
@@ -226,7 +226,7 @@ class ParallelDrafts:
         Args:
             pack: the starts that share the passes.
             masks: the masks to draft with.
-            bridges: the bridges of each mask, or None.
+            replacements: those of each mask, or None.
             tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
             rows: the drafts, at least one for every mask.
             depth: the longest draft.
@@ -236,7 +236,7 @@ class ParallelDrafts:
         Yields:
             The row, the place in its draft from 0, and the drafted token.
         """
-        passes, texts = _DraftPasses(self.texts, pack, masks, bridges), self.texts.continuations
+        passes, texts = _DraftPasses(self.texts, pack, masks, replacements), self.texts.continuations
         excluded = self._excluded(tokens, rows)
         skips = (gap.first for mask in masks for gap in mask.gaps)
         first = min(skips, default=self.texts.model.layers - 1) if self._late else 0

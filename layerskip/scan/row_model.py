@@ -12,17 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import Form, UnsupportedModel, architecture, as_output, hidden_states
 from layerskip.models.attention import attend_in_parts
-from layerskip.models.bridge import Bridge, Bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import forward
-from layerskip.models.skip_view import shared_copy
+from layerskip.models.skip_view import Replacements, shared_copy
 from layerskip.models.weights import input_device, is_split
 
 
@@ -43,7 +42,7 @@ class RowModel:
         # Set by prepare():
         self._kept: dict[tuple[str, int], Tensor | bool] = {}  # rows that run a sub-layer, or True or False for all
         self._masks: list[Tensor] = []  # attention masks by layer
-        self._bridges: dict[tuple[str, int], list[tuple[Tensor | None, Bridge]]] = {}  # with their rows, None for all
+        self._replacements: dict[tuple[str, int], list[tuple[Tensor | None, nn.Module]]] = {}  # with rows, None for all
         # Set for one pass:
         self._late: tuple[int, Tensor] | None = None  # the layer to begin at, and its input
         self._stop_at: int | None = None  # the layer to stop before
@@ -82,12 +81,12 @@ class RowModel:
                 args, kwargs = _with_hidden(args, kwargs, self._late[1])
             if self._kept["attention", index] is False and self._kept["mlp", index] is False:
                 hidden = hidden_states(args, kwargs)
-                return as_output(self._bridged(hidden, ("layers", index), hidden), form)
+                return as_output(self._replaced(hidden, ("layers", index), hidden), form)
             output = original(*args, **kwargs)
-            if ("layers", index) in self._bridges:  # of some of the rows only
+            if ("layers", index) in self._replacements:  # of some of the rows only
                 hidden = output if form is None else output[0]
-                bridged = self._bridged(hidden_states(args, kwargs), ("layers", index), hidden)
-                output = bridged if form is None else (bridged, *output[1:])
+                replaced = self._replaced(hidden_states(args, kwargs), ("layers", index), hidden)
+                output = replaced if form is None else (replaced, *output[1:])
             if self._calls is not None:
                 self._calls[index] = args, kwargs, output if form is None else output[0]
             return output
@@ -108,17 +107,17 @@ class RowModel:
                 # torch.where instead of a product: the output of a skipped sub-layer may be infinite.
                 result = torch.where(kept, result, 0.0)
             if leads:
-                result = self._bridged(hidden, (kind, index), result)
+                result = self._replaced(hidden, (kind, index), result)
                 if self._watched == (kind, index):
                     self._watched_states = hidden, result
             return result if form is None else (result, *output[1:])
 
         return forward
 
-    def _bridged(self, hidden: Tensor, place: tuple[str, int], output: Tensor) -> Tensor:
-        """Add the outputs of the bridges at a place, each to its own rows."""
-        for rows, bridge in self._bridges.get(place, ()):
-            added = bridge(hidden)
+    def _replaced(self, hidden: Tensor, place: tuple[str, int], output: Tensor) -> Tensor:
+        """Add the outputs of the replacements at a place, each to its own rows."""
+        for rows, module in self._replacements.get(place, ()):
+            added = module(hidden)
             output = output + (added if rows is None else torch.where(rows, added, 0.0))
         return output
 
@@ -170,7 +169,7 @@ class RowModel:
         masks: Sequence[SkipMask],
         mask_ids: Tensor,
         parts: Sequence[tuple[int, int]] = (),
-        bridges: Sequence[Bridges | None] = (),
+        replacements: Sequence[Replacements | None] = (),
         late: tuple[int, Tensor] | None = None,
     ) -> Tensor:
         """Run one pass. It writes the rows' keys and values after ``cache.length``, which stays as it is.
@@ -184,13 +183,13 @@ class RowModel:
             mask_ids: ``[R]`` int64: the mask of each row.
             parts: runs of rows that attend to few of the others' keys, see
                 :func:`~layerskip.models.attention.attend_in_parts`.
-            bridges: the bridges of every mask; empty for none.
+            replacements: those of every mask; empty for none.
             late: a layer and its input ``[1, R, H]``. The layers before it compute and write nothing.
 
         Returns:
             ``[R, V]`` logits.
         """
-        self.prepare(visible, masks, mask_ids, parts, bridges)
+        self.prepare(visible, masks, mask_ids, parts, replacements)
         self._late = late
         try:
             return forward(self._model_copy, tokens, cache, last=tokens.shape[0], positions=positions)
@@ -226,7 +225,7 @@ class RowModel:
         self._watched, self._watched_states = (kind, index), None
 
     def watched_states(self) -> tuple[Tensor, Tensor]:
-        """Return the last input of the watched sub-layer, and its output or that of its bridge, ``[1, R, H]`` each."""
+        """Return the last input of the watched sub-layer, and its output or that of its replacement, ``[1, R, H]`` each."""
         assert self._watched_states is not None
         return self._watched_states
 
@@ -236,16 +235,16 @@ class RowModel:
         masks: Sequence[SkipMask],
         mask_ids: Tensor,
         parts: Sequence[tuple[int, int]] = (),
-        bridges: Sequence[Bridges | None] = (),
+        replacements: Sequence[Replacements | None] = (),
     ) -> None:
-        """Set attention masks, skips and bridges of the next passes; for the arguments see :meth:`run`.
+        """Set attention masks, skips and replacements of the next passes; for the arguments see :meth:`run`.
 
         Args:
             visible: per layer ``[R, keys]`` bool; equal layers share one tensor.
             masks: the skip masks, each for at least one row.
             mask_ids: ``[R]`` int64: the mask of each row.
             parts: runs of rows, see :meth:`run`.
-            bridges: the bridges of every mask; empty for none.
+            replacements: those of every mask; empty for none.
         """
         dtype = self.model.dtype
         converted: dict[int, Tensor] = {}
@@ -263,11 +262,11 @@ class RowModel:
                     self._kept[kind, index] = kept[0]
                 else:
                     self._kept[kind, index] = torch.tensor(kept, device=mask_ids.device)[mask_ids][None, :, None]
-        self._bridges = {}
-        for number, own in enumerate(bridges):
+        self._replacements = {}
+        for number, own in enumerate(replacements):
             rows = None if len(masks) == 1 else (mask_ids == number)[None, :, None]
-            for gap, bridge in () if own is None else own.items():
-                self._bridges.setdefault((gap.kind, gap.first), []).append((rows, bridge))
+            for gap, module in () if own is None else own.items():
+                self._replacements.setdefault((gap.kind, gap.first), []).append((rows, module))
 
 
 def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -33,7 +33,7 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
 from layerskip.decoding.stopping import Stopper
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import Bridges
+from layerskip.models.skip_view import Replacements
 from layerskip.models.target import Target
 from layerskip.scan.parallel_drafts import ParallelDrafts
 from layerskip.scan.replay import Counts, count, expected_counts, replay
@@ -99,21 +99,14 @@ class Scan:
     Args:
         mask: the scanned mask.
         traces: the drafts along each continuation.
-        bridges: the mask's bridges; None for none.
+        replacements: the mask's; None for none.
         tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
-
-    Raises:
-        ConfigError: the bridges belong to another mask.
     """
 
     mask: SkipMask
     traces: tuple[Trace, ...]
-    bridges: Bridges | None = None
+    replacements: Replacements | None = None
     tokens: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.bridges is not None:
-            self.bridges.check(self.mask)
 
     @property
     def agreement(self) -> float:
@@ -209,7 +202,7 @@ class Scanner:
         masks: Sequence[SkipMask],
         depth: int | None = None,
         floor: float | None = None,
-        bridges: Sequence[Bridges | None] | None = None,
+        replacements: Sequence[Replacements | None] | None = None,
         tokens: Tensor | None = None,
     ) -> list[Scan]:
         """Scan masks, as many at once as ``max_rows`` allows.
@@ -219,7 +212,7 @@ class Scanner:
             depth: the longest draft; None for the scanner's.
             floor: greedy drafts are scanned past their first wrong token while their confidence is at least this. The lowest
                 threshold that will be replayed is best: rows in these passes cost less than passes of their own later.
-            bridges: the bridges of each mask; None for no bridges at all.
+            replacements: those of each mask; None for none at all.
             tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
         """
         if not self.sampling.greedy:
@@ -227,7 +220,7 @@ class Scanner:
         depth = self.depth if depth is None else min(depth, self.depth)
         scans = [
             Scan(mask, tuple(Trace.empty(p.starts, depth, self.runners) for p in self.continuations), own, tokens)
-            for mask, own in zip(masks, [None] * len(masks) if bridges is None else bridges, strict=True)
+            for mask, own in zip(masks, [None] * len(masks) if replacements is None else replacements, strict=True)
         ]
         for pack in self._packs:
             at_once = max(1, self.max_rows // len(pack.rows))
@@ -315,6 +308,6 @@ class Scanner:
                     scan.traces[p].record_confidence(s, place, token.confidence, token.runner_probs)
 
 
-def _drafters(scans: Sequence[Scan]) -> tuple[list[SkipMask], list[Bridges | None], Tensor | None]:
-    """Return the masks and bridges of scans, and their tokens, which are the same for all."""
-    return [scan.mask for scan in scans], [scan.bridges for scan in scans], scans[0].tokens
+def _drafters(scans: Sequence[Scan]) -> tuple[list[SkipMask], list[Replacements | None], Tensor | None]:
+    """Return the masks and replacements of scans, and their tokens, which are the same for all."""
+    return [scan.mask for scan in scans], [scan.replacements for scan in scans], scans[0].tokens

@@ -89,8 +89,8 @@ def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
         if left == ["none"]:
             raise InputError(f"space.methods: backend={backend.name} drafts with none of them")
         space = dataclasses.replace(space, methods=left)
-    if space.bridged and backend.name != _OWN:
-        raise InputError(f"space.bridges, space.draft_heads: backend={backend.name} has none")
+    if backend.name != _OWN:
+        space.refuse_fitted(f"backend={backend.name} has none")
     return backend.restrict(space)
 
 

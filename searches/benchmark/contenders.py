@@ -29,7 +29,7 @@ from searches.app.checks import InputError
 from searches.benchmark.peers import EnginePeer, Peer, is_installed
 from searches.space.search_space import DraftCost
 from searches.study.cascade_costs import CostTimer
-from searches.train.texts import refuse_answers_of
+from searches.training.texts import refuse_answers_of
 
 BASELINE = "plain"
 CONTEXT = 256

@@ -60,10 +60,7 @@ def compare_predictions(config: DictConfig) -> None:
     space = space.narrowed(
         ["layer_skip"], num_speculative_tokens=(lengths[0], lengths[-1]), stop=("length",), siblings=(0, 0)
     )
-    if space.bridged:
-        raise InputError(
-            "space.bridges, space.draft_heads: only empty skips are compared; searches.bridges compares bridges"
-        )
+    space.refuse_fitted("only empty skips are compared")
     outputs, new = Path(config.outputs), measuring.max_new_tokens
     folder = outputs / "predictions" / digest(RESULTS_VERSION)[:12]
     predictor = prepare_predictor(target, prompts, sampling, new, space, scanning, outputs, folder, config.seed)

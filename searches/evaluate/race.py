@@ -214,8 +214,7 @@ def race_strategies(config: DictConfig) -> None:
     prompts, held_out = tune.take(measuring.prompts), held_out.take(measuring.held_out_prompts)
     target: Target = instantiate(config.target)
     space = drop_unsupported(instantiate(config.space, layers=target.layers), target)
-    if space.bridged:
-        raise InputError("space.bridges, space.draft_heads: only empty skips race; searches.bridges compares bridges")
+    space.refuse_fitted("only empty skips race")
     bench = ModelBench(LayerskipBackend(target), sampling, measuring.max_new_tokens)
     settings = [OmegaConf.to_container(config[part], resolve=True) for part in ("measure", "scan", "sampling", "space")]
     identity = [target.digest, prompts.digest, held_out.digest, settings, machine(target)]

@@ -388,8 +388,8 @@ class SimulatedPredictor(SpeedupPredictor):
         return NO_EXTRAS
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a configuration has neither bridges nor a draft head."""
-        return not config.bridge and not config.draft_head
+        """Return whether a configuration drafts without fitted parts."""
+        return not config.fitted
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict the speedup of one configuration over plain decoding."""

@@ -81,10 +81,10 @@ class SpeedupPredictor(Protocol):
         """Predict the speedup of a configuration for which :meth:`can_predict` is true."""
 
     def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the bridges and the draft head of a mask's draft, as costs count them."""
+        """Return the extras of a mask's draft, as costs count them."""
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft has the bridges and the draft head that predictions assume."""
+        """Return whether a self-draft is one of those that are predicted."""
 
 
 DraftChoice = tuple[int, StopRule, Branching]

@@ -122,7 +122,7 @@ def prepare_predictor(
     depth, continuations = scanner.depth, scanner.continuations
     copied = space.values(LOOKUP, "num_speculative_tokens")[1] if LOOKUP in space.available_methods else 0
     longest = max(depth, copied)
-    parts = space.bridged, scanner.runners > 0
+    parts = space.fitted, scanner.runners > 0
 
     def measure(repeats: int, error: float) -> CostProfile:
         enough = dataclasses.replace(settings, profile_repeats=repeats, profile_error=error)
@@ -245,7 +245,7 @@ def cost_profile(
     sampling: Sampling,
     settings: ScanSettings,
     outputs: Path,
-    bridged: bool = False,
+    fitted: bool = False,
     branching: bool = False,
     report_cost: ReportCost = lambda *_: None,
     pool: Workers = ALONE,
@@ -262,7 +262,7 @@ def cost_profile(
         sampling: of the target's tokens.
         settings: the number of repeats and the tolerated error.
         outputs: folder of profiles.
-        bridged: whether bridges and draft heads are timed.
+        fitted: whether replacements of sub-layers and draft heads are timed.
         branching: whether trees are timed.
         report_cost: called with the name and the seconds of the profile.
         pool: the workers that share it.
@@ -277,7 +277,7 @@ def cost_profile(
         "longest": longest,
         "sampling": sampling.to_dict(),
         "machine": machine(target),
-        "bridged": bridged,
+        "fitted": fitted,
         "branching": branching,
         "recipe": _PROFILE_VERSION,
     }
@@ -292,7 +292,7 @@ def cost_profile(
             if stored["repeats"] < repeats and not (known and is_over()):
                 start = time.monotonic()
                 with counting((repeats + 1) * len(contexts), "repeats", "cost profile") as count:
-                    parts = longest, sampling, repeats, error, count, bridged, branching, is_over
+                    parts = longest, sampling, repeats, error, count, fitted, branching, is_over
                     profile, *others = (profile_costs(target, context, *parts) for context in contexts)
                 profile, seconds = dataclasses.replace(profile, others=tuple(others)), time.monotonic() - start
                 taken = stored.get("seconds", 0.0) + seconds

@@ -18,7 +18,7 @@ from searches.space.search_space import SearchSpace
 
 _NEIGHBOURS = 4  # neighbours of the best mask that are scanned before its neighbours are listed again
 _EARLY_SCANS = 3  # the inverse of the largest share of scans that may come before the search has ended
-_EARLY_LAYERS = 2  # first layers of the runs that are bridged
+_EARLY_LAYERS = 2  # first layers of the runs that are replaced
 _STEPS = (8, 4, 2)  # between the lengths of those runs
 _SPACING = 6  # layers between the starts of other runs, and between single sub-layers
 _POWERS = range(8)  # of two: lengths of other runs, up to the last layer
@@ -107,16 +107,16 @@ def propose(
     return _refined(search, scans, settings)
 
 
-def propose_bridged(
+def propose_runs(
     predictor: SpeedupPredictor,
     space: SearchSpace,
     settings: ProposalSettings,
     on_mask: Callable[[], object] = lambda: None,
     limits: Limits = NO_LIMITS,
 ) -> list[Prediction]:
-    """Propose the masks with the greatest predicted speedups with bridges, best first.
+    """Propose the masks with the greatest predicted speedups with replacements of what they skip, best first.
 
-    One long early run with one bridge is faster than scattered skips, whatever these reach without bridges. So the search
+    One long early run with one replacement is faster than scattered skips, whatever these reach when empty. So the search
     screens runs of every other length from the first layers that may be skipped. That held for the models that were
     examined; for others, it screens later runs and single sub-layers far apart, too. Then it moves the ends of the best
     runs. The space's own masks are screened first.
@@ -157,7 +157,7 @@ def propose_all(
     settings: ProposalSettings,
     on_mask: Callable[[], object] = lambda: None,
     also: Sequence[SkipMask] = (),
-    bridged: Sequence[SpeedupPredictor] = (),
+    filled: Sequence[SpeedupPredictor] = (),
     narrowed: Sequence[SpeedupPredictor] = (),
     limits: Limits = NO_LIMITS,
 ) -> list[SpeculativeConfig]:
@@ -166,20 +166,20 @@ def propose_all(
     Lookups come first because they are many times faster where the text repeats itself.
 
     Args:
-        predictor: predicts masks without bridges, and lookups.
+        predictor: predicts masks with empty skips, and lookups.
         space: the search space.
         settings: how many configurations are screened, scanned and proposed.
         on_mask: called after each screened mask.
         also: further masks to screen.
-        bridged: predictors of masks with bridges.
-        narrowed: predictors of masks without bridges that draft from a reduced vocabulary.
+        filled: predictors of masks whose skips are not empty.
+        narrowed: predictors of masks with empty skips that draft from a reduced vocabulary.
         limits: what ends the search early.
     """
-    with_bridges = [found for other in bridged for found in propose_bridged(other, space, settings, on_mask, limits)]
+    with_replacements = [found for other in filled for found in propose_runs(other, space, settings, on_mask, limits)]
     with_head = [found for other in narrowed for found in propose(other, space, settings, on_mask, also, limits=limits)]
     plain = propose(predictor, space, settings, on_mask, also, limits=limits)
     # Equally many of each group, because prediction errors may differ between groups.
-    every = (*plain, *_best_first(with_bridges, settings), *_best_first(with_head, settings))
+    every = (*plain, *_best_first(with_replacements, settings), *_best_first(with_head, settings))
     ranked = sorted(every, key=lambda prediction: -prediction.speedup)
     configs = [prediction.config for prediction in (*propose_lookups(predictor, space, settings.lookups), *ranked)]
     siblings = space.values("layer_skip", "siblings")[1]

@@ -22,7 +22,7 @@ from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
-from layerskip.models.bridge import Bridges, load_bridges
+from layerskip.models.skip_view import Replacements
 from layerskip.scan.replay import Counts, count, replay_lookup
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.scan.trace import Branching
@@ -30,8 +30,6 @@ from searches.predict.contexts import ContextCosts
 from searches.predict.predictor import SCREENED_TOGETHER, DraftChoice, DraftChoices, Prediction
 from searches.predict.stability import Stability, stability
 from searches.results import ResultLog
-from searches.space.bridge_spec import BridgeSpec
-from searches.train.bridge_store import BridgeStore, training_record
 from searches.workers.pool import ALONE, Workers
 
 SHARED_TOGETHER = 256  # masks that several workers screen together, so that all have some
@@ -69,60 +67,36 @@ def share_scans(
             yield mask, results[mask.format()]
 
 
-class BridgedDrafts:
-    """Drafts of masks with one bridge spec.
-
-    Args:
-        bridge_spec: the bridges and the draft head of every mask.
-        bridge_store: the source of bridges and draft heads; None if the spec has none.
+class EmptyDrafts:
+    """Drafts of masks with empty skips and the whole vocabulary. A subclass fills the gaps, or reduces the vocabulary.
 
     Attributes:
         tokens: ``[K]`` int64, the tokens of the draft head; None for the whole vocabulary.
+        fills_gaps: whether anything replaces the skipped sub-layers.
     """
 
-    def __init__(self, bridge_spec: BridgeSpec, bridge_store: BridgeStore | None) -> None:
-        self.bridge_spec, self._store = bridge_spec, bridge_store
-        self.tokens: Tensor | None = None if bridge_store is None else bridge_store.tokens(bridge_spec.tokens)
+    tokens: Tensor | None = None
+    fills_gaps = False
 
-    def folders(self, mask: SkipMask) -> tuple[str, str]:
-        """Return the folders of a mask's bridges and of the draft head; empty if there are none."""
-        if self._store is None:
-            return "", ""
-        return self._store.bridge(mask, self.bridge_spec), self._store.head(self.bridge_spec.tokens)
+    def fields(self, mask: SkipMask) -> dict[str, Any]:
+        """Return the fields of a configuration that drafts so, in addition to the mask."""
+        return {}
 
-    def scan(
-        self, scanner: Scanner, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None
-    ) -> list[Scan]:
-        """Scan masks with their bridges; arguments are those of :meth:`~layerskip.scan.scan.Scanner.scan`.
-
-        Args:
-            scanner: of continuations.
-            masks: to scan.
-            depth: of drafts; None for the scanner's.
-            floor: confidence down to which drafts are followed; None for all.
-        """
-        store, bridges = self._store, None
-        if store is not None:
-            bridges = [store.load(store.bridge(mask, self.bridge_spec), mask) for mask in masks]
-        return scanner.scan(masks, depth=depth, floor=floor, bridges=bridges, tokens=self.tokens)
+    def replacements(self, masks: Sequence[SkipMask]) -> Sequence[Replacements | None] | None:
+        """Return what replaces the skipped sub-layers of each mask; None for nothing at all."""
+        return None
 
     def reproducible(self, mask: SkipMask) -> bool:
-        """Return whether another process would scan the mask alike, since no bridges are missing for lack of memory."""
-        return self._store is None or not self._store.failed(mask, self.bridge_spec)
+        """Return whether another process would scan the mask alike, since nothing is missing for lack of memory."""
+        return True
 
     def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the bridges and the draft head of a mask's draft, as costs count them."""
-        return NO_EXTRAS if self._store is None else self._store.extras(mask, self.bridge_spec)
-
-    def trained_extras(self, bridges: Bridges) -> DraftExtras:
-        """Return the costs of a mask's draft with bridges that were trained since."""
-        return DraftExtras.of(bridges.shape, 0 if self._store is None else self._store.left_out(self.bridge_spec.tokens))
+        """Return the extras of a mask's draft, as costs count them."""
+        return NO_EXTRAS
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft's bridges and draft head are those of the spec."""
-        if self._store is None or not (config.bridge or config.draft_head):
-            return self.bridge_spec == BridgeSpec() and not config.bridge and not config.draft_head
-        return self._store.bridge_spec(config) == self.bridge_spec
+        """Return whether a self-draft is one of these drafts."""
+        return not config.fitted
 
 
 _CACHED_SCANS = 64  # scans kept in memory for further stop rules
@@ -137,8 +111,7 @@ class ScanPredictor:
         profile: the costs, at one or several contexts.
         choices: the draft lengths, stop rules and siblings to predict.
         folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
-        bridge_spec: the bridges and the draft head of every mask; None for none.
-        bridge_store: the source of bridges and draft heads; None for none.
+        drafts: what masks draft with.
         pool: the workers that share the predictions through their storage instead of the folder.
         costs: measures the costs well; None if ``profile`` is good enough.
 
@@ -154,13 +127,11 @@ class ScanPredictor:
         profile: CostProfile,
         choices: DraftChoices,
         folder: Path,
-        bridge_spec: BridgeSpec | None = None,
-        bridge_store: BridgeStore | None = None,
+        drafts: EmptyDrafts | None = None,
         pool: Workers = ALONE,
         costs: Callable[[], CostProfile] | None = None,
     ) -> None:
-        self.bridge_spec = bridge_spec or BridgeSpec()
-        self._drafts = BridgedDrafts(self.bridge_spec, bridge_store)
+        self.drafts = drafts or EmptyDrafts()
         self._folder, self._pool = folder, pool
         self.screened_together = SCREENED_TOGETHER if pool.alone else SHARED_TOGETHER
         self._scanner, self._screen, self._choices = scanner, screen, choices
@@ -208,7 +179,7 @@ class ScanPredictor:
 
         def scan(batch: Sequence[SkipMask]) -> dict[str, float]:
             start = time.monotonic()
-            found = {each.mask.format(): each.agreement for each in self._drafts.scan(self._screen, batch, depth=1)}
+            found = {each.mask.format(): each.agreement for each in self._scans_of(self._screen, batch, depth=1)}
             self.screening_seconds += time.monotonic() - start
             return found
 
@@ -253,40 +224,48 @@ class ScanPredictor:
         return self._choice_speedup(counts, choice, mask, self.extras(mask))
 
     def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the bridges and the draft head of a mask's draft, as costs count them."""
-        return self._drafts.extras(mask)
+        """Return the extras of a mask's draft, as costs count them."""
+        return self.drafts.extras(mask)
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft's bridges and draft head are those of the bridge spec."""
-        return self._drafts.matches(config)
+        """Return whether a self-draft is one of those that are predicted."""
+        return self.drafts.matches(config)
 
-    def tuned(self, config: SpeculativeConfig) -> SpeculativeConfig:
+    def tuned(
+        self, config: SpeculativeConfig, name: str, replacements: Replacements, extras: DraftExtras
+    ) -> SpeculativeConfig:
         """Return a predictable configuration with the best draft length, stop rule and siblings, its own ones included.
 
-        Its bridges may have been trained since.
+        Args:
+            config: the configuration.
+            name: a digest of its replacements.
+            replacements: what it drafts with in place of those of this predictor's drafts.
+            extras: of its draft.
         """
-        mask, folder = SkipMask.parse(config.mask, self.layers), Path(config.bridge)
+        mask = SkipMask.parse(config.mask, self.layers)
         own = config.num_speculative_tokens, config.stop, Branching(config.siblings, config.min_token_prob)
-        bridges = load_bridges(folder, self._scanner.target, mask)
-        name = digest(
-            [folder.name, training_record(folder), config.num_speculative_tokens, config.stop.to_dict(), astuple(own[2])]
-        )
+        name = digest([name, config.num_speculative_tokens, config.stop.to_dict(), astuple(own[2])])
         if name not in self._trained:
-            (scan,) = self._scanner.scan([mask], bridges=[bridges], tokens=self._drafts.tokens)
+            (scan,) = self._scanner.scan([mask], replacements=[replacements], tokens=self.drafts.tokens)
             counts = self._scanner.counts(scan, *own, warmed=True)
             self._trained.add(name, [self._all_counts(scan), [each.to_list() for each in counts]])
         others, own_counts = self._trained[name]
-        every = self._parse(others) | {own: _read_counts(own_counts)}
-        (length, stop, branching), _ = self._fastest(every, mask, self._drafts.trained_extras(bridges))
+        (length, stop, branching), _ = self._fastest(self._parse(others) | {own: _read_counts(own_counts)}, mask, extras)
         siblings, minimum = astuple(branching)
         return replace(config, num_speculative_tokens=length, stop=stop, siblings=siblings, min_token_prob=minimum)
 
-    def bridged(self, bridge_spec: BridgeSpec, bridge_store: BridgeStore) -> ScanPredictor:
-        """Return a predictor for another bridge spec that shares the texts and their passes."""
-        bridge = f"{bridge_spec.bridge}{bridge_spec.width or ''}"
-        folder = self._folder / f"{bridge}-{bridge_spec.rank}-{bridge_spec.tokens}-{bridge_store.digest[:12]}"
-        parts = self._scanner, self._screen, self._costs.profile, self._choices
-        return ScanPredictor(*parts, folder, bridge_spec, bridge_store, self._pool, self._measure_costs)
+    def with_drafts(self, drafts: EmptyDrafts, name: str) -> ScanPredictor:
+        """Return a predictor for other drafts that shares the texts and their passes; ``name`` is that of its folder."""
+        return ScanPredictor(
+            self._scanner,
+            self._screen,
+            self._costs.profile,
+            self._choices,
+            self._folder / name,
+            drafts,
+            self._pool,
+            self._measure_costs,
+        )
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""
@@ -331,10 +310,16 @@ class ScanPredictor:
         """Return the scanned masks that skip anything."""
         return [mask for text in self._counts if (mask := SkipMask.parse(text, self.layers)).skipped]
 
+    def _scans_of(
+        self, scanner: Scanner, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None
+    ) -> list[Scan]:
+        own = self.drafts.replacements(masks)
+        return scanner.scan(masks, depth=depth, floor=floor, replacements=own, tokens=self.drafts.tokens)
+
     def _scan(self, masks: Sequence[SkipMask]) -> None:
         def scan(batch: Sequence[SkipMask]) -> dict[str, dict[str, Any]]:
             start, found = time.monotonic(), {}
-            scans = self._drafts.scan(self._scanner, batch, floor=self._choices.floor)
+            scans = self._scans_of(self._scanner, batch, floor=self._choices.floor)
             seconds = (time.monotonic() - start) / len(batch)
             for each in scans:
                 start = time.monotonic()
@@ -352,17 +337,17 @@ class ScanPredictor:
         """Add the results of the masks that a log lacks, batch by batch."""
         identity = stage, *self._folder.parts[-2:]
         for mask, result in share_scans(self._pool, identity, masks, self.max_rows, log, scan):
-            log.add(mask.format(), result, self._drafts.reproducible(mask))
+            log.add(mask.format(), result, self.drafts.reproducible(mask))
 
     def _count(self, mask: SkipMask, num_speculative_tokens: int, stop: StopRule, branching: Branching) -> list[Counts]:
         """Return each continuation's counts of a choice that is not among those every mask is combined with."""
         name = json.dumps([mask.format(), num_speculative_tokens, stop.to_dict(), *astuple(branching)])
         if name not in self._others:
             if mask not in self._scans:
-                (scan,) = self._drafts.scan(self._scanner, [mask])
+                (scan,) = self._scans_of(self._scanner, [mask])
                 self._cache(scan)
             counts = self._scanner.counts(self._scans[mask], num_speculative_tokens, stop, branching, warmed=True)
-            self._others.add(name, [each.to_list() for each in counts], self._drafts.reproducible(mask))
+            self._others.add(name, [each.to_list() for each in counts], self.drafts.reproducible(mask))
         return _read_counts(self._others[name])
 
     def _cache(self, scan: Scan) -> None:
@@ -388,9 +373,9 @@ class ScanPredictor:
     def _best(self, mask: SkipMask) -> Prediction:
         known = self._counts[mask.format()]
         (length, stop, branching), speedup = self._fastest(self._parse(known["counts"]), mask, self.extras(mask))
-        bridge, head = self._drafts.folders(mask)
+        fields = self.drafts.fields(mask)
         config = SpeculativeConfig(
-            "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, bridge=bridge, draft_head=head
+            "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, **fields
         )
         return Prediction(config, speedup, float(known["agreement"]))
 

@@ -18,7 +18,7 @@ import optuna
 from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig, StopRule
 from layerskip.config import Costs, Field, Method, methods
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_whole
-from searches.space.bridge_spec import BRIDGES, RANKED, BridgeSource, BridgeSpec
+from searches.bridges.spec import BRIDGES, RANKED, BridgeSource, BridgeSpec
 
 Params = dict[str, int | float | str]
 _THRESHOLDS = (0.1, 0.9, 0.05)  # lowest, highest, step
@@ -304,11 +304,16 @@ class SearchSpace:
         return tuple(method for method in self.available_methods if methods()[method].second)
 
     @property
-    def bridged(self) -> bool:
+    def fitted(self) -> bool:
         """True if drafts may have bridges or a reduced vocabulary."""
         chosen = [methods()[method] for method in self.available_methods]
         reduced = any(self.draft_heads) and any("draft_head" in method for method in chosen)
         return reduced or (set(self.bridges) != {"none"} and any("bridge" in method for method in chosen))
+
+    def refuse_fitted(self, reason: str) -> None:
+        """Refuse a space whose drafts may have bridges or a reduced vocabulary, for a reason."""
+        if self.fitted:
+            raise InputError(f"space.bridges, space.draft_heads: {reason}")
 
     def values(self, method: str, name: str) -> tuple[Any, ...]:
         """Return what a field is chosen from: the lowest and highest value of a number, or all choices.

@@ -86,14 +86,14 @@ class Finalist:
     def complexity(self) -> tuple[int, int, bool, int, int, int]:
         """Sort key that decides ties.
 
-        It is the method, the number of drafters, whether they have bridges or draft heads, the number of skipped
+        It is the method, the number of drafters, whether they have fitted parts, the number of skipped
         sub-layers, siblings, and draft length.
         """
         parts = self.config.members or (self.config,)
         return (
             max(methods()[part.method].rank for part in parts),
             len(parts),
-            any(part.bridge or part.draft_head for part in parts),
+            any(part.fitted for part in parts),
             sum(sum(mask.count_skipped(part.mask)) for part in parts),
             max(part.siblings for part in parts),
             max(part.num_speculative_tokens for part in parts),
@@ -371,7 +371,7 @@ def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:
         return len(entries)
     spent, count = 0.0, 0
     for entry in entries:
-        each = list(entry.seconds.values()) or [(0.0, 0.0, 1)]  # trained bridges, which no trial has measured
+        each = list(entry.seconds.values()) or [(0.0, 0.0, 1)]  # trained after the trials, so no trial has measured
         own, plain = (sum(times[i] / times[2] for times in each) / len(each) for i in (0, 1))
         spent += own + (0.0 if count else plain)
         if count and _OTHER_WORK * spent * _ENOUGH_PROMPTS > seconds:

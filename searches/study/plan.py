@@ -27,14 +27,14 @@ from searches.app.checks import InputError, check_list, check_seed
 from searches.backends.backend import Backend, Workload
 from searches.backends.layerskip import LayerskipBackend
 from searches.backends.selection import make_backend, supported_space
+from searches.bridges.store import BridgeStore, BridgingSettings
 from searches.predict.preparation import ScanSettings
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
 from searches.study.study import StudySettings
-from searches.train.bridge_store import BridgeStore, BridgingSettings
-from searches.train.texts import check_draft_vocabulary, opening_texts, refuse_answers
+from searches.training.texts import check_draft_vocabulary, opening_texts, refuse_answers
 
-_BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
+_FITTED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
 _WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "workload", "worker")
 """Parts of the configuration that do not change the results of trials, or that :func:`describe` describes itself."""
 
@@ -95,8 +95,8 @@ class Plan:
         bridging: BridgingSettings = instantiate(config.bridging)  # refuses bad fields even if the space has no bridges
         like = opening_texts("bridging.begin_like", bridging.begin_like, prompts)
         store: BridgeStore | None = None
-        if space.bridged:
-            _check_bridged(space, target)
+        if space.fitted:
+            _check_fitted(space, target)
             width = max(space.widths, default=0) if "mlp" in space.bridges else 0
             store = BridgeStore(target, sampling, bridging, Path(config.outputs), config.seed, like, width)
             space = replace(space, bridge_store=store)
@@ -203,7 +203,7 @@ def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
     return space
 
 
-def _check_bridged(space: SearchSpace, target: Target) -> None:
+def _check_fitted(space: SearchSpace, target: Target) -> None:
     """Check the sizes of bridges and draft heads against the models."""
     for rank in space.ranks:
         if rank > target.hidden:
@@ -215,7 +215,7 @@ def _check_bridged(space: SearchSpace, target: Target) -> None:
 
 
 def describe(
-    config: DictConfig, target: Target, prompts: PromptSet, bridged: bool = False, backend: Backend | None = None
+    config: DictConfig, target: Target, prompts: PromptSet, fitted: bool = False, backend: Backend | None = None
 ) -> dict[str, Any]:
     """Return everything that changes the measurements of a trial, flat and with plain values.
 
@@ -223,7 +223,7 @@ def describe(
         config: the composed configuration.
         target: the loaded target.
         prompts: all prompts of the study.
-        bridged: whether drafts may have bridges or draft heads.
+        fitted: whether drafts may have bridges or draft heads.
         backend: the engine that decodes; None for this library's decoder.
     """
     engine = None if isinstance(backend, LayerskipBackend) else backend
@@ -231,8 +231,8 @@ def describe(
     if engine is not None:
         parts |= {"backend": {"name": engine.name, **engine.describe()}, "workload": _plain(config.get("workload"))}
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
-    if not bridged:  # what has no effect
-        flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_BRIDGED))}
+    if not fitted:  # what has no effect
+        flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_FITTED))}
     flat.pop("target.pack_weights", None)  # what came of it counts
     if uses_packing(target.model):
         flat["target.packed_weights"] = True

@@ -52,7 +52,7 @@ class SpeedupBound:
 
 
 class BoundEstimator:
-    """Estimator of the highest speedup of a suggestion; ``others`` predict masks with bridges or draft heads."""
+    """Estimator of the highest speedup of a suggestion; ``others`` predict other drafts of masks."""
 
     def __init__(self, predictor: SpeedupPredictor, others: Sequence[SpeedupPredictor] = ()) -> None:
         self._predictors = (predictor, *others)

@@ -18,7 +18,7 @@ from searches.app.interrupt import defer_interrupt
 KEPT_SECONDS = "kept_seconds"
 """User attribute of a trial: the part of its seconds that ledgers count, too."""
 FITS = "fit"
-"""The kind of fitted artifacts: bridges."""
+"""The kind of fitted artifacts."""
 SHARED = "shared"
 """The kind of artifacts of a target: its continuations of prompts, its training texts, cost profiles."""
 

@@ -21,7 +21,7 @@ from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, metrics_now
 from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
 
-_FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
+_FIT_SECONDS, _AGREEMENT = "fit_seconds", "agreement_"  # the metrics of a fit, the second one a prefix
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
 _BEST = "best"
 _TRIALS = "trials"  # the metric of the study's run that is written last
@@ -97,19 +97,23 @@ class Tracker:
         self._run.keep_left()  # for the next start, because the training that they are of may have ended by then
 
     def log_fits(self, fits: Sequence[Mapping[str, Any]]) -> None:
-        """Log fits of bridges: metrics with one step per fit, and a table of the fits in ``fits.json``.
+        """Log fits: metrics with one step per fit, and a table of the fits in ``fits.json``.
 
         Args:
-            fits: all fits so far, always in the same order: ``fit_seconds``, ``agreement_empty``, ``agreement_bridged`` and
-                fields that describe the fit. Logged fits are not logged again. An empty one keeps its step.
+            fits: all fits so far, always in the same order: ``fit_seconds``, fields that begin with ``agreement_``, and
+                others that describe the fit. Logged fits are not logged again. An empty one keeps its step.
         """
         run, client = self._run, self._store.client
 
         def write() -> None:
             run_id = run.current()
-            logged = {metric.step for metric in client.get_metric_history(run_id, _FIT_METRICS[0])}
+            logged = {metric.step for metric in client.get_metric_history(run_id, _FIT_SECONDS)}
             new = [(step, fit) for step, fit in enumerate(fits) if fit and step not in logged]
-            values = [each for step, fit in new for each in metrics_now({name: fit[name] for name in _FIT_METRICS}, step)]
+            measured = [
+                {name: value for name, value in fit.items() if name == _FIT_SECONDS or name.startswith(_AGREEMENT)}
+                for _, fit in new
+            ]
+            values = [each for (step, _), fit in zip(new, measured, strict=True) for each in metrics_now(fit, step)]
             if new:
                 client.log_text(run_id, json.dumps(fits, indent=1), "fits.json")  # first, as logged fits are left out
             self._store.log(run_id, values)

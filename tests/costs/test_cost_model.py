@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from layerskip import SkipMask, StopRule, Target
+from layerskip.bridges.bridge import BridgeShape
 from layerskip.costs.cost_model import CostProfile, DraftExtras, in_steps
 from layerskip.costs.profile import profile_costs
-from layerskip.models.bridge import BridgeShape
 from layerskip.scan.replay import Counts
 from layerskip.scan.trace import Branching
 from tests.families import build
@@ -27,12 +27,12 @@ def test_a_draft_pass_costs_what_it_keeps(mask: str, seconds: float) -> None:
 
 
 def test_bridges_and_a_draft_head_change_the_cost() -> None:
-    profile = replace(PROFILE, bridge_seconds=0.5, map_seconds=0.25, number_seconds=0.01, token_seconds=0.002)
+    profile = replace(PROFILE, module_seconds=0.5, map_seconds=0.25, number_seconds=0.01, token_seconds=0.002)
     mask = SkipMask.parse("layers:0", 2)
-    extras = DraftExtras.of(BridgeShape("layers:0", 2, 4, "linear"), left_out=100)
+    extras = DraftExtras(**BridgeShape("layers:0", 2, 4, "linear").size, left_out=100)
     assert extras == DraftExtras(1, 20, 100, 1)
     assert profile.draft_seconds(mask, extras) == pytest.approx(9.5 + 0.5 + 0.25 + 0.2 - 0.2)
-    mean = DraftExtras.of(BridgeShape("layers:0", 2, 4, "mean"))
+    mean = DraftExtras(**BridgeShape("layers:0", 2, 4, "mean").size)
     assert profile.draft_seconds(mask, mean) == pytest.approx(9.5 + 0.5 + 0.04)
     counts = Counts(rounds=4, drafted=5, accepted=3, tokens=7, verified=(1, 1, 2))
     assert profile.seconds(counts, mask, StopRule(), extras) - profile.seconds(counts, mask, StopRule()) == pytest.approx(

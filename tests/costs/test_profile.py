@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 from layerskip import Sampling, SkipMask, StopRule, Target
+from layerskip.bridges.bridge import Bridge
 from layerskip.costs import profile as profiling
 from layerskip.costs import timing
 from layerskip.costs.cost_model import CostProfile, in_steps
@@ -23,7 +24,6 @@ from layerskip.drafters import layer_skip
 from layerskip.drafters.chain import SiblingCollector
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.models.architecture import architecture
-from layerskip.models.bridge import Bridge
 from layerskip.models.cache import KVCache, _Layer
 from layerskip.models.draft_head import OutputRows
 from layerskip.models.skip_view import skip_view
@@ -88,7 +88,7 @@ def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[
 
 def _bridge_price(bridge: Bridge, _: Tensor) -> float:
     looks = bridge.shape.kind != "mean"
-    return BRIDGE + MAP * looks + NUMBER * bridge.shape.parameter_count / bridge.shape.bridge_count
+    return BRIDGE + MAP * looks + NUMBER * bridge.shape.parameter_count / bridge.shape.size["modules"]
 
 
 def _output_price(width: int, rows: Tensor) -> float:
@@ -130,7 +130,7 @@ def test_a_profile_recovers_the_cost_of_every_part(
         verify_seconds=tuple(plain + ROW * (1 + drafted) for drafted in range(LONGEST + 1)),
     )
     _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
-    with_extras = replace(expected, bridge_seconds=BRIDGE, map_seconds=MAP, number_seconds=NUMBER, token_seconds=TOKEN)
+    with_extras = replace(expected, module_seconds=BRIDGE, map_seconds=MAP, number_seconds=NUMBER, token_seconds=TOKEN)
     _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), with_extras)
     # Fewer bridges, as for a wide model.
     monkeypatch.setattr(profiling, "_TIMED_PARAMETERS", 2 * target.hidden**2)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from layerskip.bridges.bridge import BridgeShape, save_bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.decoding.sampling import Sampling
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import BridgeShape, save_bridges
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.target import Target
 from layerskip.texts.continuations import Continuation

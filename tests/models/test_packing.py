@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from layerskip import SkipMask, SpeculativeConfig, Target, generate, load_target
+from layerskip.bridges.bridge import Bridges, BridgeShape, save_bridges
 from layerskip.costs.profile import profile_costs
 from layerskip.device.memory import tensor_bytes, total_bytes
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.measure import Decoder, Task
 from layerskip.models import packing
-from layerskip.models.bridge import Bridges, BridgeShape, save_bridges
 from layerskip.models.draft_head import DraftHead, OutputRows
 from layerskip.models.environment import machine
 from layerskip.models.loading import load_draft

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from layerskip.bridges.bridge import load_bridges
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import NoDraft
@@ -21,7 +22,6 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.mask import SkipMask
 from layerskip.measure.measure import measure
 from layerskip.models.architecture import UnsupportedModel
-from layerskip.models.bridge import load_bridges
 from layerskip.models.target import Target
 from layerskip.prompts import PromptSet
 from layerskip.scan.replay import count, replay_lookup
@@ -188,10 +188,10 @@ def test_bridged_drafts_are_replayed(family: str, left_out: int) -> None:
     for bridge, folder, scan in zip(
         bridges,
         folders,
-        scanner.scan(masks, bridges=bridges, tokens=torch.tensor(drafted) if left_out else None, floor=0.3),
+        scanner.scan(masks, replacements=bridges, tokens=torch.tensor(drafted) if left_out else None, floor=0.3),
         strict=True,
     ):
-        assert scan.bridges is bridge
+        assert scan.replacements is bridge
         for stop in STOPS[:4]:
             fields = {"mask": scan.mask.format(), "bridge": folder, "draft_head": head}
             config = SpeculativeConfig("layer_skip", 4, stop=stop, **fields)  # type: ignore[arg-type]

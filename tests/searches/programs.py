@@ -62,7 +62,7 @@ def environment() -> dict[str, str]:
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["searches.layerskip", "searches.train.program", "mlflow.store.tracking.sqlalchemy_store"])
+FORKS.set_forkserver_preload(["searches.layerskip", "searches.train", "mlflow.store.tracking.sqlalchemy_store"])
 
 
 def execute(program: str, *overrides: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from layerskip import PromptSet, SpeculativeConfig, load_target
 from layerskip.drafters.registry import build_drafter
 from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
-from searches.train.texts import refuse_answers
+from searches.training.texts import refuse_answers
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick

@@ -14,7 +14,7 @@ from layerskip import SkipMask, SpeculativeConfig
 from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
 from searches.predict.mask_search import expected_speedup, published_masks, run
 from searches.predict.predictor import Prediction
-from searches.predict.proposals import ProposalSettings, propose, propose_all, propose_bridged
+from searches.predict.proposals import ProposalSettings, propose, propose_all, propose_runs
 from searches.space.search_space import SearchSpace
 
 LAYERS = 8
@@ -69,7 +69,7 @@ class Landscape:
         return NO_EXTRAS
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        return not config.bridge
+        return not config.fitted
 
     def speedup(self, config: SpeculativeConfig) -> float:
         (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])
@@ -150,7 +150,7 @@ def test_a_bridged_run_is_found_exactly(first: int, length: int) -> None:
         SearchSpace(28, ranges=LENGTHS),
         [],
     )
-    found = propose_bridged(predictor, space, ProposalSettings(), lambda: calls.append(1))
+    found = propose_runs(predictor, space, ProposalSettings(), lambda: calls.append(1))
     assert found[0].config.mask == predictor.best.format()
     assert len(calls) == len(predictor.screened) == len(set(predictor.screened)) <= 90  # each takes a fit of some seconds
 
@@ -158,14 +158,14 @@ def test_a_bridged_run_is_found_exactly(first: int, length: int) -> None:
 @pytest.mark.parametrize("mask", ["attention:8", "mlp:20"])
 def test_a_single_bridged_sublayer_is_found(mask: str) -> None:
     predictor, space = OneMask(0, best=SkipMask.parse(mask, 28)), SearchSpace(28, ranges=LENGTHS)
-    assert propose_bridged(predictor, space, ProposalSettings())[0].config.mask == mask
+    assert propose_runs(predictor, space, ProposalSettings())[0].config.mask == mask
 
 
 def test_masks_of_the_space_are_screened_with_bridges() -> None:
     """A run that skips attention in one half and MLPs in the other is on no screened grid."""
     predictor = OneMask(0, best=SkipMask.parse("attention:5-9;mlp:10-14", 28))
     space = SearchSpace(28, ranges=LENGTHS, masks=[predictor.best.format()])
-    assert propose_bridged(predictor, space, ProposalSettings())[0].config.mask == predictor.best.format()
+    assert propose_runs(predictor, space, ProposalSettings())[0].config.mask == predictor.best.format()
     assert predictor.screened[0] == predictor.best
 
 
@@ -181,7 +181,7 @@ def test_proposals_are_ordered_by_predicted_speedup(worth: float) -> None:
 
     plain, other = OneMask(0), Scaled(0, best=run(28, 3, 9))
     settings = ProposalSettings(enqueued=3)
-    for group in ({"bridged": [other]}, {"narrowed": [other]}):
+    for group in ({"filled": [other]}, {"narrowed": [other]}):
         found = propose_all(plain, space, settings, **group)  # type: ignore[arg-type]
         assert len(found) == 6
         assert (found[0].mask == run(28, 3, 9).format()) is (worth > 1)
@@ -189,7 +189,7 @@ def test_proposals_are_ordered_by_predicted_speedup(worth: float) -> None:
 
 def test_a_small_budget_of_bridged_masks_covers_the_whole_depth() -> None:
     predictor, space = OneMask(0), SearchSpace(28, ranges=LENGTHS)
-    propose_bridged(predictor, space, ProposalSettings(screened=24))
+    propose_runs(predictor, space, ProposalSettings(screened=24))
     assert len(predictor.screened) == len(set(predictor.screened)) <= 24
     sizes = [mask.attention.count(True) for mask in predictor.screened if mask.attention == mask.mlp]
     assert max(sizes) > 20

@@ -107,7 +107,7 @@ def test_draft_heads_must_hold_every_models_special_tokens(tiny_folder: Path, tm
         "space.methods=[none,cross_tokenizer]",
         f"space.ranges.cross_tokenizer.draft_model=[{tiny_folder}]",
     )
-    assert _plan(tiny_folder, *few).space.bridged
+    assert _plan(tiny_folder, *few).space.fitted
     with pytest.raises(InputError, match=r"^space\.draft_heads: 6 tokens are fewer than the \d+ special ones"):
         _plan(tiny_folder, *few[:2], f"space.ranges.cross_tokenizer.draft_model=[{draft}]")
 

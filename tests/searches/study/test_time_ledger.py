@@ -14,14 +14,14 @@ from mlflow.tracking import MlflowClient
 
 from layerskip import Export, Sampling, SkipMask, Target
 from layerskip.measure.measurement import Sample
+from searches.bridges.spec import BridgeSpec
+from searches.bridges.store import BRIDGES_FOLDER, BridgeStore, BridgingSettings
 from searches.report import markdown as report
-from searches.space.bridge_spec import BridgeSpec
 from searches.space.search_space import SearchSpace
 from searches.study.finals import Finals
 from searches.study.objective import Objective
 from searches.study.study import StudySettings, counting_preparation, run_trials
 from searches.study.time_ledger import FITS, SHARED, TimeLedger, record_shared_seconds, recorded_seconds
-from searches.train.bridge_store import BRIDGES_FOLDER, BridgeStore, BridgingSettings
 from tests.searches.conftest import Launch
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
 from tests.searches.programs import journal_study, quick, runs, sqlite, tracked

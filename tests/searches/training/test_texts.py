@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from importlib import resources
 from pathlib import Path
 
@@ -14,8 +14,7 @@ from layerskip import PromptError, PromptSet, load_target
 from layerskip.decoding.sampling import Sampling
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
-from searches.results import exclusive
-from searches.train.texts import drafted_tokens, opening_texts, texts_identity, write_texts
+from searches.training.texts import drafted_tokens, opening_texts, texts_identity, write_texts
 from tests.drafters.heads import tiny
 from tests.searches.programs import FORKS
 from tests.tiny import save_tiny
@@ -56,16 +55,6 @@ def test_two_programs_write_the_same_texts_once(tmp_path: Path) -> None:
     assert both == [alone, alone]
     (file,) = (tmp_path / "texts").glob("*.jsonl")
     assert len(file.read_text(encoding="utf-8").splitlines()) == len(alone)
-
-
-def test_a_second_program_waits_for_the_first(tmp_path: Path) -> None:
-    texts = request(tmp_path / "one", 30)
-    (made,) = (tmp_path / "one" / "texts").glob("*.jsonl")
-    with ThreadPoolExecutor(1) as other, exclusive(tmp_path / "two" / "texts" / made.name):
-        coming = other.submit(request, tmp_path / "two", 30)
-        with pytest.raises(TimeoutError):
-            coming.result(timeout=1)
-    assert coming.result() == texts
 
 
 def test_opening_texts_that_are_measured_prompts_are_refused(tmp_path: Path) -> None:

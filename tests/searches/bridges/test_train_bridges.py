@@ -13,12 +13,12 @@ from layerskip import ConfigError, SpeculativeConfig, Target, generate, load_tar
 from layerskip.bridges.fit import Calibration
 from searches.app.checks import InputError
 from searches.app.interrupt import INTERRUPTED
-from searches.train import bridge_training
-from searches.train.bridge_training import BridgeTrainer, bridge_shape
+from searches.bridges import training
+from searches.bridges.training import BridgeTrainer, bridge_shape
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import runs, sqlite, tracked
-from tests.searches.train.test_train import SMALL
+from tests.searches.test_train import SMALL
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system
@@ -43,10 +43,10 @@ def _bridges(model: Path, outputs: Path) -> tuple[str, ...]:
 def test_bridges_are_written_and_draft_if_they_beat_empty_skips(
     helps: bool, model: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = bridge_training.held_out_acceptance
+    measured = training.held_out_acceptance
     # Drafts of a tiny random model are right at random, with or without bridges.
     monkeypatch.setattr(
-        bridge_training,
+        training,
         "held_out_acceptance",
         lambda *args: measured(*args) if args[2] is not None else [0.0 if helps else 1.0] * 3,
     )

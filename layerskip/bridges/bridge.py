@@ -40,9 +40,6 @@ class BridgeShape:
         kind: ``mean`` (one vector), ``linear`` (an affine map) or ``mlp`` (an affine map plus a gated MLP).
         rank: the rank of the map; 0 for full rank.
         width: the width of the MLP; 0 for other kinds.
-
-    Raises:
-        ConfigError: a value is out of range.
     """
 
     mask: str
@@ -70,22 +67,22 @@ class BridgeShape:
         return cls(mask.format(), target.layers, target.hidden, kind, rank, width)
 
     @property
-    def bridge_count(self) -> int:
-        """The number of bridges."""
-        return len(SkipMask.parse(self.mask, self.layers).gaps)
+    def parameter_count(self) -> int:
+        return self.size["parameters"]
 
     @property
-    def parameter_count(self) -> int:
-        """The number of parameters of all bridges together."""
+    def size(self) -> dict[str, int]:
+        """The numbers of modules, of their parameters, and of modules that depend on their input, as costs count them."""
+        count = len(SkipMask.parse(self.mask, self.layers).gaps)
         flat = 0 if self.kind == "mean" else 2 * self.rank * self.hidden or self.hidden**2
-        return self.bridge_count * (self.hidden + flat + 3 * self.width * self.hidden)
+        parameters = count * (self.hidden + flat + 3 * self.width * self.hidden)
+        return {"modules": count, "parameters": parameters, "maps": 0 if self.kind == "mean" else count}
 
     def is_compatible(self, other: BridgeShape) -> bool:
         """Return whether the bridges of another mask have the same kind and size."""
         return replace(self, mask="") == replace(other, mask="")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
         return asdict(self)
 
 
@@ -122,12 +119,9 @@ class Bridge(nn.Module):
 
     @torch.no_grad()
     def set_map(self, weight: Tensor, bias: Tensor, basis: Tensor | None = None) -> None:
-        """Set the affine map.
+        """Set the affine map: weight ``[H, H]`` of the scaled hidden state, and bias ``[H]``.
 
-        Args:
-            weight: ``[H, H]``, applied to the scaled hidden state.
-            bias: ``[H]``.
-            basis: ``[H, rank]``, orthonormal: the outputs of a map of that rank.
+        A map of lower rank takes ``basis``, ``[H, rank]`` and orthonormal, for its outputs.
         """
         self.bias.copy_(bias)
         if basis is not None:
@@ -152,18 +146,13 @@ class Bridges(nn.Module):
         self.spans = nn.ModuleDict({gap.name: Bridge(shape) for gap in self.mask.gaps})
 
     def of(self, gap: Gap) -> Bridge:
-        """Return the bridge of a gap."""
-        bridge: Bridge = self.spans[gap.name]  # type: ignore[assignment]
+        bridge = self.spans[gap.name]
+        assert isinstance(bridge, Bridge)
         return bridge
-
-    def check(self, mask: SkipMask) -> None:
-        """Raise a :class:`ConfigError` if the bridges belong to another mask."""
-        if self.mask != mask:
-            raise ConfigError(f"bridges: made for mask {self.shape.mask!r}, not for {mask.format()!r}")
 
     @torch.no_grad()
     def warm_start(self, other: Bridges) -> None:
-        """Copy the weights of bridges of the same kind and size: for each gap, those of the nearest gap of its kind."""
+        """Copy the weights of another mask's bridges: for each gap, those of the nearest gap of the same kind, if any."""
         if not self.shape.is_compatible(other.shape):
             raise ConfigError(f"bridge: the bridges of {other.shape.mask} have another kind or size")
         for gap, bridge in self.items():

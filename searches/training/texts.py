@@ -35,14 +35,7 @@ _VERSION = 4  # of layerskip.texts.training_texts; texts of another version are 
 
 
 def texts_identity(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
-    """Return everything that texts depend on, the number of tokens included.
-
-    Args:
-        config: the number of tokens, the length of texts, the batch and the seed.
-        target: generates the texts.
-        sampling: the sampling of its tokens.
-        like: prompts that every other text begins like.
-    """
+    """Return everything that texts depend on, their number of tokens included; see :func:`texts_settings`."""
     return texts_settings(config, target, sampling, like) | {"tokens": config.tokens}
 
 
@@ -51,8 +44,7 @@ def texts_settings(config: DictConfig, target: Target, sampling: Sampling, like:
 
     Args:
         config: the length of texts, the batch and the seed.
-        target: generates the texts.
-        sampling: the sampling of its tokens.
+        sampling: of the target's tokens.
         like: prompts that every other text begins like.
     """
     settings = {"recipe": _VERSION, "target": target.digest, "sampling": sampling.to_dict(), "like": list(like)}
@@ -64,14 +56,8 @@ def write_texts(
 ) -> list[TrainingText]:
     """Write the first training texts that together have as many tokens as the configuration asks for, or a few more.
 
-    Texts that are in the outputs folder are not written again.
-
-    Args:
-        config: the number of tokens, the length of texts, the batch and the seed.
-        target: generates the texts.
-        sampling: the sampling of its tokens.
-        like: prompts that every other text begins like.
-        report_cost: called with the name and the seconds of the texts, also if writing is interrupted.
+    Texts that are in the outputs folder are not written again. The name and the seconds of the texts are reported, also if
+    writing is interrupted. For the other arguments see :func:`texts_settings`.
     """
     file = Path(config.outputs) / "texts" / f"{digest(texts_settings(config, target, sampling, like))[:16]}.jsonl"
     with exclusive(file):
@@ -119,11 +105,6 @@ def opening_texts(field: str, path: str | None, measured: PromptSet) -> list[str
         field: that names the file, for messages.
         path: the file; None for no texts.
         measured: prompts that are searched or measured on, which must not be learned from.
-
-    Raises:
-        ConfigError: the path is not a string.
-        InputError: a prompt of the file is among the measured ones.
-        PromptError: the file holds no prompts.
     """
     if path is None:
         return []
@@ -136,14 +117,7 @@ def opening_texts(field: str, path: str | None, measured: PromptSet) -> list[str
 
 
 def refuse_answers(field: str, folder: str, target: Target, prompts: PromptSet) -> None:
-    """Refuse a datastore that holds the target's own answers to measured prompts, or cannot be used.
-
-    Args:
-        field: that names the datastore, for messages.
-        folder: the folder of the datastore.
-        target: the target.
-        prompts: the measured ones.
-    """
+    """Refuse a datastore, named by a field, that holds the target's own answers to measured prompts, or cannot be used."""
     measured = {digest(item.content()) for item in prompts}  # by content, because ids may repeat in other files
     known = measured.intersection(Datastore.load(folder, target).about["prompts"])
     if known:
@@ -151,14 +125,7 @@ def refuse_answers(field: str, folder: str, target: Target, prompts: PromptSet) 
 
 
 def refuse_answers_of(owner: str, config: SpeculativeConfig, target: Target, prompts: PromptSet) -> None:
-    """Apply :func:`refuse_answers` to all datastores of a configuration and its members.
-
-    Args:
-        owner: the field of the configuration, for messages.
-        config: the configuration.
-        target: the target.
-        prompts: the measured ones.
-    """
+    """Apply :func:`refuse_answers` to all datastores of a configuration, which the field ``owner`` has, and its members."""
     configs = {owner: config} | {f"{owner}.members.{index}": member for index, member in enumerate(config.members)}
     for field, part in configs.items():
         if part.datastore:
@@ -166,7 +133,6 @@ def refuse_answers_of(owner: str, config: SpeculativeConfig, target: Target, pro
 
 
 def _user_texts(item: PromptItem) -> list[str]:
-    """Return the user's messages of a conversation with normalised spaces."""
     texts = [message["content"] for message in item.messages() if message["role"] == "user"]
     return [_normalised(text) for text in (*texts, *item.followups)]
 
@@ -188,14 +154,7 @@ def drafted_tokens(target: Target, texts: list[TrainingText], size: int | None) 
 
 
 def translated_tokens(draft: Target, target: Target, texts: list[TrainingText], size: int) -> Tensor | None:
-    """Return the tokens of a draft model of another tokenizer for :func:`drafted_tokens`, from the translated answers.
-
-    Args:
-        draft: the draft model.
-        target: the target.
-        texts: training texts of the target.
-        size: the number of tokens.
-    """
+    """Return the tokens of a draft model of another tokenizer for :func:`drafted_tokens`, from the translated answers."""
     assert target.tokenizer is not None
     assert draft.tokenizer is not None
     translation = Translation(target.tokenizer, draft.tokenizer)

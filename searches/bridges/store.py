@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, UnsupportedModel
+from layerskip.bridges.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.costs.cost_model import DraftExtras
 from layerskip.device.memory import within_memory
-from layerskip.files import digest, write_json
-from layerskip.models.bridge import Bridges, BridgeShape, load_bridges, save_bridges
+from layerskip.files import digest, read_json, write_json
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import load_draft
 from layerskip.scan.scan import Scanner
@@ -30,10 +30,11 @@ from layerskip.scan.text_batch import TextCache
 from layerskip.texts.continuations import ReportCost
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError, check_number, check_whole
+from searches.bridges.spec import BridgeSpec
+from searches.bridges.training import calibrate
+from searches.predict.scan_predictor import EmptyDrafts, ScanPredictor
 from searches.results import exclusive
-from searches.space.bridge_spec import BridgeSpec
-from searches.train.bridge_training import calibrate
-from searches.train.texts import continuations_of, drafted_tokens, texts_identity, translated_tokens, write_texts
+from searches.training.texts import continuations_of, drafted_tokens, texts_identity, translated_tokens, write_texts
 
 BRIDGES_FOLDER = "bridges"
 """The folder of fitted bridges in the outputs folder."""
@@ -87,17 +88,14 @@ class BridgeStore:
     """Bridges and draft heads of one target, and draft heads of its draft models.
 
     Args:
-        target: the target.
-        sampling: the sampling of its tokens.
-        settings: the settings of fitting and training.
+        sampling: of the target's tokens.
         outputs: folder of texts and bridges.
-        seed: the seed of the texts.
+        seed: of the texts.
         like: prompts that every other text begins like.
         width: the largest width of MLPs in the search.
 
     Attributes:
-        report_cost: called on every use of a fit with its name, the seconds that it took, and how many of them this call
-            spent.
+        report_cost: called on every use of a fit with its name, its seconds, and how many of them this call spent.
         report_texts_cost: the same for the training texts, and for reading them before the first fit.
     """
 
@@ -122,9 +120,8 @@ class BridgeStore:
         self.folder = (outputs / BRIDGES_FOLDER / self.digest[:12]).resolve()
         self.report_cost: ReportCost = lambda *_: None
         self.report_texts_cost: ReportCost = lambda *_: None
-        self._loaded: dict[str, Bridges] = {}
+        self._load = functools.lru_cache(_LOADED_MASKS)(functools.partial(load_bridges, target=target))
         self._reading_file = self.folder / "reading.json"  # the seconds that reading the texts took before the first fits
-        self._reading_seconds: float | None = None
         self._failed: set[Path] = set()  # folders of bridges that did not fit into this process's memory
 
     @property
@@ -137,11 +134,9 @@ class BridgeStore:
 
         It is empty if the spec has none, if they would not improve the draft, or if memory does not suffice to fit them.
         """
-        if bridge_spec.bridge == "none" or not mask.gaps:
+        if bridge_spec.bridge == "none" or not mask.gaps or self.failed(mask, bridge_spec):
             return ""
         folder = self._folder_of(mask, bridge_spec)
-        if self._has_failed(folder):
-            return ""
         existed = (folder / "head.json").exists()
         if not existed:
             with exclusive(folder):  # other studies share the store
@@ -155,15 +150,12 @@ class BridgeStore:
         return str(folder) if record["helps"] else ""
 
     def failed(self, mask: SkipMask, bridge_spec: BridgeSpec) -> bool:
-        """Return whether a mask should have bridges that could not be fitted in this process."""
-        return bridge_spec.bridge != "none" and bool(mask.gaps) and self._has_failed(self._folder_of(mask, bridge_spec))
+        """Return whether a mask's bridges could not be fitted in this process."""
+        return not self._failed.isdisjoint((self._folder_of(mask, bridge_spec), self.folder))
 
     def _folder_of(self, mask: SkipMask, bridge_spec: BridgeSpec) -> Path:
         named = [mask.format(), bridge_spec.bridge, bridge_spec.rank, *([bridge_spec.width] if bridge_spec.width else [])]
         return self.folder / digest(named)[:16]
-
-    def _has_failed(self, folder: Path) -> bool:
-        return not self._failed.isdisjoint((folder, self.folder))
 
     def head(self, size: int) -> str:
         """Return the folder of the target's draft head of ``size`` tokens; empty for the whole vocabulary."""
@@ -193,18 +185,13 @@ class BridgeStore:
 
     def load(self, folder: str, mask: SkipMask) -> Bridges | None:
         """Load the bridges in a folder that :meth:`bridge` returned; None for an empty path."""
-        if not folder:
-            return None
-        if folder not in self._loaded:
-            while len(self._loaded) >= _LOADED_MASKS:
-                del self._loaded[next(iter(self._loaded))]
-            self._loaded[folder] = load_bridges(folder, self.target, mask)
-        return self._loaded[folder]
+        return self._load(folder, mask=mask) if folder else None
 
-    def extras(self, mask: SkipMask, bridge_spec: BridgeSpec) -> DraftExtras:
-        """Return the bridges and the draft head of a mask's draft, as costs count them."""
-        shape = self._shape(mask, bridge_spec) if self.bridge(mask, bridge_spec) else None
-        return DraftExtras.of(shape, self.left_out(bridge_spec.tokens))
+    def predictor(self, plain: ScanPredictor, bridge_spec: BridgeSpec) -> ScanPredictor:
+        """Return a predictor of drafts with a spec that shares the texts of another one and their passes."""
+        bridge = f"{bridge_spec.bridge}{bridge_spec.width or ''}"
+        name = f"{bridge}-{bridge_spec.rank}-{bridge_spec.tokens}-{self.digest[:12]}"
+        return plain.with_drafts(BridgedDrafts(self, bridge_spec), name)
 
     def left_out(self, size: int) -> int:
         """Return the number of tokens that a draft head of ``size`` tokens never drafts."""
@@ -212,22 +199,20 @@ class BridgeStore:
 
     def bridge_spec(self, config: SpeculativeConfig) -> BridgeSpec:
         """Return the spec of a configuration whose bridges and draft head are from this store."""
-        bridge: dict[str, Any] = training_record(Path(config.bridge)) if config.bridge else {}
         size = training_record(Path(config.draft_head))["tokens"] if config.draft_head else 0
-        kind, rank, width = (bridge.get(name, 0) for name in ("bridge", "rank", "width"))
-        return BridgeSpec(str(kind or "none"), int(rank), int(size), int(width))
+        if not config.bridge:
+            return BridgeSpec(tokens=size)
+        made = training_record(Path(config.bridge))
+        return BridgeSpec(made["bridge"], made["rank"], size, made["width"])
 
     def fit_record(self, name: str) -> dict[str, Any]:
-        """Return the mask, the shape, the seconds and the agreements of a fit that ``report_cost`` named.
-
-        It is empty if the fit is unfinished or was deleted.
-        """
-        if not (self.folder / name / "head.json").exists():
+        """Return mask, shape, seconds and agreements of a fit that ``report_cost`` named; nothing if it is not there."""
+        head = read_json(self.folder / name / "head.json")
+        if head is None:
             return {}
-        head = json.loads((self.folder / name / "head.json").read_text(encoding="utf-8"))
         training, shape = head["training"], {part: head["shape"][part] for part in ("mask", "kind", "rank", "width")}
-        fit = {"fit_seconds": training["seconds"], "trained": "steps" in training}
-        return shape | fit | {f"agreement_{part}": training[part] for part in ("empty", "bridged")}
+        agreements = {f"agreement_{part}": training[part] for part in ("empty", "bridged")}
+        return shape | agreements | {"fit_seconds": training["seconds"], "trained": "steps" in training}
 
     @functools.cached_property
     def texts(self) -> list[TrainingText]:
@@ -252,23 +237,21 @@ class BridgeStore:
 
     def _report_reading(self, seconds_here: float = 0.0) -> None:
         """Report the cost of reading the texts, which counts once, however many processes read them for further fits."""
-        if self._reading_seconds is None and self._reading_file.exists():
-            self._reading_seconds = float(json.loads(self._reading_file.read_text(encoding="utf-8"))["seconds"])
-        if self._reading_seconds is not None:
-            self.report_texts_cost(f"reading {self.digest[:12]}", self._reading_seconds, seconds_here)
+        if (reading := read_json(self._reading_file)) is not None:
+            self.report_texts_cost(f"reading {self.digest[:12]}", reading["seconds"], seconds_here)
 
     @functools.cached_property
     def text_cache(self) -> TextCache | None:
         """The target's states of texts, for training; None without training."""
         return TextCache(self.settings.remembered_bytes) if self.trains else None
 
-    def _shape(self, mask: SkipMask, bridge_spec: BridgeSpec) -> BridgeShape:
+    def shape(self, mask: SkipMask, bridge_spec: BridgeSpec) -> BridgeShape:
         return BridgeShape.of(self.target, mask, bridge_spec.bridge, bridge_spec.rank, bridge_spec.width)
 
     def _fit(self, mask: SkipMask, bridge_spec: BridgeSpec, folder: Path) -> bool:
         """Fit bridges and save them; return False, and save nothing, if memory does not suffice on this machine."""
         try:
-            fit = within_memory(lambda: self.calibration.fit(self._shape(mask, bridge_spec)))
+            fit = within_memory(lambda: self.calibration.fit(self.shape(mask, bridge_spec)))
         except UnsupportedModel as error:
             self._failed.add(self.folder)
             print(f"bridge: all are left out: {error}")
@@ -284,6 +267,30 @@ class BridgeStore:
         if not fit.helps:
             print(f"bridge: {bridge_spec.bridge} for {mask.format()} drafts no better ({fit.bridged:.2f}) than empty skips")
         return True
+
+
+class BridgedDrafts(EmptyDrafts):
+    """Drafts of masks with the bridges and the draft head of a spec, which are made on first use."""
+
+    def __init__(self, store: BridgeStore, spec: BridgeSpec) -> None:
+        self._store, self._spec = store, spec
+        self.tokens, self.fills_gaps = store.tokens(spec.tokens), spec.bridge != "none"
+
+    def fields(self, mask: SkipMask) -> dict[str, Any]:
+        return {"bridge": self._store.bridge(mask, self._spec), "draft_head": self._store.head(self._spec.tokens)}
+
+    def replacements(self, masks: Sequence[SkipMask]) -> list[Bridges | None]:
+        return [self._store.load(self._store.bridge(mask, self._spec), mask) for mask in masks]
+
+    def reproducible(self, mask: SkipMask) -> bool:
+        return not (self.fills_gaps and mask.gaps and self._store.failed(mask, self._spec))
+
+    def extras(self, mask: SkipMask) -> DraftExtras:
+        size = self._store.shape(mask, self._spec).size if self._store.bridge(mask, self._spec) else {}
+        return DraftExtras(**size, left_out=self._store.left_out(self._spec.tokens))
+
+    def matches(self, config: SpeculativeConfig) -> bool:
+        return self._store.bridge_spec(config) == self._spec
 
 
 @functools.cache

@@ -16,21 +16,21 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from layerskip import SkipMask, SpeculativeConfig
+from layerskip.bridges.bridge import Bridges, BridgeShape, load_bridges, save_bridges
+from layerskip.costs.cost_model import DraftExtras
 from layerskip.device.memory import is_out_of_memory, release_memory, within_memory
 from layerskip.files import digest
-from layerskip.models.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.texts.continuations import Continuation
 from searches.app.checks import InputError
+from searches.bridges.spec import BridgeSpec
+from searches.bridges.store import BridgeStore, training_record
+from searches.bridges.training import BridgeTexts, BridgeTrainer
 from searches.predict.scan_predictor import ScanPredictor
 from searches.results import exclusive
-from searches.space.bridge_spec import BridgeSpec
 from searches.space.search_space import DraftCost
-from searches.study.leaderboard import LeaderboardEntry
 from searches.tracking.tracker import Tracker
-from searches.train.bridge_store import BridgeStore, training_record
-from searches.train.bridge_training import BridgeTexts, BridgeTrainer
-from searches.train.texts import continuations_of
-from searches.train.trainer import TrainingCheckpoint
+from searches.training.texts import continuations_of
+from searches.training.trainer import TrainingCheckpoint
 
 _RECIPE = 2  # version of training and evaluation; bridges of another version are trained again
 _STEPS = 10**6  # more than time allows
@@ -42,11 +42,8 @@ _SETTINGS = ("learning_rate", "unroll", "texts_per_step", "calibration_bytes", "
 class TrainedBridges:
     """Training of the bridges of finalists, each once.
 
-    Args:
-        bridge_store: provides closed-form fits, texts and settings, and keeps the trained bridges.
-        tracker: of the study; each training gets a nested run. None logs nothing.
-        draft_cost: measures the drafting costs of a cascade's members; None, or an empty result, keeps the costs of the
-            closed-form fits.
+    Each training gets a nested run of the tracker, if there is one. ``draft_cost`` measures the drafting costs of a
+    cascade's members; without a result they stay those of the closed-form fits.
     """
 
     def __init__(
@@ -60,19 +57,19 @@ class TrainedBridges:
         self._trained: dict[BridgeShape, Path] = {}  # from which the training of others may begin
 
     def finalists(
-        self, leaderboard: Sequence[LeaderboardEntry], predictors: Sequence[ScanPredictor]
-    ) -> list[LeaderboardEntry]:
-        """Return the bridged entries with trained bridges, as far as these draft better than empty skips.
+        self, configs: Sequence[SpeculativeConfig], predictors: Sequence[ScanPredictor]
+    ) -> dict[SpeculativeConfig, SpeculativeConfig]:
+        """Return configurations with trained bridges, as far as these draft better than empty skips, and their originals.
 
         Better drafts may be longer. The predictors, one for each bridge spec, therefore predict draft length, stop rule and
         siblings again.
         """
-        entries: dict[SpeculativeConfig, LeaderboardEntry] = {}
-        for entry in leaderboard:
-            if any(part.bridge for part in (entry.config, *entry.config.members)):
+        found: dict[SpeculativeConfig, SpeculativeConfig] = {}
+        for original in configs:
+            if any(part.bridge for part in (original, *original.members)):
                 config, reason = None, ""
                 try:
-                    config = self._train_all(entry.config)
+                    config = self._train_all(original)
                 except InputError as error:  # the finals of a long search must take place
                     reason = str(error)
                 except (MemoryError, RuntimeError) as error:
@@ -81,11 +78,11 @@ class TrainedBridges:
                     reason = "out of memory"
                 if reason:
                     release_memory()
-                    print(f"bridging: bridges of {entry.config.label()} stay as they were fitted: {reason}")
+                    print(f"bridging: bridges of {original.label()} stay as they were fitted: {reason}")
                 if config is not None:
-                    config = _tuned(config, predictors) if config.bridge else config
-                    entries.setdefault(config, replace(entry, config=config))
-        return list(entries.values())
+                    config = self._tuned(config, predictors) if config.bridge else config
+                    found.setdefault(config, original)
+        return found
 
     def _train_all(self, config: SpeculativeConfig) -> SpeculativeConfig | None:
         """Train the bridges of a configuration or of a cascade's members; return None if no bridges changed."""
@@ -176,18 +173,23 @@ class TrainedBridges:
         nearest = min(reversed(compatible), key=lambda other: _distance(shape, other), default=None)
         return None if nearest is None else load_bridges(self._trained[nearest], self._target)
 
+    def _tuned(self, config: SpeculativeConfig, predictors: Sequence[ScanPredictor]) -> SpeculativeConfig:
+        """Return the configuration with the best predicted draft length, stop rule and siblings; unchanged without any."""
+        predictor = next((predictor for predictor in predictors if predictor.can_predict(config)), None)
+        if predictor is None:
+            return config
+        folder = Path(config.bridge)
+        bridges = load_bridges(folder, self._target)
+        left_out = self._bridge_store.left_out(self._bridge_store.bridge_spec(config).tokens)
+        extras, name = DraftExtras(**bridges.shape.size, left_out=left_out), digest([folder.name, training_record(folder)])
+        tuned = within_memory(lambda: predictor.tuned(config, name, bridges, extras))
+        if tuned is None:
+            print(f"bridging: {config.label()} drafts as far as before its training: out of memory")
+        return tuned or config
+
 
 def _distance(one: BridgeShape, other: BridgeShape) -> int:
     """Return the number of sub-layers in which two masks differ."""
     masks = [SkipMask.parse(shape.mask, shape.layers) for shape in (one, other)]
     first, second = ((*mask.attention, *mask.mlp) for mask in masks)
     return sum(a != b for a, b in zip(first, second, strict=True))
-
-
-def _tuned(config: SpeculativeConfig, predictors: Sequence[ScanPredictor]) -> SpeculativeConfig:
-    """Return the configuration with the best predicted draft length, stop rule and siblings; unchanged without any."""
-    predictor = next((predictor for predictor in predictors if predictor.can_predict(config)), None)
-    tuned = config if predictor is None else within_memory(lambda: predictor.tuned(config))
-    if tuned is None:
-        print(f"bridging: {config.label()} drafts as far as before its training: out of memory")
-    return tuned or config

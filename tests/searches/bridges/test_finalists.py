@@ -12,24 +12,26 @@ import pytest
 import torch
 
 from layerskip import AcceptRule, Sampling, SkipMask, SpeculativeConfig, StopRule, Target, generate
+from layerskip.bridges.bridge import load_bridges, save_bridges
 from layerskip.costs.cost_model import CostProfile, DraftExtras
-from layerskip.models.bridge import load_bridges, save_bridges
 from layerskip.models.skip_view import skip_view
 from layerskip.prompts import PromptSet
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.app.checks import InputError
+from searches.bridges.finalists import TrainedBridges
+from searches.bridges.spec import BridgeSpec
+from searches.bridges.store import BridgeStore, BridgingSettings
+from searches.bridges.training import BridgeTrainer
 from searches.predict.predictor import DraftChoices
 from searches.predict.scan_predictor import ScanPredictor
-from searches.space.bridge_spec import BridgeSpec
-from searches.study.leaderboard import LeaderboardEntry
-from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
-from searches.train.bridge_store import BridgeStore, BridgingSettings
-from searches.train.bridge_training import BridgeTrainer
-from tests.searches.programs import runs, sqlite, tracked
 
 LINEAR = BridgeSpec("linear")
+
+
+def _store(target: Target, outputs: Path, tokens: int, train_seconds: float = 0.5) -> BridgeStore:
+    return BridgeStore(target, Sampling(), BridgingSettings(tokens, 16, 8, 2**24, train_seconds), outputs, 0)
 
 
 def test_finalists_that_cannot_be_trained_keep_their_fits(
@@ -38,10 +40,10 @@ def test_finalists_that_cannot_be_trained_keep_their_fits(
     def trained(_: TrainedBridges, config: SpeculativeConfig) -> SpeculativeConfig:
         raise InputError("training_bytes: 10 hold not even one text") if config.num_speculative_tokens == 1 else MemoryError
 
-    found = [LeaderboardEntry(SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b")) for length in (1, 2)]
+    found = [SpeculativeConfig("layer_skip", length, mask="layers:1", bridge="b") for length in (1, 2)]
     monkeypatch.setattr(TrainedBridges, "train", trained)
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, 0.5), tmp_path, 0)
-    assert TrainedBridges(bridge_store).finalists(found, []) == []
+    bridge_store = _store(tiny_target, tmp_path, 200)
+    assert TrainedBridges(bridge_store).finalists(found, []) == {}
     printed = capsys.readouterr().out
     assert "stay as they were fitted: training_bytes: 10 hold not even one text" in printed
     assert "stay as they were fitted: out of memory" in printed
@@ -56,26 +58,8 @@ def helpful(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def in_steps(monkeypatch: pytest.MonkeyPatch) -> float:
     """More seconds than a training needs; all trainings end after the same number of steps."""
-    monkeypatch.setattr("searches.study.trained_finalists._STEPS", 60)
+    monkeypatch.setattr("searches.bridges.finalists._STEPS", 60)
     return 1000.0
-
-
-def test_finalists_are_trained_once(in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path) -> None:
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
-    mask = next(
-        m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if bridge_store.bridge(m, LINEAR)
-    )
-    config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))
-    trainer = TrainedBridges(bridge_store)
-    trained = trainer.train(config)
-    before, after = (load_bridges(found.bridge, tiny_target, mask).state_dict() for found in (config, trained))
-    assert any(not torch.equal(before[name], after[name]) for name in before)
-    assert bridge_store.bridge_spec(trained) == LINEAR
-    written = (Path(trained.bridge) / "head.json").stat().st_mtime_ns
-    assert trainer.train(config) == trained
-    assert (Path(trained.bridge) / "head.json").stat().st_mtime_ns == written
-    plain = generate(tiny_target, "Hello.", SpeculativeConfig(), max_new_tokens=12)
-    assert generate(tiny_target, "Hello.", trained, max_new_tokens=12).tokens == plain.tokens
 
 
 @pytest.mark.parametrize("harm", [False, True])
@@ -100,13 +84,10 @@ def test_a_training_that_makes_drafts_worse_than_empty_skips_is_not_used(
             for parameter in self.module.parameters() if harm else ():
                 parameter.data.zero_()  # equal to empty skips
 
-    monkeypatch.setattr("searches.study.trained_finalists.BridgeTrainer", Noting)
-    settings = BridgingSettings(300, 16, 8, 2**24, in_steps)
-    bridge_store = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
-    mask = next(
-        m for m in (SkipMask.parse(f"layers:{i}", tiny_target.layers) for i in range(3)) if bridge_store.bridge(m, LINEAR)
-    )
-    config = SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))
+    monkeypatch.setattr("searches.bridges.finalists.BridgeTrainer", Noting)
+    bridge_store = _store(tiny_target, tmp_path, 300, in_steps)
+    config = _first_bridged(bridge_store)
+    mask = SkipMask.parse(config.mask, tiny_target.layers)
     found = TrainedBridges(bridge_store).train(config)
     printed = capsys.readouterr().out
     (folder,) = bridge_store.folder.glob("trained-*")
@@ -143,41 +124,18 @@ def test_training_starts_from_the_nearest_mask(
             begun.append(None if self._warm_start is None else self._warm_start.shape.mask)
             super().initialise()
 
-    monkeypatch.setattr("searches.study.trained_finalists.BridgeTrainer", Noting)
+    monkeypatch.setattr("searches.bridges.finalists.BridgeTrainer", Noting)
     monkeypatch.setattr("layerskip.bridges.fit.Fit.helps", True)
-    settings = BridgingSettings(200, 16, 8, 2**24, in_steps)
-    bridge_store = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
+    bridge_store = _store(tiny_target, tmp_path, 200, in_steps)
     trainer, masks = TrainedBridges(bridge_store), ["layers:0", "layers:0-2", "layers:0-1", "attention:1"]
     for mask in masks:
         trainer.train(_bridged(bridge_store, mask))
     assert begun == [None, "layers:0", "layers:0-2", "layers:0-1"]  # of two equally near ones, the one that was trained last
-    again = BridgeStore(tiny_target, Sampling(), settings, tmp_path, 0)
+    again = _store(tiny_target, tmp_path, 200, in_steps)
     trainer = TrainedBridges(again)
     for mask in (masks[0], "attention:2"):  # trained bridges are not trained again, but are starting points
         trainer.train(_bridged(again, mask))
     assert begun[len(masks) :] == ["layers:0"]
-
-
-def test_a_resumed_training_logs_its_closed_form(
-    in_steps: float, helpful: None, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(self: BridgeTrainer) -> float:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("layerskip.bridges.fit.Fit.helps", True)
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
-    tracker = Tracker(None, tracked(tmp_path), "layerskip")
-    tracker.open_study("one", "one", {}, {})
-    config = _bridged(bridge_store, "layers:1")
-    with monkeypatch.context() as patched:
-        patched.setattr(BridgeTrainer, "train_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            TrainedBridges(bridge_store, tracker).train(config)
-    again = BridgeStore(tiny_target, Sampling(), BridgingSettings(200, 16, 8, 2**24, in_steps), tmp_path, 0)
-    assert TrainedBridges(again, tracker).train(config) is not None
-    (run,) = runs(sqlite(tmp_path), "training")
-    assert run.data.metrics["fit_seconds"] > 0
-    assert run.data.metrics["agreement_closed_form"] == 1.0
 
 
 def test_the_draft_length_of_trained_bridges_is_predicted_again(
@@ -188,14 +146,12 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
     scanner, layers = Scanner(tiny_target, continuations, Sampling(), depth=4), tiny_target.layers
     verify = (8.0, 8.2, 8.4, 8.6, 8.8)
     profile = CostProfile(20, 0.05, 0.01, (0.01,) * layers, (0.01,) * layers, 0.01, 0.3, verify, 0.02, 1e-5)
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
-    fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
-    fitted = replace(
-        fitted, num_speculative_tokens=4, stop=StopRule("threshold", 0.3)
-    )  # not among the choices that every mask is tried with
+    bridge_store = _store(tiny_target, tmp_path, 600)
+    # The draft is not among the choices that every mask is tried with.
+    fitted = replace(_first_bridged(bridge_store), num_speculative_tokens=4, stop=StopRule("threshold", 0.3))
     mask = SkipMask.parse(fitted.mask, layers)
     plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 4)), tmp_path / "scans")
-    predictors = [plain.bridged(made, bridge_store) for made in (BridgeSpec("mean"), LINEAR)]
+    predictors = [bridge_store.predictor(plain, made) for made in (BridgeSpec("mean"), LINEAR)]
     folders = {}
     for spoilt in (0.0, 0.3, 10.0):
         bridges = load_bridges(fitted.bridge, tiny_target, mask)
@@ -204,11 +160,11 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
         folders[spoilt] = tmp_path / f"trained-{spoilt}"
         about = {"bridge": "linear", "rank": 0, "width": 0, "seconds": spoilt}
         save_bridges(folders[spoilt], bridges, tiny_target, about, "texts")
-    each = profile.draft_seconds(mask, extras=DraftExtras.of(bridges.shape))
+    each = profile.draft_seconds(mask, extras=DraftExtras(**bridges.shape.size))
     trainer, chosen = TrainedBridges(bridge_store), []
     for folder in folders.values():
         monkeypatch.setattr(trainer, "train", lambda config, folder=folder: replace(config, bridge=str(folder)))
-        (found,) = trainer.finalists([LeaderboardEntry(fitted)] * 2, predictors)
+        (found,) = trainer.finalists([fitted] * 2, predictors)
         worth = {}
         for choice in [*((length, StopRule()) for length in range(1, 5)), (fitted.num_speculative_tokens, fitted.stop)]:
             asked, rounds = replace(fitted, bridge=str(folder), num_speculative_tokens=choice[0], stop=choice[1]), []
@@ -217,12 +173,12 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
             cost = each + (0.01 if choice[1].method == "threshold" else 0.0)
             spent = sum(verify[r.drafted] + cost * r.drafted + (0.3 if r.drafted else 0.0) for r in rounds)
             worth[asked] = sum(r.committed for r in rounds) / spent
-        assert worth[found.config] == pytest.approx(max(worth.values()))
-        chosen.append((found.config.num_speculative_tokens, found.config.stop))
+        assert worth[found] == pytest.approx(max(worth.values()))
+        chosen.append((found.num_speculative_tokens, found.stop))
     assert len(set(chosen)) > 1
     monkeypatch.setattr(Scanner, "scan", None)  # a second scan would fail
-    (again,) = trainer.finalists([LeaderboardEntry(fitted)], predictors)
-    assert again.config == found.config
+    (again,) = trainer.finalists([fitted], predictors)
+    assert again == found
 
 
 @pytest.mark.parametrize("memory", [True, False])
@@ -236,20 +192,18 @@ def test_finalists_keep_their_draft_length_if_it_cannot_be_predicted(
     continuations = continue_prompts(tiny_target, PromptSet.of(["Say one."]), Sampling(), 10)
     scanner, layers = Scanner(tiny_target, continuations, Sampling(), depth=4), tiny_target.layers
     profile = CostProfile(20, 0.4, 0.1, (0.1,) * layers, (0.1,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0, 12.0))
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
-    fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
+    bridge_store = _store(tiny_target, tmp_path, 600)
+    fitted = _first_bridged(bridge_store)
     # Scans predict neither other acceptance rules nor longer drafts.
     others = [replace(fitted, accept=AcceptRule("typical")), replace(fitted, num_speculative_tokens=9)]
-    predictor = ScanPredictor(scanner, scanner, profile, DraftChoices((1, 4)), tmp_path / "scans").bridged(
-        LINEAR, bridge_store
+    predictor = bridge_store.predictor(
+        ScanPredictor(scanner, scanner, profile, DraftChoices((1, 4)), tmp_path / "scans"), LINEAR
     )
     monkeypatch.setattr(Scanner, "scan", scan)
     trainer = TrainedBridges(bridge_store)
     monkeypatch.setattr(trainer, "train", lambda config: config)
     asked = others if memory else [fitted]
-    assert [
-        found.config for found in trainer.finalists([LeaderboardEntry(config) for config in asked], [predictor])
-    ] == asked
+    assert trainer.finalists(asked, [predictor]) == {config: config for config in asked}
     assert ("drafts as far as before its training: out of memory" in capsys.readouterr().out) != memory
 
 
@@ -268,7 +222,7 @@ def test_bridges_of_cascades_are_trained_and_their_drafting_is_timed(
     def draft_cost(members: Sequence[SpeculativeConfig]) -> tuple[float, ...]:
         return costs_of(members) if timed else ()
 
-    bridge_store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24, 0.5), tmp_path, 0)
+    bridge_store = _store(tiny_target, tmp_path, 600)
     trainer = TrainedBridges(bridge_store, draft_cost=draft_cost)
     monkeypatch.setattr(trainer, "train", lambda c: replace(c, bridge="trained") if c.bridge == "fitted" else None)
     cascades = [
@@ -277,10 +231,15 @@ def test_bridges_of_cascades_are_trained_and_their_drafting_is_timed(
     ]
     trained = lookup, replace(fitted, bridge="trained")
     expected = replace(cascades[0], members=trained, draft_cost=(0.0, 0.7 if timed else 0.5))
-    found = trainer.finalists([LeaderboardEntry(config) for config in (*cascades, lookup)], [])
-    assert [entry.config for entry in found] == [expected]
+    assert trainer.finalists([*cascades, lookup], []) == {expected: cascades[0]}
 
 
 def _bridged(bridge_store: BridgeStore, text: str) -> SpeculativeConfig:
     mask = SkipMask.parse(text, bridge_store.target.layers)
     return SpeculativeConfig("layer_skip", 2, mask=mask.format(), bridge=bridge_store.bridge(mask, LINEAR))
+
+
+def _first_bridged(bridge_store: BridgeStore) -> SpeculativeConfig:
+    """Return a self-draft whose bridges help."""
+    every = (_bridged(bridge_store, f"layers:{layer}") for layer in range(bridge_store.target.layers))
+    return next(config for config in every if config.bridge)

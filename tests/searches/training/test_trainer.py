@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
-from searches.train.trainer import Trainer, TrainingCheckpoint, TrainingDiverged, check_training_folder
+from searches.training.trainer import Trainer, TrainingCheckpoint, check_training_folder
 from tests.searches.programs import tracked
 
 
@@ -72,7 +72,7 @@ def test_a_step_that_diverges_changes_nothing(then: float, tmp_path: Path) -> No
     trainer.train_step()
     trainer.save()
     before, kept = module.weight.clone(), trainer.checkpoint.path.read_bytes()
-    with pytest.raises(TrainingDiverged, match="^learning_rate: the loss is .* at step 1; 0.5 "):
+    with pytest.raises(InputError, match="^learning_rate: the loss is .* at step 1; 0.5 "):
         trainer.train_step()
     assert torch.equal(module.weight, before)
     assert trainer.checkpoint.path.read_bytes() == kept
@@ -99,8 +99,8 @@ class _Timed(Trainer):
 def test_the_limit_of_seconds_includes_evaluation(seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last step and its evaluation may exceed the limit, and a further run does nothing."""
     _Timed.clock = 0.0
-    monkeypatch.setattr("searches.train.trainer.now", lambda _: _Timed.clock)
-    monkeypatch.setattr("searches.train.trainer.time", SimpleNamespace(monotonic=lambda: _Timed.clock))
+    monkeypatch.setattr("searches.training.trainer.now", lambda _: _Timed.clock)
+    monkeypatch.setattr("searches.training.trainer.time", SimpleNamespace(monotonic=lambda: _Timed.clock))
     fields = {
         "texts_per_step": 1,
         "learning_rate": 0.1,

@@ -43,11 +43,12 @@ from layerskip.models.environment import environment
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.continuations import Continuation, continue_prompts
 from layerskip.texts.training_texts import TrainingText
+from searches.app.application import run
 from searches.app.checks import InputError, check_flag, check_folder, check_number, check_seed, check_whole
+from searches.bridges.training import bridge_shape, format_rates, held_out_scanner, load_warm_start, train_bridges
 from searches.results import exclusive
 from searches.tracking.tracker import Tracker
-from searches.train.bridge_training import bridge_shape, format_rates, held_out_scanner, load_warm_start, train_bridges
-from searches.train.texts import (
+from searches.training.texts import (
     check_draft_vocabulary,
     drafted_tokens,
     opening_texts,
@@ -56,7 +57,7 @@ from searches.train.texts import (
     texts_settings,
     write_texts,
 )
-from searches.train.trainer import (
+from searches.training.trainer import (
     Trainer,
     TrainingCheckpoint,
     TrainingRun,
@@ -77,14 +78,7 @@ _NEXT_ONLY = 0.6
 
 
 def train(config: DictConfig) -> Path | None:
-    """Train a head or bridges; see ``conf/train.yaml``.
-
-    Returns:
-        Their folder, or None if bridges do not improve on empty skips.
-
-    Raises:
-        InputError: a field is out of range, or a budget is too small.
-    """
+    """Train a head or bridges; return their folder, or None if bridges do not improve on empty skips."""
     _check(config)
     kind, sampling = str(config.drafter.method), instantiate(config.sampling)
     if kind == "layer_skip" and config.max_seconds is None:
@@ -234,16 +228,7 @@ def _new_head(config: DictConfig, kind: str, target: Target, texts: list[Trainin
 
 
 class HeadTrainer(Trainer):
-    """Trainer of a head; EAGLE's is trained in scaled units (:mod:`layerskip.heads.training`).
-
-    Args:
-        config: the composed configuration of the training.
-        head: to train.
-        target: the target.
-        store: hidden states of the training texts.
-        held_out: hidden states of held-out texts.
-        checkpoint: from which training resumes.
-    """
+    """Trainer of a head; EAGLE's is trained in scaled units (:mod:`layerskip.heads.training`)."""
 
     def __init__(
         self,
@@ -278,13 +263,11 @@ class HeadTrainer(Trainer):
             self._scaling.apply(self.head)
 
     def unscale(self) -> None:
-        """Convert the head to the target's units."""
         if isinstance(self.head, EagleHead):
-            self._scaling.undo(self.head)
+            self._scaling.inverse.apply(self.head)
             self._scaling = UNSCALED
 
     def loss(self, indices: list[int]) -> Tensor:
-        """Return the loss of the predicted next tokens."""
         batch = Batch.of([self.store[index] for index in indices], self.head, self._scaling, whole=True)
         next_only = isinstance(self.head, EagleHead) and self.progress < _NEXT_ONLY
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
@@ -292,7 +275,6 @@ class HeadTrainer(Trainer):
             return head_loss(predictions, self.readout)
 
     def evaluate(self) -> list[float]:
-        """Return the acceptance rates on held-out continuations."""
         return self.acceptance(self._held_out)
 
     def acceptance(self, texts: Iterable[TextFeatures]) -> list[float]:
@@ -301,3 +283,7 @@ class HeadTrainer(Trainer):
         rates = acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
         self.head.train()
         return rates
+
+
+if __name__ == "__main__":
+    run("train", train)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from layerskip.bridges.bridge import Bridges, BridgeShape
 from layerskip.bridges.fit import Fit
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import Bridges, BridgeShape
 from layerskip.models.target import Target
 from layerskip.texts.continuations import Continuation
 from searches.app.checks import InputError
-from searches.train.bridge_training import BridgeTexts, BridgeTrainer
-from searches.train.trainer import TrainingCheckpoint
+from searches.bridges.training import BridgeTexts, BridgeTrainer
+from searches.training.trainer import TrainingCheckpoint
 from tests.allocations import peak_bytes
 from tests.drafters.bridges import bridge_shape, calibration
 from tests.exhaustive import representative

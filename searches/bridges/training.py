@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +12,17 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from layerskip import ConfigError, MaskError, Sampling, SkipMask, Target, UnsupportedModel
+from layerskip.bridges.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.bridges.fit import Calibration, Fit
 from layerskip.bridges.training import BridgeTraining
-from layerskip.models.bridge import Bridges, BridgeShape, load_bridges, save_bridges
 from layerskip.models.draft_head import save_draft_tokens
-from layerskip.scan.scan import Scan, Scanner
+from layerskip.scan.scan import Scanner
 from layerskip.scan.text_batch import TextCache
 from layerskip.texts.continuations import Continuation, continuations_digest
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
-from searches.train.texts import continuations_of, texts_digest
-from searches.train.trainer import Trainer, TrainingCheckpoint, TrainingRun
+from searches.training.texts import continuations_of, texts_digest
+from searches.training.trainer import Trainer, TrainingCheckpoint, TrainingRun
 
 _COMPARED = 8  # texts on which a warm start is compared with the closed form
 _USED = 0.9  # share of the budget of a step; passes need the rest temporarily
@@ -35,8 +34,6 @@ class BridgeTexts:
     """What bridges are trained on.
 
     Args:
-        target: the target.
-        continuations: the training texts.
         tokens: ``[v]`` int64, the draft vocabulary; None for all tokens.
         calibration: makes the statistics for the closed form, if it is needed.
         cache: the target's states of texts; None computes them again.
@@ -53,15 +50,7 @@ class BridgeTrainer(Trainer):
     """Trainer of bridges.
 
     Training begins from the closed form or the warm start, whichever has the lower loss on a few texts. A step uses as many
-    texts as fit the configuration's budget.
-
-    Args:
-        config: the composed configuration of a training.
-        shape: the shape of the bridges.
-        texts: what they are trained on.
-        checkpoint: from which training resumes.
-        scanner: a scanner of held-out continuations; None evaluates nothing.
-        warm_start: bridges to begin from if their loss is lower than that of the closed form.
+    texts as fit the configuration's budget. Without a scanner of held-out continuations, it evaluates nothing.
     """
 
     def __init__(
@@ -104,11 +93,9 @@ class BridgeTrainer(Trainer):
         return sum(float(self._training.loss([continuation])) for continuation in self._continuations[:_COMPARED])
 
     def loss(self, indices: list[int]) -> Tensor:
-        """Return the loss of drafts on some texts."""
         return self._training.loss([self._continuations[index] for index in indices])
 
     def evaluate(self) -> list[float]:
-        """Return the acceptance rates in a scan of held-out continuations; an empty list without a scanner."""
         if self._scanner is None:
             return []
         return held_out_acceptance(self._scanner, self.bridges.shape, self.bridges.for_decoding(self._target), self._tokens)
@@ -150,24 +137,12 @@ def _length(continuation: Continuation) -> int:
 
 
 def held_out_acceptance(scanner: Scanner, shape: BridgeShape, bridges: Bridges | None, tokens: Tensor | None) -> list[float]:
-    """Return the acceptance rates of a mask's drafts with bridges, or with empty skips, in a scan.
+    """Return the acceptance rate of each further drafted token, given that the draft was right so far, in a scan.
 
-    Args:
-        scanner: a scanner of held-out continuations.
-        shape: the shape of the bridges, with the mask.
-        bridges: None for empty skips.
-        tokens: the draft vocabulary, ``[v]`` int64; None for all tokens.
+    For sampled tokens it is the mean probability of acceptance. Without bridges skips are empty.
     """
     mask = SkipMask.parse(shape.mask, shape.layers)
-    (scan,) = scanner.scan([mask], bridges=[bridges], tokens=tokens)
-    return acceptance_rates(scan)
-
-
-def acceptance_rates(scan: Scan) -> list[float]:
-    """Return the acceptance rate of each further drafted token, given that the draft was right so far.
-
-    For sampled tokens it is the mean probability of acceptance.
-    """
+    (scan,) = scanner.scan([mask], replacements=[bridges], tokens=tokens)
     if not scan.traces:
         return []
     # NaN if nothing was drafted, or after a wrong token.
@@ -179,38 +154,20 @@ def acceptance_rates(scan: Scan) -> list[float]:
 
 def bridge_shape(config: DictConfig, target: Target) -> BridgeShape:
     """Return the shape of the bridges that a configuration asks for; refuse one that is not possible."""
-    text = str(config.drafter.mask if config.mask is None else config.mask)
+    text, made = str(config.drafter.mask if config.mask is None else config.mask), config.bridge
+    if not isinstance(made, Mapping):
+        raise InputError(f"bridge: {made!r} is not a kind with its rank and its width")
     try:
         mask = SkipMask.parse(text, target.layers)
-    except MaskError as error:
+        if not mask.gaps:
+            raise InputError("mask: skips nothing, so there is nothing to bridge")
+        return BridgeShape.of(target, mask, made["kind"], made["rank"], made["width"])
+    except (MaskError, ConfigError) as error:
         raise InputError(str(error)) from None
-    if not mask.gaps:
-        raise InputError("mask: skips nothing, so there is nothing to bridge")
-    return parse_bridge_shape("bridge", config.bridge, target, mask)
-
-
-def parse_bridge_shape(field: str, value: Any, target: Target, mask: SkipMask) -> BridgeShape:
-    """Return the shape of a mask's bridges from a field of a configuration with ``kind``, ``rank`` and ``width``.
-
-    Args:
-        field: its name.
-        value: its content.
-        target: the target.
-        mask: the bridged mask.
-    """
-    if not isinstance(value, Mapping):
-        raise InputError(f"{field}: {value!r} is not a kind with its rank and its width")
-    try:
-        return BridgeShape.of(target, mask, value["kind"], value["rank"], value["width"])
-    except ConfigError as error:
-        raise InputError(f"{field}{str(error).removeprefix('bridge')}") from None
 
 
 def load_warm_start(config: DictConfig, target: Target, shape: BridgeShape) -> Bridges | None:
-    """Load the bridges that a configuration names as the warm start; None if it names none.
-
-    Bridges of another target, kind or size are refused with a :class:`ConfigError`.
-    """
+    """Load the bridges that a configuration names as the warm start, if any; refuse another target, kind or size."""
     if config.warm_start is None:
         return None
     bridges = load_bridges(str(config.warm_start), target)
@@ -219,12 +176,7 @@ def load_warm_start(config: DictConfig, target: Target, shape: BridgeShape) -> B
 
 
 def held_out_scanner(config: DictConfig, target: Target, continuations: Sequence[Continuation]) -> Scanner:
-    """Return a scanner of held-out continuations, which measures the acceptance of bridged drafts.
-
-    Raises:
-        InputError: the continuations are too short to draft anything.
-        UnsupportedModel: the target cannot be scanned, so bridges cannot be trained, either.
-    """
+    """Return a scanner of held-out continuations, which measures the acceptance of bridged drafts; refuse too short ones."""
     if not any(continuation.starts > 0 and continuation.limit(0) > 0 for continuation in continuations):
         raise InputError(f"held_out_tokens: {config.held_out_tokens} leave nothing to draft")
     usable = [continuation for continuation in continuations if continuation.starts > 0]
@@ -244,19 +196,7 @@ def train_bridges(
     tokens: Tensor | None,
     warm_start: Bridges | None,
 ) -> Path | None:
-    """Fit and train the bridges of one mask; return their folder, or None if an empty skip drafts better.
-
-    Args:
-        run: the training.
-        shape: the shape of the bridges, with the mask.
-        texts: training texts.
-        scanner: a scanner of held-out continuations.
-        tokens: ``[v]`` int64, the draft vocabulary; None for all tokens.
-        warm_start: bridges to begin from if their loss is lower than that of the closed form.
-
-    Raises:
-        InputError: no text is long enough to learn from, or a budget is too small.
-    """
+    """Fit and train the bridges of one mask; return their folder, or None if an empty skip drafts better."""
     config, target, folder, continuations = run.config, run.target, run.folder, continuations_of(texts)
     if not continuations:
         raise InputError(f"max_new_tokens: {config.max_new_tokens} leave no text of two tokens to learn from")
@@ -295,19 +235,7 @@ def train_bridges(
 def calibrate(
     target: Target, continuations: list[Continuation], max_bytes: int, field: str, cache: TextCache | None, width: int
 ) -> Calibration:
-    """Read the texts that bridges are fitted to, within the budget that a field of a configuration sets.
-
-    Args:
-        target: the target.
-        continuations: the texts.
-        max_bytes: the budget.
-        field: its name, for messages.
-        cache: the target's states of texts; None keeps none.
-        width: the largest width of MLPs to be fitted.
-
-    Raises:
-        InputError: the budget is too small.
-    """
+    """Read the texts that bridges are fitted to, within a budget of bytes that ``field`` sets, for MLPs up to a width."""
     try:
         return Calibration(target, continuations, max_bytes, text_cache=cache, width=width)
     except UnsupportedModel:
@@ -317,5 +245,4 @@ def calibrate(
 
 
 def format_rates(rates: list[float]) -> str:
-    """Return acceptance rates as text."""
     return ", ".join(f"{rate:.3f}" for rate in rates)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -12,21 +11,21 @@ import pytest
 import torch
 
 from layerskip import Export, Sampling, SkipMask, SpeculativeConfig, Target, generate, load_target
-from layerskip.costs.cost_model import CostProfile
-from layerskip.models.bridge import load_bridges
+from layerskip.bridges.bridge import load_bridges
+from layerskip.costs.cost_model import NO_EXTRAS, CostProfile
 from layerskip.models.draft_head import load_draft_tokens
 from layerskip.models.loading import load_draft
 from layerskip.prompts import PromptSet
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts
 from searches.app.checks import InputError
+from searches.bridges.spec import BridgeSpec, bridge_specs
+from searches.bridges.store import BRIDGES_FOLDER, BridgedDrafts, BridgeStore, BridgingSettings
+from searches.bridges.training import BridgeTrainer
 from searches.predict.predictor import DraftChoices
 from searches.predict.scan_predictor import ScanPredictor
-from searches.space.bridge_spec import BridgeSpec, bridge_specs
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import LeaderboardEntry, configuration
-from searches.train.bridge_store import BRIDGES_FOLDER, BridgeStore, BridgingSettings
-from searches.train.bridge_training import BridgeTrainer
 from tests.accelerator import DEVICE
 from tests.families import build
 from tests.searches.conftest import Launch
@@ -38,17 +37,21 @@ pytestmark = pytest.mark.system
 LINEAR = BridgeSpec("linear")
 
 
+def _store(target: Target, outputs: Path) -> BridgeStore:
+    return BridgeStore(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), outputs, 0)
+
+
 @pytest.fixture
 def bridge_store(tiny_target: Target, tmp_path: Path) -> BridgeStore:
-    return BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), tmp_path, 0)
+    return _store(tiny_target, tmp_path)
 
 
 def test_bridges_are_fitted_once(bridge_store: BridgeStore, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("layers:1", "layers:1-2", "mlp:1", "attention:2")]
     found = [bridge_store.bridge(mask, LINEAR) for mask in masks]
     assert any(found)
-    monkeypatch.setattr("searches.train.bridge_training.Calibration", None)  # a further fit would fail
-    again = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)
+    monkeypatch.setattr("searches.bridges.training.Calibration", None)  # a further fit would fail
+    again = _store(tiny_target, bridge_store.folder.parents[1])
     assert [again.bridge(mask, LINEAR) for mask in masks] == found
     for mask, folder in zip(masks, found, strict=True):
         if folder:
@@ -67,7 +70,7 @@ def test_bridges_that_do_not_help_are_not_used(
     assert bridge_store.bridge(mask, LINEAR) == ""
     assert "layers:1 drafts no better" in capsys.readouterr().out
     assert bridge_store.bridge(mask, LINEAR) == ""
-    assert bridge_store.extras(mask, LINEAR).bridges == 0
+    assert BridgedDrafts(bridge_store, LINEAR).extras(mask) == NO_EXTRAS
 
 
 def test_bridges_that_do_not_fit_into_memory_are_left_out(
@@ -78,10 +81,10 @@ def test_bridges_that_do_not_fit_into_memory_are_left_out(
         patch.setattr("layerskip.bridges.fit.regress", lambda *_: torch.empty(2**60))
         assert bridge_store.bridge(mask, LINEAR) == ""
         assert "layers:1-2 is left out: out of memory" in capsys.readouterr().out
-        assert bridge_store.extras(mask, LINEAR).bridges == 0
+        assert BridgedDrafts(bridge_store, LINEAR).extras(mask) == NO_EXTRAS
         assert bridge_store.bridge(SkipMask.parse("layers:2", tiny_target.layers), LINEAR) == ""
         assert "layers:2 is left out" in capsys.readouterr().out  # the states fit, so other masks are tried
-    again = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)
+    again = _store(tiny_target, bridge_store.folder.parents[1])
     again.bridge(mask, LINEAR)
     assert list(bridge_store.folder.glob("*/head.json"))  # nothing was saved, so they are fitted when there is room
 
@@ -105,7 +108,7 @@ def test_a_prediction_without_the_bridges_of_the_spec_is_not_saved(
 
     def predictor(store: BridgeStore) -> ScanPredictor:
         plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 3)), tmp_path / "scans")
-        return plain.bridged(LINEAR, store)
+        return store.predictor(plain, LINEAR)
 
     mask = SkipMask.parse("layers:1-2", layers)
     with monkeypatch.context() as patch:
@@ -114,15 +117,13 @@ def test_a_prediction_without_the_bridges_of_the_spec_is_not_saved(
         blind.predict([mask])
         blind.agreements([mask])
     assert not list((tmp_path / "scans").rglob("*.jsonl"))
-    predictor(
-        BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), bridge_store.folder.parents[1], 0)
-    ).predict([mask])
+    predictor(_store(tiny_target, bridge_store.folder.parents[1])).predict([mask])
     assert list((tmp_path / "scans").rglob("counts.jsonl"))
 
 
 def test_models_without_independent_rows_are_not_bridged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = Target(build("gpt_neo"))
-    bridge_store = BridgeStore(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), tmp_path, 0)
+    bridge_store = _store(target, tmp_path)
     for number in (0, 1):
         assert bridge_store.bridge(SkipMask.parse(f"layers:{number}", target.layers), LINEAR) == ""
     assert capsys.readouterr().out.count("bridge: all are left out: GPTNeoForCausalLM") == 1
@@ -143,25 +144,6 @@ def test_choices_and_bridged_configurations_are_inverse(bridge_store: BridgeStor
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
 
-def test_draft_models_may_have_draft_heads(bridge_store: BridgeStore, tiny_target: Target) -> None:
-    plain = SearchSpace(
-        tiny_target.layers,
-        ["draft_model"],
-        1,
-        0,
-        ranges={"draft_model": {"draft_model": ["some/draft"]}},
-        draft_heads=[0, 40],
-    )
-    assert plain.bridged
-    assert not replace(plain, ranges={}).bridged
-    space = replace(plain, bridge_store=bridge_store)
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.method == "draft_model"]
-    assert {bridge_store.bridge_spec(config).tokens for config in configs} == {0, 40}
-    for config in configs:
-        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
-
-
 def test_draft_heads_of_other_tokenizers_hold_the_translated_tokens(
     bridge_store: BridgeStore, tiny_target: Target, tmp_path: Path
 ) -> None:
@@ -175,7 +157,7 @@ def test_draft_heads_of_other_tokenizers_hold_the_translated_tokens(
         draft_heads=[0, 40],
         bridge_store=bridge_store,
     )
-    assert space.bridged
+    assert space.fitted
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.method == "cross_tokenizer"]
     assert {bridge_store.bridge_spec(config).tokens for config in configs} == {0, 40}
@@ -204,7 +186,7 @@ def test_a_predictor_includes_bridges_and_draft_heads(
     assert specs == [BridgeSpec(), BridgeSpec(tokens=60), LINEAR, BridgeSpec("linear", tokens=60)]
     specs.append(BridgeSpec("mlp", 8, 60, 4))
     assert bridge_specs(["mlp", "mean"], [8], [60], [4]) == [BridgeSpec(), specs[-1], BridgeSpec("mean", tokens=60)]
-    found = {bridge_spec: plain.bridged(bridge_spec, bridge_store) for bridge_spec in specs}
+    found = {bridge_spec: bridge_store.predictor(plain, bridge_spec) for bridge_spec in specs}
     for bridge_spec, predictor in found.items():
         (best,) = predictor.predict([mask])
         assert (best.config.bridge, best.config.draft_head) == (
@@ -243,7 +225,7 @@ def test_a_study_tries_bridges_and_trains_only_those_of_finalists(
         tried = [configuration(trial) for trial in study.trials if "config" in trial.user_attrs]
         return [LeaderboardEntry(config) for config in tried if config.bridge][:1]
 
-    monkeypatch.setattr("searches.study.trained_finalists.BridgeTrainer", Recording)
+    monkeypatch.setattr("searches.bridges.finalists.BridgeTrainer", Recording)
     monkeypatch.setattr("searches.sweep.contenders", first_bridged)
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     space = ("space.bridges=[none,linear,mlp]", "space.widths=[8]", "space.draft_heads=[0,60]")
@@ -283,9 +265,3 @@ def test_a_study_tries_bridges_and_trains_only_those_of_finalists(
 def test_impossible_bridges_are_refused(fields: dict[str, object], named: str) -> None:
     with pytest.raises(InputError, match=f"^space.{named}: "):
         SearchSpace(8, **fields)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("batch", 1.5), ("train_seconds", -1), ("learning_rate", 2)])
-def test_settings_out_of_range_are_refused(name: str, value: object) -> None:
-    with pytest.raises(InputError, match=f"^bridging.{name}: "):
-        BridgingSettings(**{name: value})  # type: ignore[arg-type]

@@ -32,10 +32,6 @@ _MIN_SECONDS = 1e-3  # of training, if initialisation took all the time
 _LOSSES = 50  # steps over which the loss is averaged
 
 
-class TrainingDiverged(InputError):
-    """A loss or a norm of the gradient that is not finite."""
-
-
 def check_learning(config: DictConfig) -> None:
     """Check the fields of every training; each program checks its limit of seconds itself."""
     for name in ("steps", "texts_per_step", "unroll"):
@@ -49,7 +45,6 @@ class TrainingCheckpoint:
     """The file of a training's state, and the identity of the training.
 
     Args:
-        path: the file.
         identity: digest of everything that the training depends on.
         settings_digest: digest of the part of it that is known before texts are written; "" if it is not checked that early.
     """
@@ -61,14 +56,11 @@ class TrainingCheckpoint:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One run of the program.
+    """One run of the program ``train``.
 
     Args:
-        config: the composed configuration.
-        target: the target.
         folder: for the checkpoint and the result.
         identity: everything that the training depends on, except the texts.
-        tracker: takes the metrics and the result.
     """
 
     config: DictConfig
@@ -113,21 +105,12 @@ def disk_bytes(module: nn.Module) -> int:
 class Trainer(ABC):
     """Trainer of a module, which resumes from its checkpoint.
 
-    Args:
-        config: the composed configuration of the training.
-        module: to train, in float32 and on its device.
-        texts: the number of training texts.
-        checkpoint: from which training resumes.
-
     Attributes:
         seconds: that initialisation and steps took.
         earlier_seconds: the part of them that other processes spent.
         saved_seconds: the part of them whose steps are in the checkpoint.
         evaluation_seconds: further seconds that evaluation took.
         start_metrics: metrics of the initial state by name; saved, because only the process that made that state knows them.
-
-    Raises:
-        InputError: the checkpoint is that of another training.
     """
 
     def __init__(self, config: DictConfig, module: nn.Module, texts: int, checkpoint: TrainingCheckpoint) -> None:
@@ -145,9 +128,9 @@ class Trainer(ABC):
                 raise InputError(f"head: {folder} holds another training, or one of other texts; name another folder")
             module.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
-            self.step, self.seconds, self._start_seconds = state["step"], state["seconds"], state.get("begun", 0.0)
+            self.step, self.seconds, self._start_seconds = state["step"], state["seconds"], state["begun"]
             self.earlier_seconds = self.saved_seconds = self.seconds
-            self.evaluation_seconds, self.start_metrics = state.get("judging", 0.0), state.get("begun_as", {})
+            self.evaluation_seconds, self.start_metrics = state["judging"], state["begun_as"]
         else:
             start = time.monotonic()
             self.initialise()
@@ -177,7 +160,7 @@ class Trainer(ABC):
         return float(max(by_steps, spent / max(maximum - self._start_seconds, _MIN_SECONDS)))
 
     def train_step(self) -> float:
-        """Do one step; return its loss. Raise :class:`TrainingDiverged` if the loss or the gradient is not finite."""
+        """Do one step; return its loss. Refuse one if the loss or the gradient is not finite."""
         start = now(self.device)
         for group in self.optimiser.param_groups:
             group["lr"] = self.config.learning_rate * rate_factor(self.progress, _WARMUP)
@@ -189,7 +172,7 @@ class Trainer(ABC):
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP)
         values = torch.stack((loss.detach().float(), norm.float())).tolist()  # both in one synchronisation with the device
         if not all(map(math.isfinite, values)):
-            raise TrainingDiverged(
+            raise InputError(
                 f"learning_rate: the loss is {values[0]}, its gradient's norm {values[1]} at step {self.step}; "
                 f"{self.config.learning_rate} may be too large; the last checkpoint stays"
             )

@@ -20,7 +20,7 @@ class BridgeSpec:
         bridge: ``none``, ``mean`` (a constant vector), ``linear`` (an affine map), or ``mlp`` (an affine map with a small
             gated MLP in parallel).
         rank: of the map; 0 for a full-rank one.
-        tokens: the number of tokens of the draft head; 0 for the whole vocabulary.
+        tokens: of the draft head; 0 for the whole vocabulary.
         width: of the MLP; 0 for other kinds.
     """
 
@@ -33,14 +33,7 @@ class BridgeSpec:
 def bridge_specs(
     bridges: Sequence[str], ranks: Sequence[int], heads: Sequence[int], widths: Sequence[int] = ()
 ) -> list[BridgeSpec]:
-    """Return all specs that can be made of these kinds and sizes. The first has no bridges and the whole vocabulary.
-
-    Args:
-        bridges: kinds of bridges.
-        ranks: of maps; 0 is a full-rank map.
-        heads: numbers of tokens of draft heads; 0 is the whole vocabulary.
-        widths: of MLPs.
-    """
+    """Return all specs that can be made of these kinds and sizes. The first has no bridges and the whole vocabulary."""
     found = [
         BridgeSpec(bridge, rank, tokens, width)
         for bridge in bridges
@@ -52,7 +45,7 @@ def bridge_specs(
 
 
 class BridgeSource(Protocol):
-    """Source of the folders of bridges and draft heads, such as :class:`searches.train.bridge_store.BridgeStore`."""
+    """Source of the folders of bridges and draft heads, such as :class:`searches.bridges.store.BridgeStore`."""
 
     def bridge(self, mask: SkipMask, bridge_spec: BridgeSpec) -> str:
         """Return the folder of a mask's bridges; empty if the spec has none or they would not improve the draft."""
