@@ -18,8 +18,7 @@ from typing import Any
 from layerskip.config import Costs, StopRule
 from layerskip.mask import SkipMask
 from layerskip.models.bridge import BridgeShape
-from layerskip.scan.replay import Counts
-from layerskip.scan.trace import CHAIN, Branching
+from layerskip.scan.replay import CHAIN, Branching, Counts
 
 
 @dataclass(frozen=True)

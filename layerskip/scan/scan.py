@@ -35,11 +35,10 @@ from layerskip.decoding.stopping import Stopper
 from layerskip.mask import SkipMask
 from layerskip.models.bridge import Bridges
 from layerskip.models.target import Target
-from layerskip.scan.parallel_drafts import ParallelDrafts
-from layerskip.scan.replay import Counts, count, expected_counts, replay
+from layerskip.scan.parallel_drafts import Drafters, ParallelDrafts
+from layerskip.scan.replay import CHAIN, Branching, Counts, Trace, count, expected_counts, replay
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.text_batch import Start, StartPack, TextBatch
-from layerskip.scan.trace import CHAIN, Branching, Trace
 from layerskip.texts.continuations import Continuation
 
 
@@ -76,11 +75,8 @@ def _similarity(hidden: Tensor, whole: Tensor) -> float:
     return float(cosine_similarity(hidden.float(), whole.float(), dim=-1).mean())
 
 
-_MARGIN = 0.1
-"""The margin below an adaptive threshold's current value to which drafts are scanned, because the threshold moves."""
-
-_CHECKED = 8
-"""Starts in the self-check."""
+_MARGIN = 0.1  # below an adaptive threshold's current value to which drafts are scanned, because the threshold moves
+_CHECKED = 8  # starts in the self-check
 
 
 def lowest_threshold(stops: Iterable[StopRule]) -> float | None:
@@ -130,9 +126,8 @@ class Scanner:
         continuations: its continuations, from :func:`~layerskip.texts.continuations.continue_prompts`.
         sampling: how the continuations were chosen.
         depth: the longest draft.
-        max_rows: rows per pass, which bounds memory. A pass holds ``[max_rows, V]`` logits and a mask over the keys of its
-            rows. The one cache of all passes has room for ``max_rows * depth`` positions after the continuations of as many
-            starts.
+        max_rows: rows per pass, which bounds memory: a pass holds ``[max_rows, V]`` logits, and the one cache has room for
+            ``max_rows * depth`` positions after the continuations of as many starts.
         runners: the number of runners-up to record for every drafted token, which become siblings. Ignored for sampled
             texts.
         max_bytes: budget for the target's keys, values and layer inputs of the continuations, without that cache.
@@ -158,15 +153,10 @@ class Scanner:
         self.depth, self.max_rows = depth, max_rows
         self.runners = runners if sampling.greedy else 0
         model, vocabulary = RowModel(target.model), target.vocabulary
-        self._texts = TextBatch(model, vocabulary, tuple(continuations), sampling, layer_inputs=True, max_bytes=max_bytes)
+        self._texts = TextBatch(model, vocabulary, continuations, sampling, layer_inputs=True, max_bytes=max_bytes)
         self.continuations = self._texts.continuations
-        starts = [
-            (p, s)
-            for p, continuation in enumerate(self.continuations)
-            for s in range(continuation.starts)
-            if continuation.limit(s) > 0
-        ]
-        self._packs = self._pack(starts)
+        texts = enumerate(self.continuations)
+        self._packs = self._pack([(p, s) for p, text in texts for s in range(text.starts) if text.limit(s) > 0])
         self._drafts = ParallelDrafts(self._texts, self.runners, self._packs[0] if self._packs else None)
 
     def sample(self, rows: int) -> Scanner:
@@ -234,7 +224,7 @@ class Scanner:
             for first in range(0, len(scans), at_once):
                 some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
-                for (m, p, s), place, token in self._drafts.draft(pack, *_drafters(some), rows, depth, floor):
+                for (m, p, s), place, token in self._drafts.draft(pack, _drafters(some), rows, depth, floor):
                     trace = some[m].traces[p]
                     trace.record_confidence(s, place, token.confidence, token.runner_probs)
                     if trace.agreed[s] == place or not self.sampling.greedy:
@@ -244,16 +234,9 @@ class Scanner:
     def counts(
         self, scan: Scan, num_speculative_tokens: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
     ) -> list[Counts]:
-        """Return the counts of decoding every continuation with a scanned mask.
+        """Return the counts of decoding every continuation with a scanned mask; the arguments are those of :meth:`rounds`.
 
-        An adaptive stop rule carries over from each continuation to the next.
-
-        Args:
-            scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
-            num_speculative_tokens: at most the scan's depth.
-            stop: the stop rule.
-            branching: siblings of drafted tokens.
-            warmed: see :meth:`rounds`; without effect for sampled texts.
+        ``warmed`` has no effect for sampled texts.
         """
         if not self.sampling.greedy:
             if branching.siblings:
@@ -265,15 +248,16 @@ class Scanner:
     def rounds(
         self, scan: Scan, num_speculative_tokens: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
     ) -> list[list[Round]]:
-        """Return the rounds of greedy decoding for every continuation, see :func:`~layerskip.scan.replay.replay`.
+        """Return the rounds of greedy decoding for every continuation.
+
+        An adaptive stop rule carries over from each continuation to the next.
 
         Args:
             scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
             num_speculative_tokens: at most the scan's depth.
             stop: the stop rule.
             branching: siblings of drafted tokens.
-            warmed: whether a stop rule that carries over between prompts has already run on all continuations, like one that
-                has been in use. Otherwise it begins with the first one.
+            warmed: whether a stop rule that carries over has already run on all continuations, like one in use.
 
         Raises:
             ValueError: tokens are sampled, or the draft length exceeds the scan's depth.
@@ -310,11 +294,10 @@ class Scanner:
         for pack in self._packs:
             rows = [(0, p, s) for p, s in pack.rows if (p, s) in starts]
             if rows:
-                drafts = self._drafts.draft(pack, *_drafters([scan]), rows, scan.traces[0].depth, floor, only_confident=True)
+                drafts = self._drafts.draft(pack, _drafters([scan]), rows, scan.traces[0].depth, floor, only_confident=True)
                 for (_, p, s), place, token in drafts:
                     scan.traces[p].record_confidence(s, place, token.confidence, token.runner_probs)
 
 
-def _drafters(scans: Sequence[Scan]) -> tuple[list[SkipMask], list[Bridges | None], Tensor | None]:
-    """Return the masks and bridges of scans, and their tokens, which are the same for all."""
-    return [scan.mask for scan in scans], [scan.bridges for scan in scans], scans[0].tokens
+def _drafters(scans: Sequence[Scan]) -> Drafters:
+    return Drafters([scan.mask for scan in scans], [scan.bridges for scan in scans], scans[0].tokens)

@@ -44,7 +44,7 @@ class TextStates:
     Args:
         tokens: ``[n]`` int64: prompt, continuation, and padding up to the requested length.
         cache: the target's keys and values of these tokens.
-        visible: per layer ``[n, n]`` bool or None, see :class:`~layerskip.scan.text_batch.TargetPass`.
+        visible: per layer ``[n, n]`` bool or None, as in :class:`TargetPass`.
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
         token_probs: ``[N]``: its probability of the token itself; empty for greedy decoding.
         top_tokens: its most likely tokens after every token of the continuation; None if not requested.
@@ -94,14 +94,13 @@ class TextCache:
 
 
 class TargetPass(NamedTuple):
-    """Results of the pass.
+    """A pass of the target over a text.
 
     Args:
         logits: ``[last, V]``.
         cache: all keys and values; its length is 0.
         visible: per layer which positions attend to which, ``[n, n]`` bool, or None for plain causal attention.
-        layer_inputs: per layer the input hidden states at the last positions, ``[1, recorded, H]``; empty if none were
-            requested.
+        layer_inputs: per layer the input hidden states ``[1, recorded, H]`` at the last positions, if requested.
     """
 
     logits: Tensor
@@ -117,7 +116,7 @@ def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> 
         rows: the target as a model of independent rows.
         tokens: ``[n]`` int64.
         last: number of final positions whose logits are returned.
-        recorded: number of final positions whose layer inputs are returned.
+        recorded: number of those whose layer inputs are returned.
 
     Raises:
         UnsupportedModel: an attention sub-layer takes no mask by name, or its mask differs between heads.
@@ -148,13 +147,9 @@ def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> 
     finally:
         for hook in hooks:
             hook.remove()
-    converted: dict[int, Tensor | None] = {}  # by the identity of the model's mask, so that layers go on sharing masks
-    visible = []
-    for index in range(rows.layers):
-        mask = masks[index]
-        if id(mask) not in converted:
-            converted[id(mask)] = None if mask is None else _visible(rows, mask, tokens.shape[0])
-        visible.append(converted[id(mask)])
+    different = {id(mask): mask for mask in masks.values()}
+    converted = {key: None if mask is None else _visible(rows, mask, tokens.shape[0]) for key, mask in different.items()}
+    visible = [converted[id(masks[index])] for index in range(rows.layers)]  # layers go on sharing masks
     return TargetPass(logits, cache, visible, layer_inputs)
 
 

@@ -22,10 +22,9 @@ from layerskip.models.bridge import Bridges, BridgeShape, save_bridges
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.environment import environment
 from layerskip.models.packing import uses_packing
-from layerskip.scan.replay import Counts
+from layerskip.scan.replay import Branching, Counts
 from layerskip.scan.scan import Scanner
 from layerskip.scan.text_batch import TextCache
-from layerskip.scan.trace import Branching
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.app.checks import InputError
 from searches.predict.contexts import ContextCosts

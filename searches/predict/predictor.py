@@ -8,8 +8,8 @@ from typing import Protocol
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs.cost_model import CostProfile, DraftExtras
+from layerskip.scan.replay import Branching
 from layerskip.scan.scan import lowest_threshold
-from layerskip.scan.trace import Branching
 
 
 @dataclass(frozen=True)

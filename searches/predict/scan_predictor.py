@@ -23,9 +23,8 @@ from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
 from layerskip.models.bridge import Bridges, load_bridges
-from layerskip.scan.replay import Counts, count, replay_lookup
+from layerskip.scan.replay import Branching, Counts, count, replay_lookup
 from layerskip.scan.scan import Scan, Scanner
-from layerskip.scan.trace import Branching
 from searches.predict.contexts import ContextCosts
 from searches.predict.predictor import SCREENED_TOGETHER, DraftChoice, DraftChoices, Prediction
 from searches.predict.stability import Stability, stability

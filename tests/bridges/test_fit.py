@@ -137,9 +137,10 @@ def test_bridges_are_judged_in_the_targets_dtype(monkeypatch: pytest.MonkeyPatch
     calibration = Calibration(target, drawn_continuations(target), 2**24)
     run, judged = RowModel.run, list[torch.dtype]()
 
-    def note(self: RowModel, *args: Any, bridges: list[Bridges | None], **kwargs: Any) -> torch.Tensor:
-        judged.extend(parameter.dtype for some in bridges if some is not None for parameter in some.parameters())
-        return run(self, *args, bridges=bridges, **kwargs)
+    def note(self: RowModel, *args: Any) -> torch.Tensor:
+        bridges = [bridge for some in self._bridges.values() for _, bridge in some]
+        judged.extend(parameter.dtype for bridge in bridges for parameter in bridge.parameters())
+        return run(self, *args)
 
     monkeypatch.setattr(RowModel, "run", note)
     fit = calibration.fit(bridge_shape(target, "layers:1-2"))

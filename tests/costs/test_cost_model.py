@@ -11,8 +11,7 @@ from layerskip import SkipMask, StopRule, Target
 from layerskip.costs.cost_model import CostProfile, DraftExtras, in_steps
 from layerskip.costs.profile import profile_costs
 from layerskip.models.bridge import BridgeShape
-from layerskip.scan.replay import Counts
-from layerskip.scan.trace import Branching
+from layerskip.scan.replay import Branching, Counts
 from tests.families import build
 
 PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, 0.5, (20.0, 21.0, 24.0))

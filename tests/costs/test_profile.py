@@ -27,8 +27,7 @@ from layerskip.models.bridge import Bridge
 from layerskip.models.cache import KVCache, _Layer
 from layerskip.models.output_rows import OutputRows
 from layerskip.models.skip_view import skip_view
-from layerskip.scan.replay import count
-from layerskip.scan.trace import Branching
+from layerskip.scan.replay import Branching, count
 from tests.families import build
 
 LONGEST = 4

@@ -24,9 +24,8 @@ from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.bridge import load_bridges
 from layerskip.models.target import Target
 from layerskip.prompts import PromptSet
-from layerskip.scan.replay import count, replay_lookup
+from layerskip.scan.replay import Branching, count, replay_lookup
 from layerskip.scan.scan import Scanner
-from layerskip.scan.trace import Branching
 from layerskip.texts.continuations import Continuation, continue_prompts
 from tests.drafters.bridges import bridge_folder, head_folder
 from tests.drafters.contract import PROMPTS, target_of
