@@ -27,11 +27,9 @@ from layerskip.scan.scan import Scanner
 from layerskip.scan.text_batch import TextCache
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.app.checks import InputError
-from searches.predict.contexts import ContextCosts
-from searches.predict.mask_search import MaskSearch, screen_runs
-from searches.predict.predictor import DraftChoices
-from searches.predict.preparation import ScanSettings, cost_profile, make_scanner
-from searches.predict.scan_predictor import ScanPredictor
+from searches.predict.mask_search import MaskSearch
+from searches.predict.preparation import Preparation, ScanSettings, make_scanner
+from searches.predict.scan_predictor import ContextCosts, DraftChoices, ScanPredictor
 from searches.results import ResultLog
 from searches.space.search_space import SearchSpace
 from searches.tracking.tracker import Tracker
@@ -107,9 +105,9 @@ class BridgePoints:
         except UnsupportedModel as error:
             print(f"siblings: left out: {error}")
             siblings = 0
-        scanner = make_scanner(target, scanned, sampling, int(config.depth), siblings, scanning)
+        scanner = make_scanner(target, scanned, sampling, int(config.depth), siblings)
         if scanner is None:
-            raise InputError("scan.max_rows, scan.text_bytes: there is not enough memory to scan")
+            raise InputError("target: there is not enough memory to scan")
         self.scanner: Scanner = scanner
         self.scanned: tuple[Continuation, ...] = scanner.continuations
         texts = write_texts(config, target, sampling, openings, add_shared)
@@ -120,17 +118,8 @@ class BridgePoints:
             if tokens is not None:
                 self.heads[len(tokens)] = tokens
         longest, branching = max(int(config.depth), _SIBLING_DEPTH * (1 + siblings)), scanner.runners > 0
-        profile = cost_profile(
-            target,
-            self.scanned,
-            longest,
-            sampling,
-            scanning,
-            outputs,
-            bridged=True,
-            branching=branching,
-            report_cost=add_shared,
-        )
+        preparation = Preparation(target, sampling, outputs, add_shared)
+        profile = preparation.cost_profile(self.scanned, longest, bridged=True, branching=branching)
         self.profile: CostProfile = ContextCosts(profile, self.scanned).average
         self.stops = (StopRule(), *(StopRule("threshold", float(value)) for value in scanning.thresholds))
         self._choices = DraftChoices((1, int(config.depth)), self.stops, tuple(range(self.scanner.runners + 1)))
@@ -149,7 +138,6 @@ class BridgePoints:
             "stops": [stop.to_dict() for stop in self.stops],
         }
         self.folder = outputs / f"bridges-{digest(identity)[:12]}"
-        self._screened_rows = scanning.screened_rows
         self._scans = ResultLog(self.folder / "scans.jsonl")
         self._screenings = ResultLog(self.folder / "screenings.jsonl")
         self._tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
@@ -198,8 +186,7 @@ class BridgePoints:
 
     def short_skips(self, maximum: int) -> list[SkipMask]:
         """Return the best short empty skips; see :func:`short_skips`."""
-        screen = self.scanner.sample(self._screened_rows)
-        predictor = ScanPredictor(self.scanner, screen, self.profile, self._choices, self.folder / "short")
+        predictor = ScanPredictor(self.scanner, self.profile, self._choices, self.folder / "short")
         return short_skips(predictor, self.scanner.depth, maximum, self._screenings)
 
     @property
@@ -343,5 +330,5 @@ def short_skips(predictor: ScanPredictor, depth: int, maximum: int, screenings: 
 
     search = MaskSearch(predictor, space, _SCREENED, log_seconds)
     search.screen(search.single(*part) for part in search.sublayers())
-    screen_runs(search, {}, ((first, first + length) for length in _LENGTHS for first in space.skippable))
+    search.screen_runs((first, first + length) for length in _LENGTHS for first in space.skippable)
     return search.best_masks(maximum)

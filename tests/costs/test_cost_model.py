@@ -9,7 +9,7 @@ import pytest
 
 from layerskip import SkipMask, StopRule, Target
 from layerskip.costs.cost_model import CostProfile, DraftExtras, in_steps
-from layerskip.costs.profile import profile_costs
+from layerskip.costs.profile import Repeats, profile_costs
 from layerskip.models.bridge import BridgeShape
 from layerskip.scan.replay import Branching, Counts
 from tests.families import build
@@ -50,12 +50,6 @@ def test_seconds_follow_from_counts() -> None:
     assert CostProfile.from_dict(PROFILE.to_dict()) == PROFILE
 
 
-def test_the_costs_of_verification_are_those_of_every_measured_context() -> None:
-    far = replace(PROFILE, context=90, verify_seconds=(40.0, 50.0, 60.0))
-    assert PROFILE.verify_cost == (1.05, 1.2)
-    assert replace(PROFILE, others=(far,)).verify_cost == ((10, (1.05, 1.2)), (90, (1.25, 1.5)))
-
-
 def test_a_step_that_was_disturbed_gives_costs_of_at_least_one() -> None:
     assert in_steps([1.4, 0.1, 1.5, 2.8]) == (1.0, 1.07, 2.0)
 
@@ -85,9 +79,8 @@ def test_a_profile_has_a_cost_for_everything(family: str, monkeypatch: pytest.Mo
     """Equal sub-layers have equal costs; a mixture of experts and a dense MLP have different ones."""
     target = Target(build(family))
     calls: list[int] = []
-    profile = profile_costs(
-        target, context=12, longest=3, repeats=2, on_repeat=lambda: calls.append(1), bridged=True, branching=True
-    )
+    repeats = Repeats(2, on_repeat=lambda: calls.append(1))
+    profile = profile_costs(target, context=12, longest=3, repeats=repeats, bridged=True, branching=True)
     assert len(profile.attention_seconds) == len(profile.mlp_seconds) == target.layers
     assert len(profile.verify_seconds) == 4
     assert all(seconds > 0 for seconds in profile.verify_seconds)
@@ -96,7 +89,7 @@ def test_a_profile_has_a_cost_for_everything(family: str, monkeypatch: pytest.Mo
     assert len(calls) == 3
     assert profile.tree_seconds >= 0 and profile.siblings_seconds >= 0
     monkeypatch.setattr("layerskip.drafters.chain.SiblingCollector.attach", lambda _, chain: chain)  # no draft has siblings
-    assert profile_costs(target, context=12, longest=3, repeats=1, branching=True).tree_seconds >= 0
+    assert profile_costs(target, context=12, longest=3, repeats=Repeats(1), branching=True).tree_seconds >= 0
     assert 0 <= profile.token_seconds * target.vocabulary <= profile.head_seconds
 
 

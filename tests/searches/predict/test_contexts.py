@@ -12,12 +12,12 @@ import optuna
 import pytest
 
 from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
-from layerskip.costs.cost_model import CostProfile
+from layerskip.costs.cost_model import CostProfile, in_steps
 from layerskip.scan.replay import Counts
 from layerskip.texts.continuations import Continuation
 from searches.predict import preparation
-from searches.predict.contexts import ContextCosts, timed_contexts
-from searches.predict.preparation import ScanSettings, cost_profile
+from searches.predict.preparation import Preparation
+from searches.predict.scan_predictor import ContextCosts, spread_contexts
 from searches.space.search_space import SearchSpace
 from searches.sweep import Sweep
 from searches.workers.pool import ALONE
@@ -25,8 +25,8 @@ from searches.workers.pool import ALONE
 MASK = SkipMask.parse("layers:0", 2)
 
 
-def _continuation(length: int, new: int = 64) -> Continuation:
-    return Continuation("", "", (5,) * (length - new // 2), (5,) * new, new)
+def _continuation(length: int) -> Continuation:
+    return Continuation("", "", (5,) * (length - 32), (5,) * 64, 64)
 
 
 def _profile(context: int) -> CostProfile:
@@ -47,7 +47,7 @@ def _profile(context: int) -> CostProfile:
     ],
 )
 def test_far_apart_contexts_are_timed_apart(lengths: list[int], contexts: list[int]) -> None:
-    assert timed_contexts([_continuation(length) for length in lengths]) == contexts
+    assert spread_contexts(lengths) == contexts
 
 
 def test_a_speedup_sums_over_the_contexts_of_the_continuations() -> None:
@@ -82,15 +82,14 @@ def test_a_profile_is_measured_at_the_contexts_of_the_prompts(
     monkeypatch.setattr(preparation, "profile_costs", measured)
 
     def profile(*lengths: int) -> CostProfile:
-        continuations = [_continuation(length) for length in lengths]
-        return cost_profile(tiny_target, continuations, 3, Sampling(), ScanSettings(), tmp_path)
+        return Preparation(tiny_target, Sampling(), tmp_path).cost_profile([_continuation(each) for each in lengths], 3)
 
     for _ in range(2):
         assert profile(200, 300) == _profile(256)
         assert profile(192, 1984, 8000) == replace(_profile(192), others=(_profile(1984), _profile(8000)))
     assert timed == [256, 192, 1984, 8000]  # the second time, all are read from their files
     stored = [json.loads(file.read_text(encoding="utf-8"))["asked"] for file in (tmp_path / "profiles").glob("*.json")]
-    assert sorted(asked.get("contexts", [asked["context"]]) for asked in stored) == [[192, 1984, 8000], [256]]
+    assert sorted(asked["contexts"] for asked in stored) == [[192, 1984, 8000], [256]]
 
 
 def test_cascades_of_a_study_have_costs_at_the_contexts_of_its_prompts(
@@ -112,7 +111,7 @@ def test_cascades_of_a_study_have_costs_at_the_contexts_of_its_prompts(
     short, long = timed
     lengths = sorted(len(tiny_target.encode(item.messages())) + 4 for item in tune)
     assert [abs(context - length) <= 32 for context, length in zip(timed, lengths, strict=True)] == [True, True]
-    assert found.verify_cost == tuple((context, _profile(context).verify_cost) for context in timed)
+    assert found.verify_cost == tuple((context, in_steps(_profile(context).verify_seconds)) for context in timed)
     members = SpeculativeConfig("prompt_lookup"), SpeculativeConfig("layer_skip", mask="layers:1")
     assert found.draft_cost is not None
     assert found.draft_cost(members) == ((short, (0.0, short / 1000)), (long, (0.0, long / 1000)))

@@ -130,11 +130,11 @@ def published() -> tuple[LossLandscape, SkipMask]:
 @pytest.mark.parametrize(
     ("landscape", "part"),
     [
-        (additive, "_knapsacks"),
-        (interacting, "_add_greedily"),
+        (additive, "MaskSearch._knapsacks"),
+        (interacting, "MaskSearch._add_greedily"),
         (flipped, "MaskSearch.neighbours"),
         (swapped, "MaskSearch.neighbours"),
-        (contiguous, "_screen_all_runs"),
+        (contiguous, "MaskSearch._screen_all_runs"),
         (published, "published_masks"),
     ],
 )

@@ -19,8 +19,7 @@ from layerskip.prompts import PromptSet
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.app.checks import InputError
-from searches.predict.predictor import DraftChoices
-from searches.predict.scan_predictor import ScanPredictor
+from searches.predict.scan_predictor import DraftChoices, ScanPredictor
 from searches.space.bridge_spec import BridgeSpec
 from searches.study.leaderboard import LeaderboardEntry
 from searches.study.trained_finalists import TrainedBridges
@@ -194,7 +193,7 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
         fitted, num_speculative_tokens=4, stop=StopRule("threshold", 0.3)
     )  # not among the choices that every mask is tried with
     mask = SkipMask.parse(fitted.mask, layers)
-    plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 4)), tmp_path / "scans")
+    plain = ScanPredictor(scanner, profile, DraftChoices((1, 4)), tmp_path / "scans")
     predictors = [plain.bridged(made, bridge_store) for made in (BridgeSpec("mean"), LINEAR)]
     folders = {}
     for spoilt in (0.0, 0.3, 10.0):
@@ -240,9 +239,7 @@ def test_finalists_keep_their_draft_length_if_it_cannot_be_predicted(
     fitted = next(c for c in (_bridged(bridge_store, f"layers:{i}") for i in range(layers)) if c.bridge)
     # Scans predict neither other acceptance rules nor longer drafts.
     others = [replace(fitted, accept=AcceptRule("typical")), replace(fitted, num_speculative_tokens=9)]
-    predictor = ScanPredictor(scanner, scanner, profile, DraftChoices((1, 4)), tmp_path / "scans").bridged(
-        LINEAR, bridge_store
-    )
+    predictor = ScanPredictor(scanner, profile, DraftChoices((1, 4)), tmp_path / "scans").bridged(LINEAR, bridge_store)
     monkeypatch.setattr(Scanner, "scan", scan)
     trainer = TrainedBridges(bridge_store)
     monkeypatch.setattr(trainer, "train", lambda config: config)
