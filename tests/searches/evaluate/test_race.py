@@ -99,7 +99,6 @@ def test_the_program_races_and_resumes(tiny_folder: Path, tmp_path: Path, launch
         *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "seeds=[0]"),
         *("space.protect_first=0", "space.protect_last=0", "seconds=6", "strategies=[draft_verify,ours]", "max_share=null"),
         *("measure.max_new_tokens=8", "measure.prompts=2", "measure.held_out_prompts=2"),
-        *("scan.profile_repeats=2", "scan.profile_error=1"),
         *("scan.proposals.screened=20", "scan.proposals.scanned=3", f"outputs={tmp_path}"),
     )
     done = launch(PROGRAM, *overrides, cwd=tmp_path)

@@ -14,13 +14,13 @@ from searches.evaluate.simulated import (
     PROSPECTS,
     Landscape,
     Machine,
-    SimulatedBench,
     SimulatedPredictor,
     draw_prompts,
+    simulated_bench,
 )
 from searches.predict.predictor import SpeedupPredictor
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench
+from searches.study.bench import BASELINE
 
 SPACE = SearchSpace(layers=8, methods=("none", "layer_skip", "prompt_lookup"), ranges={"layer_skip": {"stop": ["length"]}})
 LANDSCAPE = Landscape.draw(3)
@@ -83,7 +83,7 @@ def test_prompts_are_of_all_methods() -> None:
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Measurement]:
     """Return the measurements of each configuration on many prompts."""
-    bench: Bench = SimulatedBench(LANDSCAPE, Machine(0))
+    bench = simulated_bench(LANDSCAPE, Machine(0))
     rows = list(bench.compare(CONFIGS, draw_prompts(1500, 8), 1, 0))
     return {name: Measurement.of(rows, BASELINE, name) for name in CONFIGS}
 
@@ -108,7 +108,7 @@ def test_samples_are_those_of_a_decoder(measured: dict[str, Measurement]) -> Non
 
 
 def test_repeats_have_the_same_rounds_but_other_seconds() -> None:
-    bench = SimulatedBench(LANDSCAPE, Machine(0))
+    bench = simulated_bench(LANDSCAPE, Machine(0))
     rows = list(bench.compare({"a": CONFIGS["lengths"], "b": CONFIGS["lengths"]}, draw_prompts(2, 0), 2, 0))
     assert all(row["a"].stats == row["b"].stats and row["a"].decode_seconds != row["b"].decode_seconds for row in rows)
     assert rows[0]["a"].stats == rows[2]["a"].stats
@@ -117,7 +117,7 @@ def test_repeats_have_the_same_rounds_but_other_seconds() -> None:
 
 def test_a_better_draft_is_right_wherever_a_worse_one_is() -> None:
     better, worse = (SpeculativeConfig("layer_skip", 1, mask=mask) for mask in ("mlp:6", "layers:2-12"))
-    rows = SimulatedBench(LANDSCAPE, Machine(0)).compare({"better": better, "worse": worse}, draw_prompts(50, 0), 1, 0)
+    rows = simulated_bench(LANDSCAPE, Machine(0)).compare({"better": better, "worse": worse}, draw_prompts(50, 0), 1, 0)
     for row in rows:
         assert row["better"].stats.rounds[0].accepted >= row["worse"].stats.rounds[0].accepted
 
@@ -152,7 +152,7 @@ def test_errors_of_the_predictor_are_small_and_correlated_for_similar_masks() ->
 @pytest.mark.parametrize("name", ["masks", "lengths", "lookups"])
 def test_without_errors_the_predictor_equals_noiseless_measurements_on_its_prompts(name: str) -> None:
     config, prompts = CONFIGS[name], draw_prompts(12, 0)
-    noiseless = SimulatedBench(LANDSCAPE, Machine(0, noise=0.0, drift=0.0))
+    noiseless = simulated_bench(LANDSCAPE, Machine(0, noise=0.0, drift=0.0))
     measured = Measurement.of(list(noiseless.compare({"a": config}, prompts, 1, 0)), BASELINE, "a")
     predictor = SimulatedPredictor(LANDSCAPE, (1, 8), prompts, error=0.0, bias=0.0)
     assert predictor.can_predict(config)
