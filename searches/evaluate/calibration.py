@@ -108,10 +108,12 @@ def compare_with_itself(config: DictConfig) -> Count:
 def measure_coverage(config: DictConfig) -> list[Count]:
     """Measure configurations on many draws of prompts, and count the intervals that contain the long-run speedup."""
     times, minimum, counts = config.coverage.resamplings, config.coverage.minimum, list[Count]()
+    if not times:
+        return []
     bench, landscape = _bench(config, config.seed + 1)
     configs = {str(name): _config(values) for name, values in config.coverage.configs.items()}
     truths = {name: landscape.speedup(drafting) for name, drafting in configs.items()}
-    for size in config.coverage.prompts if times else ():
+    for size in config.coverage.prompts:
         covered = dict.fromkeys(configs, 0)
         for index in tqdm(range(times), unit="resampling", desc=f"coverage, {size} prompts", disable=None):
             seed = config.seed + 1_000_000 + index
