@@ -27,7 +27,7 @@ from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
 from searches.backends.backend import Backend, Workload
-from searches.predict.predictor import SCREENED_TOGETHER, Prediction, SpeedupPredictor
+from searches.predict.predictor import SCREENED_TOGETHER, Prediction
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, ModelBench
 
@@ -350,7 +350,7 @@ def _draws(seed: int, prompt_id: str, tokens: int) -> Floats:
     return np.random.default_rng([seed, *words]).random((2, tokens))
 
 
-class SimulatedPredictor(SpeedupPredictor):
+class SimulatedPredictor:
     """Predictor of a simulated decoder's speedups as from scans: from the rounds of a few prompts, with an error in costs.
 
     Errors are correlated between similar masks, as if the cost of a sub-layer had been mismeasured. A search that trusts the
@@ -375,6 +375,9 @@ class SimulatedPredictor(SpeedupPredictor):
         self._lengths = range(lengths[0], lengths[1] + 1)
         self._prompts, self.prompts = prompts, frozenset(item.id for item in prompts)
         self._sublayer_errors = np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))
+
+    def sharpen(self) -> None:
+        """Do nothing, because the costs are known."""
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return how often the first drafted token of each mask is right on the prompts."""

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from layerskip import Sampling, SkipMask, Target
+from layerskip import SkipMask
 from layerskip.models.cache import KVCache
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.scan import Scanner, similar_masks
+from layerskip.scan.scan import similar_masks
 from layerskip.scan.text_batch import run_target
-from layerskip.texts.continuations import Continuation
 from tests.families import build
 
 
@@ -63,10 +62,3 @@ def test_layer_functions_equal_the_models_layers(family: str) -> None:
     for index, layer in enumerate(layers):
         torch.testing.assert_close(states[index], expected[index][:, first:], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(layer(states[index]), states[index + 1], rtol=1e-5, atol=1e-5)
-
-
-def test_a_scanner_returns_masks_of_whole_layers(tiny_target: Target) -> None:
-    continuation = Continuation("0", "test", (5, 6, 7), tuple(range(8, 16)), 8)
-    masks = Scanner(tiny_target, [continuation], Sampling()).similar_masks([1, 2], 2)
-    assert [sum(mask.attention) for mask in masks] == [1, 2]
-    assert all(mask.is_whole_layers and not mask.attention[0] for mask in masks)

@@ -12,18 +12,6 @@ from tests.allocations import peak_bytes
 from tests.scan.test_scan import GREEDY, continuation_of, random_mask
 
 
-def test_more_continuations_need_no_larger_cache(tiny_target: Target) -> None:
-    """The rows of a pass bound the cache, for any number of packs."""
-    sizes = []
-    for count in (2, 8):
-        continuations = [continuation_of(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(count)]
-        scanner = Scanner(tiny_target, continuations, GREEDY, depth=4, max_rows=8)
-        scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
-        assert scanner._texts._cache is not None
-        sizes.append(scanner._texts._cache.nbytes)
-    assert 0 < sizes[0] == sizes[1]
-
-
 def test_the_memory_of_a_scan_grows_with_rows_and_not_with_masks(tiny_target: Target) -> None:
     """The peak of all tensors, without the target's states of the continuations."""
     continuations = [continuation_of(tiny_target, i, [9, 8, 7, i], GREEDY, 10) for i in range(6)]

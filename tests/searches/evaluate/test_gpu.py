@@ -22,7 +22,6 @@ from searches.evaluate import gpu
 from searches.evaluate.gpu import PARTS, Part, Row, floor_of, floor_tokens_per_second, has_error, random_llama
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
-from tests.searches.programs import fork
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system
@@ -194,19 +193,3 @@ def test_a_part_that_hangs_or_crashes_ends(
             return
         time.sleep(0.05)
     raise AssertionError("what the part has started still runs")
-
-
-@pytest.mark.parametrize(
-    ("override", "start"),
-    [
-        ("parts=[speed]", "parts: 'speed' is not one of plain, "),
-        ("tokens=[0]", "tokens: "),
-        ("seconds.plain=0", "seconds.plain: "),
-        ("target.path=/nowhere", "target.path: there is no folder"),
-    ],
-)
-def test_bad_input_is_one_line(override: str, start: str, tiny_folder: Path, tmp_path: Path) -> None:
-    done = fork("searches.evaluate.gpu", *_overrides(tiny_folder, override, f"outputs={tmp_path}"), cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {start}")
-    assert len(done.stderr.splitlines()) == 1

@@ -58,10 +58,3 @@ def test_the_program_measures_its_predictions_and_resumes(tiny_folder: Path, tmp
     assert missed == ["| rank correlation", "| 64 scans, in trials"]
     assert json.loads((tmp_path / "predictions.json").read_text())["points"] == record["points"]
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jsonl")} == kept
-
-
-@pytest.mark.parametrize("override", ["lengths=[]", "lengths=[0]", "lengths=[a]", "masks=0", "seed=-1", "max_error=x"])
-def test_bad_input_ends_in_one_line(override: str, tmp_path: Path, launch: Launch) -> None:
-    done = launch(PROGRAM, override, f"outputs={tmp_path}", "target.device=cpu", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"error: {override.split('=')[0]}: ")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from layerskip import PromptSet, SpeculativeConfig, mask
-from searches.app.checks import InputError
-from searches.app.composition import compose_config
-from searches.evaluate.race import STRATEGIES, Race, Screen, TimeUp, _counts, race_strategies, verdict
+from searches.evaluate.race import STRATEGIES, Race, Screen, TimeUp, _counts, verdict
 from searches.predict.predictor import Prediction
 from searches.predict.proposals import ProposalSettings, propose
 from searches.space.search_space import SearchSpace
@@ -113,23 +110,3 @@ def test_the_program_races_and_resumes(tiny_folder: Path, tmp_path: Path, launch
     again = launch(PROGRAM, *overrides, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "race.json").read_text())["searches"] == record["searches"]
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("strategies=[x]", "strategies: 'x' is not one of draft_verify, "),
-        ("strategies=[]", "strategies: is empty"),
-        ("strategies=[ours]", "strategies: max_share compares ours with others"),
-        ("strategies=[draft_verify,swift]", "strategies: max_share compares ours with others"),
-        ("seeds=1", "seeds: 1 is not a list"),
-        ("seeds=[]", "seeds: is empty"),
-        ("seeds=[-1]", "seed: -1 is not"),
-        ("seconds=x", "seconds: 'x' is not a number above 0"),
-        ("max_share=5%", "max_share: '5%' is neither 0 nor a number above 0"),
-    ],
-)
-def test_bad_input_is_refused_with_the_field(override: str, says: str) -> None:
-    config = compose_config("race", [override])
-    with pytest.raises(InputError, match=re.escape(says)):
-        race_strategies(config)

@@ -164,15 +164,6 @@ def test_knapsacks_are_optimal(seed: int) -> None:
     assert len(screened) <= 1 + len(names) + len(budgets)
 
 
-def test_all_published_masks_are_screened_within_the_budget() -> None:
-    predictor, space = published()[0], _space(21)
-    masks = published_masks(21, space.skippable)
-    assert len(set(masks)) == 25
-    singles, knapsacks = 1 + 2 * 21, 6
-    propose(predictor, space, ProposalSettings(screened=singles + knapsacks + 25))
-    assert set(masks) <= set(predictor.screened)
-
-
 def test_further_masks_are_screened() -> None:
     """Those of CLaSp are such masks; bridged masks are found in another way."""
     odd = SkipMask.parse("attention:2,5,11;mlp:3,8", 14)
