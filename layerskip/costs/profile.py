@@ -83,11 +83,6 @@ def profile_costs(
     """Measure a profile. All jobs run repeatedly in random order, and the time of each is its median.
 
     Args:
-        target: the model to time.
-        context: positions in the cache, like those of the search's prompts.
-        longest: the most drafted tokens to verify.
-        sampling: how tokens are chosen; None for greedy.
-        repeats: how often every job is timed.
         bridged: whether to measure bridges and draft heads.
         branching: whether to measure siblings.
     """

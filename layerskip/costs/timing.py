@@ -41,11 +41,7 @@ class VerifyPass:
     """Verification of drafts after a prompt, with the results discarded. Prompt and drafts are meaningless tokens.
 
     Args:
-        target: the model that verifies.
         context: positions in the cache, raised to ``longest`` because drafts repeat tokens of the prompt.
-        longest: the most drafted tokens; not checked.
-        sampling: how tokens are chosen; None for greedy.
-        seed: seed of sampling.
 
     Attributes:
         cache: the target's cache; its ``length`` is ``context`` between passes.
@@ -118,16 +114,7 @@ def _median_seconds(target: Target, jobs: Mapping[Job, Callable[[], object]], re
 def time_verification(
     target: Target, context: int, longest: int = 16, sampling: Sampling | None = None, repeats: int = 12, seed: int = 0
 ) -> tuple[float, ...]:
-    """Return the median seconds of verifying chains of 0 to ``longest`` tokens; the first is a step of plain decoding.
-
-    Args:
-        target: the model to time.
-        context: positions in the cache.
-        longest: the most drafted tokens.
-        sampling: how tokens are chosen; None for greedy.
-        repeats: runs of each length, after a warm-up.
-        seed: of sampling and of the order.
-    """
+    """Return the median seconds of verifying chains of 0 to ``longest`` tokens; the first is a step of plain decoding."""
     passes = VerifyPass(target, context, longest, sampling, seed)
     jobs = {count: partial(passes.chain, count) for count in range(longest + 1)}
     return tuple(_median_seconds(target, jobs, repeats, seed).values())
@@ -242,11 +229,7 @@ def draft_costs(
     """Measure the drafting cost of every member of a cascade with :func:`time_drafting`.
 
     Args:
-        target: the model that verifies.
-        members: the configurations of the members.
         contexts: tokens of the prompt, rising; at least one number.
-        sampling: how tokens are chosen; None for greedy.
-        seed: seed of sampling.
         known: earlier measurements; new ones are added.
 
     Returns:

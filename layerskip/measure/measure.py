@@ -190,9 +190,7 @@ def measure(
     """Measure a configuration against plain decoding, prompt by prompt.
 
     Args:
-        target: the model.
         prompts: at least one; plain texts are user messages.
-        config: the configuration to measure.
         sampling: None for greedy decoding, with the checkpoint's repetition penalty.
         max_new_tokens: per prompt and turn.
         repeats: how often both decode every prompt.
@@ -225,9 +223,7 @@ def interleave(
     """Let contenders decode the same prompts; the outputs of the first are the reference of the others.
 
     Args:
-        target: the model.
         prompts: at least one.
-        contenders: by name.
         task: of every contender; its seed also determines their order.
         repeats: how often every prompt is decoded.
         without: names of contenders that decode no more, never the first one; it may grow from prompt to prompt.

@@ -61,8 +61,6 @@ class Request:
     """A request to an engine that serves several at once.
 
     Args:
-        concurrency: requests in flight.
-        tokens: new tokens.
         decoded_tokens: those after the first piece.
         first_seconds: until the first piece.
         decode_seconds: from then on.
@@ -80,8 +78,6 @@ class Sample:
     """One contender on one prompt; the turns of a conversation are added up.
 
     Args:
-        prompt_id: the prompt.
-        category: the prompt's category.
         tokens: the number of new tokens.
         decoded_tokens: those that decoding gave, without the ones that prefill gave.
         prefill_seconds: until prefill was done and its tokens known.
@@ -148,12 +144,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A candidate compared with the baseline on the same prompts, pair by pair.
-
-    Args:
-        baseline: the samples of plain decoding.
-        candidate: the candidate's samples of the same prompts, in the same order.
-    """
+    """A candidate compared with the baseline on the same prompts, pair by pair."""
 
     baseline: tuple[Sample, ...]
     candidate: tuple[Sample, ...]
@@ -210,10 +201,6 @@ class Measurement:
         """Return a confidence interval of the speedup; of one prompt, which says nothing about others, a point.
 
         A prompt counts with both sides and all its repeats, as repeats of a prompt say nothing about other prompts.
-
-        Args:
-            seed: of the resampling.
-            confidence: the share of such intervals that contain the long-run speedup.
         """
         prompts: dict[str, NDArray[np.float64]] = {}
         measured = self.decoded

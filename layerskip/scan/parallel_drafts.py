@@ -78,9 +78,6 @@ class _Passes:
         """Run the next pass and return the logits ``[R, V]`` after the rows' tokens.
 
         Args:
-            live: the R rows.
-            draft_ids: ``[R]`` int64: their drafts. A row attends to the earlier rows of its draft.
-            tokens: ``[R]`` int64.
             place: distance of these tokens from the starts.
             first: the layer to begin at. Unless it is 0, the text must have these tokens at these positions.
             whole: number of leading rows that begin at layer 0 all the same, because their tokens are not the text's.
@@ -115,7 +112,6 @@ class ParallelDrafts:
     """A drafter from many starts of texts at once.
 
     Args:
-        texts: the target's own texts, with layer inputs.
         runners: the number of runners-up to record for every drafted token of a greedy target.
         pack: a pack of these texts, for the self-check whether passes may begin late; None if there is none.
     """
@@ -158,9 +154,7 @@ class ParallelDrafts:
 
         Args:
             pack: the starts that share the passes.
-            drafters: what drafts.
             rows: the drafts, at least one for every mask.
-            depth: the longest draft.
             floor: the confidence that keeps a draft going; None for none.
             only_confident: whether agreement alone does not keep a draft going.
 
@@ -217,8 +211,6 @@ class ParallelDrafts:
         """Choose the next token of every draft and compute its acceptance. Sampled drafts continue with the texts' tokens.
 
         Args:
-            logits: ``[n, V]`` of the drafts.
-            starts: their start positions.
             chain: ``[n, place + 1]`` int64: the token at the start, then the drafted ones.
             place: index of the next drafted token, from 0.
         """

@@ -166,13 +166,9 @@ def replay(
     """Replay greedy decoding and return its rounds. Tokens after an end of sequence are not counted.
 
     Args:
-        continuation: the output to replay.
-        trace: the drafts along it, at least ``num_speculative_tokens`` deep.
-        num_speculative_tokens: the draft length.
         stopper: the stop rule's state, which adapts during the rounds.
         unresolved: output. Gets the starts whose drafts have to be scanned past their first wrong token, because the stop
             rule needs those confidences, with the threshold at each. While it is not empty, the rounds are a guess.
-        branching: siblings of drafted tokens.
     """
     rounds = []
     agreed, confidences, rank = trace.as_lists()

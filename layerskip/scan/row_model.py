@@ -133,7 +133,6 @@ class RowModel:
 
         Args:
             visible: per layer ``[R, cache.length + R]`` bool; equal layers share one tensor.
-            masks: the skip masks, each for at least one row.
             mask_ids: ``[R]`` int64: the mask of each row.
             parts: runs of rows that attend to few of the others' keys, see
                 :func:`~layerskip.models.attention.attend_in_parts`.

@@ -51,8 +51,6 @@ def similar_masks(
     Args:
         layers: functions that each run one layer on hidden states ``[1, R, H]``.
         states: the whole model's hidden states, before the first layer and after each; one more than ``layers``.
-        skippable: the layers that may be skipped.
-        maximum: the most skipped layers.
     """
     best: list[tuple[Tensor, tuple[int, ...]]] = [(states[0], ())]
     for index, layer in enumerate(layers):
@@ -93,9 +91,7 @@ class Scan:
     """The scan of one mask on all continuations.
 
     Args:
-        mask: the scanned mask.
         traces: the drafts along each continuation.
-        bridges: the mask's bridges; None for none.
         tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
 
     Raises:
@@ -122,10 +118,7 @@ class Scanner:
     """A scanner of masks over continuations.
 
     Args:
-        target: the model to scan.
         continuations: its continuations, from :func:`~layerskip.texts.continuations.continue_prompts`.
-        sampling: how the continuations were chosen.
-        depth: the longest draft.
         max_rows: rows per pass, which bounds memory: a pass holds ``[max_rows, V]`` logits, and the one cache has room for
             ``max_rows * depth`` positions after the continuations of as many starts.
         runners: the number of runners-up to record for every drafted token, which become siblings. Ignored for sampled
@@ -205,7 +198,6 @@ class Scanner:
         """Scan masks, as many at once as ``max_rows`` allows.
 
         Args:
-            masks: the masks to scan.
             depth: the longest draft; None for the scanner's.
             floor: greedy drafts are scanned past their first wrong token while their confidence is at least this. The lowest
                 threshold that will be replayed is best: rows in these passes cost less than passes of their own later.
@@ -254,9 +246,6 @@ class Scanner:
 
         Args:
             scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
-            num_speculative_tokens: at most the scan's depth.
-            stop: the stop rule.
-            branching: siblings of drafted tokens.
             warmed: whether a stop rule that carries over has already run on all continuations, like one in use.
 
         Raises:

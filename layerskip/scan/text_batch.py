@@ -113,8 +113,6 @@ def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> 
     """Run the target over a text.
 
     Args:
-        rows: the target as a model of independent rows.
-        tokens: ``[n]`` int64.
         last: number of final positions whose logits are returned.
         recorded: number of those whose layer inputs are returned.
 
@@ -170,7 +168,6 @@ class StartPack:
     """Starts that share a pass, and the part of a cache that their continuations take.
 
     Args:
-        rows: the starts.
         sizes: per continuation, the number of its positions that the rows may attend to.
         room: positions for drafts after the continuations.
     """
@@ -194,10 +191,7 @@ class TextBatch:
     """Continuations with the target's states.
 
     Args:
-        model: the target as a model of independent rows.
         vocabulary: V, the width of its logits.
-        continuations: continuations of the target.
-        sampling: how they were chosen.
         layer_inputs: whether to keep the input hidden states of every layer.
         text_cache: states of texts read before. It also decides how many of the most likely tokens are kept.
         max_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
@@ -325,8 +319,6 @@ class TextBatch:
         """Return the attention masks of a pass, per layer ``[R, keys]`` bool, and the rows' positions ``[R]``.
 
         Args:
-            pack: the pack that the cache holds.
-            live: ``R`` starts, one for each row.
             draft_ids: ``[R]`` int64: the drafts of the rows; a row attends to the rows of its own draft.
             passes: draft ids and ``place`` of the earlier passes, whose rows follow the continuations in the cache.
             place: distance of the rows from their starts.

@@ -27,9 +27,7 @@ class Count:
     """Number of times that something happened, or a measured metric, and the criterion for it.
 
     Args:
-        name: what was counted or measured.
         times: how often it happened, or the metric.
-        of: how often it could have happened; 1 for a metric.
         minimum: smallest share that passes; None sets no lower limit.
         maximum: largest share that passes; None sets no upper limit.
     """
@@ -99,9 +97,6 @@ def conclude(config: DictConfig, name: str, record: dict[str, Any], counts: Sequ
 
     Args:
         config: names another file in ``record``; its ``outputs`` is the folder.
-        name: of the file in that folder.
-        record: of the program.
-        counts: judged events and metrics.
 
     Raises:
         SystemExit: a criterion is missed; exit code 4.

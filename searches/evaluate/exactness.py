@@ -114,11 +114,7 @@ def random_masks(layers: int, skippable: Sequence[int], count: int, shares: Sequ
     """Draw ``count`` different masks that skip something, or as many as are found.
 
     Args:
-        layers: number of layers.
-        skippable: indices of layers that may be skipped.
-        count: number of masks.
         shares: probabilities of skipping a sub-layer; every mask uses one of them.
-        seed: seed of the draw.
     """
     source, masks = random.Random(seed), dict[SkipMask, None]()
     for _ in range(1000 * count):

@@ -65,14 +65,7 @@ _PEERS = {"transformers": "plain", "transformers_static": "static"}
 
 
 class Part:
-    """A part that is run: its device, and the rows that it has reported.
-
-    Args:
-        config: configuration ``conf/gpu.yaml``.
-        record: gets ``device`` and the rows.
-        name: of the part.
-        path: of the record.
-    """
+    """A part that is run: its device, and the rows that it has reported."""
 
     def __init__(self, config: DictConfig, record: dict[str, Any], name: str, path: Path) -> None:
         self.config, self._record, self._path = config, record, path

@@ -64,14 +64,10 @@ class Race:
     """State of one strategy in a race, which begins when it is made.
 
     Args:
-        bench: measures configurations.
         prompts: tune prompts of every measurement, which are also those of predictions.
-        space: which layers may be skipped, for strategies that protect some, and the draft lengths.
         seconds: budget; all time counts.
-        seed: seed of the strategy.
         propose: prepares a predictor for our strategy and returns its proposals, best first.
         screen: prepares only what screens masks.
-        clock: returns the current time in seconds.
 
     Attributes:
         claims: time and configuration of each claim.
@@ -289,10 +285,6 @@ def _held_out_speedup(fields: Mapping[str, Any], parts: Parts, log: ResultLog) -
 
 def verdict(searches: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:
     """Return when ours reached the final held-out speedup of every other search with the same seed.
-
-    Args:
-        searches: the searches of a record.
-        seconds: budget of a search.
 
     Returns:
         One row per other search that claimed something. ``share_of_its_seconds`` is relative to the time of the other

@@ -93,10 +93,8 @@ class Landscape:
     """Costs and acceptance of a simulated decoder.
 
     Args:
-        seed: seed of the luck of its prompts.
         profile: cost of every part. Layers cost the same, and every drafted token adds the same seconds to verification.
         attention_losses: loss of acceptance by skipping the attention of each layer, on a log scale.
-        mlp_losses: loss of acceptance by skipping the MLP of each layer, on a log scale.
         copying: added to the copying of all prompts, on a logit scale.
     """
 
@@ -212,9 +210,7 @@ class Machine:
     """Noisy clock of a simulated machine. Timings have independent errors and a common drift.
 
     Args:
-        seed: of all errors.
         noise: standard deviation of the independent error of a timing, on a log scale.
-        drift: the same for the error that neighbouring timings share.
         persistence: correlation of the drift of one timing with that of the next.
         stalls: share of timings that other work on the machine makes 1.8 times as long.
     """
@@ -359,10 +355,8 @@ class SimulatedPredictor:
     Args:
         landscape: costs and acceptance of the decoder. The profile is the true one; ``error`` and ``bias`` stand for the
             errors of a measured one.
-        lengths: the shortest and the longest draft.
         prompts: prompts whose rounds are replayed. The best configuration of these is not the best of all prompts.
         error: standard deviation of the error of a prediction, on a log scale.
-        bias: mean error of all masks that skip anything, on the same scale.
     """
 
     screened_together = SCREENED_TOGETHER

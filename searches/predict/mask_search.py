@@ -32,8 +32,6 @@ class MaskSearch:
     """Search that screens masks, each once, within a budget.
 
     Args:
-        predictor: estimates agreement and costs.
-        space: the layers that may be skipped, and the draft lengths.
         budget: the number of masks that may be screened.
         on_mask: called after each screened mask.
         on_best: called with every configuration that is the best so far.

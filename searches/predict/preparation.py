@@ -76,8 +76,6 @@ class Preparation:
     """Preparation of predictions for one target.
 
     Args:
-        target: the target.
-        sampling: of its tokens.
         outputs: folder of continuations and profiles.
         report_cost: called with the name and the seconds of every continuation and of the profile.
         pool: the workers that share all of this.
@@ -105,10 +103,8 @@ class Preparation:
         The costs are measured roughly. :meth:`ScanPredictor.sharpen` measures them well.
 
         Args:
-            prompts: tune prompts.
             max_new_tokens: tokens of a continuation, per turn.
             space: the draft lengths, stop rules and siblings to predict.
-            settings: of scanning.
             folder: of scans.
             seed: of the continuations.
         """
@@ -177,7 +173,6 @@ class Preparation:
         A stored profile will do if it was measured with as many repeats.
 
         Args:
-            continuations: their lengths give the timed contexts.
             longest: the most drafted tokens whose verification is timed.
             bridged: whether bridges and draft heads are timed.
             branching: whether trees are timed.
@@ -225,15 +220,7 @@ class Preparation:
 def make_scanner(
     target: Target, continuations: Sequence[Continuation], sampling: Sampling, depth: int, siblings: int
 ) -> Scanner | None:
-    """Return a scanner with as many rows per pass as memory allows; print a line and return None if it allows too few.
-
-    Args:
-        target: the target.
-        continuations: its continuations of prompts.
-        sampling: of its tokens.
-        depth: the longest draft.
-        siblings: the most alternatives to a drafted token.
-    """
+    """Return a scanner with as many rows per pass as memory allows; print a line and return None if it allows too few."""
     rows = _CPU_ROWS if target.device.type == "cpu" else _GPU_ROWS
 
     def checked_scanner() -> Scanner:

@@ -82,11 +82,7 @@ def propose(
     """Propose the masks with the greatest predicted speedups, best first.
 
     Args:
-        predictor: predicts speedups.
-        space: the search space.
-        settings: how many masks are screened and scanned.
         on_mask: called after each screened mask.
-        also: further masks to screen.
         on_best: called with the best configuration after each scan, and with one that screening expects to be faster. If it
             is given, some scans come early, after each part of the search.
         limits: what ends the search early. The costs are measured well only if a mask may be of use.

@@ -54,7 +54,6 @@ class DraftChoices:
 
     Args:
         lengths: the shortest and the longest draft.
-        stops: the stop rules.
         siblings: numbers of alternatives to each drafted token.
     """
 
@@ -107,10 +106,6 @@ def spread_contexts(contexts: Sequence[float]) -> list[int]:
 class ContextCosts:
     """The costs of decoding each of some continuations.
 
-    Args:
-        profile: measured at one or several contexts.
-        continuations: what is decoded.
-
     Attributes:
         profiles: the profile at the context of each continuation.
         average: their mean over all tokens; ``profile`` itself if it has one context.
@@ -123,12 +118,7 @@ class ContextCosts:
             self.average = CostProfile.mean(self.profiles, [continuation.starts for continuation in continuations])
 
     def speedup(self, parts: Sequence[Counts], seconds: Callable[[CostProfile, Counts], float]) -> float:
-        """Return the speedup over plain decoding; 1.0 if nothing is decoded.
-
-        Args:
-            parts: the counts of each continuation.
-            seconds: returns the seconds of counts under a profile.
-        """
+        """Return the speedup over plain decoding; 1.0 if nothing is decoded."""
         pairs = [(self.average, sum(parts, Counts()))]
         if self.profile.others:
             pairs = list(zip(self.profiles, parts, strict=True))
@@ -146,8 +136,6 @@ class ScanPredictor:
 
     Args:
         scanner: of the tune prompts' continuations.
-        profile: the costs, at one or several contexts.
-        choices: the draft lengths, stop rules and siblings to predict.
         folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
         bridge_spec: the bridges and the draft head of every mask; None for none.
         bridge_store: the source of bridges and draft heads; None for none.
