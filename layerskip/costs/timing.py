@@ -76,7 +76,6 @@ class VerifyPass:
         """Verify a tree.
 
         Args:
-            parents: the parent of each node, as in a draft.
             kept: positions in the block, first the last token's, that are moved to where a chain would have them.
 
         Raises:
@@ -125,8 +124,6 @@ class TreeTiming:
     """Times of verifying a chain and a tree.
 
     Args:
-        tokens: drafted tokens of each.
-        context: positions in the cache before them.
         chain_seconds: median time of the chain.
         tree_seconds: median time of the tree, with moving the accepted branch into place in the cache.
     """
@@ -229,7 +226,6 @@ def draft_costs(
     """Measure the drafting cost of every member of a cascade with :func:`time_drafting`.
 
     Args:
-        contexts: tokens of the prompt, rising; at least one number.
         known: earlier measurements; new ones are added.
 
     Returns:

@@ -53,7 +53,6 @@ class Losslessness:
     """The result of comparing the outputs of one measurement.
 
     Args:
-        compared: how many outputs were compared.
         divergences: those that differ.
         basis: which outputs were compared: the measured ones or, if those are sampled, greedy ones made for the check.
     """
@@ -107,8 +106,6 @@ def find_divergence(
     """Compare two greedy continuations of a prompt, and let the target judge the first difference.
 
     Args:
-        expected: the baseline's new tokens.
-        actual: the candidate's new tokens.
         sampling: greedy, with the repetition penalty of both.
 
     Returns:

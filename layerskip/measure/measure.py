@@ -192,8 +192,6 @@ def measure(
     Args:
         prompts: at least one; plain texts are user messages.
         sampling: None for greedy decoding, with the checkpoint's repetition penalty.
-        max_new_tokens: per prompt and turn.
-        repeats: how often both decode every prompt.
         seed: of the order, and of the draws if tokens are sampled.
 
     Raises:
@@ -225,7 +223,6 @@ def interleave(
     Args:
         prompts: at least one.
         task: of every contender; its seed also determines their order.
-        repeats: how often every prompt is decoded.
         without: names of contenders that decode no more, never the first one; it may grow from prompt to prompt.
         before: prompts of the earlier part of a comparison. Contenders that keep state decode them first, unmeasured.
 
@@ -252,7 +249,6 @@ def interleave(
 
 
 def _restore_state(target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task) -> None:
-    """Decode earlier prompts with the contenders that keep state."""
     stateful = {name: each for name, each in contenders.items() if isinstance(each, Decoder) and each.keeps_state}
     for index, item in enumerate(prompts if stateful else ()):
         seeded, unchecked = replace(task, seed=task.seed + index), dict.fromkeys(stateful, Losslessness(0))

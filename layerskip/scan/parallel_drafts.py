@@ -55,7 +55,6 @@ class Drafters:
     """Self-drafts that share passes.
 
     Args:
-        masks: their masks.
         bridges: the bridges of each mask, or None.
         tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
     """
@@ -66,8 +65,6 @@ class Drafters:
 
 
 class _Passes:
-    """The passes over one pack."""
-
     def __init__(self, texts: TextBatch, pack: StartPack, drafters: Drafters) -> None:
         self.texts, self.pack, self.drafters, self.cache = texts, pack, drafters, texts.load(pack)
         self._passes: list[tuple[Tensor, int]] = []  # draft ids of the rows, and their distance from the start
@@ -153,7 +150,6 @@ class ParallelDrafts:
         A draft continues while it agrees with the text, and while its confidence is at least ``floor``.
 
         Args:
-            pack: the starts that share the passes.
             rows: the drafts, at least one for every mask.
             floor: the confidence that keeps a draft going; None for none.
             only_confident: whether agreement alone does not keep a draft going.

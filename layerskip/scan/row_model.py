@@ -60,7 +60,6 @@ class RowModel:
         return input_device(self.model)
 
     def _replace_forwards(self) -> None:
-        """Replace the ``forward`` of the copy's layers and sub-layers."""
         for index, block in enumerate(self.architecture.blocks):
             layer = self._model_copy.get_submodule(f"{self.architecture.path}.{index}")
             layer.forward = self._layer(layer.forward, index, block.form)
@@ -253,5 +252,4 @@ def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) 
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive form of a bool mask."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

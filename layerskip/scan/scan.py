@@ -160,7 +160,6 @@ class Scanner:
         return sampled
 
     def _pack(self, starts: list[Start]) -> list[StartPack]:
-        """Divide starts into packs of at most ``max_rows``."""
         parts = [starts[i : i + self.max_rows] for i in range(0, len(starts), self.max_rows)]
         return [self._texts.pack(part, max(1, self.max_rows // len(part)) * len(part) * self.depth) for part in parts]
 

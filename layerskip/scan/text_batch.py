@@ -73,7 +73,6 @@ class TextCache:
     """The states of texts within a budget, kept because reading a text again takes longer than drafting along it.
 
     Args:
-        max_bytes: budget for their tensors.
         top_k: how many of the target's most likely tokens to keep at every position. Tokens beyond the default have almost
             no probability.
     """
@@ -245,7 +244,6 @@ class TextBatch:
         return float(probs[place]) if place < len(probs) else 1.0
 
     def _read(self, continuation: Continuation) -> TextStates:
-        """Run the target over a continuation."""
         missing = continuation.max_new_tokens - len(continuation.tokens)
         tokens = copy_to_device(
             [*continuation.prompt, *continuation.tokens, *continuation.tokens[-1:] * missing], self.model.device
@@ -320,8 +318,6 @@ class TextBatch:
 
         Args:
             draft_ids: ``[R]`` int64: the drafts of the rows; a row attends to the rows of its own draft.
-            passes: draft ids and ``place`` of the earlier passes, whose rows follow the continuations in the cache.
-            place: distance of the rows from their starts.
         """
         device = self.model.device
         starts = [self.position(start) for start in live]

@@ -1,7 +1,5 @@
 """Calibration of winners and intervals on simulated decoders: how often each is wrong where the truth is known.
 
-Usage: ``python -m searches.evaluate.calibration [planted.seeds=100] [field=value]``
-
 Counts three things and compares each with a criterion:
 
 - A configuration against itself: how often the final rule names one of the two a winner.

@@ -1,7 +1,5 @@
 """Exactness of scans: every round that a scan predicts against every round of real decoding.
 
-Usage: ``python -m searches.evaluate.exactness [field=value]``
-
 Scans random masks over all tune prompts and decodes with each of them, with every draft length and stop threshold. Compares
 the rounds, their drafted and accepted tokens, and the output with that of plain decoding. The exit code is 4 if anything
 differs, which must not happen in float32. Works on any target that can be scanned.

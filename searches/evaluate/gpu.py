@@ -1,7 +1,5 @@
 """Decoding on a GPU, measured in at most six minutes and written as one record.
 
-Usage: ``python -m searches.evaluate.gpu [parts=[plain,drafters]] [field=value]``; ``make gpu`` also runs tests and a study.
-
 - ``plain``: plain decoding of the target and of random Llamas of 1B, 3B and 8B, as a share of what the memory bandwidth
   allows, and beside transformers' ``generate``, with its dynamic and its compiled static cache.
 - ``drafters``: every drafter on the target, beside plain decoding; and plain decoding with and without compiled layers.

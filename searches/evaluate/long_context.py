@@ -1,7 +1,5 @@
 """Memory and time of long contexts on small random models, and predictions between measured contexts.
 
-Usage: ``python -m searches.evaluate.long_context [field=value]``
-
 Reads prompts of several lengths and decodes plainly after each. Peak memory is that of all tensors beside the weights, the
 cache included; memory inside kernels is not seen. Then a cost profile of two contexts predicts speedups of layer skipping at
 a third one, from the rounds of real decoding, so that the remaining error is that of the costs. Random weights suffice:

@@ -1,7 +1,5 @@
 """Accuracy of predicted speedups: predictions against real decoding, over many masks and draft lengths.
 
-Usage: ``python -m searches.evaluate.predictions [field=value]``
-
 Scans masks of several kinds, decodes with each of them at several draft lengths on the same prompts, and compares. Reports
 Spearman's rank correlation, because a search needs the order, and the median absolute error. Works on any target that can be
 scanned.

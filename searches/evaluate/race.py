@@ -1,7 +1,5 @@
 """Race of search strategies for fast skip masks, under one budget of seconds.
 
-Usage: ``python -m searches.evaluate.race [field=value]``
-
 Published strategies and ours search on the same target with the same budget, once per seed. They share everything except the
 search itself. What they claim, the configuration that they would export at a time, is then measured on held-out prompts side
 by side.
@@ -17,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -28,7 +25,7 @@ from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.trial import create_trial
 from tqdm import tqdm
 
-from layerskip import Measurement, PromptSet, SkipMask, SpeculativeConfig, StopRule
+from layerskip import Measurement, SkipMask, SpeculativeConfig, StopRule
 from layerskip.files import digest
 from layerskip.models.environment import machine
 from searches.app.application import run
@@ -38,8 +35,7 @@ from searches.predict.predictor import Prediction
 from searches.predict.preparation import Preparation
 from searches.predict.proposals import propose
 from searches.results import RESULTS_VERSION, ResultLog, record_header
-from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench
+from searches.study.bench import BASELINE
 from searches.study.gaussian_process import GaussianProcess
 from searches.study.plan import drop_unsupported
 
@@ -64,29 +60,40 @@ class Race:
     """State of one strategy in a race, which begins when it is made.
 
     Args:
-        prompts: tune prompts of every measurement, which are also those of predictions.
+        parts: what all strategies share.
+        preparation: of this strategy's own continuations and profiles.
         seconds: budget; all time counts.
-        propose: prepares a predictor for our strategy and returns its proposals, best first.
-        screen: prepares only what screens masks.
+        seed: seed of the strategy.
 
     Attributes:
         claims: time and configuration of each claim.
         measured: number of measurements.
     """
 
-    bench: Bench
-    prompts: PromptSet
-    space: SearchSpace
+    parts: Parts
+    preparation: Preparation
     seconds: float
     seed: int
-    propose: Callable[[Race], Sequence[Prediction]]
-    screen: Callable[[], Screen]
     clock: Callable[[], float] = monotonic
     claims: list[tuple[float, SpeculativeConfig]] = field(default_factory=list, init=False)
     measured: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._start, self._best = self.clock(), 0.0
+        self.space, self._start, self._best = self.parts.space, self.clock(), 0.0
+
+    def propose(self) -> Sequence[Prediction]:
+        """Prepare a predictor and return its proposals, best first. The best so far is claimed meanwhile."""
+        parts, folder = self.parts, self.preparation.outputs / "scans"
+        new_tokens, proposals = parts.measuring.max_new_tokens, parts.scanning.proposals
+        own = self.preparation.predictor(parts.prompts, new_tokens, self.space, parts.scanning, folder, self.seed)
+        return propose(_scannable(own), self.space, proposals, self.check_budget, on_best=self.claim)
+
+    def screen(self) -> Screen:
+        """Prepare only what screens masks."""
+        new_tokens = self.parts.measuring.max_new_tokens
+        scanner = _scannable(self.preparation.scanner(self.parts.prompts, new_tokens, self.space, self.seed))
+        sample = scanner.sample(_SCREENED_ROWS)
+        return lambda masks: [scan.agreement for scan in sample.scan(masks, depth=1)]
 
     @property
     def spent(self) -> float:
@@ -100,7 +107,7 @@ class Race:
             TimeUp: the budget is spent; a measurement that exceeds it does not count.
         """
         rows = []
-        for row in self.bench.compare({_CANDIDATE: config}, self.prompts, 1, self.seed + self.measured):
+        for row in self.parts.bench.compare({_CANDIDATE: config}, self.parts.prompts, 1, self.seed + self.measured):
             rows.append(row)
             self.check_budget()
         self.measured += 1
@@ -178,7 +185,7 @@ def ours(race: Race) -> None:
 
     Claims the best screened mask so far, then the one with the best prediction, then the fastest measured one.
     """
-    proposals = race.propose(race)
+    proposals = race.propose()
     race.claim(proposals[0].config)
     for prediction in proposals:
         race.measure(prediction.config)
@@ -239,28 +246,13 @@ def _check(config: DictConfig) -> None:
 
 
 def _search(parts: Parts, strategy: Callable[[Race], None], seconds: float, seed: int) -> dict[str, Any]:
-    """Run one strategy, which prepares its own continuations and profiles; return its claims."""
+    """Run one strategy and return its claims."""
     with tempfile.TemporaryDirectory(prefix="layerskip-race-", ignore_cleanup_errors=True) as folder:
-        own = Preparation(parts.target, parts.sampling, Path(folder))
-        given = partial(_propose, parts, own), partial(_screen, parts, own, seed)
-        race = Race(parts.bench, parts.prompts, parts.space, seconds, seed, *given)
+        race = Race(parts, Preparation(parts.target, parts.sampling, Path(folder)), seconds, seed)
         with suppress(TimeUp):
             strategy(race)
         claims = [[when, claimed.to_dict()] for when, claimed in race.claims]
         return {"claims": claims, "measured": race.measured, "spent": race.spent}
-
-
-def _propose(parts: Parts, own: Preparation, race: Race) -> list[Prediction]:
-    new_tokens, folder = parts.measuring.max_new_tokens, own.outputs / "scans"
-    predictor = own.predictor(race.prompts, new_tokens, race.space, parts.scanning, folder, race.seed)
-    settings = parts.scanning.proposals
-    return propose(_scannable(predictor), race.space, settings, race.check_budget, on_best=race.claim)
-
-
-def _screen(parts: Parts, own: Preparation, seed: int) -> Screen:
-    scanner = _scannable(own.scanner(parts.prompts, parts.measuring.max_new_tokens, parts.space, seed))
-    sample = scanner.sample(_SCREENED_ROWS)
-    return lambda masks: [scan.agreement for scan in sample.scan(masks, depth=1)]
 
 
 def _scannable(scanner: T | None) -> T:
@@ -270,7 +262,6 @@ def _scannable(scanner: T | None) -> T:
 
 
 def _thinned(claims: Sequence[Any]) -> list[Any]:
-    """Return the first claim, the middle one and the last."""
     return [claims[place] for place in sorted({0, (len(claims) - 1) // 2, len(claims) - 1})] if claims else []
 
 

@@ -1,7 +1,5 @@
 """Workers on one study: how much faster several are, and what is left of a study whose workers are killed.
 
-Usage: ``python -m searches.evaluate.scale [only=[one,four]] [field=value]``
-
 Workers are processes of the real program on a real PostgreSQL. Their back end is simulated and sleeps in place of decoding,
 so that sixteen of them run on few cores and the best configuration is known. A scenario runs one study. While it runs,
 workers are killed with SIGKILL at random moments and replaced. Afterwards the trials, the MLflow runs, the rows of the
@@ -143,7 +141,6 @@ def _states(study: optuna.Study) -> dict[str, int]:
 
 
 def _overrides(name: str, config: DictConfig, outputs: Path, landscape: Landscape, storage: str) -> list[str]:
-    """Return the command line of a worker."""
     steps, scenario = 2 * config.trial_prompts * (statistics.fmean(TOKENS) + PREFILL_STEPS), config.scenarios[name]
     return [
         *config.worker,

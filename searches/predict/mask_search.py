@@ -32,8 +32,6 @@ class MaskSearch:
     """Search that screens masks, each once, within a budget.
 
     Args:
-        budget: the number of masks that may be screened.
-        on_mask: called after each screened mask.
         on_best: called with every configuration that is the best so far.
         is_over: returns whether time has run out; nothing is screened then.
 
@@ -209,7 +207,6 @@ class MaskSearch:
             order.remove(chosen)
 
     def _improve_best(self) -> None:
-        """Screen the neighbours of the best mask until none is better."""
         before = None
         while self.left and self.best != before:
             before = self.best

@@ -77,7 +77,6 @@ class Preparation:
 
     Args:
         outputs: folder of continuations and profiles.
-        report_cost: called with the name and the seconds of every continuation and of the profile.
         pool: the workers that share all of this.
         is_over: returns whether time has run out: nothing more is measured than a rough profile needs.
     """
@@ -100,13 +99,8 @@ class Preparation:
     ) -> ScanPredictor | None:
         """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned.
 
-        The costs are measured roughly. :meth:`ScanPredictor.sharpen` measures them well.
-
-        Args:
-            max_new_tokens: tokens of a continuation, per turn.
-            space: the draft lengths, stop rules and siblings to predict.
-            folder: of scans.
-            seed: of the continuations.
+        Continuations have ``max_new_tokens`` per turn. ``folder`` takes the scans. The costs are measured roughly;
+        :meth:`ScanPredictor.sharpen` measures them well.
         """
         scanner = self.scanner(prompts, max_new_tokens, space, seed)
         if scanner is None:
@@ -129,10 +123,7 @@ class Preparation:
         return ScanPredictor(scanner, measure(rough=True), choices, place, pool=self.pool, costs=measure)
 
     def scanner(self, prompts: PromptSet, max_new_tokens: int, space: SearchSpace, seed: int) -> Scanner | None:
-        """Return a scanner of the target's continuations of prompts; print a line and return None if it cannot be scanned.
-
-        The arguments are those of :meth:`predictor`.
-        """
+        """Return a scanner of the target's continuations of prompts; print a line and return None if it cannot be scanned."""
         with counting(len(prompts), "prompts", "continuations") as count:
 
             def work(name: str) -> list[dict[str, Any]]:
@@ -170,13 +161,8 @@ class Preparation:
     ) -> CostProfile:
         """Return the cost profile at the contexts of continuations; measure it if no such one is stored.
 
-        A stored profile will do if it was measured with as many repeats.
-
-        Args:
-            longest: the most drafted tokens whose verification is timed.
-            bridged: whether bridges and draft heads are timed.
-            branching: whether trees are timed.
-            rough: whether few repeats are enough.
+        A stored profile will do if it was measured with as many repeats. It has the verification of up to ``longest``
+        drafted tokens, bridges and draft heads if ``bridged``, and trees if ``branching``. A ``rough`` one has few repeats.
         """
         repeats = min(MIN_REPEATS, PROFILE_REPEATS) if rough else PROFILE_REPEATS
         contexts = spread_contexts([mean_context(continuation) for continuation in continuations])

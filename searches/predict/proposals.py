@@ -82,7 +82,6 @@ def propose(
     """Propose the masks with the greatest predicted speedups, best first.
 
     Args:
-        on_mask: called after each screened mask.
         on_best: called with the best configuration after each scan, and with one that screening expects to be faster. If it
             is given, some scans come early, after each part of the search.
         limits: what ends the search early. The costs are measured well only if a mask may be of use.

@@ -72,7 +72,6 @@ class DraftChoices:
         Long drafts and low thresholds come first, because what a scan follows for them covers the others.
 
         Args:
-            depth: the longest draft of a scan.
             verified: the most tokens for which verification was measured.
         """
         shortest, longest = self.lengths
@@ -135,10 +134,8 @@ class ScanPredictor:
     """A :class:`~searches.predict.predictor.SpeedupPredictor` that scans masks.
 
     Args:
-        scanner: of the tune prompts' continuations.
         folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
         bridge_spec: the bridges and the draft head of every mask; None for none.
-        bridge_store: the source of bridges and draft heads; None for none.
         pool: the workers that share the predictions through their storage instead of the folder.
         costs: measures the costs well; None if ``profile`` is good enough.
 
@@ -339,11 +336,9 @@ class ScanPredictor:
         return [SkipMask.parse(text, self.layers) for text in self._similar[name]]
 
     def _scanned_masks(self) -> list[SkipMask]:
-        """Return the scanned masks that skip anything."""
         return [mask for text in self._counts if (mask := SkipMask.parse(text, self.layers)).skipped]
 
     def _scan(self, scanner: Scanner, masks: Sequence[SkipMask], **options: Any) -> list[Scan]:
-        """Scan masks with their bridges."""
         store, bridges = self._store, None
         if store is not None:
             bridges = [store.load(store.bridge(mask, self.bridge_spec), mask) for mask in masks]
@@ -410,7 +405,6 @@ class ScanPredictor:
     def _fastest(
         self, counts: Mapping[DraftChoice, Sequence[Counts]], mask: SkipMask, extras: DraftExtras
     ) -> tuple[DraftChoice, float]:
-        """Return a mask's best choice and its predicted speedup."""
         speedups = {choice: self._choice_speedup(parts, choice, mask, extras) for choice, parts in counts.items()}
         return max(speedups.items(), key=lambda pair: pair[1])
 
@@ -424,5 +418,4 @@ def _choice(config: SpeculativeConfig) -> DraftChoice:
 
 
 def _read_counts(stored: Sequence[Any]) -> list[Counts]:
-    """Return the counts of each continuation from their stored values."""
     return [Counts.from_list(part) for part in stored]

@@ -55,7 +55,6 @@ def stability(
     Args:
         seconds: ``[M, P]``, the predicted seconds of each mask at its best for each of P continuations.
         baseline: ``[P]``, the seconds of plain decoding.
-        sublayers: the number of sub-layers that may be skipped.
     """
     drawn = np.random.default_rng(0).integers(len(baseline), size=(resamples, len(baseline)))
     speedups = baseline[drawn].sum(1) / seconds[:, drawn].sum(2)

@@ -216,14 +216,6 @@ def test_earlier_prompts_restore_the_state_of_a_drafter(
     assert len(decoded) == 1 + len(late) + (len(early) if learns else 0)  # the first one warms up
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
-def test_sampled_measurements_are_checked_on_greedy_outputs(tiny_target: Target, config: SpeculativeConfig) -> None:
-    measured = measure(tiny_target, PROMPTS.take(2), config, sampling=SAMPLED, max_new_tokens=12)
-    assert measured.lossless.verdict == "exact"
-    assert "greedy" in measured.lossless.basis
-    assert [s.tokens for s in measured.candidate] == [12, 12]
-
-
 def test_a_sampled_conversation_is_compared_once(tiny_target: Target) -> None:
     prompts = PromptSet((PromptItem("talk", "chat", "Hello.", ("And then?", "And then?")), *PROMPTS.items[:2]))
     contenders = {"plain": Decoder.of(tiny_target, CONFIGS[0]), "skip": Decoder.of(tiny_target, CONFIGS[1])}

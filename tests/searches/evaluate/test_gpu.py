@@ -38,14 +38,8 @@ def _overrides(folder: Path, *more: str) -> list[str]:
     shape = ",".join(f"{name}:{value}" for name, value in TINY.items())
     small = ["measure.max_new_tokens=8", "measure.prompts=2", "context=16", "tokens=[1,3]", f"+shapes.tiny={{{shape}}}"]
     small += [f"shapes.{name}=null" for name in PARAMETERS]
-    target = [
-        "target=local",
-        f"target.path={folder}",
-        "target.dtype=float32",
-        f"target.device={DEVICE}",
-        "target.compile=off",
-    ]
-    return [*target, *small, *more]
+    target = ["target=local", f"target.path={folder}", "target.dtype=float32", f"target.device={DEVICE}"]
+    return [*target, "target.compile=off", *small, *more]
 
 
 @pytest.fixture
@@ -64,16 +58,8 @@ def rows(tmp_path: Path) -> Callable[..., dict[str, Row]]:
 def test_shapes_have_the_published_numbers_of_parameters(name: str) -> None:
     shape = compose_config("gpu").shapes[name]
     target = random_llama(dict(shape), "bfloat16", torch.device("meta"))
-    assert sum(weight.numel() for weight in target.model.parameters()) == PARAMETERS[name]
-
-
-def test_a_random_llama_is_made_on_the_device_in_its_dtype_and_never_ends() -> None:
-    target = random_llama(TINY, "bfloat16", torch.device(DEVICE), seed=3)
-    assert {(weight.device.type, weight.dtype) for weight in target.model.parameters()} == {(DEVICE, torch.bfloat16)}
     assert target.eos_ids == frozenset()
-    same, other = (random_llama(TINY, "bfloat16", torch.device(DEVICE), seed) for seed in (3, 4))
-    assert torch.equal(target.model.lm_head.weight, same.model.lm_head.weight)  # type: ignore[union-attr, arg-type]
-    assert not torch.equal(target.model.lm_head.weight, other.model.lm_head.weight)  # type: ignore[union-attr, arg-type]
+    assert sum(weight.numel() for weight in target.model.parameters()) == PARAMETERS[name]
 
 
 def test_the_floor_is_the_time_of_reading_weights_and_cache() -> None:
@@ -155,8 +141,14 @@ def test_chains_and_trees_are_timed_beside_a_step(tiny_folder: Path, rows: Calla
 
 def test_the_record_has_every_finished_row_of_a_run_with_an_error(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     record = tmp_path / "record.json"
-    options = [f"record={record}", f"outputs={tmp_path}", "parts=[plain,verification]", "large=64"]
-    options.append("shapes.tiny.num_attention_heads=0")
+    options = [
+        f"record={record}",
+        f"outputs={tmp_path}",
+        "parts=[plain,verification]",
+        "large=64",
+        "seconds.verification=250",
+    ]
+    options += ["shapes.tiny.num_attention_heads=0", "seconds.verification=250"]
     done = launch("evaluate.gpu", *_overrides(tiny_folder, *options), cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout.endswith("errors in: plain\n")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,26 +25,20 @@ pytestmark = pytest.mark.system
 PROGRAM = "evaluate.race"
 
 
-def _clock(step: float) -> Callable[[], float]:
-    now = [0.0]
+class _Known(Race):
+    """A race on a known landscape, by a clock that ticks whenever it is read."""
 
-    def tick() -> float:
-        now[0] += step
-        return now[0]
+    def propose(self) -> list[Prediction]:
+        return propose(Landscape(0), self.space, ProposalSettings(), self.check_budget, on_best=self.claim)
 
-    return tick
+    def screen(self) -> Screen:
+        return Landscape(0).agreements
 
 
 def _race(seconds: float) -> Race:
-    prompts, space = PromptSet.of(["one"]), SearchSpace(LAYERS)
-
-    def screen() -> Screen:
-        return Landscape(0).agreements
-
-    def proposals(race: Race) -> list[Prediction]:
-        return propose(Landscape(0), race.space, ProposalSettings(), race.check_budget, on_best=race.claim)
-
-    return Race(Known({}), prompts, space, seconds, 0, proposals, screen, _clock(1.0))
+    parts: Any = SimpleNamespace(bench=Known({}), prompts=PromptSet.of(["one"]), space=SearchSpace(LAYERS))
+    nothing: Any = None
+    return _Known(parts, nothing, seconds, 0, itertools.count(1.0).__next__)
 
 
 @pytest.mark.parametrize("name", list(STRATEGIES))
