@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -221,22 +221,20 @@ class ParallelDrafts:
         rows = zip(portions(logits), portions(text_tokens), seen_rows, strict=False)
         results = [self._score(some.float(), own, before) for some, own, before in rows]
         confidences, scored, *runner_up_rows = (torch.cat(parts) for parts in zip(*results, strict=True))
-        # NaN stops no draft, in decoding either.
-        columns: list[list[Any]] = [confidences.nan_to_num(nan=1.0).tolist()]
+        sure = confidences.nan_to_num(nan=1.0).tolist()  # NaN stops no draft, in decoding either
         if not self.sampling.greedy:
-            target_probs = [self.texts.token_prob(start) for start in ahead]
-            ratios = zip(scored.tolist(), target_probs, strict=True)
-            columns.append([min(1.0, q / p) if p > 0 else 1.0 for q, p in ratios])
-            return text_tokens, [DraftedToken(*values) for values in zip(*columns, strict=True)]
-        columns.append([float(self.texts.agrees(*pair)) for pair in zip(ahead, scored.tolist(), strict=True)])
-        if runner_up_rows:
-            probs, tokens = runner_up_rows
-            ranks = [
-                next((rank for rank, token in enumerate(some) if self.texts.agrees(start, token)), self.runners)
-                for start, some in zip(ahead, tokens.tolist(), strict=True)
-            ]
-            columns += [probs.tolist(), ranks]
-        return scored, [DraftedToken(*values) for values in zip(*columns, strict=True)]
+            ratios = zip(scored.tolist(), map(self.texts.token_prob, ahead), strict=True)
+            accepted = [min(1.0, q / p) if p > 0 else 1.0 for q, p in ratios]
+            return text_tokens, list(map(DraftedToken, sure, accepted))
+        accepted = [float(self.texts.agrees(start, token)) for start, token in zip(ahead, scored.tolist(), strict=True)]
+        if not runner_up_rows:
+            return scored, list(map(DraftedToken, sure, accepted))
+        probs, tokens = (rows.tolist() for rows in runner_up_rows)
+        ranks = [
+            next((rank for rank, token in enumerate(some) if self.texts.agrees(start, token)), self.runners)
+            for start, some in zip(ahead, tokens, strict=True)
+        ]
+        return scored, list(map(DraftedToken, sure, accepted, probs, ranks))
 
     def _score(self, logits: Tensor, text_tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, ...]:
         """Score a few rows ``[n, V]``.

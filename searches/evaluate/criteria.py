@@ -68,7 +68,9 @@ class Parts:
         self.target: Target = instantiate(config.target)
         self.space: SearchSpace = instantiate(config.space, layers=self.target.layers)
         if self.space.bridged:
-            raise InputError("space.bridges, space.draft_heads: only empty skips count; searches.bridges compares bridges")
+            raise InputError(
+                "space.bridges, space.draft_heads: only empty skips are compared; searches.bridges compares bridges"
+            )
         self.bench = ModelBench(LayerskipBackend(self.target), self.sampling, self.measuring.max_new_tokens)
 
 

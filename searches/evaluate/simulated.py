@@ -130,8 +130,8 @@ class Landscape:
             round_seconds=0.0,
             verify_seconds=tuple(step * (1 + slope * drafted) for drafted in range(17)),
         )
-        copying = random.normal(copied, spread)
-        return cls(seed, profile, *(tuple(kind.tolist()) for kind in losses), float(copying))
+        attention_losses, mlp_losses = (tuple(kind.tolist()) for kind in losses)
+        return cls(seed, profile, attention_losses, mlp_losses, float(random.normal(copied, spread)))
 
     @property
     def layers(self) -> int:
