@@ -123,7 +123,7 @@ class Preparation:
         return ScanPredictor(scanner, measure(rough=True), choices, place, pool=self.pool, costs=measure)
 
     def scanner(self, prompts: PromptSet, max_new_tokens: int, space: SearchSpace, seed: int) -> Scanner | None:
-        """Return a scanner of the target's continuations of prompts; print a line and return None if it cannot be scanned."""
+        """Return a scanner of the target's continuations; print a line and return None if it cannot be scanned."""
         with counting(len(prompts), "prompts", "continuations") as count:
 
             def work(name: str) -> list[dict[str, Any]]:
