@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -147,12 +147,13 @@ class Counts:
 
     def to_list(self) -> list[Any]:
         """Return the counts as a list that JSON can hold."""
-        return [list(value) if isinstance(value, tuple) else value for value in astuple(self)]
+        return [self.rounds, self.drafted, self.accepted, self.tokens, list(self.verified), self.siblings, self.trees]
 
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Counts:
         """Return the counts of a list from :meth:`to_list`."""
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in values))
+        rounds, drafted, accepted, tokens, verified, siblings, trees = values
+        return cls(rounds, drafted, accepted, tokens, tuple(verified), siblings, trees)
 
 
 def replay(

@@ -202,7 +202,7 @@ def race_strategies(config: DictConfig) -> None:
     parts = Parts(config)
     parts.space = drop_unsupported(parts.space, parts.target)
     settings = [OmegaConf.to_container(config[part], resolve=True) for part in ("measure", "scan", "sampling", "space")]
-    identity = [parts.target.digest, parts.prompts.digest, parts.held_out.digest, settings, machine(parts.target)]
+    identity: list[Any] = [parts.target.digest, parts.prompts.digest, parts.held_out.digest, settings, machine(parts.target)]
     identity += [config.seconds, RESULTS_VERSION]
     log = ResultLog(Path(config.outputs) / f"race-{digest(identity)[:12]}.jsonl")
     keys = [(seed, name) for seed in config.seeds for name in config.strategies]
