@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from layerskip import PromptSet, Sampling, Target
 from layerskip.files import write_json
+from layerskip.models.loading import DTYPES
 from searches.app.application import NOT_CONFIRMED
 from searches.app.checks import InputError, check_list, check_seed, check_whole
 from searches.backends.layerskip import LayerskipBackend
@@ -72,6 +75,26 @@ class Parts:
                 "space.bridges, space.draft_heads: only empty skips are compared; searches.bridges compares bridges"
             )
         self.bench = ModelBench(LayerskipBackend(self.target), self.sampling, self.measuring.max_new_tokens)
+
+
+def random_target(
+    fields: Mapping[str, Any],
+    dtype: str,
+    device: str | torch.device,
+    seed: int = 0,
+    name: str = "random Llama",
+    pack_weights: bool = False,
+) -> Target:
+    """Make a target with random weights on a device from fields of transformers' configuration, of Llama by default.
+
+    It never ends an output by itself.
+    """
+    torch.manual_seed(seed)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    settings = AutoConfig.for_model(**{"model_type": "llama"} | dict(fields) | ends)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[dtype])
+    return Target(model.eval(), name=name, pack_weights=pack_weights)
 
 
 def check_fields(config: DictConfig, minimum: Mapping[str, int]) -> None:

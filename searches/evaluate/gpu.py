@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.costs.timing import time_tree, time_verification
@@ -46,14 +45,13 @@ from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, compiled_layers
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import capture_seconds
-from layerskip.models.loading import DTYPES
 from layerskip.models.skip_view import decoding_view, shared_copy
 from searches.app.application import BAD_INPUT, run
 from searches.app.checks import check_list, check_number
 from searches.app.composition import literal
 from searches.benchmark.contenders import BASELINE, build_contenders, fill_defaults
 from searches.benchmark.peers import Peer
-from searches.evaluate.criteria import check_fields
+from searches.evaluate.criteria import check_fields, random_target
 from searches.results import record_header
 
 Row = dict[str, Any]
@@ -166,17 +164,8 @@ def _model(part: Part, shape: Mapping[str, Any] | None) -> tuple[Target, list[in
     """Return a random Llama, or without a shape the target, with the prompt that it continues."""
     if shape is None:
         return part.target, part.target.encode(next(iter(instantiate(part.config.prompts))).messages())
-    target = random_llama(shape, part.target.dtype, part.device, part.config.seed)
+    target = random_target(shape, part.target.dtype, part.device, part.config.seed)
     return target, [token % target.vocabulary for token in range(part.config.context)]
-
-
-def random_llama(shape: Mapping[str, Any], dtype: str, device: torch.device, seed: int = 0) -> Target:
-    """Make a Llama of a shape, the fields of ``LlamaConfig``, with random weights on a device. It never ends an output."""
-    torch.manual_seed(seed)
-    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, **ends), dtype=DTYPES[dtype])
-    return Target(model.eval(), name="random Llama", pack_weights=False)
 
 
 def _plain(

@@ -14,10 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, build_drafter
 from layerskip.costs.profile import Repeats, profile_costs
@@ -29,7 +26,7 @@ from layerskip.models.prefill import Prefill
 from layerskip.scan.replay import count
 from searches.app.application import run
 from searches.app.checks import InputError, check_fraction, check_list
-from searches.evaluate.criteria import Count, check_fields, conclude
+from searches.evaluate.criteria import Count, check_fields, conclude, random_target
 from searches.predict.preparation import PROFILE_ERROR
 from searches.results import record_header
 
@@ -44,13 +41,16 @@ def measure_long_contexts(config: DictConfig) -> None:
     check_list("masks", config.masks, or_empty=False)
     if not min(config.profiled) < config.predicted < max(config.profiled):
         raise InputError(f"predicted: {config.predicted} is not between the contexts of profiled")
-    targets = {name: _random_target(name, fields, config) for name, fields in config.models.items()}
+    given: Any = OmegaConf.to_container(config, resolve=True)
+    targets = {
+        name: random_target(given["sizes"] | model, config.dtype, config.device, config.seed, name, pack_weights=True)
+        for name, model in given["models"].items()
+    }
     lengths = sorted(config.lengths)
     rows = {name: [_measured(target, length, config) for length in lengths] for name, target in targets.items()}
     points = {name: _predictions(target, config) for name, target in targets.items()}
     errors = [abs(point["predicted"] / point["measured"] - 1) for name in points for point in points[name]]
     counts = [Count("greatest error of a predicted speedup", max(errors), maximum=config.max_error)]
-    given: Any = OmegaConf.to_container(config, resolve=True)
     record = record_header("layerskip.long_context/1", next(iter(targets.values()))) | {
         **{name: given[name] for name in _RECORDED},
         "rows": rows,
@@ -59,13 +59,6 @@ def measure_long_contexts(config: DictConfig) -> None:
         "points": points,
     }
     conclude(config, "long-context.json", record, counts)
-
-
-def _random_target(name: str, fields: DictConfig, config: DictConfig) -> Target:
-    settings = AutoConfig.for_model(**instantiate(config.sizes, _convert_="all"), **instantiate(fields, _convert_="all"))
-    torch.manual_seed(config.seed)
-    model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype))
-    return Target(model.to(config.device).eval(), name=name)
 
 
 def _prompt(target: Target, length: int, seed: int) -> list[int]:

@@ -19,7 +19,8 @@ from layerskip.models import compiled_layers
 from searches.app.composition import compose_config
 from searches.benchmark.peers import Peer
 from searches.evaluate import gpu
-from searches.evaluate.gpu import PARTS, Part, Row, floor_of, floor_tokens_per_second, has_error, random_llama
+from searches.evaluate.criteria import random_target
+from searches.evaluate.gpu import PARTS, Part, Row, floor_of, floor_tokens_per_second, has_error
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.tiny import save_tiny
@@ -57,13 +58,13 @@ def rows(tmp_path: Path) -> Callable[..., dict[str, Row]]:
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
 def test_shapes_have_the_published_numbers_of_parameters(name: str) -> None:
     shape = compose_config("gpu").shapes[name]
-    target = random_llama(dict(shape), "bfloat16", torch.device("meta"))
+    target = random_target(dict(shape), "bfloat16", torch.device("meta"))
     assert target.eos_ids == frozenset()
     assert sum(weight.numel() for weight in target.model.parameters()) == PARAMETERS[name]
 
 
 def test_the_floor_is_the_time_of_reading_weights_and_cache() -> None:
-    floor = floor_of(random_llama(TINY, "float32", torch.device(DEVICE)))
+    floor = floor_of(random_target(TINY, "float32", torch.device(DEVICE)))
     attention = 2 * 32 * 32 + 2 * 32 * 16  # query and output; key and value of half as many heads
     weights = 2 * (attention + 3 * 32 * 48 + 2 * 32) + 32 + 64 * 32  # two layers, the last norm, the output layer
     cache = 2 * 2 * 2 * 8  # keys and values, layers, heads, dimensions
