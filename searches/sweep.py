@@ -29,11 +29,9 @@ from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
 from searches.bridges.finalists import TrainedBridges
 from searches.bridges.spec import bridge_specs
-from searches.predict.contexts import spread_contexts
-from searches.predict.predictor import Limits
-from searches.predict.preparation import prepare_predictor
-from searches.predict.proposals import propose_all
-from searches.predict.scan_predictor import ScanPredictor
+from searches.predict.preparation import Preparation
+from searches.predict.proposals import Limits, propose_all
+from searches.predict.scan_predictor import ScanPredictor, spread_contexts
 from searches.progress import Progress, say
 from searches.report.markdown import summary
 from searches.report.page import LiveView
@@ -329,20 +327,11 @@ class Sweep:
         if not plan.scanning.enabled or "layer_skip" not in plan.space.available_methods:
             return None
         prompts = self.tune.take(plan.scanning.prompts, self.first_prompt)
-        predictor = prepare_predictor(
-            plan.target,
-            prompts,
-            plan.sampling,
-            plan.measuring.max_new_tokens,
-            plan.space,
-            plan.scanning,
-            plan.outputs,
-            self.folder,
-            plan.seed,
-            self.ledgers[1].use,
-            self.pool,
-            self._scans_are_over,
+        preparation = Preparation(
+            plan.target, plan.sampling, plan.outputs, self.ledgers[1].use, self.pool, self._scans_are_over
         )
+        new_tokens = plan.measuring.max_new_tokens
+        predictor = preparation.predictor(prompts, new_tokens, plan.space, plan.scanning, self.folder, plan.seed)
         if predictor is None:
             say("scan: no predictions; every trial is decoded")
         return predictor

@@ -287,8 +287,8 @@ class Calibration:
         right = 0
         for part in reversed(self._parts):
             rows, cache = part.pack.rows, self._texts.load(part.pack)
-            tokens, mask_ids = self._texts.tokens(rows), torch.zeros(len(rows), dtype=torch.int64, device=self.target.device)
-            logits = self._model.run(tokens, part.positions, cache, part.visible, [mask], mask_ids, replacements=[bridges])
+            self._prepare(part, mask, bridges)
+            logits = self._model.run(self._texts.tokens(rows), part.positions, cache)
             own = self._texts.tokens([(p, s + 1) for p, s in rows])
             right += int((logits.argmax(-1) == own)[-left:].sum())
             left -= len(rows)

@@ -71,10 +71,10 @@ class BridgeTraining:
             live = [rows[i] for i in draft_ids.tolist()]
             visible, positions = texts.visible(pack, live, draft_ids, passes, place)
             inputs = texts.tokens([(p, s + place) for p, s in live])
-            masks, bridges, mask_ids = [self.bridges.mask], [self.bridges], torch.zeros_like(inputs)
             parts = runs_of([p for p, _ in live])
-            logits = self._draft_rows.run(inputs, positions, cache, visible, masks, mask_ids, parts, bridges)
-            cache.length += len(live)
+            self._draft_rows.prepare(visible, [self.bridges.mask], torch.zeros_like(inputs), parts, [self.bridges])
+            logits = self._draft_rows.run(inputs, positions, cache)
+            cache.keep()
             passes.append((draft_ids, place))
             probs, tokens = texts.top_tokens([(p, s + place + 1) for p, s in live])
             places = self._places[tokens]

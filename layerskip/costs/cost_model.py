@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from layerskip.config import Costs, StopRule
+from layerskip.config import StopRule
 from layerskip.mask import SkipMask
-from layerskip.scan.replay import Counts
-from layerskip.scan.trace import CHAIN, Branching
+from layerskip.scan.replay import CHAIN, Branching, Counts
 
 
 @dataclass(frozen=True)
@@ -127,21 +126,12 @@ class CostProfile:
             + sum(cost for cost, (_, skipped) in zip(self.mlp_seconds, pairs, strict=True) if not skipped)
         )
 
-    def saved_seconds(self, kind: str) -> tuple[float, ...]:
-        """Return the seconds that skipping a layer's ``attention`` or ``mlp`` saves in a draft pass, layer by layer."""
-        return self.attention_seconds if kind == "attention" else self.mlp_seconds
-
     def seconds(
         self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS, branching: Branching = CHAIN
     ) -> float:
         """Return the seconds of a decoding with these counts.
 
-        Args:
-            counts: counts of the decoding.
-            mask: the draft's mask.
-            stop: the stop rule; any but ``length`` computes confidences.
-            extras: replacements and draft head of the draft.
-            branching: siblings. Looking for them costs the same whether any are found or not.
+        A stop rule other than ``length`` computes confidences. Looking for siblings costs the same whether any are found.
 
         Raises:
             ValueError: the counts have more tokens verified at once than were measured.
@@ -156,15 +146,7 @@ class CostProfile:
     def speedup(
         self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS, branching: Branching = CHAIN
     ) -> float:
-        """Return the predicted speedup over plain decoding; 1.0 if nothing is decoded.
-
-        Args:
-            counts: counts of the decoding.
-            mask: the draft's mask.
-            stop: the stop rule.
-            extras: replacements and draft head of the draft.
-            branching: siblings of drafted tokens.
-        """
+        """Return the predicted speedup over plain decoding; 1.0 if nothing is decoded."""
         if not counts.tokens:
             return 1.0
         return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop, extras, branching)
@@ -183,19 +165,13 @@ class CostProfile:
 
     def speedup_bound(self, mask: SkipMask, extras: DraftExtras = NO_EXTRAS) -> float:
         """Return the highest speedup of any draft length if every drafted token were accepted."""
-        lengths = range(1, self.longest + 1)
-        return max((1 + g) * self.verify_seconds[0] / self.round_cost(mask, g, extras) for g in lengths)
+        step, lengths = self.verify_seconds[0], range(1, self.longest + 1)
+        return max((1 + g) * step / self.round_cost(mask, g, extras) for g in lengths)
 
     @property
     def longest(self) -> int:
         """The most drafted tokens whose verification was measured."""
         return len(self.verify_seconds) - 1
-
-    @property
-    def verify_cost(self) -> Costs:
-        """Cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding; of each context if there are several."""
-        measured = [(one.context, in_steps(one.verify_seconds)) for one in (self, *self.others)]
-        return tuple(measured) if self.others else measured[0][1]
 
 
 def in_steps(verify_seconds: Sequence[float]) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from layerskip.mask import SkipMask
@@ -26,7 +26,7 @@ from layerskip.models.weights import input_device, is_split
 
 
 class RowModel:
-    """A target that runs passes over independent rows.
+    """A target that runs passes over independent rows, prepared by :meth:`prepare`.
 
     Raises:
         UnsupportedModel: its sub-layers cannot be skipped, its attention takes no mask by name, or it is on several devices.
@@ -59,10 +59,8 @@ class RowModel:
         return input_device(self.model)
 
     def _replace_forwards(self) -> None:
-        """Replace the ``forward`` of the copy's layers and sub-layers."""
-        blocks = self._model_copy.get_submodule(self.architecture.path)
         for index, block in enumerate(self.architecture.blocks):
-            layer = blocks.get_submodule(str(index))
+            layer = self._model_copy.get_submodule(f"{self.architecture.path}.{index}")
             layer.forward = self._layer(layer.forward, index, block.form)
             for kind, names in (("attention", block.attention), ("mlp", block.mlp)):
                 for name in names:
@@ -103,7 +101,7 @@ class RowModel:
                     kwargs["attention_mask"] = self._masks[index]
                 output = original(*args, **kwargs)
             result = output if form is None else output[0]
-            if kept is not True and kept is not False:
+            if isinstance(kept, Tensor):
                 # torch.where instead of a product: the output of a skipped sub-layer may be infinite.
                 result = torch.where(kept, result, 0.0)
             if leads:
@@ -121,114 +119,6 @@ class RowModel:
             output = output + (added if rows is None else torch.where(rows, added, 0.0))
         return output
 
-    def layer_functions(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache, visible: Sequence[Tensor]
-    ) -> tuple[list[Callable[[Tensor], Tensor]], list[Tensor]]:
-        """Return every layer as a function of the rows' hidden states ``[1, R, H]``, and the whole model's own states.
-
-        Args:
-            tokens, positions, cache, visible: see :meth:`run`. The functions work while the cache is unchanged.
-
-        Returns:
-            One function per layer, which skips what :meth:`prepare` set last; the states before the first layer, then after
-            each.
-        """
-        self._calls = {}
-        try:
-            self.run(tokens, positions, cache, visible, [SkipMask.none(self.layers)], torch.zeros_like(tokens))
-            calls = [self._calls[index] for index in range(self.layers)]
-        finally:
-            self._calls = None
-        blocks = self._model_copy.get_submodule(self.architecture.path)
-
-        def layer_function(index: int) -> Callable[[Tensor], Tensor]:
-            args, kwargs, _ = calls[index]
-            layer, form = blocks.get_submodule(str(index)), self.architecture.blocks[index].form
-
-            def function(hidden: Tensor) -> Tensor:
-                own_args, own_kwargs = _with_hidden(args, kwargs, hidden)
-                output: Any = layer(*own_args, **own_kwargs)
-                result: Tensor = output if form is None else output[0]
-                return result
-
-            return function
-
-        first = hidden_states(*calls[0][:2])
-        return [layer_function(index) for index in range(self.layers)], [first, *(output for _, _, output in calls)]
-
-    def unsupported(self, reason: str) -> UnsupportedModel:
-        """Return the error that the model cannot be scanned."""
-        return UnsupportedModel(f"{type(self.model).__name__}: cannot be scanned: {reason}")
-
-    def run(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: Cache,
-        visible: Sequence[Tensor],
-        masks: Sequence[SkipMask],
-        mask_ids: Tensor,
-        parts: Sequence[tuple[int, int]] = (),
-        replacements: Sequence[Replacements | None] = (),
-        late: tuple[int, Tensor] | None = None,
-    ) -> Tensor:
-        """Run one pass. It writes the rows' keys and values after ``cache.length``, which stays as it is.
-
-        Args:
-            tokens: ``[R]`` int64.
-            positions: ``[R]`` int64: position of each token in its own text.
-            cache: keys and values before the rows.
-            visible: per layer ``[R, cache.length + R]`` bool; equal layers share one tensor.
-            masks: the skip masks, each for at least one row.
-            mask_ids: ``[R]`` int64: the mask of each row.
-            parts: runs of rows that attend to few of the others' keys, see
-                :func:`~layerskip.models.attention.attend_in_parts`.
-            replacements: those of every mask; empty for none.
-            late: a layer and its input ``[1, R, H]``. The layers before it compute and write nothing.
-
-        Returns:
-            ``[R, V]`` logits.
-        """
-        self.prepare(visible, masks, mask_ids, parts, replacements)
-        self._late = late
-        try:
-            return forward(self._model_copy, tokens, cache, last=tokens.shape[0], positions=positions)
-        finally:
-            self._late = None
-
-    def states(self, layer: int, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Return the input ``[1, R, H]`` of a layer in a pass, with the masks that :meth:`prepare` set last.
-
-        The layer and those after it compute and write nothing. For the other arguments see :meth:`run`.
-
-        Args:
-            layer: index of the layer.
-            tokens: ``[R]`` int64.
-            positions: ``[R]`` int64: position of each token in its own text.
-            cache: keys and values before the rows.
-        """
-        self._stop_at = layer
-        try:
-            forward(self._model_copy, tokens, cache, last=0, positions=positions)
-        finally:
-            self._stop_at = None
-        hidden, self._stopped_at = self._stopped_at, None
-        assert hidden is not None
-        return hidden
-
-    def restrict(self, head: DraftHead) -> None:
-        """Return logits ``[R, v]`` of a draft head's tokens alone from now on."""
-        head.restrict(self._model_copy)
-
-    def watch(self, kind: str, index: int) -> None:
-        """Record input and output of one sub-layer from now on, for :meth:`watched_states`."""
-        self._watched, self._watched_states = (kind, index), None
-
-    def watched_states(self) -> tuple[Tensor, Tensor]:
-        """Return the last input of the watched sub-layer, and its output or that of its replacement, ``[1, R, H]`` each."""
-        assert self._watched_states is not None
-        return self._watched_states
-
     def prepare(
         self,
         visible: Sequence[Tensor],
@@ -237,13 +127,13 @@ class RowModel:
         parts: Sequence[tuple[int, int]] = (),
         replacements: Sequence[Replacements | None] = (),
     ) -> None:
-        """Set attention masks, skips and replacements of the next passes; for the arguments see :meth:`run`.
+        """Set attention masks, skips and replacements of the next passes.
 
         Args:
-            visible: per layer ``[R, keys]`` bool; equal layers share one tensor.
-            masks: the skip masks, each for at least one row.
+            visible: per layer ``[R, cache.length + R]`` bool; equal layers share one tensor.
             mask_ids: ``[R]`` int64: the mask of each row.
-            parts: runs of rows, see :meth:`run`.
+            parts: runs of rows that attend to few of the others' keys, see
+                :func:`~layerskip.models.attention.attend_in_parts`.
             replacements: those of every mask; empty for none.
         """
         dtype = self.model.dtype
@@ -268,6 +158,90 @@ class RowModel:
             for gap, module in () if own is None else own.items():
                 self._replacements.setdefault((gap.kind, gap.first), []).append((rows, module))
 
+    def run(self, tokens: Tensor, positions: Tensor, cache: Cache, late: tuple[int, Tensor] | None = None) -> Tensor:
+        """Run one pass. It writes the rows' keys and values after ``cache.length``, which stays as it is.
+
+        Args:
+            tokens: ``[R]`` int64.
+            positions: ``[R]`` int64: position of each token in its own text.
+            cache: keys and values before the rows.
+            late: a layer and its input ``[1, R, H]``. The layers before it compute and write nothing.
+
+        Returns:
+            ``[R, V]`` logits.
+        """
+        self._late = late
+        try:
+            return forward(self._model_copy, tokens, cache, last=tokens.shape[0], positions=positions)
+        finally:
+            self._late = None
+
+    def states(self, layer: int, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Return the input ``[1, R, H]`` of a layer in a pass; for the other arguments see :meth:`run`.
+
+        The layer and those after it compute and write nothing.
+        """
+        self._stop_at = layer
+        try:
+            forward(self._model_copy, tokens, cache, last=0, positions=positions)
+        finally:
+            self._stop_at = None
+        hidden, self._stopped_at = self._stopped_at, None
+        assert hidden is not None
+        return hidden
+
+    def layer_functions(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, visible: Sequence[Tensor]
+    ) -> tuple[list[Callable[[Tensor], Tensor]], list[Tensor]]:
+        """Return every layer as a function of the rows' hidden states ``[1, R, H]``, and the whole model's own states.
+
+        For the arguments see :meth:`run` and :meth:`prepare`. The functions work while the cache is unchanged.
+
+        Returns:
+            One function per layer, which skips what :meth:`prepare` set last; the states before the first layer, then after
+            each.
+        """
+        self.prepare(visible, [SkipMask.none(self.layers)], torch.zeros_like(tokens))
+        self._calls = {}
+        try:
+            self.run(tokens, positions, cache)
+            calls = [self._calls[index] for index in range(self.layers)]
+        finally:
+            self._calls = None
+
+        def layer_function(index: int) -> Callable[[Tensor], Tensor]:
+            args, kwargs, _ = calls[index]
+            layer = self._model_copy.get_submodule(f"{self.architecture.path}.{index}")
+            form = self.architecture.blocks[index].form
+
+            def function(hidden: Tensor) -> Tensor:
+                own_args, own_kwargs = _with_hidden(args, kwargs, hidden)
+                output: Any = layer(*own_args, **own_kwargs)
+                result: Tensor = output if form is None else output[0]
+                return result
+
+            return function
+
+        first = hidden_states(*calls[0][:2])
+        return [layer_function(index) for index in range(self.layers)], [first, *(output for _, _, output in calls)]
+
+    def unsupported(self, reason: str) -> UnsupportedModel:
+        """Return the error that the model cannot be scanned."""
+        return UnsupportedModel(f"{type(self.model).__name__}: cannot be scanned: {reason}")
+
+    def restrict(self, head: DraftHead) -> None:
+        """Return logits ``[R, v]`` of a draft head's tokens alone from now on."""
+        head.restrict(self._model_copy)
+
+    def watch(self, kind: str, index: int) -> None:
+        """Record input and output of one sub-layer from now on, for :meth:`watched_states`."""
+        self._watched, self._watched_states = (kind, index), None
+
+    def watched_states(self) -> tuple[Tensor, Tensor]:
+        """Return the last input of the watched sub-layer, and its output or that of its replacement, ``[1, R, H]`` each."""
+        assert self._watched_states is not None
+        return self._watched_states
+
 
 def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the hidden states among a module's arguments."""
@@ -277,5 +251,4 @@ def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) 
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive form of a bool mask."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

@@ -11,7 +11,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from layerskip.measure.measurement import MIN_RESAMPLED
-from searches.predict.prediction_error import SCANNED_MASKS
+from searches.predict.scan_predictor import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
 from searches.report.tables import (
     Row,

@@ -236,7 +236,6 @@ def describe(
     flat.pop("target.pack_weights", None)  # what came of it counts
     if uses_packing(target.model):
         flat["target.packed_weights"] = True
-    flat.pop("scan.text_bytes", None)  # the name of the scans' folder depends on what it leaves out
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
     return flat | {
         "target.digest": target.digest,

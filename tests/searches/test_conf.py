@@ -118,7 +118,7 @@ def test_unlisted_fields_of_nested_parts_can_be_overridden() -> None:
     assert search.measure.drift == 0.3
     ranges = compose_config("layerskip", ["space.ranges.eagle.num_speculative_tokens=[1,2]"]).space.ranges
     assert ranges == {"eagle": {"num_speculative_tokens": [1, 2]}}
-    assert compose_config("layerskip", ["experiment=smoke", "scan.proposals.lookups=1"]).scan.proposals.lookups == 1
+    assert compose_config("layerskip", ["experiment=smoke", "scan.proposals.scanned=1"]).scan.proposals.scanned == 1
 
 
 @pytest.mark.parametrize("target", ["smollm2", "gemma3", "hub", "local"])

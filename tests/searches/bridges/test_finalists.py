@@ -23,8 +23,7 @@ from searches.bridges.finalists import TrainedBridges
 from searches.bridges.spec import BridgeSpec
 from searches.bridges.store import BridgeStore, BridgingSettings
 from searches.bridges.training import BridgeTrainer
-from searches.predict.predictor import DraftChoices
-from searches.predict.scan_predictor import ScanPredictor
+from searches.predict.scan_predictor import DraftChoices, ScanPredictor
 from searches.tracking.tracker import Tracker
 
 LINEAR = BridgeSpec("linear")
@@ -150,7 +149,7 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
     # The draft is not among the choices that every mask is tried with.
     fitted = replace(_first_bridged(bridge_store), num_speculative_tokens=4, stop=StopRule("threshold", 0.3))
     mask = SkipMask.parse(fitted.mask, layers)
-    plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 4)), tmp_path / "scans")
+    plain = ScanPredictor(scanner, profile, DraftChoices((1, 4)), tmp_path / "scans")
     predictors = [bridge_store.predictor(plain, made) for made in (BridgeSpec("mean"), LINEAR)]
     folders = {}
     for spoilt in (0.0, 0.3, 10.0):
@@ -196,9 +195,7 @@ def test_finalists_keep_their_draft_length_if_it_cannot_be_predicted(
     fitted = _first_bridged(bridge_store)
     # Scans predict neither other acceptance rules nor longer drafts.
     others = [replace(fitted, accept=AcceptRule("typical")), replace(fitted, num_speculative_tokens=9)]
-    predictor = bridge_store.predictor(
-        ScanPredictor(scanner, scanner, profile, DraftChoices((1, 4)), tmp_path / "scans"), LINEAR
-    )
+    predictor = bridge_store.predictor(ScanPredictor(scanner, profile, DraftChoices((1, 4)), tmp_path / "scans"), LINEAR)
     monkeypatch.setattr(Scanner, "scan", scan)
     trainer = TrainedBridges(bridge_store)
     monkeypatch.setattr(trainer, "train", lambda config: config)

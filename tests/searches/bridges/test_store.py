@@ -22,8 +22,7 @@ from searches.app.checks import InputError
 from searches.bridges.spec import BridgeSpec, bridge_specs
 from searches.bridges.store import BRIDGES_FOLDER, BridgedDrafts, BridgeStore, BridgingSettings
 from searches.bridges.training import BridgeTrainer
-from searches.predict.predictor import DraftChoices
-from searches.predict.scan_predictor import ScanPredictor
+from searches.predict.scan_predictor import DraftChoices, ScanPredictor
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import LeaderboardEntry, configuration
 from tests.accelerator import DEVICE
@@ -107,7 +106,7 @@ def test_a_prediction_without_the_bridges_of_the_spec_is_not_saved(
     profile = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0))
 
     def predictor(store: BridgeStore) -> ScanPredictor:
-        plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 3)), tmp_path / "scans")
+        plain = ScanPredictor(scanner, profile, DraftChoices((1, 3)), tmp_path / "scans")
         return store.predictor(plain, LINEAR)
 
     mask = SkipMask.parse("layers:1-2", layers)
@@ -180,7 +179,7 @@ def test_a_predictor_includes_bridges_and_draft_heads(
     scanner = Scanner(tiny_target, continuations, Sampling(), depth=3)
     layers = tiny_target.layers
     profile = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0), 0.2, 1e-4, 0.01)
-    plain = ScanPredictor(scanner, scanner.sample(8), profile, DraftChoices((1, 3)), tmp_path / "scans")
+    plain = ScanPredictor(scanner, profile, DraftChoices((1, 3)), tmp_path / "scans")
     mask = next(m for m in (SkipMask.parse(f"layers:{i}", layers) for i in range(layers)) if bridge_store.bridge(m, LINEAR))
     specs = bridge_specs(["none", "linear"], [0], [0, 60])
     assert specs == [BridgeSpec(), BridgeSpec(tokens=60), LINEAR, BridgeSpec("linear", tokens=60)]

@@ -27,7 +27,7 @@ def _study(log: Path, stage: str, piece: int, *overrides: str) -> tuple[int, lis
 
 @pytest.mark.parametrize("stage", representative(["scan", "trials"], ["continuations", "profile", "verdict"]))
 def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_folder: Path, tmp_path: Path) -> None:
-    small = ("scan.prompts=3", "scan.profile_repeats=2", "scan.proposals.screened=8", "scan.proposals.scanned=2")
+    small = ("scan.prompts=3", "scan.proposals.screened=8", "scan.proposals.scanned=2")
     more = (
         "space.methods=[none,layer_skip]",
         "study.n_trials=4",
@@ -55,7 +55,7 @@ def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_fol
 def test_a_study_killed_while_fitting_or_training_bridges_repeats_nothing_finished(
     stage: str, piece: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    small = ("scan.prompts=2", "scan.profile_repeats=2", "scan.proposals.screened=6", "scan.proposals.scanned=2")
+    small = ("scan.prompts=2", "scan.proposals.screened=6", "scan.proposals.scanned=2")
     bridged = ("space=bridged", "space.draft_heads=[0]", "bridging.tokens=200", "bridging.max_new_tokens=16")
     trained = ("bridging.batch=8", "bridging.train_seconds=1", "bridging.train_width=4", "scan.proposals.enqueued=1")
     more = ("study.n_trials=6", "study.name=mortal", "measure.held_out_prompts=2", "space.ranges.layer_skip.siblings=[0,0]")
