@@ -28,7 +28,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.config import SpeculativeConfig
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.registry import build_drafter
@@ -109,10 +109,8 @@ def custom_generate(
             target.encode(input_ids[0].tolist(), "input_ids"),
             _sampling(logits_processor, bool(generation_config.do_sample)),
             max(1, _max_length(stopping_criteria, generation_config.max_length) - input_ids.shape[1]),
-            stops=_stops(stopping_criteria, input_ids.device),
+            stops=Stops(_eos_ids(stopping_criteria), _stops(stopping_criteria, input_ids.device)),
             callback=on_round,
-            eos_ids=_eos_ids(stopping_criteria),
-            accept=config.accept,
         )
         if streamer is not None:
             streamer.end()

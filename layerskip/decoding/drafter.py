@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layerskip.config import PLAIN, Method, SpeculativeConfig, declare
+from layerskip.config import EXACT, PLAIN, AcceptRule, Method, SpeculativeConfig, declare
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import draft_depth
@@ -70,6 +70,7 @@ class Drafter:
 
     Attributes:
         method: the declaration of the method that the class drafts for.
+        accept: the acceptance rule of its drafts; ``build_drafter`` sets it.
         tree_tokens: the most tokens of its trees; 0 if it drafts chains.
         modules: names of the target's sub-modules whose outputs it reads; empty if it reads no hidden states.
         lookup: whether it finds its drafts without running a model, so that requesting one costs next to nothing; as the
@@ -82,6 +83,7 @@ class Drafter:
 
     method: ClassVar[Method]
 
+    accept: AcceptRule = EXACT
     tree_tokens: int = 0
     modules: tuple[str, ...] = ()
     lookup: bool = False

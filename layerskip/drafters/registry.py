@@ -36,6 +36,7 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
     if config.method not in drafter_classes():
         raise ConfigError(f"method: {config.method!r} has no drafter")
     drafter = drafter_classes()[config.method].build(config, target)
+    drafter.accept = config.accept
     if drafter.tree_tokens:
         tree_model(target.model)  # raises UnsupportedModel if the target cannot verify trees
     return drafter

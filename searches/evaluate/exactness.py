@@ -102,8 +102,8 @@ def _compare(scanner: Scanner, mask: SkipMask, settings: Sequence[Setting]) -> d
     for index, continuation in enumerate(scanner.continuations):
         prefill = Prefill.of(scanner.target, continuation.prompt)
         for (length, stop), drafter in drafters.items():
-            prompt, new = continuation.prompt, continuation.max_new_tokens
-            result = decode(scanner.target, drafter, prompt, scanner.sampling, new, prefill=prefill)
+            new = continuation.max_new_tokens
+            result = decode(scanner.target, drafter, prefill, scanner.sampling, new)
             rounds, same = list(result.stats.rounds), tuple(result.tokens) == continuation.tokens
             sums = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
             counted.update(dict(zip(_COUNTED, (1, len(rounds), *sums), strict=True)))

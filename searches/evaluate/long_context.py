@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, build_drafter
 from layerskip.costs.cost_model import CostProfile
 from layerskip.costs.profile import profile_costs
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.stats import DecodeStats
 from layerskip.device.memory import AllocationCounter, release_memory
 from layerskip.device.transfer import now
@@ -101,12 +101,11 @@ def _decoded(
     result = decode(
         target,
         build_drafter(drafting, target),
-        prompt,
+        prefill,
         Sampling(),
         config.new_tokens + 1,
-        on_prefill=lambda _: began.append(now(target.device)),
-        eos_ids=frozenset(),
-        prefill=prefill,
+        stops=Stops(frozenset()),
+        callback=lambda _: began.append(now(target.device)),
     )
     return now(target.device) - began[0], result.stats
 

@@ -56,7 +56,7 @@ _CODE = """import layerskip
 target = layerskip.load_target({target!r})
 export = layerskip.Export.load({export!r}, target)
 drafter = layerskip.build_drafter(export.config, target)  # keep one drafter for all requests
-result = layerskip.generate(target, "Why is the sky blue?", export.config, drafter=drafter, max_new_tokens=64)
+result = layerskip.generate(target, "Why is the sky blue?", drafter, max_new_tokens=64)
 print(result.text)
 
 # The same inside transformers' generate:

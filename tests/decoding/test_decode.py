@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import Drafter, NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.draft_model import DraftModel
@@ -86,7 +86,7 @@ def test_a_stop_predicate_sees_every_token_and_ends_the_output(target: Target, m
             seen.append(list(tokens))
             return len(tokens) == len(PROMPT) + length
 
-        result = decode(target, _drafter(method, target), PROMPT, GREEDY, 16, stops=stops)
+        result = decode(target, _drafter(method, target), PROMPT, GREEDY, 16, stops=Stops(criterion=stops))
         assert (result.tokens, result.finish) == (plain.tokens[:length], "stop")
         assert seen == [PROMPT + plain.tokens[: i + 1] for i in range(length)]
 
@@ -100,7 +100,7 @@ def test_an_end_token_takes_precedence_over_a_stop_and_a_stop_over_the_limit(tar
         def stops(seen: list[int]) -> bool:
             return stopping and len(seen) == len(PROMPT) + first
 
-        result = decode(target, NoDraft(), PROMPT, GREEDY, first, stops=stops, eos_ids=eos_ids)
+        result = decode(target, NoDraft(), PROMPT, GREEDY, first, stops=Stops(eos_ids, stops))
         assert result.tokens == tokens[:first]
         return result.finish
 
@@ -116,8 +116,8 @@ def test_end_tokens_default_to_those_of_the_target() -> None:
     model.generation_config.eos_token_id = [other, end]
     target, cut = Target(model), plain[: plain.index(end) + 1]
     assert decode(target, NoDraft(), PROMPT, GREEDY, 8).tokens == cut == _generate(target, PROMPT, max_new_tokens=8)
-    assert decode(target, NoDraft(), PROMPT, GREEDY, 8, eos_ids=frozenset()).tokens == plain
-    assert decode(target, NoDraft(), PROMPT, GREEDY, 8, eos_ids=frozenset({plain[0]})).tokens == plain[:1]
+    assert decode(target, NoDraft(), PROMPT, GREEDY, 8, stops=Stops(frozenset())).tokens == plain
+    assert decode(target, NoDraft(), PROMPT, GREEDY, 8, stops=Stops(frozenset({plain[0]}))).tokens == plain[:1]
 
 
 def test_the_first_token_is_reported_before_any_draft(target: Target) -> None:
@@ -134,11 +134,10 @@ def test_the_first_token_is_reported_before_any_draft(target: Target) -> None:
         PROMPT,
         GREEDY,
         3,
-        on_prefill=lambda known: events.append(f"prefill {known}"),
         callback=lambda tokens: events.append(f"commit {len(tokens)}"),
     )
     # The last round has room for the target's own token only, and asks for no draft.
-    assert events == ["prefill 1", "commit 1", "draft", "commit 1", "commit 1"]
+    assert events == ["commit 1", "draft", "commit 1", "commit 1"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -168,8 +167,8 @@ def test_a_stored_prefill_gives_the_same_result(target: Target, method: str, sam
     for _ in range(2):
         drafters = [_drafter(method, target) for _ in range(2)]
         found, plain = (
-            decode(target, drafter, PROMPT, sampling, 20, seed=5, prefill=known)
-            for drafter, known in zip(drafters, (prefill, None), strict=True)
+            decode(target, drafter, prompt, sampling, 20, seed=5)
+            for drafter, prompt in zip(drafters, (prefill, PROMPT), strict=True)
         )
         assert found == plain
     assert prefill.cache.length == len(PROMPT)
@@ -180,9 +179,7 @@ def test_a_stored_prefill_is_not_computed_again(target: Target) -> None:
     other = torch.zeros_like(prefill.logits)
     for token in (3, 7):
         changed = replace(prefill, logits=other.index_fill(-1, torch.tensor([token], device=DEVICE), 1.0))
-        assert decode(target, NoDraft(), PROMPT, GREEDY, 1, prefill=changed).tokens == [token]
-    with pytest.raises(ValueError, match="^prefill: has 8 tokens, the prompt has 7"):
-        decode(target, NoDraft(), PROMPT[1:], GREEDY, 1, prefill=prefill)
+        assert decode(target, NoDraft(), changed, GREEDY, 1).tokens == [token]
 
 
 def test_threads_take_turns_at_a_model(target: Target) -> None:

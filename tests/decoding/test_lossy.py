@@ -15,6 +15,7 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.verify import accept_lossy
 from layerskip.drafters.registry import build_drafter
 from searches.space.search_space import SearchSpace
+from tests.accelerator import decode_static
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, generated, target_of
 
 P = torch.tensor([[0.5, 0.3, 0.2, 1e-9], [0.05, 0.9, 0.05, 1e-9], [0.25, 0.25, 0.25, 0.25]])
@@ -64,7 +65,7 @@ def test_a_lossy_rule_accepts_the_same_of_trees_that_grow_on_the_device() -> Non
     config = SpeculativeConfig("layer_skip", 3, mask="layers:1", siblings=2, min_token_prob=0.05, accept=accept)
     for prompt in PROMPTS[:3]:
         one, other = (
-            decode(target, build_drafter(config, target), prompt, GREEDY, LENGTH, accept=accept, static_shapes=static)
+            decode_static(target, build_drafter(config, target), prompt, GREEDY, LENGTH, static=static)
             for static in (False, True)
         )
         assert one == other and one.stats.accepted
@@ -77,10 +78,7 @@ def test_a_lossy_rule_accepts_more_and_changes_the_output(method: str) -> None:
     exact = SpeculativeConfig.from_dict({"method": method} | fields)
     lossy = SpeculativeConfig.from_dict({"method": method, "accept": {"method": "threshold", "threshold": 0.0}} | fields)
     for prompt in PROMPTS:
-        kept, other = (
-            decode(target, build_drafter(config, target), prompt, GREEDY, LENGTH, accept=config.accept)
-            for config in (exact, lossy)
-        )
+        kept, other = (decode(target, build_drafter(config, target), prompt, GREEDY, LENGTH) for config in (exact, lossy))
         assert kept.tokens == generated("llama", prompt, LENGTH)
         assert len(other.tokens) == LENGTH
         assert len(other.stats.rounds) <= len(kept.stats.rounds)
@@ -91,7 +89,7 @@ def test_a_lossy_rule_accepts_more_and_changes_the_output(method: str) -> None:
 def test_a_lossy_rule_supports_sampling() -> None:
     config = SpeculativeConfig.from_dict({"method": "prompt_lookup", "accept": "typical"})
     target = target_of("llama")
-    result = decode(target, build_drafter(config, target), PROMPTS[1], Sampling(1.0), LENGTH, seed=0, accept=config.accept)
+    result = decode(target, build_drafter(config, target), PROMPTS[1], Sampling(1.0), LENGTH, seed=0)
     assert len(result.tokens) == LENGTH
 
 

@@ -25,7 +25,7 @@ from layerskip.heads.readout import Readout
 from layerskip.models.architecture import architecture
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import NotFinite
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.chi_square import assert_follows
 from tests.families import build
 
@@ -58,14 +58,14 @@ def test_a_token_that_makes_the_logits_nan_ends_decoding(config: SpeculativeConf
         target.model.get_input_embeddings().weight[plain[place]] = NAN  # type: ignore[operator]
     streamed: list[int] = []
     with pytest.raises(NotFinite, match="^target: the largest logit of mine is nan after position") as caught:
-        decode(target, drafter, PROMPT, GREEDY, 16, callback=streamed.extend, static_shapes=static)
+        decode_static(target, drafter, PROMPT, GREEDY, 16, callback=streamed.extend, static=static)
     assert streamed == plain[: len(streamed)] and len(streamed) <= place + 1
     if config.method in ("none", "prompt_lookup"):
         assert f"after position {len(PROMPT) + place};" in str(caught.value)
         assert len(streamed) == place + 1
     for sampling in SAMPLINGS:
         with pytest.raises(NotFinite, match=f"position {len(PROMPT)};"):
-            decode(target, drafter, [*PROMPT, plain[place]], sampling, 4, static_shapes=static)
+            decode_static(target, drafter, [*PROMPT, plain[place]], sampling, 4, static=static)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -75,7 +75,7 @@ def test_logits_are_named_as_what_they_are(tokens: slice, value: float, sampling
     target = Target(build("phi", eos_token_id=None))
     _fill_bias(target.model, tokens, value)
     with pytest.raises(NotFinite, match=f"is {value} after position {len(PROMPT) - 1};"):
-        decode(target, NoDraft(), PROMPT, sampling, 4, static_shapes=static)
+        decode_static(target, NoDraft(), PROMPT, sampling, 4, static=static)
     with pytest.raises(UnsupportedModel, match=f"^PhiForCausalLM: the largest logit after some tokens is {value}; "):
         architecture(target.model)
 

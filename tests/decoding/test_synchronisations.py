@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host, waiting
@@ -34,7 +33,7 @@ from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.drafters.test_cross_tokenizer import LETTERS, _spelling
 from tests.families import build
 
@@ -216,10 +215,10 @@ def test_a_round_waits_for_the_device_once(
 ) -> None:
     """With the static shapes of a GPU; the run before it records every pass and compares it with the computed one."""
     drafter = DRAFTERS[name](target)
-    first = decode(target, drafter, PROMPT, SAMPLINGS[sampling], LENGTH, seed=0, static_shapes=True)
+    first = decode_static(target, drafter, PROMPT, SAMPLINGS[sampling], LENGTH, seed=0)
     drafter.reset_state()
     with counted(monkeypatch) as waits:
-        result = decode(target, drafter, PROMPT, SAMPLINGS[sampling], LENGTH, seed=0, static_shapes=True)
+        result = decode_static(target, drafter, PROMPT, SAMPLINGS[sampling], LENGTH, seed=0)
     assert result == first
     assert waits == {"reads": 1 + len(result.stats.rounds)}
     assert (result.stats.drafted > 0) == (name != "none")
@@ -234,7 +233,7 @@ def test_without_static_shapes_only_trees_that_grow_are_read_meanwhile(
         pytest.skip("a GPU reads no tree while it grows")
     drafter = DRAFTERS[name](target)
     with counted(monkeypatch) as waits:
-        result = decode(target, drafter, PROMPT, GREEDY, LENGTH, static_shapes=False)
+        result = decode_static(target, drafter, PROMPT, GREEDY, LENGTH, static=False)
     assert waits.pop("reads") >= 1 + len(result.stats.rounds)
     assert waits == {}
 
@@ -245,7 +244,7 @@ def test_a_stop_rule_waits_for_every_confidence(target: Target, monkeypatch: pyt
         pytest.skip("a GPU refuses it")
     drafter = _draft_model(target, 3, StopRule("threshold", 0.0))
     with counted(monkeypatch) as waits:
-        result = decode(target, drafter, PROMPT, GREEDY, LENGTH, static_shapes=False)
+        result = decode_static(target, drafter, PROMPT, GREEDY, LENGTH, static=False)
     # The last token of a draft needs no confidence; here the rounds draft 3 tokens, the last one 2.
     assert waits == {"reads": 1 + 5 + 4 * 2 + 1}
     assert len(result.stats.rounds) == 5
@@ -255,9 +254,9 @@ def test_a_draft_in_another_vocabulary_waits_once_more(target: Target, monkeypat
     letters = _spelling(LETTERS[: target.vocabulary])
     translation = Translation(letters, letters)
     drafter = CrossTokenizer(decoding_view(target.model), target.layers, target.vocabulary, translation, 3, StopRule())
-    first = decode(target, drafter, PROMPT, GREEDY, LENGTH, static_shapes=True)
+    first = decode_static(target, drafter, PROMPT, GREEDY, LENGTH)
     with counted(monkeypatch) as waits:
-        result = decode(target, drafter, PROMPT, GREEDY, LENGTH, static_shapes=True)
+        result = decode_static(target, drafter, PROMPT, GREEDY, LENGTH)
     assert result == first
     assert all(each.drafted for each in result.stats.rounds)
     assert waits == {"reads": 1 + 2 * len(result.stats.rounds)}

@@ -15,7 +15,7 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import DecodeStats
 from layerskip.models.prefill import Prefill
 from layerskip.models.target import Target
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.chi_square import assert_sequences_follow
 from tests.drafters.exact_law import exact_law
 from tests.drafters.recorder import Drafted, FirstDraft, Recorder
@@ -234,7 +234,7 @@ class DrafterContract:
     def test_static_shapes_change_nothing(self, family: str) -> None:
         target = target_of(family)
         for prompt in ONE_PROMPT:
-            result = decode(target, self.drafter(target), prompt, GREEDY, NEW_TOKENS, static_shapes=True)
+            result = decode_static(target, self.drafter(target), prompt, GREEDY, NEW_TOKENS)
             assert result.tokens == generated(family, prompt, NEW_TOKENS)
             assert result.stats == self.decode(target, prompt).stats
 
@@ -248,8 +248,8 @@ class DrafterContract:
         for sampling in self.samplings:
             # Most samples share one prefill; every tenth has its own.
             law = toy_law(target, sampling, 4, prompt)
-            prefills = (prefill if number % 10 else None for number in range(600 if len(law) > _FEW else 500))
-            results = [decode(target, drafter, prompt, sampling, 4, prefill=shared) for shared in prefills]
+            prompts = (prefill if number % 10 else prompt for number in range(600 if len(law) > _FEW else 500))
+            results = [decode(target, drafter, given, sampling, 4) for given in prompts]
             assert_sequences_follow((tuple(result.tokens) for result in results), law)
             rounds = DecodeStats.join(result.stats for result in results).rounds
             for accepted in (0, 1, 2):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layerskip.config import StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import Drafter, NoDraft
 from layerskip.drafters import eagle
 from layerskip.drafters.cascade import Cascade, PricedCascade
@@ -19,7 +19,7 @@ from layerskip.heads.feature_store import TextFeatures, extract_features, read_f
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import Batch, acceptance, predict_tokens, stored_modules
 from layerskip.models.target import Target
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.drafters.contract import (
     GREEDY,
     LENGTH,
@@ -225,7 +225,7 @@ def test_trees_equal_those_computed_without_a_cache(family: str, few: int, back:
     for prompt in PROMPTS[1:4]:
         prompt = tuple(token % target.vocabulary for token in prompt)
         recorder = Recorder(_eagle(target, head, 4, top_k=width, tree_tokens=size))
-        decode(target, recorder, prompt, GREEDY, LENGTH, eos_ids=frozenset())
+        decode(target, recorder, prompt, GREEDY, LENGTH, stops=Stops(frozenset()))
         for context, branches in recorder.drafts[:4]:
             with torch.no_grad():
                 chances = _rebuilt(target, head, context, width, 4)
@@ -242,6 +242,6 @@ def test_replaced_embeddings_invalidate_a_recorded_cache() -> None:
     for moved in (False, False, True):
         if moved:
             embeddings.weight.data = embeddings.weight.data.clone()
-        decode(target, drafter, PROMPTS[1], GREEDY, LENGTH, static_shapes=True)
+        decode_static(target, drafter, PROMPTS[1], GREEDY, LENGTH)
         caches.append(drafter._cache)
     assert caches[0] is caches[1] is not caches[2]

@@ -19,6 +19,7 @@ from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.registry import build_drafter
 from layerskip.heads.readout import Readout
 from layerskip.models.target import Target
+from tests.accelerator import decode_static
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Recorder, generated, target_of
 from tests.drafters.heads import eagle_head, family_of
 from tests.drafters.members import LOOKUP, SKIP, Choosing, member_of
@@ -177,7 +178,7 @@ def test_tokens_that_only_fill_up_a_tree_on_the_device_have_a_cost(monkeypatch: 
     monkeypatch.setattr(cascade, "observe_logits", observed_logits)
     monkeypatch.setattr(cascade, "observe", observed)
     for prompt in PROMPTS:
-        decode(target, cascade, prompt, GREEDY, LENGTH, static_shapes=True)
+        decode_static(target, cascade, prompt, GREEDY, LENGTH)
         computed[len(priced) :] = []  # of the round that ends the text
     assert priced == computed
     assert sum(few < size for few, size in zip(drafted, computed, strict=True)) > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layerskip.config import SpeculativeConfig
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import Drafter, VerifyOutput
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.verify import Verdict
@@ -28,7 +28,9 @@ def _fresh(target: Target) -> Drafter:
 def experienced_drafter(target: Target) -> Drafter:
     drafter = _fresh(target)
     for prompt in PROMPTS:
-        decode(target, drafter, [token % target.vocabulary for token in prompt], Sampling(), LENGTH, eos_ids=frozenset())
+        decode(
+            target, drafter, [token % target.vocabulary for token in prompt], Sampling(), LENGTH, stops=Stops(frozenset())
+        )
     return drafter
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from layerskip.config import StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.tree import tree_model
@@ -114,8 +114,7 @@ def test_compiled_decoding_gives_the_tokens_of_generate() -> None:
             prompt.tolist(),
             Sampling(),
             20,
-            static_shapes=True,
-            eos_ids=frozenset(),
+            stops=Stops(frozenset()),
         )
         assert found.tokens == expected.tolist()
 
@@ -192,8 +191,8 @@ def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.
     runs = []
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: lambda *args: (runs.append(1), module._run(*args))[1])
     target = Target(build("llama"), compile="on")
-    expected = decode(Target(build("llama")), NoDraft(), [3, 4, 5], Sampling(), 8, eos_ids=frozenset()).tokens
-    assert decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, eos_ids=frozenset()).tokens == expected
+    expected = decode(Target(build("llama")), NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens
+    assert decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens == expected
     assert runs
 
 

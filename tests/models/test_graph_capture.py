@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops
 from layerskip.decoding.drafter import Context, NoDraft
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.device.tolerance import nearly_equal
@@ -28,7 +27,7 @@ from layerskip.models.forward import Features, forward
 from layerskip.models.graph_capture import CapturingCache, _refused, capture_seconds
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.families import REPRESENTATIVE, build
 
 LAYERS = 4
@@ -167,7 +166,7 @@ def test_capture_time_is_not_part_of_decoding_time(tiny_target: Target, monkeypa
     target = Target(model, tiny_target.tokenizer)
     monkeypatch.setattr("time.perf_counter", lambda: float(len(passes)))
     measuring = sys.modules["layerskip.measure.measure"]  # the package exports a function of this name
-    monkeypatch.setattr(measuring, "decode", partial(decode, static_shapes=True))
+    monkeypatch.setattr(measuring, "decode", decode_static)
     monkeypatch.setattr(measuring, "_warmup", lambda *_: None)
     before = capture_seconds()
     measurement = measure(target, ["One."], SpeculativeConfig("layer_skip", 3, mask=""), max_new_tokens=13)
@@ -226,7 +225,7 @@ def test_a_model_that_synchronises_is_not_captured() -> None:
 
     prompt = _tokens(9).tolist()
     actual, expected = (
-        decode(Target(model), NoDraft(), prompt, Sampling(), 20, static_shapes=static).tokens
+        decode_static(Target(model), NoDraft(), prompt, Sampling(), 20, static=static).tokens
         for model, static in ((synchronising(), True), (synchronising(), False))
     )
     assert actual == expected
@@ -234,7 +233,7 @@ def test_a_model_that_synchronises_is_not_captured() -> None:
     # The device still works.
     model = build("llama")
     captured, plain = (
-        decode(Target(model), NoDraft(), prompt, Sampling(), 20, static_shapes=static).tokens for static in (True, False)
+        decode_static(Target(model), NoDraft(), prompt, Sampling(), 20, static=static).tokens for static in (True, False)
     )
     assert captured == plain
 
@@ -247,7 +246,7 @@ def test_decoding_reaches_the_last_position_of_a_model(family: str) -> None:
     prompt = (_tokens(8).tolist() * limit)[: limit - 12]
     lookup = build_drafter(SpeculativeConfig("prompt_lookup", 6, prompt_lookup_max=3), Target(model))
     plain, static = (
-        decode(Target(model), lookup, prompt, Sampling(), 12, static_shapes=static, eos_ids=frozenset()).tokens
+        decode_static(Target(model), lookup, prompt, Sampling(), 12, static=static, stops=Stops(frozenset())).tokens
         for static in (False, True)
     )
     assert static == plain

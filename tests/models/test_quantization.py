@@ -135,7 +135,7 @@ def test_a_head_reads_the_dense_output_layer(folders: dict[str, Path]) -> None:
     torch.manual_seed(0)
     head = EagleHead(EagleShape.of(target)).eval()
     drafter = Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
-    assert generate(target, PROMPT, max_new_tokens=LENGTH, drafter=drafter).tokens == _expected(target)
+    assert generate(target, PROMPT, drafter, max_new_tokens=LENGTH).tokens == _expected(target)
 
 
 def test_rows_of_a_quantised_output_layer_are_refused(folders: dict[str, Path]) -> None:
