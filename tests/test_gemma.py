@@ -18,7 +18,7 @@ from layerskip import (
     save_draft_checkpoint,
 )
 from layerskip.bridges.fit import Calibration
-from layerskip.drafters.token_translation import Translation
+from layerskip.drafters.cross_tokenizer import Translation
 from layerskip.mask import SkipMask
 from layerskip.models.bridge import BridgeShape, save_bridges
 from layerskip.scan.scan import Scanner

@@ -77,7 +77,6 @@ class Drafter:
             method declares.
         runs_model: whether it runs a model or a trained head for a draft.
         single_pass: whether it drafts all levels of a tree in one pass, so that depth does not add to its cost.
-        keeps_state: whether it keeps something from one prompt to the next, until it is reset.
         never_drafts: whether it proposes nothing, so that the next pass of the target needs nothing from it.
     """
 
@@ -93,7 +92,7 @@ class Drafter:
 
     @property
     def keeps_state(self) -> bool:
-        """False unless a subclass keeps something."""
+        """Whether it keeps something from one prompt to the next, until it is reset."""
         return False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -124,20 +123,11 @@ class Drafter:
         """
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Propose a chain of at most ``limit`` tokens, or a tree of at most that depth; the draft may be empty.
-
-        Args:
-            context: the sequence to continue.
-            limit: at least 1.
-        """
+        """Propose a chain of at most ``limit`` tokens, at least 1, or a tree of at most that depth; it may be empty."""
         raise NotImplementedError
 
     def follow(self, context: Context) -> None:
-        """Learn from the text of a round in which another drafter may draft.
-
-        Args:
-            context: the sequence so far. Its list of tokens keeps growing until the next prompt begins.
-        """
+        """Learn from the text of a round in which another drafter may draft. Its list of tokens keeps growing."""
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Return what to read of the target's logits of the round, also if another drafter drafted; computed on the device.
@@ -184,5 +174,4 @@ class NoDraft(Drafter):
         cls.never_drafts = cls.draft is NoDraft.draft
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Return the empty draft."""
         return Draft.empty(context.last.device)

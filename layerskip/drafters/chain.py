@@ -59,8 +59,9 @@ def draft_chain(
     block = fed = pending
     while True:
         logits = forward(model, fed, cache, last=1)
-        if vocabulary is None:
-            logits = _fit(logits, chooser.vocabulary)
+        if vocabulary is None and (missing := chooser.vocabulary - logits.shape[-1]):
+            # Models of one tokenizer pad their vocabularies differently.
+            logits = pad(logits, (0, missing), value=-float("inf"))
         cache.length += fed.shape[0]
         distribution = chooser.distribution(logits, block, tokens=vocabulary)
         column = chooser.choose(distribution)
@@ -77,12 +78,6 @@ def draft_chain(
         probs = to_full_vocabulary(probs, vocabulary, chooser.vocabulary)
     chain = Draft(torch.cat(tokens), probs=probs, stopped_at_first=stopped and len(tokens) == 1)
     return chain if siblings is None else siblings.attach(chain)
-
-
-def _fit(logits: Tensor, vocabulary: int) -> Tensor:
-    """Bring a draft model's ``[1, V']`` logits to the target's width; models of one tokenizer pad it differently."""
-    missing = vocabulary - logits.shape[-1]
-    return logits if missing == 0 else pad(logits, (0, missing), value=-float("inf"))
 
 
 class SiblingCollector:
@@ -106,9 +101,8 @@ class SiblingCollector:
         reads: bool,
         vocabulary: Tensor | None = None,
     ) -> None:
-        self._root, self._reads = root, reads
+        self._root, self._reads, self._vocabulary = root, reads, vocabulary
         self.siblings, self.min_token_prob, self.chooser = siblings, min_token_prob, chooser
-        self._vocabulary = vocabulary
         self._columns: list[Tensor] = []  # [siblings] for each token
         self._widths: list[Tensor] = []  # [1] for each token: how many of them count
         self._rows: list[Tensor] = []  # [siblings, v] for each token, if tokens are drawn
@@ -185,12 +179,7 @@ def runners_up(scores: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tens
 
 
 def load_draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: bool = True) -> Target:
-    """Load the draft model that a configuration names.
-
-    Raises:
-        TargetError: it cannot be loaded.
-        UnsupportedModel: its cache cannot be rewound.
-    """
+    """Load the draft model that a configuration names; ``UnsupportedModel`` if its cache cannot be rewound."""
     draft = load_draft(target, config.draft_model, same_tokenizer)
     try:
         check_rewind(draft.model)
@@ -202,10 +191,7 @@ def load_draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: 
 def draft_view(draft: Target, config: SpeculativeConfig, owner: Target) -> tuple[PreTrainedModel, DraftHead | None]:
     """Return a view of a draft model with the configured output layer, and its reduced vocabulary if any.
 
-    Args:
-        draft: the draft model.
-        config: names the reduced vocabulary.
-        owner: the model whose tokens the reduced vocabulary was chosen from.
+    ``owner`` is the model whose tokens the reduced vocabulary was chosen from.
     """
     view = shared_copy(draft.model) if config.draft_head else decoding_view(draft.model)
     return view, reduce_output(view, draft.model, config, owner)
@@ -214,17 +200,7 @@ def draft_view(draft: Target, config: SpeculativeConfig, owner: Target) -> tuple
 def reduce_output(
     view: PreTrainedModel, model: PreTrainedModel, config: SpeculativeConfig, owner: Target
 ) -> DraftHead | None:
-    """Reduce a view's output layer to the tokens of ``config.draft_head``.
-
-    Args:
-        view: the view to change.
-        model: the model of the view, which stays as it is.
-        config: the configuration of the drafter.
-        owner: the target that the draft head belongs to.
-
-    Returns:
-        The reduced vocabulary; None if the configuration names none, and the view is unchanged.
-    """
+    """Reduce the output layer of a model's view to the tokens of ``config.draft_head``, if it names one, and return them."""
     if not config.draft_head:
         return None
     head = DraftHead(model, load_draft_tokens(config.draft_head, owner), owner.vocabulary)

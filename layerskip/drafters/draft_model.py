@@ -53,21 +53,16 @@ class DraftModel(StopRuleDrafter):
     def __init__(
         self, model: PreTrainedModel, layers: int, num_speculative_tokens: int, stop: StopRule, head: DraftHead | None = None
     ) -> None:
-        self.model = model
-        self.layers = layers
-        self.num_speculative_tokens = num_speculative_tokens
-        self.stopper = Stopper(stop)
-        self._head, self._most = head, max_positions(model)
+        self.model, self.layers, self.num_speculative_tokens = model, layers, num_speculative_tokens
+        self.stopper, self._head, self._most = Stopper(stop), head, max_positions(model)
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> DraftModel:
-        """Load the draft model of a configuration."""
         draft = load_draft_model(config, target)
         view, head = draft_view(draft, config, target)
         return cls(view, draft.layers, config.num_speculative_tokens, config.stop, head)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Prefill the model's own cache with the prompt."""
         self._chooser = chooser
         if self._head is not None:
             self._head.begin()
@@ -98,4 +93,4 @@ class DraftModel(StopRuleDrafter):
     def observe(self, verdict: Verdict) -> None:
         """Drop the keys and values of rejected tokens, and adapt the stop rule."""
         self._cache.length = min(self._cache.length, self._verified + verdict.accepted)
-        self.stopper.observe(len(verdict.drafted), verdict.accepted)
+        super().observe(verdict)

@@ -14,7 +14,6 @@ SECOND = DecodeStats((Round(1, 0, 1),))
 def test_ratios_of_one_decoding() -> None:
     assert (FIRST.drafted, FIRST.accepted) == (11, 7)
     assert FIRST.acceptance_rate == pytest.approx(7 / 11)
-    assert FIRST.accepted_per_round == pytest.approx(7 / 4)
     assert FIRST.mean_acceptance_length == pytest.approx(10 / 4)
 
 
@@ -39,7 +38,7 @@ def test_joined_decodings_pool_their_rounds() -> None:
 
 def test_without_rounds_or_drafts_every_ratio_is_zero() -> None:
     for stats in (DecodeStats(), DecodeStats.join([])):
-        assert (stats.acceptance_rate, stats.accepted_per_round, stats.mean_acceptance_length) == (0.0, 0.0, 0.0)
+        assert (stats.acceptance_rate, stats.mean_acceptance_length) == (0.0, 0.0)
         assert stats.acceptance_by_position == ()
     plain = DecodeStats((Round(0, 0, 1), Round(0, 0, 1)))
     assert (plain.acceptance_rate, plain.mean_acceptance_length, plain.acceptance_by_position) == (0.0, 1.0, ())

@@ -22,12 +22,11 @@ from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host, waiting
 from layerskip.drafters.cascade import Cascade
-from layerskip.drafters.cross_tokenizer import CrossTokenizer
+from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
 from layerskip.drafters.registry import build_drafter
-from layerskip.drafters.token_translation import Translation
 from layerskip.heads.eagle import EagleHead, EagleShape, read_modules
 from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout

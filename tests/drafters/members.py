@@ -15,12 +15,11 @@ from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import path_to
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import CascadeBase
-from layerskip.drafters.cross_tokenizer import CrossTokenizer
+from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
 from layerskip.drafters.registry import build_drafter
-from layerskip.drafters.token_translation import Translation
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
@@ -134,7 +133,7 @@ class LookupScriptedMember(ScriptedMember):
 
     def draft(self, context: Context, limit: int) -> Draft:
         tokens = super().draft(context, limit).tokens.tolist()
-        return Draft.of_tree(tokens, range(-1, len(tokens) - 1), context.last.device, lookup=True)
+        return Draft.of_lookup(tokens, range(-1, len(tokens) - 1), context.last.device)
 
 
 class Trees(Member):
@@ -143,7 +142,7 @@ class Trees(Member):
     lookup = True
 
     def draft(self, context: Context, limit: int) -> Draft:
-        return Draft.of_tree([1, 2, 3, 4], [-1, 0, -1, 2], context.last.device, lookup=True, path_probs=[0.6, 0.5, 0.3, 0.2])
+        return Draft.of_lookup([1, 2, 3, 4], [-1, 0, -1, 2], context.last.device, path_probs=[0.6, 0.5, 0.3, 0.2])
 
 
 def branches_of(draft: Draft) -> list[list[int]]:

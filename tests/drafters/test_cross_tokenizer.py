@@ -15,9 +15,8 @@ from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser, Sampling
-from layerskip.drafters.cross_tokenizer import CrossTokenizer
+from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation, UnalignedTokenizers
 from layerskip.drafters.registry import build_drafter
-from layerskip.drafters.token_translation import Translation, UnalignedTokenizers
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead, save_draft_tokens
 from layerskip.models.loading import load_target

@@ -10,7 +10,7 @@ import torch
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import Stops, decode
-from layerskip.decoding.drafter import Drafter, VerifyOutput
+from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.registry import build_drafter
@@ -67,8 +67,10 @@ def _taught(tree_tokens: int = 9, minimum: float = 0.0) -> TokenRecycling:
 def test_the_likeliest_branch_grows_first(
     size: int, minimum: float, depth: int, tokens: list[int], parents: list[int], chances: list[float]
 ) -> None:
-    assert _taught(size, minimum).grow(0, depth) == (tokens, parents, pytest.approx(chances))
+    draft = _taught(size, minimum).draft(Context([0], torch.tensor([0])), depth)
+    assert (list(draft.lookup_tokens), list(draft.path_probs)) == (tokens, pytest.approx(chances))
+    assert (draft.parents or (*range(-1, len(tokens) - 1),)) == (*parents,)
 
 
 def test_an_unseen_token_gives_an_empty_tree() -> None:
-    assert _taught().grow(7, 3) == ([], [], [])
+    assert not _taught().draft(Context([7], torch.tensor([7])), 3).lookup_tokens
