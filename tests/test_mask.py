@@ -87,7 +87,6 @@ def test_unequal_numbers_of_flags_are_refused() -> None:
 
 
 def test_whole_layers() -> None:
-    assert SkipMask.parse("layers:1-2;attention:3", 5).whole_layers == (1, 2)
     assert not SkipMask.parse("layers:1-2;attention:3", 5).is_whole_layers
     assert SkipMask.parse("layers:0,4", 5).is_whole_layers
     assert SkipMask.none(5).is_whole_layers
@@ -116,8 +115,3 @@ def test_rescale_to_a_multiple_and_back_returns_the_mask() -> None:
         for factor in (2, 3, 5):
             mask = _random_mask(rng, layers)
             assert mask.rescale(layers * factor).rescale(layers) == mask
-
-
-def test_rescale_from_and_to_no_layers() -> None:
-    assert SkipMask.none(0).rescale(3) == SkipMask.none(3)
-    assert SkipMask.parse("layers:1", 2).rescale(0) == SkipMask.none(0)

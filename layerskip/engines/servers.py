@@ -133,8 +133,8 @@ _GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def launch_llama_cpp(deployment: Deployment) -> Launch:
-    """Return the start of llama.cpp, as of its server's documentation of October 2026: ``llama-server`` with ``--spec-
-    type``.
+    """Return the start of llama.cpp, as of its server's documentation of October 2026: ``llama-server``
+    with ``--spec-type``.
 
     ``ngram-simple`` looks up n-grams of one length and copies from the last match. Drafters without a model go before one
     with a model. Models are GGUF files, made by ``convert_hf_to_gguf.py`` of llama.cpp's sources.
