@@ -17,13 +17,9 @@ from layerskip.models.target import Prompt, Target
 
 @dataclass(frozen=True)
 class Generation:
-    """The result of :func:`generate`.
+    """The new token ids, their text without special tokens, the rounds, and why generation ended.
 
-    Args:
-        tokens: the new token ids.
-        text: their text without special tokens; empty if the target has no tokenizer.
-        stats: the rounds of decoding.
-        finish: why generation ended: ``eos``, ``stop`` or ``length``.
+    The text is empty if the target has no tokenizer; ``finish`` is ``eos``, ``stop`` or ``length``.
     """
 
     tokens: list[int]
@@ -57,8 +53,7 @@ def generate(
         seed: makes sampling reproducible; None uses torch's own random state.
 
     Raises:
-        ConfigError: the configuration does not fit the target.
-        UnsupportedModel: the target or the draft model cannot be decoded in this way.
+        ConfigError, UnsupportedModel: the target or the draft model cannot be decoded in this way.
         TargetError: the prompt is empty or needs a tokenizer, the draft model cannot be loaded, or the checkpoint asks for
             what decoding does not do.
         NotFinite: the target's logits are NaN or infinite.

@@ -32,12 +32,9 @@ from layerskip.models.target import NotFinite, Target
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """The output of one decoding.
+    """The new tokens with the end-of-sequence token if there is one, their rounds, and why they end.
 
-    Args:
-        tokens: the new tokens, including the end-of-sequence token if there is one.
-        stats: the rounds that produced them.
-        finish: the reason for the end: ``eos``, ``stop`` or ``length``.
+    The reason, ``finish``, is ``eos``, ``stop`` or ``length``.
     """
 
     tokens: list[int]
@@ -230,19 +227,12 @@ def _count(verdict: Verdict, committed: int) -> Round:
 
 @dataclass
 class _End:
-    """The decision, token by token and before anything is committed, where the output ends.
-
-    Args:
-        eos_ids: tokens that end a sequence.
-        max_length: the most tokens of prompt and output together.
-        criterion: as in :class:`Stops`.
-        reason: why the output ended: ``eos``, ``stop`` or ``length``; None while it goes on.
-    """
+    """The decision, token by token and before anything is committed, where the output ends."""
 
     eos_ids: frozenset[int]
-    max_length: int
+    max_length: int  # tokens of prompt and output together
     criterion: Callable[[list[int]], bool] | None
-    reason: str | None = None
+    reason: str | None = None  # ``eos``, ``stop`` or ``length``; None while the output goes on
 
     def commit(self, tokens: list[int], new: list[int]) -> list[int]:
         """Append new tokens to the sequence up to its end, and return the appended ones."""

@@ -301,17 +301,11 @@ class Cascade(CascadeBase):
 
 @dataclass
 class _RoundMeans:
-    """Means of the rounds in which a member was tried.
-
-    Args:
-        rounds: how many.
-        accepted: accepted tokens of its drafts.
-        cost: of drafting and verification, in steps of plain decoding.
-    """
+    """Means of the rounds in which a member was tried."""
 
     rounds: int
-    accepted: float
-    cost: float
+    accepted: float  # tokens of its drafts
+    cost: float  # of drafting and verification, in steps of plain decoding
 
     def add(self, accepted: float, cost: float) -> None:
         self.rounds = min(self.rounds + 1, _WINDOW)

@@ -160,15 +160,10 @@ class SiblingCollector:
 
 
 def runners_up(scores: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the most likely tokens other than the chosen ones.
+    """Return the most likely tokens other than the chosen ones, at most V.
 
-    Args:
-        scores: ``[n, V]`` float32 logits, penalised.
-        chosen: ``[n]`` int64.
-        count: the number of runners-up; at most V are returned.
-
-    Returns:
-        ``[n, count]`` float32 probabilities, not increasing, and ``[n, count]`` int64 tokens.
+    Takes penalised logits ``[n, V]`` float32 and ``[n]`` int64. Returns ``[n, count]`` float32 probabilities, not
+    increasing, and ``[n, count]`` int64 tokens.
     """
     found = []
     for rows, tokens in zip(portions(scores), portions(chosen), strict=True):

@@ -153,13 +153,8 @@ class CrossTokenizer(StopRuleDrafter):
     """A drafter with a model of another tokenizer.
 
     Args:
-        model: a causal language model.
-        layers: the number of its decoder layers.
         vocabulary: the width of its logits.
-        translation: between the target's tokens and the model's.
         num_speculative_tokens: the most tokens per round, in the model's tokens.
-        stop: when to stop before that.
-        head: the reduced vocabulary of the model's output layer, if any.
     """
 
     method = Method(

@@ -33,10 +33,6 @@ class DraftModel(StopRuleDrafter):
 
     Args:
         model: a causal language model over the target's tokens; the width of its output may differ by padding.
-        layers: the number of its decoder layers.
-        num_speculative_tokens: the most tokens per round.
-        stop: when to stop before that.
-        head: the reduced vocabulary of the model's output layer, if any.
     """
 
     method = Method(

@@ -33,18 +33,7 @@ from layerskip.models.target import Target
 
 
 class Eagle(StopRuleDrafter):
-    """A drafter with an EAGLE head.
-
-    Args:
-        head: the trained head.
-        embeddings: the target's input embeddings.
-        readout: the target's output layer over the drafted vocabulary.
-        num_speculative_tokens: the most tokens of a chain, or the depth of a tree.
-        stop: when a chain stops before that.
-        top_k: 1 drafts chains; more make trees, in which that many branches grow per level, by that many tokens each.
-        tree_tokens: the most tokens of a tree.
-        min_token_prob: a branch ends where the product of its probabilities falls below this value.
-    """
+    """A drafter with an EAGLE head."""
 
     method = Method(
         "eagle",

@@ -47,11 +47,6 @@ class LayerSkip(StopRuleDrafter):
 
     Args:
         view: the target without the skipped sub-layers, from :func:`layerskip.models.skip_view.skip_view`.
-        num_speculative_tokens: the most tokens per round.
-        stop: when to stop before that.
-        siblings: how many alternatives may be verified with each drafted token; 0 drafts chains.
-        min_token_prob: the least probability of a sibling in the draft's distribution.
-        head: the reduced vocabulary of the view's output layer, if any.
     """
 
     method = Method(

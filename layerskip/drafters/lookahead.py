@@ -29,7 +29,6 @@ class Lookahead(Drafter):
 
     Args:
         num_speculative_tokens: the most tokens of a draft, one less than an n-gram has; also the rows of the window.
-        window: the columns of the window.
         guess_set_size: how many n-grams are kept, and verified, for each first token.
     """
 

@@ -25,16 +25,7 @@ from layerskip.models.target import Target
 
 
 class Medusa(Drafter):
-    """A drafter with Medusa heads.
-
-    Args:
-        heads: the trained heads.
-        readout: the target's output layer over the drafted vocabulary.
-        num_speculative_tokens: how many heads draft; at most all of them.
-        top_k: how many tokens of each head are considered.
-        tree_tokens: the most tokens of a tree.
-        min_token_prob: a branch ends where the product of its probabilities falls below this value.
-    """
+    """A drafter with Medusa heads."""
 
     method = Method(
         "medusa",

@@ -18,14 +18,7 @@ from layerskip.models.cache import KVCache
 
 
 class PromptLookup(Drafter):
-    """A drafter from an index of the context's n-grams, which is updated token by token.
-
-    Args:
-        prompt_lookup_min: the length of the shortest n-gram to look up.
-        prompt_lookup_max: the length of the longest; longer n-grams are tried first.
-        match: which earlier occurrence is copied: ``last`` or ``first``.
-        num_speculative_tokens: the most tokens per round.
-    """
+    """A drafter from an index of the context's n-grams, which is updated token by token."""
 
     method = Method(
         "prompt_lookup",

@@ -28,8 +28,7 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
     """Build the drafter of a configuration, ready for any number of prompts.
 
     Raises:
-        ConfigError: the configuration does not fit the target.
-        UnsupportedModel: the target, or the draft model, does not support this kind of decoding.
+        ConfigError, UnsupportedModel: the configuration does not fit the target or the draft model.
         TargetError: the draft model cannot be loaded.
     """
     check_rewind(target.model)

@@ -34,12 +34,6 @@ class Retrieval(Drafter):
     """A drafter of continuations in earlier texts. It keeps the texts that it followed until it is reset.
 
     Args:
-        datastore: further texts; None for none.
-        prompt_lookup_min: the length of the shortest n-gram to look up.
-        prompt_lookup_max: the length of the longest, which is tried first.
-        num_speculative_tokens: the depth of a tree, at most.
-        tree_tokens: the most tokens of a tree; without a datastore also at most ten per token of the match.
-        min_token_prob: a branch ends where it followed less often than this share.
         memory: how many tokens of earlier texts are kept, at some hundred bytes each; the oldest texts are dropped first.
     """
 

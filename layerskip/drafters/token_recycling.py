@@ -20,14 +20,7 @@ from layerskip.decoding.verify import Verdict
 
 
 class TokenRecycling(Drafter):
-    """A drafter of trees from the table, which is kept from prompt to prompt until it is reset.
-
-    Args:
-        num_speculative_tokens: the depth of a tree, at most.
-        tree_tokens: the most tokens of a tree.
-        top_k: how many successors of each token are kept.
-        min_token_prob: a branch ends where the product of its probabilities falls below this value.
-    """
+    """A drafter of trees from the table, which is kept from prompt to prompt until it is reset."""
 
     method = Method(
         "token_recycling",
