@@ -11,7 +11,6 @@ import torch
 from layerskip.config import AcceptRule, ConfigError, SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.verify import accept_lossy
 from layerskip.drafters.registry import build_drafter
 from searches.space.search_space import SearchSpace
@@ -39,11 +38,6 @@ def test_typical_acceptance_depends_on_the_entropy_of_the_target() -> None:
     assert _accepted([2, 1], rule) == [0]
     assert _accepted([1, 0], rule) == [1, 1]
     assert _accepted([2, 1], AcceptRule("typical", epsilon=0.1, delta=0.6)) == [2, 1, int(OWN[2])]
-
-
-def test_the_likeliest_branch_of_a_tree_is_accepted() -> None:
-    verdict = accept_lossy(Draft(torch.tensor([1, 0]), (-1, -1)), OWN, P.log(), AcceptRule("threshold", 0.25))
-    assert (verdict.path, verdict.committed[0]) == ((1,), 0)
 
 
 def test_the_deepest_branch_of_a_tree_is_accepted() -> None:
@@ -84,13 +78,6 @@ def test_a_lossy_rule_accepts_more_and_changes_the_output(method: str) -> None:
         assert len(other.stats.rounds) <= len(kept.stats.rounds)
         changed |= other.tokens != kept.tokens
     assert changed
-
-
-def test_a_lossy_rule_supports_sampling() -> None:
-    config = SpeculativeConfig.from_dict({"method": "prompt_lookup", "accept": "typical"})
-    target = target_of("llama")
-    result = decode(target, build_drafter(config, target), PROMPTS[1], Sampling(1.0), LENGTH, seed=0)
-    assert len(result.tokens) == LENGTH
 
 
 def test_a_lossy_configuration_is_marked_as_lossy() -> None:

@@ -121,17 +121,6 @@ def test_nan_in_a_drafter_changes_nothing(method: str, sampling: Sampling) -> No
         assert result.tokens == decode(target, NoDraft(), PROMPT, sampling, 12).tokens
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.02}], ids=["plain", "filtered"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
-def test_a_temperature_near_zero_decodes_greedily(config: SpeculativeConfig, filters: dict[str, Any]) -> None:
-    target = Target(build("llama", 3, eos_token_id=None))
-    drafter = build_drafter(config, target)
-    greedy = decode(target, NoDraft(), PROMPT, GREEDY, 12).tokens
-    assert decode(target, drafter, PROMPT, Sampling(1e-38, **filters), 12, seed=2).tokens == greedy
-    warmest = decode(target, drafter, PROMPT, Sampling(1e38, **filters), 12, seed=2).tokens
-    assert len(warmest) == 12 and warmest != greedy
-
-
 @pytest.mark.parametrize("parents", [None, (-1, -1)], ids=["chain", "tree"])
 def test_a_draft_from_nan_leaves_the_law_of_the_target(parents: tuple[int, ...] | None) -> None:
     p = torch.tensor([[0.5, 0.3, 0.2]] * 3)

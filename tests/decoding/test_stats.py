@@ -29,13 +29,6 @@ def test_the_positions_of_a_tree_are_its_depths() -> None:
     assert trees.acceptance_rate == 2 / 13
 
 
-def test_joined_decodings_pool_their_rounds() -> None:
-    joined = DecodeStats.join([FIRST, DecodeStats(), SECOND])
-    assert joined.acceptance_rate == pytest.approx(7 / 12)
-    assert joined.mean_acceptance_length == pytest.approx(11 / 5)
-    assert joined.acceptance_by_position == pytest.approx((3 / 4, 2 / 3, 1 / 3, 1 / 2))
-
-
 def test_without_rounds_or_drafts_every_ratio_is_zero() -> None:
     for stats in (DecodeStats(), DecodeStats.join([])):
         assert (stats.acceptance_rate, stats.mean_acceptance_length) == (0.0, 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from layerskip.heads.readout import Readout
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
-from tests.drafters.test_cross_tokenizer import LETTERS, _spelling
+from tests.drafters.test_cross_tokenizer import LETTERS, spelling
 from tests.families import build
 
 GREEDY = Sampling()
@@ -117,43 +117,25 @@ def _counting(method: Callable[..., Any], name: str, waits: _Waits) -> Callable[
     return call
 
 
-MASK = torch.tensor([True, False])
 OPERATIONS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda t: t[0].item(),
-    "int": lambda t: int(t[0]),
-    "float": lambda t: float(t[0]),
     "bool": lambda t: bool(t[0]),
     "index": lambda t: [7, 8, 9][t[0]],
     "tolist": lambda t: t.tolist(),
-    "cpu": lambda t: t.cpu(),
     "nonzero": lambda t: t.nonzero(),
     "a mask": lambda t: t[t > 0],
-    "masked_select": lambda t: t.masked_select(t > 0),
-    "unique": lambda t: t.unique(),
     "repeat_interleave": lambda t: torch.repeat_interleave(t, t),
 }
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_that_waits_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    if DEVICE != "cpu" and name == "unique":
-        pytest.skip("torch does not refuse it on every device")
     values = torch.tensor([1, 2], device=DEVICE)
     with counted(monkeypatch) as waits:
-        if DEVICE == "cpu":
+        copy_to_device([1, 2, 3], torch.device(DEVICE))  # does not wait
+        with nullcontext() if DEVICE == "cpu" else pytest.raises(RuntimeError, match="synchroniz"):
             OPERATIONS[name](values)
-        else:
-            with pytest.raises(RuntimeError, match="synchroniz"):
-                OPERATIONS[name](values)
     assert sum(waits.values()) == (DEVICE == "cpu")
-
-
-def test_a_copy_to_the_device_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    with counted(monkeypatch) as waits:
-        for size in (1, 1000):
-            copied = copy_to_device(list(range(size)), torch.device(DEVICE))
-    assert not waits
-    assert copied.sum() == 999 * 500
 
 
 @pytest.fixture(scope="module")
@@ -224,19 +206,6 @@ def test_a_round_waits_for_the_device_once(
     assert (result.stats.accepted > 0) == (name != "none") or sampling != "greedy"
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_without_static_shapes_only_trees_that_grow_are_read_meanwhile(
-    target: Target, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    if DEVICE != "cpu":
-        pytest.skip("a GPU reads no tree while it grows")
-    drafter = DRAFTERS[name](target)
-    with counted(monkeypatch) as waits:
-        result = decode_static(target, drafter, PROMPT, GREEDY, LENGTH, static=False)
-    assert waits.pop("reads") >= 1 + len(result.stats.rounds)
-    assert waits == {}
-
-
 def test_a_stop_rule_waits_for_every_confidence(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above prove nothing unless the confidence that a stop rule reads is counted."""
     if DEVICE != "cpu":
@@ -250,7 +219,7 @@ def test_a_stop_rule_waits_for_every_confidence(target: Target, monkeypatch: pyt
 
 
 def test_a_draft_in_another_vocabulary_waits_once_more(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    letters = _spelling(LETTERS[: target.vocabulary])
+    letters = spelling(LETTERS[: target.vocabulary])
     translation = Translation(letters, letters)
     drafter = CrossTokenizer(decoding_view(target.model), target.layers, target.vocabulary, translation, 3, StopRule())
     first = decode_static(target, drafter, PROMPT, GREEDY, LENGTH)

@@ -23,7 +23,7 @@ from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.chi_square import assert_follows
-from tests.drafters.contract import SAMPLINGS, DrafterContract
+from tests.drafters.contract import SAMPLINGS, contract
 from tests.exhaustive import representative
 from tests.families import REPRESENTATIVE, build
 
@@ -222,19 +222,11 @@ class Bush(Drafter):
         assert block[1:] == self.drafted == list(verdict.drafted)
 
 
-class TestDrawnTrees(DrafterContract):
-    trees = True
-
-    def drafter(self, target: Target) -> Drafter:
-        return Bush(target, drawn=True)
-
-
-class TestDeterministicTrees(DrafterContract):
-    trees = True
-    samplings = representative(SAMPLINGS[:2], SAMPLINGS[2:])  # with and without earlier tokens that count
-
-    def drafter(self, target: Target) -> Drafter:
-        return Bush(target, drawn=False)
+TestDrawnTrees = contract(lambda target: Bush(target, drawn=True), trees=True)
+# With and without earlier tokens that count.
+TestDeterministicTrees = contract(
+    lambda target: Bush(target, drawn=False), trees=True, samplings=representative(SAMPLINGS[:2], SAMPLINGS[2:])
+)
 
 
 def test_a_real_model_in_half_precision_verifies_trees(smollm2: Target) -> None:

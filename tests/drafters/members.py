@@ -25,7 +25,7 @@ from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 from tests.drafters.contract import FEW_PROMPTS, GREEDY, LENGTH, DrafterContract, target_of
 from tests.drafters.heads import eagle_head, medusa_heads
-from tests.drafters.test_cross_tokenizer import LETTERS, _spelling
+from tests.drafters.test_cross_tokenizer import LETTERS, spelling
 
 LOOKUP = {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
 SKIP = {"method": "layer_skip", "mask": "attention:0;mlp:1", "num_speculative_tokens": 3}
@@ -53,7 +53,7 @@ def member_of(method: str, target: Target) -> Drafter:
         return Medusa(medusa_heads("llama"), Readout(target, None), 3, 4, 20, 0.01)
     if method == "draft_model":
         return DraftModel(target.model, target.layers, 3, StopRule())
-    letters = _spelling(LETTERS[: target.vocabulary])
+    letters = spelling(LETTERS[: target.vocabulary])
     return CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule())
 
 
@@ -77,8 +77,8 @@ class Choosing(DrafterContract):
 class Member(Drafter):
     """Drafts a token while ``proposes`` is True, and records its calls."""
 
-    def __init__(self) -> None:
-        self.proposes = True
+    def __init__(self, proposes: bool = True) -> None:
+        self.proposes = proposes
         self.calls: list[str] = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -126,16 +126,6 @@ class ResultLog(Member):
         return self.last
 
 
-class LookupScriptedMember(ScriptedMember):
-    """The same as a lookup, which may be declined at no loss."""
-
-    lookup = True
-
-    def draft(self, context: Context, limit: int) -> Draft:
-        tokens = super().draft(context, limit).tokens.tolist()
-        return Draft.of_lookup(tokens, range(-1, len(tokens) - 1), context.last.device)
-
-
 class Trees(Member):
     """Always drafts the same tree of two branches of two tokens, the first one likelier."""
 
@@ -157,16 +147,12 @@ def run_along(branches: list[list[int]], text: Sequence[int]) -> int:
     return max((len(branch) for branch in branches if list(text[: len(branch)]) == branch), default=0)
 
 
-def score(
-    open_drafts: Open, earned: dict[int, list[int]], text: Sequence[int], reached: dict[tuple[int, int], list[int]]
-) -> None:
-    """Score open drafts as far as the text decides them, in total and by depth, and close those."""
+def score(open_drafts: Open, earned: dict[int, list[int]], text: Sequence[int]) -> None:
+    """Score open drafts as far as the text decides them, and close those."""
     for begin, match, branches in list(open_drafts):
-        run, whole = run_along(branches, text[begin:]), max(map(len, branches))
-        if begin + run < len(text) or run == whole:
+        run = run_along(branches, text[begin:])
+        if begin + run < len(text) or run == max(map(len, branches)):
             earned.setdefault(match, []).append(run)
-            for depth in range(1, whole + 1):
-                reached.setdefault((match, depth), []).append(run >= depth)
             open_drafts.remove((begin, match, branches))
 
 

@@ -18,44 +18,38 @@ from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.retrieval import Retrieval
 from layerskip.models.target import Target
-from tests.drafters.contract import DrafterContract, target_of, toy_target
+from tests.drafters.contract import contract, target_of, toy_target
 
 SHAPE = {
-    "prompt_lookup_min": 1,
-    "prompt_lookup_max": 3,
-    "num_speculative_tokens": 4,
-    "tree_tokens": 6,
-    "min_token_prob": 0.0,
-}
+    "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4, "tree_tokens": 6, "min_token_prob": 0.0,
+}  # fmt: skip
+
+
+def _begin(drafter: Retrieval) -> None:
+    drafter.start((), None, None)  # type: ignore[arg-type]
 
 
 def _propose(drafter: Retrieval, tokens: list[int], limit: int) -> tuple[list[int], list[int], list[float], int]:
-    """The tokens of the draft, their parents and path probabilities, and the length of the match."""
+    """The tokens of a draft, their parents and path probabilities, and the length of the match."""
     draft = drafter.draft(Context(tokens, torch.tensor(tokens[-1:])), limit)
     assert not isinstance(draft.parents, DeviceTree)
     parents = range(-1, len(draft.lookup_tokens) - 1) if draft.parents is None else draft.parents
     return [*draft.lookup_tokens], [*parents], [*draft.path_probs], draft.match_length
 
 
-class TestOwnTexts(DrafterContract):
-    trees = True
-    history_dependent = True
-    keeps_state = True
-
-    def drafter(self, target: Target) -> Drafter:
-        return build_drafter(SpeculativeConfig.from_dict({"method": "retrieval"} | SHAPE), target)
+_LEARNS = {"trees": True, "history_dependent": True, "keeps_state": True}
+TestOwnTexts = contract(
+    lambda target: build_drafter(SpeculativeConfig.from_dict({"method": "retrieval"} | SHAPE), target), **_LEARNS
+)
 
 
-class TestDatastore(DrafterContract):
-    samples_by_default = False
-    trees = True
-    history_dependent = True
-    keeps_state = True
+def _with_datastore(target: Target) -> Drafter:
+    source = random.Random(0)
+    texts = [source.choices(range(target.vocabulary), k=40) for _ in range(40)]
+    return Retrieval(Datastore.build(texts, target), **SHAPE)  # type: ignore[arg-type]
 
-    def drafter(self, target: Target) -> Drafter:
-        source = random.Random(0)
-        texts = [source.choices(range(target.vocabulary), k=40) for _ in range(40)]
-        return Retrieval(Datastore.build(texts, target), **SHAPE)
+
+TestDatastore = contract(_with_datastore, samples_by_default=False, **_LEARNS)
 
 
 def _agreement(text: list[int], context: list[int]) -> int:
@@ -88,9 +82,9 @@ def test_trees_contain_the_most_frequent_continuations(stored: bool) -> None:
         drafter = Retrieval(store, 1, 3, 3, 5, 0.15)
         if not stored:
             for text in texts:
-                drafter.start((), None, None)  # type: ignore[arg-type]
+                _begin(drafter)
                 _propose(drafter, text, 1)
-        drafter.start((), None, None)  # type: ignore[arg-type]
+        _begin(drafter)
         context = [9, *source.sample(range(4), k=3)]  # without repetitions, which would be a further source
         tokens, parents, chances, _ = _propose(drafter, context, 3)
         branches = [tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))]
@@ -108,9 +102,9 @@ def test_occurrences_with_much_shorter_matches_are_left_out() -> None:
         texts = [[*itertools.chain(*source.choices(phrases, k=6))] for _ in range(2)]
         drafter = Retrieval(None, 1, 1, 3, 50, 0.0)
         for text in texts:
-            drafter.start((), None, None)  # type: ignore[arg-type]
+            _begin(drafter)
             _propose(drafter, text, 1)
-        drafter.start((), None, None)  # type: ignore[arg-type]
+        _begin(drafter)
         context = [9, *source.choice(phrases)[: source.randint(1, 5)]]  # without repetitions, a further source
         tokens, parents, _, match = _propose(drafter, context, 3)
         branches = {tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))}
@@ -212,27 +206,16 @@ def test_an_empty_corpus_is_refused() -> None:
 def test_the_oldest_texts_are_dropped_if_memory_is_full() -> None:
     drafter = Retrieval(None, 1, 2, 2, 4, 0.0, memory=20)
     for first in range(0, 40, 4):
-        drafter.start((), None, None)  # type: ignore[arg-type]
+        _begin(drafter)
         _propose(drafter, [first, first + 1, first + 2, first + 3], 2)
-    drafter.start((), None, None)  # type: ignore[arg-type]
-    assert _propose(drafter, [36], 2) == ([37, 38], [-1, 0], [1.0, 1.0], 1)
-    drafter.start((), None, None)  # type: ignore[arg-type]
-    assert _propose(drafter, [0], 2) == ([], [], [], 0)
+    for text, found in (([36], ([37, 38], [-1, 0], [1.0, 1.0], 1)), ([0], ([], [], [], 0))):
+        _begin(drafter)
+        assert _propose(drafter, text, 2) == found
     assert sum(map(len, drafter._texts)) <= 20 + 4
     assert len(drafter._places) <= 2 * (20 + 4)
-
-
-def test_the_end_of_a_text_longer_than_the_memory_is_kept() -> None:
-    drafter = Retrieval(None, 1, 2, 2, 4, 0.0, memory=20)
-    drafter.start((), None, None)  # type: ignore[arg-type]
+    # The end of a text that is longer than the memory stays.
+    _begin(drafter)
     _propose(drafter, [*range(30)], 2)
-    drafter.start((), None, None)  # type: ignore[arg-type]
-    assert _propose(drafter, [27], 2) == ([28, 29], [-1, 0], [1.0, 1.0], 1)
-    drafter.start((), None, None)  # type: ignore[arg-type]
-    assert _propose(drafter, [3], 2) == ([], [], [], 0)
-
-
-def test_a_datastore_serves_a_target_without_a_tokenizer(tiny_target: Target, tmp_path: Path) -> None:
-    """As in transformers' ``generate``, which has only the model."""
-    Datastore.build([[3, 4, 5]], tiny_target).save(tmp_path / "store")
-    assert Datastore.load(tmp_path / "store", Target(tiny_target.model)).continuations([3], 2, 9) == [[4, 5]]
+    for text, found in (([27], ([28, 29], [-1, 0], [1.0, 1.0], 1)), ([3], ([], [], [], 0))):
+        _begin(drafter)
+        assert _propose(drafter, text, 2) == found

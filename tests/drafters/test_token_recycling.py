@@ -16,7 +16,7 @@ from layerskip.decoding.verify import Verdict
 from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.token_recycling import TokenRecycling
 from layerskip.models.target import Target
-from tests.drafters.contract import LENGTH, PROMPTS, DrafterContract
+from tests.drafters.contract import LENGTH, PROMPTS, contract
 
 
 def _fresh(target: Target) -> Drafter:
@@ -34,14 +34,10 @@ def experienced_drafter(target: Target) -> Drafter:
     return drafter
 
 
-class TestTokenRecycling(DrafterContract):
-    trees = True
-    history_dependent = True
-    keeps_state = True
-
-    def drafter(self, target: Target) -> Drafter:
-        """A drafter that has decoded before, so that it has something to draft."""
-        return copy.deepcopy(experienced_drafter(target))
+# It has decoded before, so that it has something to draft.
+TestTokenRecycling = contract(
+    lambda target: copy.deepcopy(experienced_drafter(target)), trees=True, history_dependent=True, keeps_state=True
+)
 
 
 def _taught(tree_tokens: int = 9, minimum: float = 0.0) -> TokenRecycling:
