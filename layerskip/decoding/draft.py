@@ -88,6 +88,12 @@ class Draft:
             path_probs=tuple(path_probs),
         )
 
+    @property
+    def known_parents(self) -> Sequence[int]:
+        """The parent of each token, also in a chain. The host must know the shape of the draft."""
+        assert not isinstance(self.parents, DeviceTree)
+        return range(-1, self.tokens.shape[0] - 1) if self.parents is None else self.parents
+
     def read_shape(self) -> Draft:
         """Return the draft with parents that the host knows, and with the tokens that count only; waits for the device."""
         if not isinstance(self.parents, DeviceTree):
@@ -100,11 +106,10 @@ class Draft:
         """Return the first ``size`` tokens of a lookup draft, at least one; their parents are among them."""
         if size >= len(self.lookup_tokens):
             return self
-        assert not isinstance(self.parents, DeviceTree), "a lookup runs on the host"
         return replace(
             self,
             tokens=self.tokens[:size],
-            parents=None if self.parents is None else chain_or_tree(self.parents[:size]),
+            parents=chain_or_tree(self.known_parents[:size]),
             lookup_tokens=self.lookup_tokens[:size],
             path_probs=self.path_probs[:size],
         )

@@ -226,11 +226,9 @@ def accept_lossy(
         entropy = torch.special.entr(probs).sum(-1)
         limits = (rule.delta * (-entropy).exp()).clamp_max(rule.epsilon)
     draft = draft.read_shape()
-    assert not isinstance(draft.parents, DeviceTree)
     tokens, *values = read_to_host(draft.tokens, *late)
-    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
     branches: dict[int, tuple[float, tuple[int, ...]]] = {-1: (1.0, ())}  # accepted branches by their last node
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+    for node, (token, parent) in enumerate(zip(tokens, draft.known_parents, strict=True)):
         prob = float(probs[parent + 1, token])
         if parent in branches and prob >= float(limits[parent + 1]):
             prob_above, path_above = branches[parent]
@@ -238,4 +236,6 @@ def accept_lossy(
     _, path = max(branches.values(), key=lambda branch: (len(branch[1]), branch[0]))
     row = target_probs[(path[-1] if path else -1) + 1]
     last = row[None] if target_probs.dtype == torch.int64 else draw(row[None], generator)
-    return Verdict(tuple(tokens), len(path), int(last), last, None if draft.parents is None else path, draft.parents, values)
+    if draft.parents is None:
+        return Verdict(tuple(tokens), len(path), int(last), last, late=values)
+    return Verdict(tuple(tokens), len(path), int(last), last, path, tuple(draft.known_parents), values)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_costs, costs_at, shared, tables_of
-from layerskip.decoding.draft import MAX_MATCH, DeviceTree, Draft
+from layerskip.decoding.draft import MAX_MATCH, Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.verify import Verdict
@@ -127,7 +127,7 @@ class AcceptanceEstimates:
 def _grades(draft: Draft) -> Iterator[tuple[Hashable, float]]:
     """Yield, per token, the grade that it shares with tokens of similar probability, and its prior probability."""
     depths: list[int] = []
-    for node, parent in enumerate(_parents(draft)):
+    for node, parent in enumerate(draft.known_parents):
         depth = 1 if parent < 0 else depths[parent] + 1
         depths.append(depth)
         prob = draft.path_probs[node] if draft.path_probs else _CONTINUES**depth
@@ -137,7 +137,7 @@ def _grades(draft: Draft) -> Iterator[tuple[Hashable, float]]:
 def _match_text(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
     """Return the nodes of a draft on the branch that a text takes, and whether that branch ends there."""
     children: dict[int, dict[int, int]] = {}
-    for node, (token, parent) in enumerate(zip(draft.lookup_tokens, _parents(draft), strict=True)):
+    for node, (token, parent) in enumerate(zip(draft.lookup_tokens, draft.known_parents, strict=True)):
         children.setdefault(parent, {}).setdefault(token, node)
     node, path = -1, list[int]()
     for token in text:
@@ -146,11 +146,6 @@ def _match_text(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
         node = children[node][token]
         path.append(node)
     return path, node not in children
-
-
-def _parents(draft: Draft) -> Sequence[int]:
-    assert not isinstance(draft.parents, DeviceTree), "a lookup runs on the host"
-    return range(-1, len(draft.lookup_tokens) - 1) if draft.parents is None else draft.parents
 
 
 def _group(index: int, draft: Draft) -> tuple[int, int] | int:

@@ -9,10 +9,9 @@ import torch
 
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.draft import DeviceTree, Draft
+from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.tree import path_to
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import CascadeBase
 from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation
@@ -30,7 +29,7 @@ from tests.drafters.test_cross_tokenizer import LETTERS, spelling
 LOOKUP = {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
 SKIP = {"method": "layer_skip", "mask": "attention:0;mlp:1", "num_speculative_tokens": 3}
 
-Open = list[tuple[int, int, list[list[int]]]]
+Open = list[tuple[int, int, list[tuple[int, ...]]]]
 """Drafts that the text has not decided: where they start, the lengths of their matches, and their branches."""
 
 
@@ -135,16 +134,9 @@ class Trees(Member):
         return Draft.of_lookup([1, 2, 3, 4], [-1, 0, -1, 2], context.last.device, path_probs=[0.6, 0.5, 0.3, 0.2])
 
 
-def branches_of(draft: Draft) -> list[list[int]]:
-    tokens = draft.tokens.tolist()
-    assert not isinstance(draft.parents, DeviceTree)
-    parents = draft.parents or range(-1, len(tokens) - 1)
-    return [[tokens[at] for at in path_to(node, parents)] for node in range(len(tokens))]
-
-
-def run_along(branches: list[list[int]], text: Sequence[int]) -> int:
+def run_along(branches: list[tuple[int, ...]], text: Sequence[int]) -> int:
     """Returns how many tokens of a text the best branch has."""
-    return max((len(branch) for branch in branches if list(text[: len(branch)]) == branch), default=0)
+    return max((len(branch) for branch in branches if tuple(text[: len(branch)]) == branch), default=0)
 
 
 def score(open_drafts: Open, earned: dict[int, list[int]], text: Sequence[int]) -> None:

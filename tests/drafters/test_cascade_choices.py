@@ -14,7 +14,8 @@ from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.registry import build_drafter
 from tests.drafters.contract import target_of, toy_target
-from tests.drafters.members import LOOKUP, Open, ResultLog, ScriptedMember, branches_of, mean, run_along, score
+from tests.drafters.members import LOOKUP, Open, ResultLog, ScriptedMember, mean, run_along, score
+from tests.drafters.recorder import branches_of
 
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "retrieval"])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerskip.decoding.draft import DeviceTree
 from layerskip.decoding.drafter import Context, VerifyOutput
-from layerskip.decoding.tree import path_to
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.lookahead import Lookahead
 from tests.drafters.contract import contract
+from tests.drafters.recorder import branches_of
 
 CPU = torch.device("cpu")
 
@@ -24,11 +23,7 @@ def _context(*tokens: int) -> Context:
 
 
 def _branches(drafter: Lookahead, context: Context, limit: int) -> list[tuple[int, ...]]:
-    draft = drafter.draft(context, limit)
-    tokens = draft.tokens.tolist()
-    assert not isinstance(draft.parents, DeviceTree)
-    parents = draft.parents or range(-1, len(tokens) - 1)
-    return [tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))]
+    return branches_of(drafter.draft(context, limit))
 
 
 def _observe(drafter: Lookahead, output: VerifyOutput) -> None:

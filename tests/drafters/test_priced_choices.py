@@ -16,9 +16,9 @@ from tests.drafters.members import (
     ResultLog,
     ScriptedMember,
     Trees,
-    branches_of,
     run_along,
 )
+from tests.drafters.recorder import branches_of
 
 
 def _asked(cascade: PricedCascade, members: Sequence[ResultLog], begin: int, end: int) -> list[list[int]]:

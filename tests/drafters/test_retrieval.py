@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from layerskip.config import ConfigError, SpeculativeConfig
-from layerskip.decoding.draft import DeviceTree
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.tree import path_to
 from layerskip.drafters.datastore import Datastore
@@ -32,9 +31,7 @@ def _begin(drafter: Retrieval) -> None:
 def _propose(drafter: Retrieval, tokens: list[int], limit: int) -> tuple[list[int], list[int], list[float], int]:
     """The tokens of a draft, their parents and path probabilities, and the length of the match."""
     draft = drafter.draft(Context(tokens, torch.tensor(tokens[-1:])), limit)
-    assert not isinstance(draft.parents, DeviceTree)
-    parents = range(-1, len(draft.lookup_tokens) - 1) if draft.parents is None else draft.parents
-    return [*draft.lookup_tokens], [*parents], [*draft.path_probs], draft.match_length
+    return [*draft.lookup_tokens], [*draft.known_parents], [*draft.path_probs], draft.match_length
 
 
 _LEARNS = {"trees": True, "history_dependent": True, "keeps_state": True}
