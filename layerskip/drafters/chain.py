@@ -173,23 +173,22 @@ def runners_up(scores: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tens
     return probs, indices
 
 
-def load_draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: bool = True) -> Target:
-    """Load the draft model that a configuration names; ``UnsupportedModel`` if its cache cannot be rewound."""
+def load_draft_view(
+    config: SpeculativeConfig, target: Target, same_tokenizer: bool
+) -> tuple[Target, PreTrainedModel, DraftHead | None]:
+    """Load the draft model that a configuration names; ``UnsupportedModel`` if its cache cannot be rewound.
+
+    Returns:
+        The model, a view of it with the configured output layer, and its reduced vocabulary if any.
+    """
     draft = load_draft(target, config.draft_model, same_tokenizer)
     try:
         check_rewind(draft.model)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"draft_model: {error}") from error
-    return draft
-
-
-def draft_view(draft: Target, config: SpeculativeConfig, owner: Target) -> tuple[PreTrainedModel, DraftHead | None]:
-    """Return a view of a draft model with the configured output layer, and its reduced vocabulary if any.
-
-    ``owner`` is the model whose tokens the reduced vocabulary was chosen from.
-    """
     view = shared_copy(draft.model) if config.draft_head else decoding_view(draft.model)
-    return view, reduce_output(view, draft.model, config, owner)
+    # The reduced vocabulary was chosen from the tokens of the target, unless the model has others.
+    return draft, view, reduce_output(view, draft.model, config, target if same_tokenizer else draft)
 
 
 def reduce_output(

@@ -23,7 +23,7 @@ from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser, to_full_vocabulary
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.device.transfer import copy_to_device, read_to_host
-from layerskip.drafters.chain import draft_chain, draft_label, draft_view, load_draft_model
+from layerskip.drafters.chain import draft_chain, draft_label, load_draft_view
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.draft_head import DraftHead
@@ -184,14 +184,13 @@ class CrossTokenizer(StopRuleDrafter):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> CrossTokenizer:
-        draft = load_draft_model(config, target, same_tokenizer=False)
+        draft, view, head = load_draft_view(config, target, same_tokenizer=False)
         assert target.tokenizer is not None
         assert draft.tokenizer is not None
         try:
             translation = Translation(target.tokenizer, draft.tokenizer)
         except UnalignedTokenizers as error:
             raise ConfigError(f"draft_model: {config.draft_model} cannot draft for {target.name}: {error}") from error
-        view, head = draft_view(draft, config, draft)
         shared_tokens = {in_draft for own, in_draft in translation.shared if own < target.vocabulary}
         if head is not None and shared_tokens.isdisjoint(head.tokens.tolist()):  # no token could be drawn
             raise ConfigError(f"draft_head: {config.draft_head} shares no token with {target.name}")

@@ -17,7 +17,7 @@ from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device
-from layerskip.drafters.chain import draft_chain, draft_label, draft_view, load_draft_model
+from layerskip.drafters.chain import draft_chain, draft_label, load_draft_view
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.draft_head import DraftHead
@@ -54,8 +54,7 @@ class DraftModel(StopRuleDrafter):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> DraftModel:
-        draft = load_draft_model(config, target)
-        view, head = draft_view(draft, config, target)
+        draft, view, head = load_draft_view(config, target, same_tokenizer=True)
         return cls(view, draft.layers, config.num_speculative_tokens, config.stop, head)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:

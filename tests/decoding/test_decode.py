@@ -10,52 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip.config import SpeculativeConfig, StopRule
+from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import Stops, decode
-from layerskip.decoding.drafter import Drafter, NoDraft
+from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
-from layerskip.drafters.draft_model import DraftModel
-from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.registry import build_drafter
-from layerskip.heads.eagle import EagleHead, EagleShape
-from layerskip.heads.readout import Readout
 from layerskip.models.prefill import Prefill
-from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
+from tests.drafters.contract import target_of
+from tests.drafters.members import SECONDS, member_of
 from tests.families import SKIPPABLE, build
 
 GREEDY = Sampling()
 PROMPT = [3, 4, 5, 3, 4, 5, 3, 4]
-METHODS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "draft_model", "cascade")
+METHODS = ("none", *SECONDS, "draft_model", "cascade")
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
     """A model without an end-of-sequence token."""
-    return Target(build("llama", 1, vocab_size=12, eos_token_id=None))
-
-
-def _drafter(method: str, target: Target) -> Drafter:
-    if method == "draft_model":
-        model = build("llama", 2, vocab_size=target.vocabulary, num_hidden_layers=2)
-        return DraftModel(decoding_view(model), 2, 3, StopRule())
-    if method == "eagle":
-        torch.manual_seed(0)
-        head = EagleHead(EagleShape.of(target)).to(DEVICE).eval()
-        return Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
-    fields = {
-        "none": {},
-        "prompt_lookup": {},
-        "retrieval": {"min_token_prob": 0.0},
-        "lookahead": {"window": 2, "num_speculative_tokens": 2},
-        "token_recycling": {"min_token_prob": 0.0},
-        "cascade": {
-            "members": [{"method": "prompt_lookup", "prompt_lookup_min": 3}, {"method": "layer_skip", "mask": "mlp:2"}]
-        },
-        "layer_skip": {"mask": "attention:1;mlp:2", "num_speculative_tokens": 3},
-    }[method]
-    return build_drafter(SpeculativeConfig.from_dict({"method": method} | fields), target)
+    return target_of("llama")
 
 
 def _generate(target: Target, prompt: list[int], **options: Any) -> list[int]:
@@ -86,7 +61,7 @@ def test_a_stop_predicate_sees_every_token_and_ends_the_output(target: Target, m
             seen.append(list(tokens))
             return len(tokens) == len(PROMPT) + length
 
-        result = decode(target, _drafter(method, target), PROMPT, GREEDY, 16, stops=Stops(criterion=stops))
+        result = decode(target, member_of(method, target), PROMPT, GREEDY, 16, stops=Stops(criterion=stops))
         assert (result.tokens, result.finish) == (plain.tokens[:length], "stop")
         assert seen == [PROMPT + plain.tokens[: i + 1] for i in range(length)]
 
@@ -125,7 +100,7 @@ def test_the_first_token_is_reported_before_any_draft(target: Target) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_seed_makes_sampling_repeatable(target: Target, method: str) -> None:
     def sample(seed: int) -> list[int]:
-        return decode(target, _drafter(method, target), PROMPT, Sampling(1.2), 24, seed=seed).tokens
+        return decode(target, member_of(method, target), PROMPT, Sampling(1.2), 24, seed=seed).tokens
 
     first = sample(7)
     torch.manual_seed(99)  # other random numbers must not matter
@@ -138,7 +113,7 @@ def test_a_stored_prefill_gives_the_same_result(target: Target, method: str, sam
     """Also for a drafter that reads the prompt's hidden states, and repeatedly."""
     prefill = Prefill.of(target, PROMPT)
     for _ in range(2):
-        drafters = [_drafter(method, target) for _ in range(2)]
+        drafters = [member_of(method, target) for _ in range(2)]
         found, plain = (
             decode(target, drafter, prompt, sampling, 20, seed=5)
             for drafter, prompt in zip(drafters, (prefill, PROMPT), strict=True)
@@ -165,7 +140,7 @@ def test_a_prompt_or_a_limit_that_leaves_nothing_to_decode_is_refused(
 
 def test_threads_take_turns_at_a_model(target: Target) -> None:
     """Also if each has a target of its own over it. Views, captured passes and drafters hold the state of one text."""
-    drafter, ended, found = _drafter("layer_skip", target), list[str](), dict[str, list[int]]()
+    drafter, ended, found = member_of("layer_skip", target), list[str](), dict[str, list[int]]()
 
     def run(name: str, prompt: list[int], callback: Callable[[list[int]], None] | None = None) -> None:
         found[name] = decode(Target(target.model), drafter, prompt, GREEDY, 12, callback=callback).tokens

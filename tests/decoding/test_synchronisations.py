@@ -21,20 +21,17 @@ from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host, waiting
-from layerskip.drafters.cascade import Cascade
-from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation
+from layerskip.drafters.cascade import Cascade, PricedCascade
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
-from layerskip.drafters.medusa import Medusa
 from layerskip.drafters.registry import build_drafter
-from layerskip.heads.eagle import EagleHead, EagleShape, read_modules
-from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
-from tests.drafters.test_cross_tokenizer import LETTERS, spelling
-from tests.families import build
+from tests.drafters.contract import target_of
+from tests.drafters.heads import eagle_head
+from tests.drafters.members import SECONDS, SKIP, member_of
 
 GREEDY = Sampling()
 SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(1.0), "warped": Sampling(0.8, 5, 0.9, 0.02, 1.2)}
@@ -141,50 +138,30 @@ def test_an_operation_that_waits_is_noticed(monkeypatch: pytest.MonkeyPatch, nam
 @pytest.fixture(scope="module")
 def target() -> Target:
     """A model without an end-of-sequence token."""
-    return Target(build("llama", 1, vocab_size=12, eos_token_id=None))
-
-
-def _eagle(target: Target, stop: StopRule | None = None, **tree: Any) -> Eagle:
-    torch.manual_seed(0)
-    head = EagleHead(EagleShape.of(target, lookback=2), torch.arange(2, 11)).to(DEVICE).eval()
-    return Eagle(head, target.model.get_input_embeddings(), Readout(target, head.tokens), 3, stop or StopRule(), **tree)
+    return target_of("llama")
 
 
 def _draft_model(target: Target, length: int, stop: StopRule) -> DraftModel:
     return DraftModel(decoding_view(target.model), target.layers, length, stop)
 
 
-def _medusa(target: Target) -> Medusa:
-    torch.manual_seed(0)
-    width = int(target.model.config.hidden_size)
-    heads = MedusaHeads(MedusaShape(width, 3, read_modules(target))).to(DEVICE).eval()
-    return Medusa(heads, Readout(target, None), 3, 3, 12, 0.02)
+def _eagle_trees(target: Target) -> Drafter:
+    readout = Readout(target, eagle_head("llama").tokens)
+    return Eagle(eagle_head("llama"), target.model.get_input_embeddings(), readout, 3, StopRule(), 3, 7, 0.02)
 
 
-def _of(method: str, **fields: Any) -> Callable[[Target], Drafter]:
-    return lambda target: build_drafter(SpeculativeConfig.from_dict({"method": method} | fields), target)
-
-
-SKIP = {"mask": "attention:1;mlp:2", "num_speculative_tokens": 3}
-LOOKUP = {"method": "prompt_lookup", "prompt_lookup_min": 3}
+METHODS = ("none", *SECONDS, "draft_model", "eagle", "medusa")
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
-    "none": _of("none"),
-    "prompt_lookup": _of("prompt_lookup"),
-    "retrieval": _of("retrieval", min_token_prob=0.0),
-    "token_recycling": _of("token_recycling", min_token_prob=0.0),
-    "lookahead": _of("lookahead", window=2, num_speculative_tokens=2),
-    "layer_skip": _of("layer_skip", **SKIP),
-    "layer_skip with siblings": _of("layer_skip", siblings=2, min_token_prob=0.1, **SKIP),
-    "draft_model": lambda target: _draft_model(target, 3, StopRule()),
+    **{method: partial(member_of, method) for method in (*METHODS, "cascade")},
+    "siblings": lambda target: build_drafter(SpeculativeConfig.from_dict(SKIP | {"siblings": 2}), target),
     # An adaptive rule that never waits for a confidence: the last token of a draft needs none.
     "draft_model of one token": lambda target: _draft_model(target, 1, StopRule("adaptive", 0.5)),
-    "eagle": _eagle,
-    "eagle trees": lambda target: _eagle(target, top_k=3, tree_tokens=7, min_token_prob=0.02),
-    "medusa": _medusa,
-    "cascade": _of("cascade", members=[LOOKUP, {"method": "layer_skip", **SKIP}]),
-    "priced cascade": _of("cascade", members=[LOOKUP, {"method": "layer_skip", **SKIP}], verify_cost=[1.1, 1.2]),
+    "eagle trees": _eagle_trees,
+    "priced cascade": lambda target: PricedCascade(
+        [member_of("prompt_lookup", target), member_of("layer_skip", target)], (1.1, 1.2)
+    ),
     "cascade that learns": lambda target: Cascade(
-        [DRAFTERS["prompt_lookup"](target), DRAFTERS["token_recycling"](target), DRAFTERS["eagle trees"](target)]
+        [member_of("prompt_lookup", target), member_of("token_recycling", target), _eagle_trees(target)]
     ),
 }
 
@@ -219,9 +196,7 @@ def test_a_stop_rule_waits_for_every_confidence(target: Target, monkeypatch: pyt
 
 
 def test_a_draft_in_another_vocabulary_waits_once_more(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    letters = spelling(LETTERS[: target.vocabulary])
-    translation = Translation(letters, letters)
-    drafter = CrossTokenizer(decoding_view(target.model), target.layers, target.vocabulary, translation, 3, StopRule())
+    drafter = member_of("cross_tokenizer", target)
     first = decode_static(target, drafter, PROMPT, GREEDY, LENGTH)
     with counted(monkeypatch) as waits:
         result = decode_static(target, drafter, PROMPT, GREEDY, LENGTH)

@@ -33,15 +33,21 @@ Open = list[tuple[int, int, list[tuple[int, ...]]]]
 """Drafts that the text has not decided: where they start, the lengths of their matches, and their branches."""
 
 
+SECONDS = ("prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip")
+"""Methods without trained parts or other models, which :func:`member_of` makes for every target."""
+
+
 def member_of(method: str, target: Target) -> Drafter:
     """Returns a drafter of a method."""
     tree = {"min_token_prob": 0.0}
     fields: dict[str, dict[str, object]] = {
+        "none": {},
         "prompt_lookup": LOOKUP,
         "retrieval": {"prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4} | tree,
         "token_recycling": {"num_speculative_tokens": 3} | tree,
         "lookahead": {"num_speculative_tokens": 2, "window": 3, "guess_set_size": 2},
         "layer_skip": SKIP,
+        "cascade": {"members": [LOOKUP, SKIP]},
     }
     if method in fields:
         return build_drafter(SpeculativeConfig.from_dict({"method": method} | fields[method]), target)

@@ -20,7 +20,7 @@ from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, contract, generated, target_of
-from tests.drafters.members import LOOKUP, SKIP, Choosing, Member, member_of
+from tests.drafters.members import LOOKUP, SECONDS, SKIP, Choosing, Member, member_of
 from tests.drafters.recorder import Recorder
 from tests.drafters.test_cross_tokenizer import other_letters
 from tests.drafters.test_draft_model import noisy_copy
@@ -174,7 +174,6 @@ class Often(Member):
         return super().draft(context, limit)
 
 
-SECONDS = ("prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip")
 TRAINED = ("eagle", "medusa", "draft_model", "cross_tokenizer")
 
 
