@@ -113,7 +113,7 @@ def _accept_chain(draft: Draft, target_probs: Tensor, generator: torch.Generator
 
 def _accept_tree(draft: Draft, target_probs: Tensor, generator: torch.Generator | None, late: Sequence[Tensor]) -> Verdict:
     tree, count = draft.parents, draft.tokens.shape[0]
-    chosen: tuple[Tensor, ...] = ()  # the accepted child of each row's token, if tokens were drawn
+    chosen: Sequence[Tensor] = ()  # the accepted child of each row's token, if tokens were drawn
     if target_probs.dtype == torch.int64:
         following = target_probs  # the token after each row, if no child of its token is accepted
     elif draft.probs is not None:
@@ -124,11 +124,13 @@ def _accept_tree(draft: Draft, target_probs: Tensor, generator: torch.Generator 
     shape = (tree.parents, tree.size) if isinstance(tree, DeviceTree) else ()
     read, *values = read_to_host(torch.cat((draft.tokens, following, *shape, *chosen)), *late)
     drafted, expected, rest = read[:count], read[count : 2 * count + 1], read[2 * count + 1 :]
-    parents = known = tree
+    known: tuple[int, ...] | None
     if isinstance(tree, DeviceTree):
         size, choices = rest[count], rest[count + 1 :]
         drafted, parents = drafted[:size], tuple(rest[:size])
         known = chain_or_tree(parents)
+    else:
+        parents = known = tuple(draft.known_parents)
     path, row, children = list[int](), 0, _children(parents)
     while True:
         if chosen:

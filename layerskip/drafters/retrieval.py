@@ -109,7 +109,8 @@ class Retrieval(Drafter):
             rows, match = self._continuations(tokens, size, depth) if size <= len(tokens) else ([], 0)
             if rows:
                 most = self.tree_tokens if self.datastore else min(_TOKENS_PER_MATCH * match, self.tree_tokens)
-                grown, parents, path_probs = grow_tree((rows, 0), _successors, depth, most, self.min_token_prob)
+                trie: _Trie = rows, 0
+                grown, parents, path_probs = grow_tree(trie, _successors, depth, most, self.min_token_prob)
                 return Draft.of_lookup(grown, parents, context.last.device, match, path_probs)
         return Draft.empty(context.last.device)
 
