@@ -21,6 +21,7 @@ from layerskip.drafters.medusa import Medusa
 from layerskip.drafters.registry import build_drafter
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
+from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.drafters.contract import FEW_PROMPTS, GREEDY, LENGTH, DrafterContract, target_of
 from tests.drafters.heads import eagle_head, medusa_heads
@@ -57,9 +58,11 @@ def member_of(method: str, target: Target) -> Drafter:
     if method == "medusa":
         return Medusa(medusa_heads("llama"), Readout(target, None), 3, 4, 20, 0.01)
     if method == "draft_model":
-        return DraftModel(target.model, target.layers, 3, StopRule())
+        return DraftModel(decoding_view(target.model), target.layers, 3, StopRule())
     letters = spelling(LETTERS[: target.vocabulary])
-    return CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule())
+    return CrossTokenizer(
+        decoding_view(target.model), target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule()
+    )
 
 
 class Choosing(DrafterContract):
