@@ -109,6 +109,7 @@ def test_a_new_method_is_searched() -> None:
         assert space.suggest(optuna.trial.FixedTrial(space.params(each))) == each
     composed = compose_config("layerskip", ["space.ranges.repeat_last.repeats=[7,7]"])
     narrow = SearchSpace(layers=12, methods=("repeat_last",), ranges=composed.space.ranges)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     suggested = [narrow.suggest(study.ask()) for _ in range(8)]
     assert {each.option("repeats") for each in suggested if each.method != "none"} == {7}
 
