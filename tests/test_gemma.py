@@ -19,7 +19,7 @@ from layerskip import (
 )
 from layerskip.bridges.bridge import BridgeShape, save_bridges
 from layerskip.bridges.fit import Calibration
-from layerskip.drafters.token_translation import Translation
+from layerskip.drafters.cross_tokenizer import Translation
 from layerskip.mask import SkipMask
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts

@@ -45,7 +45,7 @@ def test_one_drafter_serves_consecutive_requests(tiny_target: Target) -> None:
     """Token recycling learns from the first request; the output does not change."""
     config = SpeculativeConfig("token_recycling", 4, tree_tokens=6)
     drafter = build_drafter(config, tiny_target)
-    first, second = (generate(tiny_target, FRUITS, config, max_new_tokens=24, drafter=drafter) for _ in range(2))
+    first, second = (generate(tiny_target, FRUITS, drafter, max_new_tokens=24) for _ in range(2))
     fresh = generate(tiny_target, FRUITS, config, max_new_tokens=24)
     assert first.tokens == second.tokens == fresh.tokens
     assert first.stats == fresh.stats

@@ -240,9 +240,7 @@ def test_compiled_layers_give_the_output_of_transformers(
     try:
         drafter = build_drafter(SpeculativeConfig.from_dict(fields), compiled)
         outputs = {
-            item.id: decode(
-                compiled, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS, static_shapes=True
-            ).tokens
+            item.id: decode(compiled, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS).tokens
             for item in PROMPTS
         }
         view = decoding_view(smollm2.model)

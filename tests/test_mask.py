@@ -84,7 +84,6 @@ def test_flags_and_numbers_that_fit_no_model_are_refused() -> None:
 
 
 def test_whole_layers() -> None:
-    assert SkipMask.parse("layers:1-2;attention:3", 5).whole_layers == (1, 2)
     assert not SkipMask.parse("layers:1-2;attention:3", 5).is_whole_layers
     assert SkipMask.parse("layers:0,4", 5).is_whole_layers
     assert SkipMask.none(5).is_whole_layers

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerskip.config import Costs, SpeculativeConfig
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser, Sampling
@@ -181,8 +181,8 @@ def _time_drafts(target: Target, drafter: Drafter, context: int, sampling: Sampl
     timed = _DiscardedDrafts(drafter, target.device)
     prompt = [token % target.vocabulary for token in range(max(1, context))]
     end = len(prompt) + 1 + _WARMUP + _TIMED  # leaves room for the drafts of the last rounds
-    stops, none = (lambda tokens: len(tokens) >= end), frozenset[int]()
-    decode(target, timed, prompt, sampling, end - len(prompt) + _ROOM, stops=stops, seed=seed, eos_ids=none)
+    stops = Stops(frozenset(), lambda tokens: len(tokens) >= end)
+    decode(target, timed, prompt, sampling, end - len(prompt) + _ROOM, stops=stops, seed=seed)
     return timed
 
 

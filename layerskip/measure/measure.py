@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from layerskip.config import EXACT, AcceptRule, SpeculativeConfig
+from layerskip.config import SpeculativeConfig
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.decoding.decode import DecodeResult, decode
 from layerskip.decoding.draft import Draft
@@ -48,7 +48,7 @@ class TimedDrafter(Drafter):
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         self.drafter, self.device = drafter, device
-        self.tree_tokens = drafter.tree_tokens
+        self.tree_tokens, self.accept = drafter.tree_tokens, drafter.accept
         self.modules, self.never_drafts = drafter.modules, drafter.never_drafts
         self._readings: list[tuple[Any, Any, float]] = []  # start, end, and seconds of capturing in between
         self._given: tuple[weakref.ref[Any], ...] = ()
@@ -140,8 +140,8 @@ class Contender(Protocol):
 class Decoder:
     """The decoding loop with one drafter, as a contender. The drafter's state lasts from prompt to prompt."""
 
-    def __init__(self, target: Target, drafter: Drafter, accept: AcceptRule = EXACT) -> None:
-        self.target, self.drafter, self.accept = target, TimedDrafter(drafter, target.device), accept
+    def __init__(self, target: Target, drafter: Drafter) -> None:
+        self.target, self.drafter = target, TimedDrafter(drafter, target.device)
 
     @property
     def keeps_state(self) -> bool:
@@ -161,19 +161,18 @@ class Decoder:
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
         """Return the decoder of a configuration; raises like :func:`build_drafter`."""
-        return cls(target, build_drafter(config, target), config.accept)
+        return cls(target, build_drafter(config, target))
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
         self.drafter.reset()  # here, as an output of one token starts no drafter
+        waiting = [on_prefill]
+
+        def callback(tokens: list[int]) -> None:
+            if waiting:
+                waiting.pop()(len(tokens))
+
         return decode(
-            self.target,
-            self.drafter,
-            prompt,
-            task.sampling,
-            task.max_new_tokens,
-            on_prefill=on_prefill,
-            seed=task.seed,
-            accept=self.accept,
+            self.target, self.drafter, prompt, task.sampling, task.max_new_tokens, callback=callback, seed=task.seed
         )
 
 

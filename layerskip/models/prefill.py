@@ -59,8 +59,15 @@ def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1,
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt after the target's prefill: its keys and values, and the logits ``[1, V]`` after its last token."""
+    """A prompt after the target's prefill.
 
+    Args:
+        tokens: the prompt, at least one token id.
+        cache: the prompt's keys and values.
+        logits: ``[1, V]``: the logits after its last token.
+    """
+
+    tokens: Sequence[int]
     cache: KVCache
     logits: Tensor
 
@@ -70,7 +77,7 @@ class Prefill:
         """Run the prefill of a prompt of token ids."""
         cache = KVCache(target.layers, len(prompt), device=target.device)
         logits = run_prefill(decoding_view(target.model), copy_to_device(prompt, target.device), cache)
-        return cls(cache, logits)
+        return cls(prompt, cache, logits)
 
     def restore(self, cache: KVCache) -> Tensor:
         """Fill a cache with the prompt, as a prefill would, and return the logits."""

@@ -97,8 +97,7 @@ def _compare(scanner: Scanner, mask: SkipMask, settings: Sequence[Setting]) -> d
         drafter = build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop), scanner.target)
         every = zip(scanner.continuations, prefills, scanner.rounds(scan, length, stop), strict=True)
         for continuation, prefill, predicted in every:
-            prompt, new = continuation.prompt, continuation.max_new_tokens
-            result = decode(scanner.target, drafter, prompt, scanner.sampling, new, prefill=prefill)
+            result = decode(scanner.target, drafter, prefill, scanner.sampling, continuation.max_new_tokens)
             rounds, same = list(result.stats.rounds), tuple(result.tokens) == continuation.tokens
             sums = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
             counted.update(dict(zip(_COUNTED, (1, len(rounds), *sums), strict=True)))

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, build_drafter
 from layerskip.costs.profile import Repeats, profile_costs
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.stats import DecodeStats
 from layerskip.device.memory import AllocationCounter, release_memory
 from layerskip.device.transfer import now
@@ -88,12 +88,11 @@ def _decoded(
     result = decode(
         target,
         build_drafter(drafting, target),
-        prompt,
+        prefill,
         Sampling(),
         config.new_tokens + 1,
-        on_prefill=lambda _: began.append(now(target.device)),
-        eos_ids=frozenset(),
-        prefill=prefill,
+        stops=Stops(frozenset()),
+        callback=lambda _: began.append(now(target.device)),
     )
     return now(target.device) - began[0], result.stats
 

@@ -162,7 +162,8 @@ class Preparation:
         """Return the cost profile at the contexts of continuations; measure it if no such one is stored.
 
         A stored profile will do if it was measured with as many repeats. It has the verification of up to ``longest``
-        drafted tokens, fitted modules and draft heads if ``fitted``, and trees if ``branching``. A ``rough`` one has few repeats.
+        drafted tokens, fitted modules and draft heads if ``fitted``, and trees if ``branching``. A ``rough`` one has few
+        repeats.
         """
         repeats = min(MIN_REPEATS, PROFILE_REPEATS) if rough else PROFILE_REPEATS
         contexts = spread_contexts([mean_context(continuation) for continuation in continuations])

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.config import check_type
+from layerskip.drafters.cross_tokenizer import Translation
 from layerskip.drafters.datastore import Datastore
-from layerskip.drafters.token_translation import Translation
 from layerskip.files import digest
 from layerskip.heads.readout import choose_tokens
 from layerskip.prompts import PromptItem

@@ -18,7 +18,7 @@ from layerskip.costs import timing
 from layerskip.costs.cost_model import CostProfile, in_steps
 from layerskip.costs.profile import Repeats, profile_costs
 from layerskip.costs.timing import time_tree, time_verification
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.tree import TreeModel
 from layerskip.drafters import layer_skip
 from layerskip.drafters.chain import SiblingCollector
@@ -167,8 +167,8 @@ def test_predicted_seconds_of_counts_equal_the_decodings(siblings: int, monkeypa
         [5, 6, 7],
         Sampling(),
         40,
-        on_prefill=lambda _: began.append(clock.seconds),
-        eos_ids=frozenset(),
+        stops=Stops(frozenset()),
+        callback=lambda _: began.append(clock.seconds),
     )
     drafts = [each for each in found.stats.rounds if each.drafted]
     assert {each.depth is None for each in drafts} == ({True, False} if siblings else {True})

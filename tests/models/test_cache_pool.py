@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.config import StopRule
-from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.memory import release_memory
@@ -25,6 +24,7 @@ from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
+from tests.accelerator import decode_static
 from tests.families import build
 from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, tokens_of
 
@@ -178,7 +178,7 @@ def test_a_holder_keeps_one_cache_until_it_is_collected() -> None:
 def test_the_cache_of_a_collected_drafter_is_reused() -> None:
     target, draft = Target(build("llama")), build("llama", 1)
     drafter = DraftModel(draft, LAYERS, 2, StopRule())
-    decode(target, drafter, PROMPT, Sampling(), 8, static_shapes=True)
+    decode_static(target, drafter, PROMPT, Sampling(), 8)
     first = drafter._cache
     del drafter
     gc.collect()
@@ -193,7 +193,7 @@ def test_captured_passes_survive_an_interrupted_request() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        decode(target, NoDraft(), PROMPT, Sampling(), 8, callback=interrupt, static_shapes=True)
+        decode_static(target, NoDraft(), PROMPT, Sampling(), 8, callback=interrupt)
     assert any(type(cache) is CapturingCache for cache in cache_pool._free[target.model])
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from layerskip.config import StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.tree import tree_model
@@ -29,7 +29,7 @@ from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target, TargetError
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.exhaustive import EXHAUSTIVE
 from tests.families import SKIPPABLE, build
 from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, tokens_of
@@ -94,9 +94,9 @@ def test_compiled_trees_and_views_equal_eager_ones() -> None:
 def test_compiled_decoding_gives_the_tokens_of_generate() -> None:
     model, prompt = _model("llama"), tokens_of(12)
     expected = model.generate(prompt[None], max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 12:]
-    options: dict[str, Any] = dict(static_shapes=True, eos_ids=frozenset())
     for drafter in (NoDraft(), LayerSkip(skip_view(model, SkipMask.parse("layers:1", LAYERS)), 2, StopRule())):
-        found = decode(Target(model, compile="on"), drafter, prompt.tolist(), Sampling(), 20, **options)
+        target = Target(model, compile="on")
+        found = decode_static(target, drafter, prompt.tolist(), Sampling(), 20, stops=Stops(frozenset()))
         assert found.tokens == expected.tolist()
 
 
@@ -166,8 +166,8 @@ def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.
     runs = []
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: lambda *args: (runs.append(1), module._run(*args))[1])
     target = Target(build("llama"), compile="on")
-    expected = decode(Target(build("llama")), NoDraft(), [3, 4, 5], Sampling(), 8, eos_ids=frozenset()).tokens
-    assert decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, eos_ids=frozenset()).tokens == expected
+    expected = decode(Target(build("llama")), NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens
+    assert decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens == expected
     assert runs
 
 

@@ -9,7 +9,6 @@ import copy
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops
 from layerskip.decoding.drafter import Context, NoDraft
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.device.trial import nearly_equal
@@ -32,6 +31,7 @@ from layerskip.models.forward import Features, forward
 from layerskip.models.graph_capture import CapturingCache, EagerPass, _refused, capture_seconds
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target
+from tests.accelerator import decode_static
 from tests.families import REPRESENTATIVE, build
 from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, tokens_of
 
@@ -136,7 +136,7 @@ def test_capture_time_is_not_part_of_decoding_time(tiny_target: Target, monkeypa
     target = Target(model, tiny_target.tokenizer)
     monkeypatch.setattr("time.perf_counter", lambda: float(len(passes)))
     measuring = sys.modules["layerskip.measure.measure"]  # the package exports a function of this name
-    monkeypatch.setattr(measuring, "decode", partial(decode, static_shapes=True))
+    monkeypatch.setattr(measuring, "decode", decode_static)
     monkeypatch.setattr(measuring, "_warmup", lambda *_: None)
     before = capture_seconds()
     measurement = measure(target, ["One."], SpeculativeConfig("layer_skip", 3, mask=""), max_new_tokens=13)
@@ -190,7 +190,7 @@ def test_a_model_that_synchronises_is_not_captured() -> None:
         if synchronises:
             model.model.layers[1].mlp = _Synchronises(model.model.layers[1].mlp)
         for static in (True, False):
-            found = decode(Target(model), NoDraft(), tokens_of(9).tolist(), Sampling(), 20, static_shapes=static)
+            found = decode_static(Target(model), NoDraft(), tokens_of(9).tolist(), Sampling(), 20, static=static)
             tokens.append(found.tokens)
         assert tokens[0] == tokens[1]
         assert (decoding_view(model) in _refused) == synchronises
@@ -204,7 +204,7 @@ def test_decoding_reaches_the_last_position_of_a_model(family: str) -> None:
     prompt = (tokens_of(8).tolist() * limit)[: limit - 12]
     lookup = build_drafter(SpeculativeConfig("prompt_lookup", 6, prompt_lookup_max=3), Target(model))
     plain, static = (
-        decode(Target(model), lookup, prompt, Sampling(), 12, static_shapes=static, eos_ids=frozenset()).tokens
+        decode_static(Target(model), lookup, prompt, Sampling(), 12, static=static, stops=Stops(frozenset())).tokens
         for static in (False, True)
     )
     assert static == plain

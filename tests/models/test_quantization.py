@@ -98,7 +98,7 @@ def test_weights_are_quantised_and_the_views_share_them(folders: dict[str, Path]
     drafter = Eagle(
         EagleHead(EagleShape.of(target)).eval(), target.model.get_input_embeddings(), Readout(target, None), 3, StopRule()
     )
-    assert generate(target, PROMPT, max_new_tokens=LENGTH, drafter=drafter).tokens == expected
+    assert generate(target, PROMPT, drafter, max_new_tokens=LENGTH).tokens == expected
     packed = Target(target.model, pack_weights=True)
     assert generate(packed, PROMPT, max_new_tokens=LENGTH).tokens == expected
     view = decoding_view(packed.model)

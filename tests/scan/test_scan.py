@@ -13,7 +13,7 @@ import torch
 
 from layerskip.bridges.bridge import load_bridges
 from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
@@ -126,7 +126,7 @@ def test_a_continuation_that_ends_inside_a_draft_is_replayed(tiny_target: Target
             (scan,) = scanner.scan([mask])
             for stop in STOPS:
                 drafter = build_drafter(SpeculativeConfig("layer_skip", 5, mask=mask.format(), stop=stop), tiny_target)
-                out = decode(tiny_target, drafter, continuation.prompt, GREEDY, 12, eos_ids=eos)
+                out = decode(tiny_target, drafter, continuation.prompt, GREEDY, 12, stops=Stops(eos))
                 assert scanner.rounds(scan, 5, stop) == [list(out.stats.rounds)]
 
 

@@ -18,7 +18,7 @@ from searches.app.composition import compose_config
 from searches.study import plan
 from searches.study.plan import Plan, check_prompts, describe
 from tests.accelerator import DEVICE
-from tests.drafters.test_cross_tokenizer import _spelling
+from tests.drafters.test_cross_tokenizer import spelling
 from tests.searches.programs import quick
 from tests.tiny import save_tiny
 
@@ -86,7 +86,7 @@ def test_folders_are_made_absolute(tiny_folder: Path, tmp_path: Path, monkeypatc
 
 def test_an_unusable_draft_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     greek = save_tiny(tmp_path / "greek", seed=3)
-    _spelling("αβγδ").save_pretrained(greek)
+    spelling("αβγδ").save_pretrained(greek)
     with pytest.raises(TargetError, match="^draft_model: the tokenizer of .*greek is not that of"):
         _plan(tiny_folder, f"space.ranges.draft_model.draft_model=[{greek}]")
     with pytest.raises(ConfigError, match="^draft_model: .*greek cannot draft for .*share no token"):
