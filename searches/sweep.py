@@ -40,16 +40,15 @@ from searches.space.bridge_spec import bridge_specs
 from searches.space.search_space import SearchSpace
 from searches.study import machine
 from searches.study.bench import ModelBench
-from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget
+from searches.study.budget import FINALS, FITS, OPENING, PREDICTIONS, SHARED, TRIALS, Budget, TimeLedger, recorded_seconds
 from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, RunControl, measure_finals
-from searches.study.first_comparison import cheap_arms, compare_arms
 from searches.study.leaderboard import LeaderboardEntry, contenders, leader_line, ranking, trial_line
 from searches.study.objective import Objective
 from searches.study.opening import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
-from searches.study.starting_points import starting_points
+from searches.study.starting_points import cheap_arms, compare_arms, starting_points
 from searches.study.study import (
     STUDY_ID,
     StudySettings,
@@ -61,7 +60,6 @@ from searches.study.study import (
     run_trials,
     with_stored_methods,
 )
-from searches.study.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
 from searches.study.trained_finalists import TrainedBridges
 from searches.tracking.tracker import Tracker
 from searches.workers.pool import Workers

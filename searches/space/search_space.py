@@ -244,7 +244,7 @@ class SearchSpace:
     ranks: Sequence[int] = (0,)
     widths: Sequence[int] = (512,)
     draft_heads: Sequence[int] = (0,)
-    allow_lossy: bool = False
+    allow_lossy: bool = field(default=False, metadata=_RUNTIME)
     trees: bool = field(default=True, metadata=_RUNTIME)
     verify_cost: Costs = field(default=(), metadata=_RUNTIME)
     draft_cost: DraftCost | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)

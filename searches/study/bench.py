@@ -40,18 +40,15 @@ class Bench(Protocol):
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Measure configurations and plain decoding, interleaved.
+        """Measure configurations and plain decoding, interleaved; yield after each prompt one sample per name.
 
         Args:
-            configs: by name; none of them is called ``baseline``.
+            configs: by name; the name ``baseline`` is plain decoding's.
             prompts: at least one.
             repeats: how often every prompt is decoded.
             seed: of the sampled tokens and of the order of configurations.
             without: configurations that are no longer measured; it may grow from prompt to prompt.
             before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
-
-        Yields:
-            After each prompt one sample per name, ``baseline`` included.
         """
 
     def metrics(self) -> Mapping[str, float]:
@@ -61,14 +58,7 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class ModelBench:
-    """Bench of a real model.
-
-    Args:
-        backend: runs it.
-        sampling: of its tokens.
-        max_new_tokens: per prompt and turn.
-        workload: requests in flight, and what a speedup compares.
-    """
+    """Bench of a real model, which a back end runs with a sampling and a number of new tokens per prompt and turn."""
 
     backend: Backend
     sampling: Sampling
@@ -94,7 +84,7 @@ class ModelBench:
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Decode with each configuration; the arguments are those of :meth:`Bench.compare`.
+        """Decode with each configuration; see :meth:`Bench.compare`.
 
         Raises:
             BackendError: see :meth:`~searches.backends.backend.Backend.compare`.
@@ -112,30 +102,30 @@ def _whole_requests(row: Row) -> dict[str, Sample]:
     """Return samples whose decoding is the whole request.
 
     With a constant number of requests in flight, the engine's throughput is that number times the tokens of a request over
-    its seconds (Little's law), so that the ratio of these rates is the ratio of throughputs.
+    its seconds (Little's law), so that the ratio of these rates is the ratio of throughputs. A sample whose outputs all
+    end with their first token has no rate.
     """
     return {
-        name: replace(sample, decoded_tokens=_lasting(sample), decode_seconds=sample.prefill_seconds + sample.decode_seconds)
+        name: replace(
+            sample,
+            decoded_tokens=sample.tokens if sample.tokens > max(1, len(sample.requests)) else 0,
+            decode_seconds=sample.prefill_seconds + sample.decode_seconds,
+        )
         for name, sample in row.items()
     }
-
-
-def _lasting(sample: Sample) -> int:
-    """Return the number of tokens; 0 if every output of the sample ended with its first token."""
-    return sample.tokens if sample.tokens > max(1, len(sample.requests)) else 0
 
 
 def resumed_rows(
     measure: Callable[..., Iterator[Row]], prompts: PromptSet, log: ResultLog, prefix: str, before: PromptSet | None = None
 ) -> Iterator[Row]:
-    """Yield one row per prompt, in order; only rows that are not in the log are measured.
+    """Yield one row per prompt, in order; only rows that are not in the log are measured, and added to it.
 
     Drafters that learn from prompt to prompt decode the logged prompts first, unmeasured.
 
     Args:
         measure: called as ``measure(prompts, before=prompts)``, returns the rows of the first prompts.
         prompts: each is decoded once.
-        log: rows of an interrupted run; takes the new ones.
+        log: rows of an interrupted run.
         prefix: distinguishes these rows in the log from others of the same prompts.
         before: prompts that drafters which learn decode before the logged ones.
     """

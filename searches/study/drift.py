@@ -25,12 +25,10 @@ _FEWEST = 3  # rows of a window, of which one may have stalled
 
 
 def drifted_rows(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[bool]:
-    """Return for each row whether the machine had drifted while it was measured.
+    """Return for each row, which is of one prompt, whether the machine had drifted while it was measured.
 
-    Args:
-        rows: samples by name; each row is of one prompt.
-        drift: tolerated share by which seconds per round may differ from what the other rows predict, in the geometric mean
-            over the row.
+    ``drift`` is the tolerated share by which seconds per round may differ from what the other rows predict, in the geometric
+    mean over the row.
     """
     offsets: list[list[float]] = [[] for _ in rows]
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -41,12 +39,9 @@ def drifted_rows(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[boo
 
 
 def drifted_since(trials: Sequence[FrozenTrial], rows: Sequence[Mapping[str, Sample]], drift: float) -> bool:
-    """Return whether the machine has drifted since the latest trials.
+    """Return whether the machine has drifted between the latest of some trials, in order, and the rows of a trial.
 
-    Args:
-        trials: earlier trials, in order.
-        rows: samples of this trial; each row is of one prompt.
-        drift: tolerated share by which plain decoding's tokens/s may differ from those trials, in the median over rows.
+    ``drift`` is the tolerated share by which plain decoding's tokens/s may differ, in the median over rows.
     """
     earlier: dict[str, list[float]] = {}
     for trial in [trial for trial in trials if "table" in trial.user_attrs][-_RECENT:]:

@@ -29,11 +29,9 @@ _THREADS_SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def describe(target: Target, dtype: str) -> str:
-    """Return one line on the processor or GPU, its instruction set, threads and memory, and the data type with its reason.
+    """Return one line on the processor or GPU, its instruction set, threads and memory, and why the data type is used.
 
-    Args:
-        target: the loaded target.
-        dtype: as configured.
+    ``dtype`` is the configured one.
     """
     about = machine(target)
     where = str(about["device_name"])
@@ -88,9 +86,7 @@ def set_threads(target: Target, wanted: int | None) -> str | None:
     Passes over one token and over several are timed with all threads, all but one, and half of them. Barriers wait for the
     slowest thread, so one busy core slows all threads down.
 
-    Args:
-        target: the loaded target.
-        wanted: number of threads; None measures, unless an environment variable sets it or the target is on another device.
+    ``wanted=None`` measures, unless an environment variable sets the number or the target is on another device.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)

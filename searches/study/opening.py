@@ -55,13 +55,7 @@ def storage_url(settings: StudySettings, folder: Path) -> str:
 
 
 def is_shared(settings: StudySettings, worker: int | None, folder: Path) -> bool:
-    """Return whether other processes may work on a study.
-
-    Args:
-        settings: of the study.
-        worker: the number of this worker; None without one.
-        folder: of the study, which has a database if it had several workers.
-    """
+    """Return whether other processes may work on a study: it has a numbered worker, a database, or had one in its folder."""
     in_folder = settings.storage is None and (folder / _DATABASE).exists()
     return worker is not None or in_folder or is_database(settings.storage)
 
@@ -86,13 +80,7 @@ def joined(
 ) -> Iterator[tuple[BaseStorage, Workers]]:
     """Open the storage of a study, and join its workers if it may have others.
 
-    Args:
-        name: of the study.
-        folder: of the study; it is locked if no other process may work on the study.
-        settings: of the study.
-        database: an open one; None if the storage is a file in the folder.
-        device: the type of this process's device.
-        shared: whether other processes may work on the study.
+    The folder is locked if no other process may work on the study. ``database`` is None if the storage is a file in it.
 
     Raises:
         InputError: another process works on the study, which is in a file, or the study measures on another type of device.
@@ -116,12 +104,9 @@ def joined(
 
 
 def share_finals(pool: Workers, trials: Sequence[FrozenTrial], measure: Callable[[Callable[[], None]], Finals]) -> Finals:
-    """Return the finals of a study, which one of its workers measures and publishes.
+    """Return the finals of a study with some finished trials, which one of its workers measures and publishes.
 
-    Args:
-        pool: the workers.
-        trials: the finished trials.
-        measure: does both. It calls its argument from time to time, which raises an error if another worker does them now.
+    ``measure`` does both. It calls its argument from time to time, which raises an error if another worker does them now.
     """
     name = f"finals {digest([trial.number for trial in trials])[:16]}"
 

@@ -32,7 +32,7 @@ class SpeedupBound:
     """The prediction for a suggestion, with its upper bound.
 
     Args:
-        predicted: predicted speedup; None if costs alone rule the suggestion out or its stop rule was not scanned.
+        predicted: None if costs alone rule the suggestion out or its stop rule was not scanned.
         upper: the highest speedup that the suggestion may reach, prediction errors included.
         to_beat: the leader's speedup.
     """
@@ -58,17 +58,11 @@ class BoundEstimator:
         self._predictors = (predictor, *others)
 
     def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
-        """Bound the speedup of a suggestion.
+        """Bound the speedup of a suggestion; return None if nothing is predicted for its drafter.
 
-        Prompts differ more than configurations do. Predictions are therefore compared with measurements on the same prompts,
-        as far as trials decode them.
-
-        Args:
-            study: its finished trials give the errors of earlier predictions and the speedup to beat.
-            config: the suggestion.
-
-        Returns:
-            The bound; None if nothing is predicted for its drafter.
+        The study's finished trials give the errors of earlier predictions and the speedup to beat. Prompts differ more than
+        configurations do. Predictions are therefore compared with measurements on the same prompts, as far as trials decode
+        them.
         """
         predictor = next((predictor for predictor in self._predictors if predictor.matches(config)), None)
         predictable = predictor is not None and predictor.can_predict(config)

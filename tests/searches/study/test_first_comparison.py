@@ -14,9 +14,9 @@ from layerskip import PromptSet, SpeculativeConfig
 from layerskip.measure.measurement import Sample
 from searches.space.search_space import SearchSpace
 from searches.study.budget import Budget
-from searches.study.first_comparison import cheap_arms, compare_arms
 from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings, Objective
+from searches.study.starting_points import cheap_arms, compare_arms
 from searches.study.study import StudySettings, run_trials
 from searches.workers.pool import ALONE
 from tests.searches.known import PROMPTS, SETTINGS, Known

@@ -32,7 +32,7 @@ class Pessimist:
 def study() -> optuna.Study:
     """Return a study of two trials; the second was pruned."""
     study, objective = new_study(), objective_of(Known({lookup(4): 1.25}), bounds=Pessimist())
-    run_trials(study, objective, StudySettings(n_trials=2, remeasure=100), lambda trial: None, [lookup(4), lookup(5)])
+    run_trials(study, objective, StudySettings(n_trials=2), lambda trial: None, [lookup(4), lookup(5)])
     return study
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from searches.study.time_ledger import FITS, recorded_seconds
+from searches.study.budget import FITS, recorded_seconds
 from searches.train.bridge_store import BRIDGES_FOLDER
 from tests.exhaustive import representative
 from tests.searches.programs import fork, journal_study, quick, tracked

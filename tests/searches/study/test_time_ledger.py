@@ -17,10 +17,10 @@ from layerskip.measure.measurement import Sample
 from searches.report import markdown as report
 from searches.space.bridge_spec import BridgeSpec
 from searches.space.search_space import SearchSpace
+from searches.study.budget import FITS, SHARED, TimeLedger, record_shared_seconds, recorded_seconds
 from searches.study.finals import Finals
 from searches.study.objective import Objective
 from searches.study.study import StudySettings, counting_preparation, run_trials
-from searches.study.time_ledger import FITS, SHARED, TimeLedger, record_shared_seconds, recorded_seconds
 from searches.train.bridge_store import BRIDGES_FOLDER, BridgeStore, BridgingSettings
 from tests.searches.conftest import Launch
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup

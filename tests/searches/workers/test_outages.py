@@ -154,7 +154,7 @@ def test_a_study_goes_on_when_its_database_restarts(tmp_path: Path, capsys: pyte
             objective = Objective(bench, members.SPACE, PROMPTS, SETTINGS, seed=0)
             trials = 3
             while not restarted.is_set() or trials == 3:
-                run_trials(study, objective, StudySettings(n_trials=trials, remeasure=100), on_trial, pool=pool)
+                run_trials(study, objective, StudySettings(n_trials=trials), on_trial, pool=pool)
                 trials += 1
             states = {row.number: row.state for row in of_kind(pool.board.rows(), "worker")}
             assert states == {pool.worker: TrialState.RUNNING, other.worker: TrialState.RUNNING}
