@@ -142,6 +142,7 @@ class Objective:
         trial.set_user_attr("config", config.to_dict())
         refuse(trial, config)
         board = leaderboard(trial.study)
+        board.suggested[trial.number] = config
         known = board.entries.get(config, LeaderboardEntry(config))
         race = _Race(self, trial, config, board)
         reason = self._known_outcome(trial, known, board)
@@ -180,8 +181,9 @@ class Objective:
         """
         trial, begun = race.trial, time.monotonic()
         if (compared := self.compared.pop(race.config, None)) is not None:  # measured, and timed, with others
-            for row in compared:
-                race.add(row)
+            race.rows += compared
+            for number, row in enumerate(compared):
+                trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
             if metrics := sample_metrics([row[CANDIDATE] for row in compared]):
                 trial.set_user_attr(METRICS, metrics)
             return None
@@ -243,11 +245,6 @@ class _Race:
         entry.add_pairs((row[BASELINE], row[CANDIDATE]) for row in self.rows)
         return entry
 
-    def add(self, row: Row) -> None:
-        """Take a row and report its speedup. The pruner compares trials at the same step."""
-        self.trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), len(self.rows))
-        self.rows.append(row)
-
     def run(self) -> str | None:
         """Measure a few prompts first, and more of them if the trial is level with the leader.
 
@@ -259,7 +256,9 @@ class _Race:
         prompts, decodings = PromptSet(items), repeats * len(items)
         # One comparison for all prompts, as some drafters learn from prompt to prompt.
         for row in self._compare(prompts, repeats, self._seed, objective.warmup):
-            self.add(row)
+            # The pruner compares trials at the same step.
+            self.trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), len(self.rows))
+            self.rows.append(row)
             objective.on_prompt()
             is_last, is_first_look = len(self.rows) == decodings, len(self.rows) == few
             slower = not is_last and self.trial.should_prune() and self._is_slower()
