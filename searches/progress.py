@@ -120,13 +120,7 @@ class Progress:
 
 @contextlib.contextmanager
 def counting(total: int, unit: str, stage: str) -> Iterator[Callable[[], object]]:
-    """Yield a function that counts one step of a stage of a program.
-
-    Args:
-        total: the number of steps.
-        unit: the name of the steps, such as ``prompts``.
-        stage: the name that a program without a :class:`Progress` shows.
-    """
+    """Yield a function that counts one of ``total`` steps, by the name ``unit``, of a stage of a program."""
     with contextlib.ExitStack() as shown:
         if not _running:
             shown.enter_context(Progress()).begin(stage)

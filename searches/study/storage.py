@@ -23,9 +23,8 @@ from layerskip import ConfigError
 from layerskip.device.failures import first_line
 from searches.app.checks import InputError
 from searches.app.interrupt import error_chain
-from searches.connections import Result, Retry, is_unreachable, sqlite_file, without_password
+from searches.connections import Result, Retry, RetryingStorage, is_unreachable, sqlite_file, without_password
 from searches.results import damage, drop_partial_line, locked_if_free, read_lines
-from searches.workers.retrying_storage import RetryingStorage
 
 _JOURNAL = b'{"op_code":'
 _REMEDY = "restore it, or keep the lines before to repeat the rest"

@@ -34,7 +34,7 @@ from searches.study.leaderboard import FINISHED, leaderboard
 from searches.study.objective import MEASURING_SECONDS, Objective
 from searches.tracking.names import RETRY_OF
 from searches.workers.board import Snapshot
-from searches.workers.pool import ALONE, Alone, Workers
+from searches.workers.pool import ALONE, WorkerPool, Workers
 from searches.workers.slots import Slot, close_slots, take_slot
 
 OVERHEAD_SECONDS = "between_seconds"
@@ -141,7 +141,7 @@ def counting_preparation(study: optuna.Study, ledgers: Sequence[TimeLedger] = ()
     The seconds of shared artifacts, which the ledgers count, are left out, and those of waiting for other workers. Each
     worker adds up its own.
     """
-    name = PREPARATION_SECONDS if isinstance(pool, Alone) else f"{PREPARATION_SECONDS}:{pool.name}"
+    name = PREPARATION_SECONDS if not isinstance(pool, WorkerPool) else f"{PREPARATION_SECONDS}:{pool.name}"
     start, before, waited = time.monotonic(), total_seconds_here(ledgers), pool.waited_seconds
     try:
         yield
@@ -172,7 +172,7 @@ def run_trials(
     pool: Workers = ALONE,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> None:
-    """Run trials until the study has enough finished ones. An interrupted one is marked as failed; :func:`repair` repeats it.
+    """Run trials until the study has enough finished ones; an interrupted one is marked as failed, and repeated later.
 
     Args:
         study: with its sampler and pruner.

@@ -33,12 +33,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a worker saw.
-
-    Args:
-        rows: all rows, in the order of their creation.
-        live: the numbers of the rows of workers that are alive.
-    """
+    """What a worker saw: all rows, in the order of their creation, and the numbers of those of workers that are alive."""
 
     rows: list[Row]
     live: frozenset[int]
@@ -49,11 +44,9 @@ class Snapshot:
 
 
 class Board:
-    """Rows of one study. A row is ``RUNNING`` until it is finished as ``COMPLETE`` or ``FAIL``.
+    """Rows of one study, which are the trials of a study of this name with ``-workers`` behind it.
 
-    Args:
-        storage: the storage of the study.
-        name: the study's name; its rows are the trials of a study of this name with ``-workers`` behind it.
+    A row is ``RUNNING`` until it is finished as ``COMPLETE`` or ``FAIL``.
     """
 
     def __init__(self, storage: BaseStorage, name: str) -> None:

@@ -13,8 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
@@ -22,11 +21,10 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from searches.app.interrupt import defer_interrupt
-from searches.connections import is_unreachable
+from searches.connections import RetryingStorage, is_unreachable
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import Board, Row, Snapshot, of_kind, published, value_of
 from searches.workers.process import has_ended, this_process
-from searches.workers.retrying_storage import RetryingStorage
 
 BEAT_SECONDS = 10.0
 PATIENCE = 6  # beats of the observer
@@ -38,12 +36,77 @@ class LeaseLost(Exception):
     """The end of a claim whose worker was presumed dead; another worker has it now."""
 
 
-class WorkerPool:
+class Alone:
+    """A process that works on a study alone, and what several workers of a study agree on; a context."""
+
+    alone = True
+    seed = 0
+    waited_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> bool:
+        """Leave the study, and return whether other workers may still be there; of all that leave, the last finds none."""
+        return False
+
+    def leads(self) -> bool:
+        """Return whether this is the worker that joined first of those that are alive."""
+        return True
+
+    def sign(self, trial: optuna.Trial) -> None:
+        """Store with a trial that this worker runs it."""
+
+    def orphans(
+        self, trials: Iterable[FrozenTrial], snapshot: Snapshot | None = None, is_idle: bool = False
+    ) -> list[FrozenTrial]:
+        """Return the running trials whose worker is dead; without other workers those that a killed process left.
+
+        Args:
+            trials: to choose from.
+            snapshot: taken after the trials were read, so that it shows their workers; None takes one.
+            is_idle: whether no worker that is alive runs a trial.
+        """
+        return [trial for trial in trials if trial.state == TrialState.RUNNING]
+
+    @contextlib.contextmanager
+    def claim(self, name: str) -> Iterator[None]:
+        """Wait until no other worker holds a claim of this name, then hold it."""
+        yield
+
+    def share(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return the plain value of some work that one of the workers does, once for the study.
+
+        If the work raises :class:`LeaseLost`, another worker does it.
+        """
+        return work()
+
+    def share_all(self, names: Iterable[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the value of each piece of work as they become known; those that no other worker does first."""
+        for name in names:
+            yield name, work(name)
+
+    def check(self, name: str) -> None:
+        """Check that this worker holds the claim of a name.
+
+        Raises:
+            LeaseLost: it was presumed dead.
+        """
+
+
+Workers = Alone
+ALONE = Alone()
+
+
+class WorkerPool(Alone):
     """A worker among the others of its study; a context that it joins and leaves.
 
     Args:
-        storage: the storage of the study.
-        study: the name of the study.
+        storage: of the study.
+        study: its name.
         device: the type of this worker's device.
         beat_seconds: between two beats.
         patience: beats without a sign of another worker after which it is presumed dead.
@@ -71,16 +134,12 @@ class WorkerPool:
         self._seen: dict[object, tuple[object, int]] = {}  # what was seen, and the own beat at which it was first seen so
         self.waited_seconds = 0.0
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> Self:
         self._join()
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.leave()
-
     def leave(self) -> bool:
-        """Leave the study, and return whether other workers may still be there; of all that leave, the last finds none."""
         self._ended.set()
         self._thread.join(self._beat_seconds)  # a beat may wait for the storage
         try:
@@ -98,7 +157,7 @@ class WorkerPool:
         return f"{self._process['host']}/{self.worker}"
 
     @property
-    def seed(self) -> int:
+    def seed(self) -> int:  # type: ignore[override]
         """A number that differs from those of the other workers, for the sampler."""
         return _SEED_STEP * (self.worker % _SEED_STEP)
 
@@ -118,11 +177,9 @@ class WorkerPool:
         return Snapshot(rows, live)
 
     def leads(self) -> bool:
-        """Return whether this is the worker that joined first of those that are alive."""
         return self.worker == min(self.snapshot().live, default=self.worker)
 
     def sign(self, trial: optuna.Trial) -> None:
-        """Store with a trial that this worker runs it, unless it was created so."""
         for name, value in self._signature().items():
             if trial.user_attrs.get(name) != value:
                 trial.set_user_attr(name, value)
@@ -130,16 +187,8 @@ class WorkerPool:
     def orphans(
         self, trials: Iterable[FrozenTrial], snapshot: Snapshot | None = None, is_idle: bool = False
     ) -> list[FrozenTrial]:
-        """Return the running trials whose worker is dead.
-
-        A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
-        as a dead worker.
-
-        Args:
-            trials: to choose from.
-            snapshot: taken after the trials were read, so that it shows their workers; None takes one.
-            is_idle: whether no worker that is alive runs a trial, so that trials without a signature count at once.
-        """
+        # A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
+        # as a dead worker.
         running = [trial for trial in trials if trial.state == TrialState.RUNNING]
         live = (snapshot or self.snapshot()).live if running else frozenset()
         found = []
@@ -154,7 +203,6 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def claim(self, name: str) -> Iterator[None]:
-        """Wait until no other worker holds a claim of this name, then hold it."""
         row = None
         while row is None:
             row = self.board.add(kind="claim", name=name, worker=self.worker)
@@ -171,12 +219,6 @@ class WorkerPool:
             self.board.finish(row, TrialState.COMPLETE)
 
     def share(self, name: str, work: Callable[[], Any]) -> Any:
-        """Return the plain value of some work that one of the workers does, once for the study.
-
-        Args:
-            name: the name of the work.
-            work: returns the value. If it raises :class:`LeaseLost`, another worker does it.
-        """
         while True:
             value = self._first_value(of_kind(self.snapshot().rows, "claim", name))
             if value is not None:
@@ -186,14 +228,13 @@ class WorkerPool:
                 value = self._wait_in_line(name, row)
                 if value is not None:
                     return value[0]
-                self._work(row, work)
-            except LeaseLost:
+                self.board.publish(row, work())
+            except (LeaseLost, UpdateFinishedTrialError):  # presumed dead
                 continue
             finally:
                 self.board.finish(row, TrialState.FAIL)
 
     def share_all(self, names: Iterable[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the value of each piece of work as they become known; those that no other worker does first."""
         left = list[str]()
         for name in names:
             snapshot = self.snapshot()
@@ -206,16 +247,9 @@ class WorkerPool:
             yield name, self.share(name, partial(work, name))
 
     def check(self, name: str) -> None:
-        """Check that this worker holds the claim of a name.
-
-        Raises:
-            LeaseLost: it was presumed dead.
-        """
         snapshot = self.snapshot()
-        if not any(
-            snapshot.is_held(row) and row.user_attrs["worker"] == self.worker
-            for row in of_kind(snapshot.rows, "claim", name)
-        ):
+        claims = of_kind(snapshot.rows, "claim", name)
+        if not any(snapshot.is_held(row) and row.user_attrs["worker"] == self.worker for row in claims):
             raise LeaseLost(name)
 
     def wait(self, done: Callable[[], bool]) -> None:
@@ -228,13 +262,6 @@ class WorkerPool:
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
         self.waited_seconds += time.monotonic() - start
-
-    def _work(self, row: int, work: Callable[[], Any]) -> None:
-        value = work()
-        try:
-            self.board.publish(row, value)
-        except UpdateFinishedTrialError:
-            raise LeaseLost from None
 
     def _wait_in_line(self, name: str, row: int) -> tuple[Any] | None:
         """Wait until a row is the first of its name; return the published value if there is one before.
@@ -296,55 +323,3 @@ class WorkerPool:
                     self._seen[row.number] = beat, self._beats
                 elif self._beats - first >= self._patience:
                     self.board.finish(row.number, TrialState.FAIL)
-
-
-class Alone:
-    """A process that works on a study alone. Its methods are those of :class:`WorkerPool`."""
-
-    alone = True
-    seed = 0
-    waited_seconds = 0.0
-
-    def __enter__(self) -> Alone:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def sign(self, trial: optuna.Trial) -> None:
-        """Leave the trial as it is."""
-
-    def orphans(
-        self, trials: Iterable[FrozenTrial], snapshot: Snapshot | None = None, is_idle: bool = False
-    ) -> list[FrozenTrial]:
-        """Return all running trials: a killed process left them."""
-        return [trial for trial in trials if trial.state == TrialState.RUNNING]
-
-    def leads(self) -> bool:
-        """Return True."""
-        return True
-
-    def leave(self) -> bool:
-        """Return False, because nobody else is there."""
-        return False
-
-    @contextlib.contextmanager
-    def claim(self, name: str) -> Iterator[None]:
-        """Hold the claim at once."""
-        yield
-
-    def share(self, name: str, work: Callable[[], Any]) -> Any:
-        """Do the work."""
-        return work()
-
-    def share_all(self, names: Iterable[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
-        """Do all work, one piece after the other."""
-        for name in names:
-            yield name, work(name)
-
-    def check(self, name: str) -> None:
-        """Return, because nobody else can have the claim."""
-
-
-Workers = WorkerPool | Alone
-ALONE = Alone()

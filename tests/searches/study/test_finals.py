@@ -197,7 +197,9 @@ def test_the_verdict_names_a_faster_finalist_that_may_not_win() -> None:
 def test_slower_finalists_are_tested_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test after every block would drop finalists by chance if there are many prompts."""
     tests = []
-    monkeypatch.setattr("searches.study.finals._leader", lambda rows, configs: tests.append(len(rows)) or next(iter(configs)))
+    monkeypatch.setattr(
+        "searches.study.finals._leader", lambda rows, configs: tests.append(len(rows)) or next(iter(configs))
+    )
     bench = Known({FAST: 1.5, THIRD: 1.5})
     many = PromptSet.of([f"held-out {i}" for i in range(70)])
     _finals(run_known(bench, FAST, THIRD), bench, prompts=many, held_out_repeats=2)

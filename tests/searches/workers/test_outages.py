@@ -17,11 +17,10 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from searches.connections import Retry, is_unreachable
+from searches.connections import Retry, RetryingStorage, is_unreachable
 from searches.study.objective import Objective
 from searches.study.study import StudySettings, run_trials
 from searches.workers.board import of_kind
-from searches.workers.retrying_storage import RetryingStorage
 from tests.searches.known import PROMPTS, SETTINGS, Known
 from tests.searches.workers import members
 from tests.searches.workers.members import member, opened, study_in

@@ -113,7 +113,7 @@ def test_a_configuration_that_another_worker_measures_is_not_measured_too(databa
         def finish_other(trial: optuna.trial.FrozenTrial) -> None:
             assert trial.user_attrs["config"] == lookup(5).to_dict()
             study.tell(running, 1.0)
-            slot.__exit__(None, None, None)
+            slot.__exit__()
 
         run_trials(study, objective, StudySettings(n_trials=2), finish_other, starts, pool=pool)
     refused = [trial for trial in study.trials if DUPLICATE_OF in trial.user_attrs]
