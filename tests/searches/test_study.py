@@ -268,7 +268,7 @@ def test_another_seed_scans_and_decodes_other_prompts(
     def prepare_predictor(target: Target, prompts: PromptSet, *rest: Any) -> None:
         scanned.append({item.id for item in prompts})
 
-    monkeypatch.setattr("searches.sweep.prepare_predictor", prepare_predictor)
+    monkeypatch.setattr("searches.study.sweep.prepare_predictor", prepare_predictor)
     for seed in (0, 1):
         outputs = tmp_path / str(seed)
         kept = "space.methods=[none,layer_skip]", "scan=default", "scan.prompts=2"

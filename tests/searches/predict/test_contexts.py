@@ -19,7 +19,7 @@ from searches.predict import preparation
 from searches.predict.contexts import ContextCosts, timed_contexts
 from searches.predict.preparation import ScanSettings, cost_profile
 from searches.space.search_space import SearchSpace
-from searches.sweep import Sweep
+from searches.study.sweep import Sweep
 from searches.workers.pool import ALONE
 
 MASK = SkipMask.parse("layers:0", 2)

@@ -81,7 +81,7 @@ def test_another_type_of_device_is_refused_or_has_a_study_of_its_own(
     together: tuple[Path, list[str]], tiny_folder: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs, _ = together
-    monkeypatch.setattr("searches.sweep.device_type", lambda _: "another GPU")
+    monkeypatch.setattr("searches.study.sweep.device_type", lambda _: "another GPU")
     overrides = quick(tiny_folder, outputs, "study.name=one", "space.methods=[none,prompt_lookup]", "worker=2")
     refused = launch("layerskip", *overrides, "study.n_trials=1", cwd=outputs.parent)
     assert refused.returncode == 2

@@ -1,7 +1,4 @@
-"""The search for a target's fastest lossless decoding, from the composed configuration to the export.
-
-Run with ``python -m searches.layerskip`` and Hydra overrides. The same command resumes a study that was interrupted.
-"""
+"""The search for a target's fastest lossless decoding, from the composed configuration to the export."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optuna
 import torch
@@ -33,9 +31,6 @@ from searches.predict.preparation import prepare_predictor
 from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
 from searches.progress import Progress, say
-from searches.report.markdown import summary
-from searches.report.page import LiveView
-from searches.report.publish import Publisher
 from searches.space.bridge_spec import bridge_specs
 from searches.space.search_space import SearchSpace
 from searches.study import machine
@@ -69,7 +64,22 @@ _THREADS = "threads"
 """User attribute of a study: the number of threads of the processor."""
 
 
-def search(config: DictConfig) -> Finals:
+@dataclass(frozen=True)
+class Reports:
+    """What shows a study. The command passes it in, because reports read studies, and studies know no report.
+
+    Args:
+        view: makes the page of a running study, :class:`searches.report.page.LiveView`.
+        publisher: makes what writes the report and the export, :class:`searches.report.publish.Publisher`.
+        summary: returns the text about a study and its finals, if it has any.
+    """
+
+    view: Callable[..., Any]
+    publisher: Callable[..., Any]
+    summary: Callable[[optuna.Study, Finals | None], str]
+
+
+def search(config: DictConfig, reports: Reports) -> Finals:
     """Run a composed study to its end and return the verdict; ``conf/layerskip.yaml`` is the configuration.
 
     1. Open the study, the MLflow run and the study's folder.
@@ -79,11 +89,12 @@ def search(config: DictConfig) -> Finals:
     5. Train the bridges of the best configurations, if asked for, and measure all finalists on held-out prompts.
     6. Write the export and the report.
 
-    Each stage ends at its share of ``study.max_seconds``. Ctrl-C prints a summary of the finished trials.
+    Each stage ends at its share of ``study.max_seconds``. Ctrl-C prints a summary of the finished trials, and the same
+    configuration continues.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings: StudySettings = instantiate(config.study)
-    with Progress(settings.max_seconds) as progress, _opened_sweep(config, progress) as sweep, sweep.view.closing():
+    with Progress(settings.max_seconds) as progress, _opened_sweep(config, progress, reports) as sweep, sweep.view.closing():
         try:
             sweep.compare_arms()
             predictions = sweep.predict()
@@ -91,12 +102,12 @@ def search(config: DictConfig) -> Finals:
             return sweep.finish(predictions)
         except BaseException as error:
             if is_interrupt(error):
-                say(summary(sweep.study, None))
+                say(reports.summary(sweep.study, None))
             raise
 
 
 @contextlib.contextmanager
-def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
+def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> Iterator[Sweep]:
     """Open or resume everything that a study needs, and close it at the end."""
     say("loading the model")
     pruner = instantiate_part(config, "pruner")
@@ -111,7 +122,10 @@ def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
         with pool.claim("opening"):
             study = open_study(name, storage, pruner, settings)
             if not shared:  # workers of one machine share its cores
-                _choose_threads(study, plan)
+                wanted = plan.settings.threads or study.user_attrs.get(_THREADS)  # a resumed study keeps its number
+                if (chosen := machine.set_threads(plan.target, wanted)) is not None:
+                    say(chosen)
+                study.set_user_attr(_THREADS, torch.get_num_threads())
             say(machine.describe(plan.target, str(config.target.get("dtype"))))
             if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
                 say(busy)
@@ -124,20 +138,12 @@ def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
         study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + pool.seed)
         plan = dataclasses.replace(plan, space=with_stored_methods(plan.space, study))
         with tracker.closing(pool.leave), closing(plan.backend):
-            yield Sweep(plan, study, tracker, folder, pool, progress, budget)
-
-
-def _choose_threads(study: optuna.Study, plan: Plan) -> None:
-    """Set the number of threads, which a resumed study keeps unless another is set."""
-    chosen = machine.set_threads(plan.target, plan.settings.threads or study.user_attrs.get(_THREADS))
-    if chosen is not None:
-        say(chosen)
-    study.set_user_attr(_THREADS, torch.get_num_threads())
+            yield Sweep(plan, study, tracker, folder, pool, progress, budget, reports)
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Everything that is known before the first trial.
+    """What is known before the first trial.
 
     Args:
         predictor: predicts masks without bridges; None if layer skipping is not searched or not scanned.
@@ -151,17 +157,7 @@ class Predictions:
 
 
 class Sweep:
-    """The steps of one study.
-
-    Args:
-        plan: the parts of its configuration.
-        study: the opened study.
-        tracker: takes its runs.
-        folder: holds scans, finals, the report and the export.
-        pool: the workers of the study.
-        progress: shows what is done.
-        budget: the seconds of the search.
-    """
+    """The steps of one study, which is open."""
 
     def __init__(
         self,
@@ -172,6 +168,7 @@ class Sweep:
         pool: Workers,
         progress: Progress,
         budget: Budget,
+        reports: Reports,
     ) -> None:
         self.plan, self.study, self.tracker, self.folder, self.pool = plan, study, tracker, folder, pool
         self.budget, self.progress = budget, progress
@@ -180,8 +177,8 @@ class Sweep:
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
-        self.view = LiveView(study, folder, plan.target.layers, plan.settings.n_trials, pool)
-        self.publisher = Publisher(plan, study, tracker, folder)
+        self.view = reports.view(study, folder, plan.target.layers, plan.settings.n_trials, pool)
+        self.publisher = reports.publisher(plan, study, tracker, folder)
         self.ledgers = TimeLedger(study, FITS), TimeLedger(study, SHARED)
         if plan.bridge_store is not None:
             plan.bridge_store.report_cost, plan.bridge_store.report_texts_cost = (ledger.use for ledger in self.ledgers)
@@ -239,7 +236,7 @@ class Sweep:
         self.budget.begin(TRIALS)
         predictor, wanted = predictions.predictor, self.plan.settings.n_trials
         bounds = None if predictor is None else BoundEstimator(predictor, predictions.bridged)
-        self._run_trials(self._objective(bounds), wanted, predictions.starts, lambda: self.budget.left(TRIALS))
+        self._run_trials(self._objective(bounds), wanted, predictions.starts, partial(self.budget.left, TRIALS))
         if (done := len(finished(self.study))) < wanted:
             self.budget.leave_out(TRIALS, f"{done} of {wanted} ran in the budget")
 
@@ -286,17 +283,17 @@ class Sweep:
         wait_for_slots(pool)
         fail_orphans(study, pool.orphans(study.get_trials(deepcopy=False), is_idle=True))
         trials = finished(study)
-        predictor, held_out = predictions.predictor, self.held_out
+        publish = partial(self.publisher.publish, predictor=predictions.predictor, held_out=self.held_out)
 
         def work(check: Callable[[], None]) -> Finals:
             self.tracker.reconcile(trials)
             finals = self._measure_finalists(predictions, check)
-            self.publisher.publish(finals, predictor, held_out)
+            publish(finals)
             return finals
 
         finals = share_finals(pool, trials, work)
         if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
-            self.publisher.publish(finals, predictor, held_out, log=False)
+            publish(finals, log=False)
         with pool.claim("mirror"):  # a store that was away for the worker with the finals may be back
             self.tracker.reconcile(trials)
             self.publisher.log(finals, again=False)
@@ -318,7 +315,7 @@ class Sweep:
                 self.view.refresh()
                 self.budget.save()
 
-            control = RunControl(self.folder, on_prompt, lambda: self.budget.left(FINALS))
+            control = RunControl(self.folder, on_prompt, partial(self.budget.left, FINALS))
             return measure_finals(self.study, self.bench, self.held_out, measuring, self.plan.seed, control, trained)
 
     def _prepare_predictor(self) -> ScanPredictor | None:
@@ -339,7 +336,7 @@ class Sweep:
             plan.seed,
             self.ledgers[1].use,
             self.pool,
-            self._scans_are_over,
+            partial(self.budget.is_over, PREDICTIONS),
         )
         if predictor is None:
             say("scan: no predictions; every trial is decoded")
@@ -361,7 +358,7 @@ class Sweep:
         masks = settings.budget(plan.space) * (1 + len(bridged))
         leaders = ranking(self.study)[:1]
         limits = Limits(
-            self._scans_are_over,
+            partial(self.budget.is_over, PREDICTIONS),
             max(1.0, leaders[0].speedup) if leaders else 0.0,
             partial(self.budget.leave_out, PREDICTIONS),
         )
@@ -370,9 +367,6 @@ class Sweep:
             empty = [other for other in bridged if other.bridge_spec.bridge == "none"]
             filled = [other for other in bridged if other not in empty]
             return propose_all(predictor, plan.space, settings, self.view.after(count), similar, filled, empty, limits)
-
-    def _scans_are_over(self) -> bool:
-        return self.budget.is_over(PREDICTIONS)
 
     def _space_with_costs(self) -> SearchSpace:
         """Return the space with the costs of verification and drafting, by which cascades choose."""
