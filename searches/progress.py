@@ -23,12 +23,8 @@ _running: list[Progress] = []
 class Progress:
     """Progress of a program with several stages; a context in which it is shown.
 
-    Args:
-        seconds: that the program may take, which the bar shows; None for no limit, so that it shows counted steps.
-
-    Attributes:
-        started: when the program started, on the clock of ``time.monotonic``, earlier runs included.
-        leader: describes the best result so far; empty before there is one.
+    The bar shows the seconds that the program may take, or else counted steps. ``started`` is on the clock of
+    ``time.monotonic``, earlier runs included; ``leader`` describes the best result so far, if any.
     """
 
     def __init__(self, seconds: float | None = None) -> None:

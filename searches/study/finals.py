@@ -194,15 +194,14 @@ def measure_held_out(
     """Measure configurations on held-out prompts; return the results and the rows that they were computed from.
 
     Args:
-        configs: by name.
-        expected: speedup of each configuration in the search.
-        bench: measures them.
-        prompts: with categories in turn, as :meth:`~layerskip.PromptSet.take` returns them, since the leader of the first
-            category may not lead in all.
-        settings: of measuring.
-        seed: of the study.
-        control: its folder and its end.
-        drop_slower: whether configurations that are significantly slower than the leader are dropped.
+    configs: by name.
+    expected: speedup of each configuration in the search.
+    bench: measures them.
+    prompts: with categories in turn, since the leader of the first category may not lead in all.
+    settings: of measuring.
+    seed: of the study.
+    control: its folder and its end.
+    drop_slower: whether configurations that are significantly slower than the leader are dropped.
     """
     identities = [[config.to_dict(), attachment_digests(config)] for config in configs.values()]
     asked = [identities, prompts.digest, seed, bench.conditions, *([] if drop_slower else ["all to the end"])]

@@ -90,8 +90,7 @@ class BoundEstimator:
 def calibrated_error(entries: Iterable[LeaderboardEntry], prompts: Collection[str], method: str) -> float:
     """Return how far the measured speedup of a configuration may exceed its prediction, as a log ratio.
 
-    Only configurations of the same method count: a prompt lookup runs no model, and its rounds are known without a scan.
-    Those that decoded none of the predictions' prompts are left out.
+    Only configurations of the same method count that decoded some of the predictions' prompts.
     """
     errors = [
         math.log(entry.speedup_on(prompts) / entry.predicted)

@@ -71,13 +71,8 @@ def compare_arms(
 ) -> dict[SpeculativeConfig, list[Row]]:
     """Measure configurations on tune prompts, and return the rows of each, with plain decoding's samples.
 
-    Args:
-        arms: the configurations.
-        objective: of the trials that take the rows, with its bench and prompts.
-        folder: of the study, which keeps rows as they are measured.
-        budget: ends the comparison, after three prompts at least.
-        pool: the workers that share the rows.
-        on_prompt: called after each prompt.
+    The objective is that of the trials that take the rows. The folder of the study keeps rows as they are measured. The
+    budget ends the comparison, after three prompts at least.
     """
     bench, prompts, before, seed = objective.bench, objective.first, objective.warmup, objective.seed
     names = {str(number): config for number, config in enumerate(arms)}

@@ -47,14 +47,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class _Journal(JournalFileBackend):
-    """A journal file that stays readable: a part of a line, which a full disk or a killed process leaves, is cut off.
-
-    Args:
-        path: of the file.
-
-    Attributes:
-        line: the number of the line that was read last.
-    """
+    """A journal file that stays readable: a part of a line, which a full disk or a killed process leaves, is cut off."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), _JournalLock(path))
@@ -87,13 +80,11 @@ class _JournalLock(JournalFileOpenLock):
 def open_journal(path: Path, alone: bool) -> BaseStorage:
     """Open the storage of a study in a journal file.
 
-    Args:
-        path: of the file.
-        alone: whether no other process may write it, so that an existing lock was left by a killed process.
+    With ``alone``, no other process may write it, so that an existing lock was left by a killed process.
 
     Raises:
-        ConfigError: a line before the last is damaged.
-        InputError: the file cannot be written or is no journal of Optuna.
+    ConfigError: a line before the last is damaged.
+    InputError: the file cannot be written or is no journal of Optuna.
     """
     path = path.resolve()
     try:
@@ -132,12 +123,7 @@ def _check_journal(path: Path) -> None:
 class _DatabaseRetry(Retry):
     """Repetition of calls to a database. What ends them is no defect of the program: it is said in one line.
 
-    Args:
-        url: of the database.
-
-    Raises:
-        OSError: its disk is full.
-        InputError: it could not be reached for too long, or its file is damaged or cannot be written.
+    A full disk is an OSError. A database that is away for too long, damaged or cannot be written is an InputError.
     """
 
     def __init__(self, url: str) -> None:

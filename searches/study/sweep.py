@@ -68,10 +68,7 @@ _THREADS = "threads"
 class Reports:
     """What shows a study. The command passes it in, because reports read studies, and studies know no report.
 
-    Args:
-        view: makes the page of a running study, :class:`searches.report.page.LiveView`.
-        publisher: makes what writes the report and the export, :class:`searches.report.publish.Publisher`.
-        summary: returns the text about a study and its finals, if it has any.
+    ``view`` makes a :class:`searches.report.page.LiveView`, ``publisher`` a :class:`searches.report.publish.Publisher`.
     """
 
     view: Callable[..., Any]
@@ -143,13 +140,7 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
 
 @dataclass(frozen=True)
 class Predictions:
-    """What is known before the first trial.
-
-    Args:
-        predictor: predicts masks without bridges; None if layer skipping is not searched or not scanned.
-        bridged: one predictor for each bridge spec of the space.
-        starts: configurations to try first.
-    """
+    """What is known before the first trial: predictors of masks, if layer skipping is scanned, and what to try first."""
 
     predictor: ScanPredictor | None
     bridged: Sequence[ScanPredictor]

@@ -65,10 +65,8 @@ class Alone:
     ) -> list[FrozenTrial]:
         """Return the running trials whose worker is dead; without other workers those that a killed process left.
 
-        Args:
-            trials: to choose from.
-            snapshot: taken after the trials were read, so that it shows their workers; None takes one.
-            is_idle: whether no worker that is alive runs a trial.
+        The snapshot was taken after the trials were read, so that it shows their workers; None takes one. ``is_idle`` tells
+        that no worker that is alive runs a trial.
         """
         return [trial for trial in trials if trial.state == TrialState.RUNNING]
 
@@ -90,11 +88,7 @@ class Alone:
             yield name, work(name)
 
     def check(self, name: str) -> None:
-        """Check that this worker holds the claim of a name.
-
-        Raises:
-            LeaseLost: it was presumed dead.
-        """
+        """Check that this worker holds the claim of a name; raise :class:`LeaseLost` if it was presumed dead."""
 
 
 Workers = Alone
@@ -104,16 +98,7 @@ ALONE = Alone()
 class WorkerPool(Alone):
     """A worker among the others of its study; a context that it joins and leaves.
 
-    Args:
-        storage: of the study.
-        study: its name.
-        device: the type of this worker's device.
-        beat_seconds: between two beats.
-        patience: beats without a sign of another worker after which it is presumed dead.
-
-    Attributes:
-        worker: the number of the worker's row. A worker that was presumed dead gets another one.
-        waited_seconds: that this worker waited for others.
+    A worker is presumed dead after ``patience`` beats of an observer without a sign of it, and then gets another number.
     """
 
     alone = False
@@ -264,11 +249,7 @@ class WorkerPool(Alone):
         self.waited_seconds += time.monotonic() - start
 
     def _wait_in_line(self, name: str, row: int) -> tuple[Any] | None:
-        """Wait until a row is the first of its name; return the published value if there is one before.
-
-        Raises:
-            LeaseLost: the row is finished, because its worker was presumed dead.
-        """
+        """Wait until a row is the first of its name, or lost; return the published value if there is one before."""
         found: list[tuple[Any]] = []
 
         def is_first() -> bool:

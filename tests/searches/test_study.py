@@ -14,7 +14,6 @@ from typing import Any
 import optuna
 import pytest
 from mlflow.tracking import MlflowClient
-from optuna.storages.journal import JournalFileSymlinkLock
 from optuna.trial import TrialState
 
 import layerskip
@@ -34,7 +33,6 @@ from tests.searches.programs import (
     tracked,
 )
 from tests.searches.report.pages import metrics_of
-from tests.tiny import VOCABULARY, save_tiny
 
 pytestmark = pytest.mark.system
 
@@ -171,19 +169,6 @@ def test_incomplete_runs_and_journal_lines_are_repaired(done: Path, tiny_folder:
     _check_complete(done, "one", 7)
 
 
-def test_a_lock_of_a_killed_program_is_removed(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    overrides = quick(tiny_folder, Path("outputs"), "study.n_trials=1", "study.name=killed")  # a relative path
-    tracked(tmp_path / "outputs")
-    journal = (tmp_path / "outputs" / "killed").resolve() / "journal.log"
-    journal.parent.mkdir()
-    journal.touch()
-    lock = JournalFileSymlinkLock(str(journal), grace_period=None)
-    assert lock.acquire()  # never released
-    result = launch("layerskip", *overrides, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    _check_complete(tmp_path / "outputs", "killed", 1)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_prints_a_summary_and_the_same_command_resumes(
     number: signal.Signals, tiny_folder: Path, tmp_path: Path, launch: Launch
@@ -243,11 +228,8 @@ def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_p
     study = optuna.load_study(study_name="shared", storage=url)
     assert len([t for t in study.trials if t.state in FINISHED]) == 6
     assert len(runs(sqlite(outputs), "trial")) == 6
-    configs = [trial.user_attrs["config"] for trial in study.trials]
-    costs = [config["verify_cost"] for config in configs if config["method"] == "cascade"]
-    assert costs
-    assert all(found == study.user_attrs["verify_cost"] for found in costs)
-    assert all(cost > 0.1 for _, each in costs[0] for cost in each)
+    costs = [t.user_attrs["config"]["verify_cost"] for t in study.trials if t.user_attrs["config"]["method"] == "cascade"]
+    assert costs and all(found == study.user_attrs["verify_cost"] for found in costs)
 
 
 def test_a_multirun_runs_one_study_per_job(tiny_folder: Path, tmp_path: Path) -> None:
@@ -291,12 +273,3 @@ def test_two_processes_do_not_share_a_study_folder(done: Path, tiny_folder: Path
         result = execute("layerskip", *quick(tiny_folder, done, "study.name=one", "study.n_trials=8"), cwd=done.parent)
     assert result.returncode == 2
     assert "study.name" in result.stderr
-
-
-def test_a_study_of_outputs_that_end_at_once_ends_with_one_line(tmp_path: Path) -> None:
-    model = save_tiny(tmp_path / "model", eos_token_id=list(range(VOCABULARY)))
-    done = execute("layerskip", *quick(model, tracked(tmp_path / "outputs"), "study.name=none"), cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: prompts: every output ends with its first token")
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "outputs" / "none" / "best.json").exists()

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 from optuna.distributions import IntDistribution
-from optuna.trial import create_trial
+from optuna.trial import TrialState, create_trial
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.config import EXACT, AcceptRule
+from searches.report import markdown as report
 from searches.study.leaderboard import Leaderboard
-from searches.study.pruning import BoundEstimator, calibrated_error
+from searches.study.pruning import BoundEstimator, SpeedupBound, calibrated_error
 from searches.tracking.names import PREDICTED
+from searches.tracking.tracker import Tracker
+from tests.searches.known import Known, lookup, run_known
 from tests.searches.predict.test_proposals import LAYERS, Landscape
+from tests.searches.programs import runs, sqlite, tracked
 
 
 def _trial(config: SpeculativeConfig, value: float, predicted: float | None, **others: float) -> optuna.trial.FrozenTrial:
@@ -137,3 +142,30 @@ def test_trials_on_other_prompts_do_not_calibrate_predictions() -> None:
 def _on_others(trial: optuna.trial.FrozenTrial) -> optuna.trial.FrozenTrial:
     trial.user_attrs["table"]["prompt_id"] = ["y"]
     return trial
+
+
+class _Pessimist:
+    """Estimator that bounds one configuration below the leader, and no others."""
+
+    def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
+        return SpeedupBound(0.5, 0.6, 1.25) if config == lookup(5) else None
+
+
+@pytest.mark.system
+def test_a_pruned_suggestion_is_recorded_in_its_trial_its_run_and_the_report(tmp_path: Path) -> None:
+    reason = "cannot reach the best: at most 0.600 x, the best has 1.250 x"
+    study = run_known(Known({lookup(4): 1.25}), lookup(4), lookup(5), bounds=_Pessimist())
+    measured, trial = study.trials
+    assert trial.state == TrialState.PRUNED
+    assert (trial.user_attrs["reason"], trial.user_attrs[PREDICTED]) == (reason, 0.5)
+    assert "measurement" not in trial.user_attrs
+    assert not {"reason", PREDICTED} & measured.user_attrs.keys()
+    assert "2 trials: 0 stopped early, 1 not run (1 cannot win)." in report.summary(study, None)
+    tracker = Tracker(None, tracked(tmp_path), "studies")
+    tracker.open_study("pruned", "id", {}, {})
+    for each in study.trials:
+        tracker.record(each)
+    first, run = sorted(runs(sqlite(tmp_path), "trial"), key=lambda run: run.data.tags["trial_number"])
+    assert (run.data.tags["trial_state"], run.data.tags["reason"]) == ("PRUNED", reason)
+    assert {n for n, value in run.data.metrics.items() if not math.isnan(value)} == {PREDICTED, "seconds", "drifted"}
+    assert "reason" not in first.data.tags and first.data.metrics["speedup"] == pytest.approx(1.25)

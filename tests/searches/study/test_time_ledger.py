@@ -62,41 +62,26 @@ def test_fits_count_once_in_every_study_that_uses_them(tiny_target: Target, tmp_
     wall, kept = time.monotonic() - begin, _kept(tmp_path)
     assert len(kept) == 3
     assert sum(kept.values()) < report.search_seconds(first, NO_FINALS) <= wall  # includes reading the texts once
-    heads = optuna.create_study()
-    for _ in range(2):  # made, then reused
-        ledgers = TimeLedger(heads), TimeLedger(heads, SHARED)
-        with counting_preparation(heads, ledgers):
-            _bridge_store(tiny_target, tmp_path, *ledgers).head(16)
-        (texts,) = recorded_seconds(heads, SHARED).items()  # nothing was fitted to them
-        assert texts in recorded_seconds(first, SHARED).items()
-        heads = optuna.create_study()
+    assert f"took {sum(recorded_seconds(first, FITS).values()):.0f} seconds, 3 times" in report.summary(first, None)
     ledgers = TimeLedger(second), TimeLedger(second, SHARED)
     bridge_store = _bridge_store(tiny_target, tmp_path, *ledgers)
     with counting_preparation(second, ledgers):
         bridge_store.bridge(masks[0], LINEAR)
         assert bridge_store.texts
-    assert recorded_seconds(second, SHARED) == recorded_seconds(first, SHARED)
-    assert {name.split()[0] for name in recorded_seconds(second, SHARED)} == {"texts", "reading"}
-    assert min(recorded_seconds(second, SHARED).values()) > 0
+    shared = recorded_seconds(second, SHARED)
+    assert shared == recorded_seconds(first, SHARED)
+    assert {name.split()[0] for name in shared} == {"texts", "reading"} and min(shared.values()) > 0
     (used,) = recorded_seconds(second, FITS)
     assert recorded_seconds(second, FITS) == {used: kept[used]}
-    assert (before := report.search_seconds(second, NO_FINALS)) >= kept[used] + sum(
-        recorded_seconds(second, SHARED).values()
-    )
-    begin, kept = time.monotonic(), _kept(tmp_path)
-    with counting_preparation(second, ledgers):  # reads the texts again for a new mask
+    assert report.search_seconds(second, NO_FINALS) >= kept[used] + sum(shared.values())
+    with counting_preparation(second, ledgers):  # reads the texts again for a new mask, which counts no second time
         bridge_store.bridge(SkipMask.parse("mlp:0", tiny_target.layers), LINEAR)
-    again = [seconds for name, seconds in recorded_seconds(second, SHARED).items() if name.startswith("reading")]
-    assert again == [seconds for name, seconds in recorded_seconds(first, SHARED).items() if name.startswith("reading")]
+    assert recorded_seconds(second, SHARED) == shared
     (fitted,) = _kept(tmp_path).keys() - kept.keys()
     assert recorded_seconds(second, FITS)[fitted] == _kept(tmp_path)[fitted]
-    wall = time.monotonic() - begin
-    assert report.search_seconds(second, NO_FINALS) - before <= wall - 0.5 * again[0]  # reading was counted before
-    _bridge_store(tiny_target, tmp_path, TimeLedger(killed)).bridge(masks[0], LINEAR)  # as if the process was killed
-    assert report.search_seconds(killed, NO_FINALS) == kept[used]
-    _bridge_store(tiny_target, tmp_path, TimeLedger(killed)).bridge(masks[0], LINEAR)
-    assert report.search_seconds(killed, NO_FINALS) == kept[used]
-    assert f"took {sum(recorded_seconds(first, FITS).values()):.0f} seconds, 3 times" in report.summary(first, None)
+    for _ in range(2):  # as if the process was killed before it counted its own seconds
+        _bridge_store(tiny_target, tmp_path, TimeLedger(killed)).bridge(masks[0], LINEAR)
+        assert report.search_seconds(killed, NO_FINALS) == kept[used]
 
 
 def test_fits_of_a_trial_count_once() -> None:
@@ -142,20 +127,13 @@ def test_two_studies_share_a_bridge_store(tiny_folder: Path, tmp_path: Path, lau
         assert seconds >= sum(fits.values()) + sum(shared.values())
         assert f"took {sum(fits.values()):.0f} seconds, {len(fits)} times" in (tmp_path / name / "report.md").read_text()
         (run,) = [run for run in runs(sqlite(tmp_path), "study") if run.data.tags["study"] == name]
-        history = {
-            metric: MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, metric)
-            for metric in ("fit_seconds", "agreement_empty", "agreement_bridged")
-        }
-        assert [m.value for m in sorted(history["fit_seconds"], key=lambda m: m.step)] == list(fits.values())
-        assert {metric: len(found) for metric, found in history.items()} == dict.fromkeys(history, len(fits))
+        fitted = MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, "fit_seconds")
+        assert [metric.value for metric in sorted(fitted, key=lambda metric: metric.step)] == list(fits.values())
     logged = [run.data.metrics["search_seconds"] for run in runs(sqlite(tmp_path), "study")]
     assert seconds in logged
     trainings = runs(sqlite(tmp_path), "training")
     assert len(trainings) == sum(fit.startswith("trained-") for fit in kept)
-    for run in trainings:
-        assert run.info.status == "FINISHED"
-        assert run.data.tags["mlflow.parentRunId"]
-        assert {"loss", "fit_seconds", "agreement_empty", "agreement_bridged"} <= run.data.metrics.keys()
+    assert {run.info.status for run in trainings} == {"FINISHED"}
 
 
 def test_seconds_of_an_interrupted_trial_count() -> None:

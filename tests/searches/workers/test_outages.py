@@ -6,7 +6,7 @@ import itertools
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +75,6 @@ def test_calls_are_repeated_and_carried_out_once(after: bool, capsys: pytest.Cap
         "cannot be reached; trying again for 10 minutes",
         "is back",
     }
-
-
-def test_an_outage_is_reported_once_and_does_not_last_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
-    answers: Iterator[Exception | None] = iter([_lost(), ConnectionRefusedError(), None, None])
-
-    def call() -> str:
-        if (error := next(answers)) is not None:
-            raise error
-        return "answer"
-
-    retry = Retry("study.storage: it")
-    assert [retry(call), retry(call)] == ["answer", "answer"]
-    assert (
-        capsys.readouterr().out
-        == "study.storage: it cannot be reached; trying again for 10 minutes\nstudy.storage: it is back\n"
-    )
 
 
 def test_after_a_long_outage_further_calls_are_not_repeated() -> None:

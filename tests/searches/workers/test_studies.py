@@ -21,7 +21,7 @@ from searches.workers.board import of_kind
 from searches.workers.slots import FINISHED
 from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, quick, runs, sqlite, tracked
-from tests.searches.workers.members import opened, started, wait_until
+from tests.searches.workers.members import started, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -104,27 +104,6 @@ def test_workers_share_the_cores_or_have_a_gpu_each(monkeypatch: pytest.MonkeyPa
         places(4, "auto")
     with pytest.raises(InputError, match=r"study.storage: file.log is a journal file"):
         storage_url(StudySettings(storage="file.log"), Path())
-
-
-def test_failures_of_workers_are_shown_and_their_logs_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two programs that stand for workers: one fails before it joins."""
-    opened(f"sqlite:///{tmp_path}/study.db")
-    lines = ["import sys", "if sys.argv[-1] == 'worker=1': sys.exit('error: target: no such model')"]
-    lines += ["print('worker a/0 works on study some')"]
-    (tmp_path / "python").write_text("\n".join([f"#!{sys.executable}", *lines]))
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr("searches.study.supervisor._POLL_SECONDS", 0.05)
-    settings = StudySettings(storage=f"sqlite:///{tmp_path}/study.db", n_trials=1)
-    workers = LocalWorkers([], [Place({}), Place({})], tmp_path / "outputs", settings)
-    workers.watch()
-    assert workers.codes() == [0, 1]
-    assert workers.folder == tmp_path / "outputs" / "some"
-    assert "worker 1: error: target: no such model" in capsys.readouterr().err
-    assert sorted(path.name for path in (workers.folder / "workers").iterdir()) == ["0.log", "1.log"]
-    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["some"]
 
 
 _STAND_IN = """
