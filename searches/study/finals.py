@@ -33,8 +33,7 @@ from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED
 from searches.backends.metrics import sample_metrics
 from searches.results import ResultLog
-from searches.study.bench import BASELINE, Bench, Row, logged_row, logged_seconds, resumed_rows, surviving_rows
-from searches.study.drift import drifted_rows
+from searches.study.bench import BASELINE, Bench, Row, drifted_rows, logged_row, logged_seconds, resumed_rows, surviving_rows
 from searches.study.leaderboard import FINISHED, LeaderboardEntry, contenders, drafters, is_lossless
 from searches.study.objective import MeasureSettings
 from searches.tracking.names import METRICS

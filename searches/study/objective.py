@@ -22,8 +22,7 @@ from searches.app.interrupt import defer_interrupt
 from searches.backends.backend import CANDIDATE, BackendError
 from searches.backends.metrics import sample_metrics
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench, Row
-from searches.study.drift import drifted_rows, drifted_since
+from searches.study.bench import BASELINE, Bench, Row, drifted_rows, drifted_since
 from searches.study.leaderboard import Leaderboard, LeaderboardEntry, leaderboard
 from searches.study.pruning import BoundEstimator
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED

@@ -29,8 +29,7 @@ from searches.app.checks import InputError
 from searches.app.interrupt import INTERRUPTED, interrupt_code
 from searches.progress import Progress, say
 from searches.study.leaderboard import leader_line, trial_line
-from searches.study.opening import JOINED, storage_url
-from searches.study.storage import open_database
+from searches.study.storage import JOINED, open_database, storage_url
 from searches.study.study import StudySettings, finished
 
 _POLL_SECONDS = 1.0

@@ -40,10 +40,10 @@ from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, RunControl, measure_finals
 from searches.study.leaderboard import LeaderboardEntry, contenders, leader_line, ranking, trial_line
 from searches.study.objective import Objective
-from searches.study.opening import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
 from searches.study.starting_points import cheap_arms, compare_arms, starting_points
+from searches.study.storage import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
 from searches.study.study import (
     STUDY_ID,
     StudySettings,

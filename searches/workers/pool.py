@@ -9,10 +9,13 @@ are finished, and joins again.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Self
 
 import optuna
@@ -24,7 +27,6 @@ from searches.app.interrupt import defer_interrupt
 from searches.connections import RetryingStorage, is_unreachable
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import Board, Row, Snapshot, of_kind, published, value_of
-from searches.workers.process import has_ended, this_process
 
 BEAT_SECONDS = 10.0
 PATIENCE = 6  # beats of the observer
@@ -304,3 +306,34 @@ class WorkerPool(Alone):
                     self._seen[row.number] = beat, self._beats
                 elif self._beats - first >= self._patience:
                     self.board.finish(row.number, TrialState.FAIL)
+
+
+def this_process() -> dict[str, Any]:
+    """Return the identity of this process: ``host``, ``pid``, ``started``, and ``machine``, which is empty if unknown.
+
+    ``machine`` holds the start of the kernel and the namespace of process numbers: containers may share a host's name.
+    """
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": start_of(os.getpid()), "machine": _machine()}
+
+
+def has_ended(identity: Mapping[str, Any]) -> bool:
+    """Return True if a process of this machine has ended; False if it runs, or cannot be seen from here."""
+    machine = _machine()
+    return bool(machine) and identity["machine"] == machine and start_of(identity["pid"]) != identity["started"]
+
+
+@cache
+def _machine() -> str:
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def start_of(pid: int) -> str:
+    """Return the start of a process in clock ticks since the machine's; empty if it has ended, or without ``/proc``."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]  # fields 3 (state) and 22 (start time) of proc(5)

@@ -14,7 +14,7 @@ from layerskip import Measurement
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measurement import Sample
-from searches.study.drift import drifted_rows
+from searches.study.bench import drifted_rows
 
 Row = dict[str, Sample]
 

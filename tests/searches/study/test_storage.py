@@ -20,8 +20,7 @@ from optuna.storages import RDBStorage
 from layerskip import ConfigError
 from searches.app.checks import InputError
 from searches.study import storage
-from searches.study.opening import storage_url
-from searches.study.storage import locked, open_database, open_journal
+from searches.study.storage import locked, open_database, open_journal, storage_url
 from searches.study.study import StudySettings
 from tests.disk import fill
 

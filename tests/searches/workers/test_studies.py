@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from searches.app.checks import InputError
-from searches.study.opening import storage_url
+from searches.study.storage import storage_url
 from searches.study.study import StudySettings, preparation_seconds
 from searches.study.supervisor import LocalWorkers, Place, places
 from searches.tracking.names import DEVICE, WORKER
