@@ -16,14 +16,12 @@ from layerskip import Export, Sampling, SkipMask, Target
 from layerskip.measure.measurement import Sample
 from searches.report import markdown as report
 from searches.space.bridge_spec import BridgeSpec
-from searches.space.search_space import SearchSpace
 from searches.study.budget import FITS, SHARED, TimeLedger, record_shared_seconds, recorded_seconds
 from searches.study.finals import Finals
-from searches.study.objective import Objective
 from searches.study.study import StudySettings, counting_preparation, run_trials
 from searches.train.bridge_store import BRIDGES_FOLDER, BridgeStore, BridgingSettings
 from tests.searches.conftest import Launch
-from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
+from tests.searches.known import Known, lookup, new_study, objective_of
 from tests.searches.programs import journal_study, quick, runs, sqlite, tracked
 
 pytestmark = pytest.mark.system
@@ -142,19 +140,12 @@ def test_seconds_of_an_interrupted_trial_count() -> None:
             time.sleep(0.05)
             raise KeyboardInterrupt
 
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    objective = Objective(Broken({}), SearchSpace(6, methods=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
+    study = new_study()
     with pytest.raises(KeyboardInterrupt):
-        run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
-
-    def prepare() -> None:
-        with counting_preparation(study):
-            time.sleep(0.05)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare()
-    assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.1
+        run_trials(study, objective_of(Broken({})), StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
+    with pytest.raises(KeyboardInterrupt), counting_preparation(study):
+        next(Broken({}).compare())
+    assert report.search_seconds(study, NO_FINALS) >= 0.1
 
 
 def test_the_samplers_time_counts() -> None:
@@ -163,7 +154,7 @@ def test_the_samplers_time_counts() -> None:
             time.sleep(0.05)
             return {}
 
-    study = optuna.create_study(direction="maximize", sampler=SlowSampler(0), pruner=optuna.pruners.NopPruner())
-    objective = Objective(Known({}), SearchSpace(6, methods=["none", "prompt_lookup"]), PROMPTS, SETTINGS, seed=0)
-    run_trials(study, objective, StudySettings(n_trials=2), lambda trial: time.sleep(0.05))  # as MLflow does
-    assert report.search_seconds(study, Finals((), {}, 0.0)) >= 0.15
+    study = new_study()
+    study.sampler = SlowSampler(0)
+    run_trials(study, objective_of(Known({})), StudySettings(n_trials=2), lambda trial: time.sleep(0.05))  # as MLflow does
+    assert report.search_seconds(study, NO_FINALS) >= 0.15
