@@ -99,8 +99,6 @@ def test_a_trials_run_logs_its_results(done: Path) -> None:
             assert "skipped_attention" in run.data.params
         stop = trial.user_attrs["config"].get("stop")
         assert run.data.params.get("with_stop") == (stop and stop["method"])
-        threshold = str(stop["threshold"]) if stop and stop["method"] != "length" else None
-        assert run.data.params.get("with_threshold") == threshold
         assert run.data.params["measure.max_new_tokens"] == "8"
         assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["prompts.json"]
     parent = runs(sqlite(done), "study")[0]

@@ -77,8 +77,8 @@ def test_a_folder_of_digits_is_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
         check_output_paths(OmegaConf.create({"record": str(tmp_path)}))
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "ö" * 200])
-def test_names_that_are_too_long_are_refused(name: str, tmp_path: Path) -> None:
+def test_names_that_are_too_long_are_refused(tmp_path: Path) -> None:
+    name = "ö" * 200
     for path in (tmp_path / name, tmp_path / "new" / name, tmp_path / name / "new"):
         with pytest.raises(InputError, match=f"^outputs: '{name}' cannot be the name of a file: File name too long$"):
             check_folder("outputs", str(path))

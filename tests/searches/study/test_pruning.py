@@ -104,10 +104,9 @@ def _error(trials: list[optuna.trial.FrozenTrial], method: str) -> float:
 def test_the_bound_widens_with_prediction_errors() -> None:
     configs = [SpeculativeConfig("layer_skip", 1 + i) for i in range(8)]
     good = [1.0 + 0.001 * i for i in range(8)]
-    for values, error in ((good[:0], 0.15), (good, 0.03)):
-        assert _error([_trial(*each, 1.0) for each in zip(configs, values, strict=False)], "layer_skip") == pytest.approx(
-            error
-        )
+    right = [_trial(config, value, 1.0) for config, value in zip(configs, good, strict=True)]
+    assert _error([], "layer_skip") == pytest.approx(0.15)
+    assert _error(right, "layer_skip") == pytest.approx(0.03)
     assert _error([_trial(configs[0], value, 1.0) for value in good], "layer_skip") == pytest.approx(0.15)  # replicates
     bad = [_trial(config, 1.3 if i % 2 else 0.8, 1.0) for i, config in enumerate(configs)]
     assert _error(bad, "layer_skip") > 0.4

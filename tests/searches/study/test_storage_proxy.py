@@ -56,17 +56,15 @@ def test_a_proxy_that_does_not_answer_is_refused_in_one_line(place: str, monkeyp
 def test_two_workers_end_a_study_through_a_proxy(proxy: str, tiny_folder: Path, tmp_path: Path) -> None:
     """They share nothing but the proxy and MLflow; each folder ends with the export."""
     mlflow = sqlite(tracked(tmp_path))
-    given = (
-        f"study.storage={proxy}",
-        f"tracking.uri={mlflow}",
-        "study.name=it",
-        "study.n_trials=4",
-        "space.methods=[none,prompt_lookup]",
-    )
+    given = f"study.storage={proxy}", f"tracking.uri={mlflow}", "study.name=it", "study.n_trials=4"
     outputs = [tmp_path / name for name in ("one", "two")]
     with (
-        Fork("searches.layerskip", *quick(tiny_folder, outputs[0], *given), cwd=tmp_path) as one,
-        Fork("searches.layerskip", *quick(tiny_folder, outputs[1], *given), cwd=tmp_path) as two,
+        Fork(
+            "searches.layerskip", *quick(tiny_folder, outputs[0], *given, "space.methods=[none,prompt_lookup]"), cwd=tmp_path
+        ) as one,
+        Fork(
+            "searches.layerskip", *quick(tiny_folder, outputs[1], *given, "space.methods=[none,prompt_lookup]"), cwd=tmp_path
+        ) as two,
     ):
         for worker in (one, two):
             ended = worker.wait()
