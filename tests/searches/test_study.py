@@ -20,7 +20,6 @@ import layerskip
 from layerskip import PromptSet, Target
 from layerskip.config import as_tuples
 from tests.accelerator import DEVICE
-from tests.browser import CHROMIUM, Browser
 from tests.searches.conftest import Launch
 from tests.searches.programs import (
     Fork,
@@ -195,16 +194,6 @@ def test_a_signal_prints_a_summary_and_the_same_command_resumes(
     assert result.returncode == 0, result.stderr
     _check_complete(outputs, "stopped", finished + 1)
     assert '<span class="badge finished">' in page.read_text(encoding="utf-8")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [375, 1440])
-def test_the_page_of_a_study_opens_in_a_browser(done: Path, width: int) -> None:
-    with Browser() as browser:
-        browser.open(done / "one" / "report.html", width, touch=width < 1000)
-        browser.evaluate("window.drawn.then(() => null)")
-        assert browser.problems == []
-        assert browser.evaluate("document.documentElement.scrollWidth") == width
 
 
 @pytest.fixture

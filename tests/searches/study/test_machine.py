@@ -13,6 +13,7 @@ import torch
 
 from layerskip import Target
 from searches.study import machine
+from tests.searches.programs import environment
 
 pytestmark = pytest.mark.system
 
@@ -33,6 +34,14 @@ def test_the_machine_is_one_line(tiny_target: Target) -> None:
     assert line.startswith("machine: ")
     assert torch.backends.cpu.get_cpu_capability() in line or tiny_target.device.type != "cpu"
     assert line.endswith("float32, because target.dtype=float32 asks for it")
+
+
+@pytest.mark.parametrize(("isa", "dtypes"), [("avx2", {"float32"}), ("unknown", {"float32", "bfloat16"})])
+def test_the_data_type_follows_the_instruction_set_that_torch_may_use(isa: str, dtypes: set[str]) -> None:
+    script = "import torch; from layerskip.models.loading import _dtype; print(_dtype('auto', torch.device('cpu')))"
+    command, variables = [sys.executable, "-c", script], environment() | {"ATEN_CPU_CAPABILITY": isa}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().removeprefix("torch.") in dtypes
 
 
 def test_other_programs_on_all_cores_are_noticed() -> None:
