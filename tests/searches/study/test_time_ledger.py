@@ -131,7 +131,7 @@ def test_two_studies_share_a_bridge_store(tiny_folder: Path, tmp_path: Path, lau
     assert seconds in logged
     trainings = runs(sqlite(tmp_path), "training")
     assert len(trainings) == sum(fit.startswith("trained-") for fit in kept)
-    assert {run.info.status for run in trainings} == {"FINISHED"}
+    assert {run.info.status for run in trainings} <= {"FINISHED"}
 
 
 def test_seconds_of_an_interrupted_trial_count() -> None:
