@@ -25,7 +25,9 @@ from scipy.stats import theilslopes
 from layerskip import PromptSet, Sampling, SpeculativeConfig
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
-from searches.backends.backend import BASELINE, Backend, BackendError, Row, Workload
+from searches.backends.backend import BASELINE as BASELINE
+from searches.backends.backend import Backend, BackendError, Workload
+from searches.backends.backend import Row as Row
 from searches.results import ResultLog
 
 _RECENT = 3  # trials; a machine that stays slower is the usual one after two
