@@ -36,9 +36,8 @@ Result = TypeVar("Result")
 class Retry:
     """Repetition of calls while what they call cannot be reached. Prints when it is lost, and when it is back.
 
-    Args:
-        what: begins the lines, with the field of the configuration.
-        patience: seconds after which the error of a call is raised; those of the calls after it are raised at once.
+    ``what`` begins the lines, with the field of the configuration. After ``patience`` seconds the error of a call is raised;
+    those of the calls after it are raised at once.
     """
 
     def __init__(self, what: str, patience: float = _PATIENCE) -> None:
@@ -105,7 +104,7 @@ _Retried: Any = type(
 )
 
 
-class RetryingStorage(_Retried):
+class RetryingStorage(_Retried):  # type: ignore[misc]
     """A storage whose calls are repeated while its database cannot be reached.
 
     Attributes:
@@ -155,8 +154,7 @@ class RetryingStorage(_Retried):
 def sqlite_url(file: Path) -> str:
     """Return the URL of an SQLite database in a file, whatever characters its path has.
 
-    Raises:
-        InputError: no URL can name the file, as with a question mark in SQLAlchemy 2.0.
+    A file that no URL can name, as with a question mark in SQLAlchemy 2.0, is an :class:`InputError`.
     """
     path = str(file.resolve())
     # MLflow also creates the folder that follows "sqlite:///", as it stands there; with the driver's name it does not.

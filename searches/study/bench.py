@@ -134,14 +134,8 @@ def resumed_rows(
 ) -> Iterator[Row]:
     """Yield one row per prompt, in order; only rows that are not in the log are measured, and added to it.
 
-    Drafters that learn from prompt to prompt decode the logged prompts first, unmeasured.
-
-    Args:
-        measure: called as ``measure(prompts, before=prompts)``, returns the rows of the first prompts.
-        prompts: each is decoded once.
-        log: rows of an interrupted run.
-        prefix: distinguishes these rows in the log from others of the same prompts.
-        before: prompts that drafters which learn decode before the logged ones.
+    Drafters that learn decode the prompts ``before`` and the logged ones first, unmeasured. ``measure(prompts, before=...)``
+    returns rows. The prefix distinguishes these rows in the log from others of the same prompts.
     """
     known, missing = (
         PromptSet(tuple(item for item in prompts if (f"{prefix} {item.id}" in log) is logged)) for logged in (True, False)
@@ -161,8 +155,7 @@ def surviving_rows(
 ) -> Iterator[dict[str, Sample]]:
     """Yield the rows of :meth:`Bench.compare`; when a configuration fails, continue without it from the same prompt.
 
-    Raises:
-        BackendError: plain decoding fails.
+    A failure of plain decoding is raised as the back end's error.
     """
     done = 0
     while done < len(prompts):

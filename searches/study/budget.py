@@ -42,14 +42,10 @@ def left_out(study: optuna.Study) -> list[str]:
 
 
 class Budget:
-    """The seconds of a search.
+    """The seconds of a search, which its study keeps; without a limit if they are None.
 
-    Args:
-        study: keeps the seconds that were spent.
-        seconds: of the whole search; None for no limit.
-        started: start of this process, on the clock of ``time.monotonic``.
-        leads: whether this process is the first of those that work on the study. The others count no second of their own
-            start, because the first has counted it.
+    ``started`` is the start of this process, on the clock of ``time.monotonic``. Of the processes that work on the study,
+    only the first (``leads``) counts the seconds of its start, because the others start at the same time.
     """
 
     def __init__(self, study: optuna.Study, seconds: float | None, started: float, leads: bool = True) -> None:

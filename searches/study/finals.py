@@ -55,12 +55,12 @@ class Finalist:
     """A configuration and its results on held-out prompts.
 
     Args:
-        config: the configuration.
-        search_speedup: pooled over its trials.
-        held_out: its metrics, as :meth:`layerskip.Measurement.to_dict` returns them; under ``metrics`` those of an engine.
-        low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
-        ties: whether it cannot be distinguished from the fastest and seems about as fast.
-        stayed: whether it was measured to the end.
+    config: the configuration.
+    search_speedup: pooled over its trials.
+    held_out: the metrics of :meth:`layerskip.Measurement.to_dict`; under ``metrics`` those of an engine.
+    low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
+    ties: whether it cannot be distinguished from the fastest and seems about as fast.
+    stayed: whether it was measured to the end.
     """
 
     config: SpeculativeConfig
@@ -133,10 +133,8 @@ def measured_prompts(metrics: Mapping[str, Any]) -> int:
 class RunControl:
     """What a long measurement leaves behind and ends by.
 
-    Args:
-        folder: keeps rows as they are measured, so that an interrupted call resumes; None keeps nothing.
-        on_prompt: called after each prompt.
-        seconds_left: returns the seconds that measuring may still take.
+    Its folder keeps rows as they are measured, so that an interrupted call resumes. ``seconds_left`` returns the seconds
+    that measuring may still take; ``on_prompt`` is called after each prompt.
     """
 
     folder: Path | None = None

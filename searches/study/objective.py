@@ -86,23 +86,15 @@ class MeasureSettings:
 
 
 class Objective:
-    """Objective that measures the configuration that a trial suggests.
+    """Objective that measures the configuration that a trial suggests, on tune prompts from the ``first_prompt``-th on.
 
-    Args:
-        bench: measures it.
-        space: the search space.
-        prompts: tune prompts.
-        settings: of measuring.
-        seed: of the study.
-        on_prompt: called after each prompt.
-        bounds: bounds suggestions, so that those that cannot win are pruned; None decodes all.
-        first_prompt: place of the first tune prompt of trials.
+    ``bounds`` bounds suggestions, so that those that cannot win are pruned; None decodes all.
 
     Attributes:
-        first: the prompts that every trial decodes.
-        further: those that only trials which are level with the leader decode.
-        warmup: prompts that drafters which learn decode before, unmeasured.
-        compared: rows of configurations that were measured together, in place of the measurement of their first trial.
+    first: the prompts that every trial decodes.
+    further: those that only trials which are level with the leader decode.
+    warmup: prompts that drafters which learn decode before, unmeasured.
+    compared: rows of configurations that were measured together, in place of the measurement of their first trial.
     """
 
     def __init__(

@@ -29,12 +29,9 @@ _DEVIATIONS = 2.0
 
 @dataclass(frozen=True)
 class SpeedupBound:
-    """The prediction for a suggestion, with its upper bound.
+    """The prediction for a suggestion, with its upper bound, prediction errors included, and the leader's speedup.
 
-    Args:
-        predicted: None if costs alone rule the suggestion out or its stop rule was not scanned.
-        upper: the highest speedup that the suggestion may reach, prediction errors included.
-        to_beat: the leader's speedup.
+    There is no prediction if costs alone rule the suggestion out or its stop rule was not scanned.
     """
 
     predicted: float | None

@@ -32,13 +32,8 @@ def starting_points(
 ) -> list[SpeculativeConfig]:
     """Return the configurations to try first.
 
-    They are plain decoding, the declared first configurations of each method, the proposals, and cascades of a
-    lookup with the best of these. Where masks were not scanned, single skips, contiguous runs and sparse masks are tried.
-
-    Args:
-        space: the search space.
-        proposed: predicted configurations, the fastest first.
-        scanned: whether masks were scanned, so that proposals were chosen among structured masks.
+    They are plain decoding, the declared first configurations of each method, the proposals, fastest first, and cascades of
+    a lookup with the best of these. Where masks were not scanned, single skips, contiguous runs and sparse masks are tried.
     """
     points = [SpeculativeConfig()]
     for method in space.available_methods:

@@ -29,6 +29,7 @@ from searches.app.checks import InputError
 from searches.app.interrupt import INTERRUPTED, interrupt_code
 from searches.progress import Progress, say
 from searches.study.leaderboard import leader_line, trial_line
+from searches.study.machine import usable_cores
 from searches.study.storage import JOINED, open_database, storage_url
 from searches.study.study import StudySettings, finished
 
@@ -54,7 +55,7 @@ def places(workers: int | str, device: str) -> list[Place]:
     """
     gpus = [] if device == "cpu" else _visible_gpus()
     count = (len(gpus) or 1) if workers == "auto" else int(workers)
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = usable_cores()
     parts, name = (gpus, "visible GPUs") if gpus else (cores, "processor cores")
     if count > len(parts):
         raise InputError(f"study.workers: {count} is more than the {len(parts)} {name}, which workers must not share")

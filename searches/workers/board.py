@@ -65,11 +65,7 @@ class Board:
         return [Row(trial._trial_id, trial.state, trial.user_attrs) for trial in trials]
 
     def set(self, number: int, name: str, value: Any) -> None:
-        """Set an attribute of a row.
-
-        Raises:
-            UpdateFinishedTrialError: the row is finished.
-        """
+        """Set an attribute of a row; raise UpdateFinishedTrialError if the row is finished."""
         self._storage.set_trial_user_attr(number, name, value)
 
     def finish(self, number: int, state: TrialState) -> bool:
@@ -82,11 +78,7 @@ class Board:
         return True
 
     def publish(self, number: int, value: Any) -> None:
-        """Complete a row with a plain value of any length.
-
-        Raises:
-            UpdateFinishedTrialError: the row is finished.
-        """
+        """Complete a row with a plain value of any length; raise UpdateFinishedTrialError if the row is finished."""
         text = json.dumps(value)
         parts = [text[first : first + _PART] for first in range(0, len(text), _PART)]
         for place, part in enumerate(parts):

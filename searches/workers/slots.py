@@ -39,11 +39,7 @@ class Slot:
             self._board.finish(self.number, TrialState.COMPLETE)  # whether it counts, its trial tells
 
     def begin(self, trial: optuna.Trial) -> None:
-        """Store the trial of the slot, before it is measured.
-
-        Raises:
-            UpdateFinishedTrialError: the slot is closed, because its worker was presumed dead.
-        """
+        """Store the trial of the slot, before it is measured; raise UpdateFinishedTrialError if its worker seemed dead."""
         if self._board is not None:
             self._board.set(self.number, "trial", trial.number)
 
