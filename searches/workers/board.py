@@ -77,15 +77,17 @@ class Board:
             return False
         return True
 
-    def publish(self, number: int, value: Any) -> None:
-        """Complete a row with a plain value of any length; raise UpdateFinishedTrialError if the row is finished."""
+    def publish(self, number: int, value: Any) -> bool:
+        """Complete a row with a plain value of any length; return False if it was finished before."""
         text = json.dumps(value)
         parts = [text[first : first + _PART] for first in range(0, len(text), _PART)]
-        for place, part in enumerate(parts):
-            self.set(number, f"part {place}", part)
-        self.set(number, _PARTS, len(parts))
-        if not self.finish(number, TrialState.COMPLETE):
-            raise UpdateFinishedTrialError
+        try:
+            for place, part in enumerate(parts):
+                self.set(number, f"part {place}", part)
+            self.set(number, _PARTS, len(parts))
+        except UpdateFinishedTrialError:
+            return False
+        return self.finish(number, TrialState.COMPLETE)
 
 
 def published(row: Row) -> bool:

@@ -215,8 +215,8 @@ class WorkerPool(Alone):
                 value = self._wait_in_line(name, row)
                 if value is not None:
                     return value[0]
-                self.board.publish(row, work())
-            except (LeaseLost, UpdateFinishedTrialError):  # presumed dead
+                self.board.publish(row, work())  # refused if this worker was presumed dead
+            except LeaseLost:
                 continue
             finally:
                 self.board.finish(row, TrialState.FAIL)

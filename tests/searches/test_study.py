@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
@@ -17,7 +16,6 @@ from mlflow.tracking import MlflowClient
 from optuna.trial import TrialState
 
 import layerskip
-from layerskip import PromptSet, Target
 from layerskip.config import as_tuples
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
@@ -217,40 +215,6 @@ def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_p
     assert len(runs(sqlite(outputs), "trial")) == 6
     costs = [t.user_attrs["config"]["verify_cost"] for t in study.trials if t.user_attrs["config"]["method"] == "cascade"]
     assert costs and all(found == study.user_attrs["verify_cost"] for found in costs)
-
-
-def test_a_multirun_runs_one_study_per_job(tiny_folder: Path, tmp_path: Path) -> None:
-    outputs = tmp_path / "outputs"
-    overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=1", "space.methods=[none,prompt_lookup]")
-    result = execute("layerskip", "-m", *overrides, "sampler=tpe,random", "seed=0,1", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    studies = runs(sqlite(outputs), "study")
-    assert len({run.data.tags["study"] for run in studies}) == 4
-    assert all((outputs / run.data.tags["study"] / "best.json").exists() for run in studies)
-
-
-def test_another_seed_scans_and_decodes_other_prompts(
-    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoded, scanned = [], []
-
-    def prepare_predictor(target: Target, prompts: PromptSet, *rest: Any) -> None:
-        scanned.append({item.id for item in prompts})
-
-    monkeypatch.setattr("searches.study.sweep.prepare_predictor", prepare_predictor)
-    for seed in (0, 1):
-        outputs = tmp_path / str(seed)
-        kept = "space.methods=[none,layer_skip]", "scan=default", "scan.prompts=2"
-        done = launch(
-            "layerskip",
-            *quick(tiny_folder, tracked(outputs), "study.n_trials=1", f"seed={seed}", "study.name=it", *kept),
-            cwd=tmp_path,
-        )
-        assert done.returncode == 0, done.stderr
-        (trial,) = journal_study(outputs, "it").trials
-        decoded.append(set(trial.user_attrs["table"]["prompt_id"]))
-        assert scanned[seed] <= decoded[seed]
-    assert not decoded[0] & decoded[1]
 
 
 def test_two_processes_do_not_share_a_study_folder(done: Path, tiny_folder: Path) -> None:
