@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from searches.backends.backend import BackendError
-from searches.workers.process import start_of
+from searches.workers.pool import start_of
 
 _PREFIX = "layerskip-engine"
 _ENDING_SECONDS = 5.0

@@ -29,13 +29,12 @@ from searches.report.tables import (
     trial_rows,
     with_requests,
 )
-from searches.study.budget import left_out
+from searches.study.budget import FITS, KEPT_SECONDS, SHARED, left_out, recorded_seconds
 from searches.study.finals import Finalist, Finals, measured_prompts
 from searches.study.leaderboard import is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
 from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
-from searches.study.time_ledger import FITS, KEPT_SECONDS, SHARED, recorded_seconds
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, METRICS, STARTUP_SECONDS, WORKER
 
 _MIN_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded

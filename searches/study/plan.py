@@ -41,22 +41,7 @@ _WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "workload", "worke
 
 @dataclass(frozen=True)
 class Plan:
-    """Every part of a study's configuration, built.
-
-    Args:
-        settings: of the study.
-        measuring: settings of trials and finals.
-        scanning: settings of scans.
-        sampling: of the target's tokens.
-        target: the loaded target.
-        backend: the engine that decodes.
-        workload: requests in flight while it is measured.
-        prompts: all prompts, tune and held-out.
-        space: the search space, without methods that the target or the back end does not support.
-        bridge_store: the source of bridges and draft heads; None without any.
-        seed: of the study.
-        outputs: folder of all results.
-    """
+    """Every part of a study's configuration, built: all prompts, and the space without methods that it cannot run."""
 
     settings: StudySettings
     measuring: MeasureSettings
@@ -86,7 +71,7 @@ class Plan:
             measuring = replace(measuring, drift=math.inf)
         check_prompts(prompts, target, measuring.max_new_tokens)
         _resolve(config)
-        space = instantiate(config.space, layers=target.layers)
+        space = instantiate(config.space, layers=target.layers, allow_lossy=config.allow_lossy)
         _print_left_out(space)
         if isinstance(backend, LayerskipBackend):
             space = drop_unsupported(space, target)
@@ -219,12 +204,8 @@ def describe(
 ) -> dict[str, Any]:
     """Return everything that changes the measurements of a trial, flat and with plain values.
 
-    Args:
-        config: the composed configuration.
-        target: the loaded target.
-        prompts: all prompts of the study.
-        fitted: whether drafts may have bridges or draft heads.
-        backend: the engine that decodes; None for this library's decoder.
+    ``prompts`` are all prompts of the study. ``fitted`` tells whether drafts may have bridges or draft heads. Without a
+    back end, this library's decoder is described.
     """
     engine = None if isinstance(backend, LayerskipBackend) else backend
     parts = {k: v for k, v in _plain(config).items() if k not in _WITHOUT_EFFECT}
@@ -254,12 +235,7 @@ def describe(
 def _path_digest(method: str, field: str, name: str, target: Target, loads: bool) -> str:
     """Return the digest of what a field names, such as the weights of a head.
 
-    Args:
-        method: of drafter.
-        field: ``datastore``, ``draft`` or the name of a folder of weights.
-        name: the value.
-        target: the loaded target.
-        loads: whether this program loads draft models, rather than an engine.
+    ``loads`` tells whether this program loads draft models, rather than an engine.
     """
     if field == "datastore":
         return str(Datastore.load(name, target).about["digest"])

@@ -20,15 +20,15 @@ from layerskip.bridges.fit import Calibration, Fit
 from layerskip.measure.measurement import Sample
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts import continuations
-from searches import sweep
 from searches.app.application import run
 from searches.bridges import finalists
 from searches.bridges.training import BridgeTrainer
+from searches.layerskip import start
 from searches.predict import preparation
+from searches.study import sweep
 from searches.study.bench import ModelBench
 from searches.study.leaderboard import LeaderboardEntry, configuration
 from searches.study.objective import Objective
-from searches.sweep import search
 
 log, dies_in, dies_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 begun: list[str] = []
@@ -91,4 +91,4 @@ if "space=bridged" in sys.argv:
 
 if __name__ == "__main__":
     sys.argv = ["layerskip", *sys.argv[4:]]
-    run("layerskip", search)
+    run("layerskip", start)

@@ -225,7 +225,7 @@ def test_a_study_tries_bridges_and_trains_only_those_of_finalists(
         return [LeaderboardEntry(config) for config in tried if config.bridge][:1]
 
     monkeypatch.setattr("searches.bridges.finalists.BridgeTrainer", Recording)
-    monkeypatch.setattr("searches.sweep.contenders", first_bridged)
+    monkeypatch.setattr("searches.study.sweep.contenders", first_bridged)
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     space = ("space.bridges=[none,linear,mlp]", "space.widths=[8]", "space.draft_heads=[0,60]")
     which = ("space=bridged", *space, "scan.proposals.screened=12", "scan.proposals.enqueued=2")

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from layerskip import ConfigError, PromptSet, SpeculativeConfig, TargetError, generate, load_target
@@ -67,21 +66,16 @@ def test_heads_draft_chains_if_trees_cannot_be_verified(family: str, tmp_path: P
     assert drafted.stats.drafted
 
 
-def test_draft_models_are_loaded_once_at_the_start(tiny_folder: Path, tmp_path: Path) -> None:
+def test_draft_models_are_loaded_once_at_the_start_by_their_absolute_paths(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     same, other = save_tiny(tmp_path / "same", seed=1), save_tiny(tmp_path / "other", seed=2)
-    drafts = f"space.ranges.draft_model.draft_model=[{same}]", f"space.ranges.cross_tokenizer.draft_model=[{same},{other}]"
+    drafts = "space.ranges.draft_model.draft_model=[same]", f"space.ranges.cross_tokenizer.draft_model=[same,{other}]"
     planned = _plan(tiny_folder, *drafts)
     assert planned.target.drafts.keys() == {str(same), str(other)}
     unused = _plan(tiny_folder, drafts[0], "space.methods=[none,prompt_lookup]")
     assert not unused.target.drafts
-
-
-def test_folders_are_made_absolute(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny(tmp_path / "mine" / "draft")
-    monkeypatch.chdir(tmp_path)
-    planned = _plan(tiny_folder, "space.methods=[none,draft_model]", "space.ranges.draft_model.draft_model=[mine/draft]")
-    assert planned.space.values("draft_model", "draft_model") == (str(tmp_path / "mine" / "draft"),)
-    assert planned.target.drafts.keys() == set(planned.space.values("draft_model", "draft_model"))
 
 
 def test_an_unusable_draft_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -112,12 +106,9 @@ def test_draft_heads_must_hold_every_models_special_tokens(tiny_folder: Path, tm
         _plan(tiny_folder, *few[:2], f"space.ranges.cross_tokenizer.draft_model=[{draft}]")
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_draft_model_too_large_for_memory_is_named(
-    error: Exception, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_too_large_for_memory_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
-        raise error
+        raise MemoryError
 
     monkeypatch.setattr(plan, "build_drafter", fails)
     with pytest.raises(InputError, match=r"^space\.ranges\.draft_model\.draft_model: giant does not fit into memory"):
@@ -131,14 +122,6 @@ def test_methods_without_a_head_or_a_draft_model_are_printed_and_left_out(
     empty = {"medusa": "head", "eagle": "head", "draft_model": "draft_model", "cross_tokenizer": "draft_model"}
     fields = [f"{method} (space.ranges.{method}.{field} is empty)" for method, field in empty.items()]
     assert capsys.readouterr().out == f"space.methods: left out: {', '.join(fields)}\n"
-    _plan(
-        tiny_folder,
-        "space.methods=[none,prompt_lookup,draft_model]",
-        f"space.ranges.cross_tokenizer.draft_model=[{tiny_folder}]",
-    )
-    assert (
-        capsys.readouterr().out == "space.methods: left out: draft_model (space.ranges.draft_model.draft_model is empty)\n"
-    )
     _plan(tiny_folder, "space=prompt_lookup")
     assert capsys.readouterr().out == ""
 

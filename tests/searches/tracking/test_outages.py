@@ -256,7 +256,7 @@ def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
         study.run_trials(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("searches.sweep.run_trials", run_trials)
+        patch.setattr("searches.study.sweep.run_trials", run_trials)
         first = launch("layerskip", *overrides, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert (outputs / "it" / "best.json").exists()

@@ -1,7 +1,4 @@
-"""The search for a target's fastest lossless decoding, from the composed configuration to the export.
-
-Run with ``python -m searches.layerskip`` and Hydra overrides. The same command resumes a study that was interrupted.
-"""
+"""The search for a target's fastest lossless decoding, from the composed configuration to the export."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import optuna
 import torch
@@ -33,22 +31,18 @@ from searches.predict.preparation import Preparation
 from searches.predict.proposals import Limits, propose_all
 from searches.predict.scan_predictor import ScanPredictor, spread_contexts
 from searches.progress import Progress, say
-from searches.report.markdown import summary
-from searches.report.page import LiveView
-from searches.report.publish import Publisher
 from searches.space.search_space import SearchSpace
 from searches.study import machine
 from searches.study.bench import ModelBench
-from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget
+from searches.study.budget import FINALS, FITS, OPENING, PREDICTIONS, SHARED, TRIALS, Budget, TimeLedger, recorded_seconds
 from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, RunControl, measure_finals
-from searches.study.first_comparison import cheap_arms, compare_arms
 from searches.study.leaderboard import LeaderboardEntry, contenders, leader_line, ranking, trial_line
 from searches.study.objective import Objective
-from searches.study.opening import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
-from searches.study.starting_points import starting_points
+from searches.study.starting_points import cheap_arms, compare_arms, starting_points
+from searches.study.storage import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
 from searches.study.study import (
     STUDY_ID,
     StudySettings,
@@ -60,7 +54,6 @@ from searches.study.study import (
     run_trials,
     with_stored_methods,
 )
-from searches.study.time_ledger import FITS, SHARED, TimeLedger, recorded_seconds
 from searches.tracking.tracker import Tracker
 from searches.workers.pool import Workers
 from searches.workers.slots import wait_for_slots
@@ -69,7 +62,19 @@ _THREADS = "threads"
 """User attribute of a study: the number of threads of the processor."""
 
 
-def search(config: DictConfig) -> Finals:
+@dataclass(frozen=True)
+class Reports:
+    """What shows a study. The command passes it in, because reports read studies, and studies know no report.
+
+    ``view`` makes a :class:`searches.report.page.LiveView`, ``publisher`` a :class:`searches.report.publish.Publisher`.
+    """
+
+    view: Callable[..., Any]
+    publisher: Callable[..., Any]
+    summary: Callable[[optuna.Study, Finals | None], str]
+
+
+def search(config: DictConfig, reports: Reports) -> Finals:
     """Run a composed study to its end and return the verdict; ``conf/layerskip.yaml`` is the configuration.
 
     1. Open the study, the MLflow run and the study's folder.
@@ -79,11 +84,12 @@ def search(config: DictConfig) -> Finals:
     5. Train the bridges of the best configurations, if asked for, and measure all finalists on held-out prompts.
     6. Write the export and the report.
 
-    Each stage ends at its share of ``study.max_seconds``. Ctrl-C prints a summary of the finished trials.
+    Each stage ends at its share of ``study.max_seconds``. Ctrl-C prints a summary of the finished trials, and the same
+    configuration continues.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings: StudySettings = instantiate(config.study)
-    with Progress(settings.max_seconds) as progress, _opened_sweep(config, progress) as sweep, sweep.view.closing():
+    with Progress(settings.max_seconds) as progress, _opened_sweep(config, progress, reports) as sweep, sweep.view.closing():
         try:
             sweep.compare_arms()
             predictions = sweep.predict()
@@ -91,12 +97,12 @@ def search(config: DictConfig) -> Finals:
             return sweep.finish(predictions)
         except BaseException as error:
             if is_interrupt(error):
-                say(summary(sweep.study, None))
+                say(reports.summary(sweep.study, None))
             raise
 
 
 @contextlib.contextmanager
-def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
+def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> Iterator[Sweep]:
     """Open or resume everything that a study needs, and close it at the end."""
     say("loading the model")
     pruner = instantiate_part(config, "pruner")
@@ -111,7 +117,10 @@ def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
         with pool.claim("opening"):
             study = open_study(name, storage, pruner, settings)
             if not shared:  # workers of one machine share its cores
-                _choose_threads(study, plan)
+                wanted = plan.settings.threads or study.user_attrs.get(_THREADS)  # a resumed study keeps its number
+                if (chosen := machine.set_threads(plan.target, wanted)) is not None:
+                    say(chosen)
+                study.set_user_attr(_THREADS, torch.get_num_threads())
             say(machine.describe(plan.target, str(config.target.get("dtype", "auto"))))
             if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
                 say(busy)
@@ -124,26 +133,12 @@ def _opened_sweep(config: DictConfig, progress: Progress) -> Iterator[Sweep]:
         study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + pool.seed)
         plan = dataclasses.replace(plan, space=with_stored_methods(plan.space, study))
         with tracker.closing(pool.leave), closing(plan.backend):
-            yield Sweep(plan, study, tracker, folder, pool, progress, budget)
-
-
-def _choose_threads(study: optuna.Study, plan: Plan) -> None:
-    """Set the number of threads, which a resumed study keeps unless another is set."""
-    chosen = machine.set_threads(plan.target, plan.settings.threads or study.user_attrs.get(_THREADS))
-    if chosen is not None:
-        say(chosen)
-    study.set_user_attr(_THREADS, torch.get_num_threads())
+            yield Sweep(plan, study, tracker, folder, pool, progress, budget, reports)
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Everything that is known before the first trial.
-
-    Args:
-        predictor: predicts masks without bridges; None if layer skipping is not searched or not scanned.
-        bridged: one predictor for each bridge spec of the space.
-        starts: configurations to try first.
-    """
+    """What is known before the first trial: predictors of masks, if layer skipping is scanned, and what to try first."""
 
     predictor: ScanPredictor | None
     bridged: Sequence[ScanPredictor]
@@ -151,17 +146,7 @@ class Predictions:
 
 
 class Sweep:
-    """The steps of one study.
-
-    Args:
-        plan: the parts of its configuration.
-        study: the opened study.
-        tracker: takes its runs.
-        folder: holds scans, finals, the report and the export.
-        pool: the workers of the study.
-        progress: shows what is done.
-        budget: the seconds of the search.
-    """
+    """The steps of one study, which is open."""
 
     def __init__(
         self,
@@ -172,6 +157,7 @@ class Sweep:
         pool: Workers,
         progress: Progress,
         budget: Budget,
+        reports: Reports,
     ) -> None:
         self.plan, self.study, self.tracker, self.folder, self.pool = plan, study, tracker, folder, pool
         self.budget, self.progress = budget, progress
@@ -180,8 +166,8 @@ class Sweep:
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
-        self.view = LiveView(study, folder, plan.target.layers, plan.settings.n_trials, pool)
-        self.publisher = Publisher(plan, study, tracker, folder)
+        self.view = reports.view(study, folder, plan.target.layers, plan.settings.n_trials, pool)
+        self.publisher = reports.publisher(plan, study, tracker, folder)
         self.ledgers = TimeLedger(study, FITS), TimeLedger(study, SHARED)
         if plan.bridge_store is not None:
             plan.bridge_store.report_cost, plan.bridge_store.report_texts_cost = (ledger.use for ledger in self.ledgers)
@@ -239,7 +225,7 @@ class Sweep:
         self.budget.begin(TRIALS)
         predictor, wanted = predictions.predictor, self.plan.settings.n_trials
         bounds = None if predictor is None else BoundEstimator(predictor, predictions.bridged)
-        self._run_trials(self._objective(bounds), wanted, predictions.starts, lambda: self.budget.left(TRIALS))
+        self._run_trials(self._objective(bounds), wanted, predictions.starts, partial(self.budget.left, TRIALS))
         if (done := len(finished(self.study))) < wanted:
             self.budget.leave_out(TRIALS, f"{done} of {wanted} ran in the budget")
 
@@ -286,17 +272,17 @@ class Sweep:
         wait_for_slots(pool)
         fail_orphans(study, pool.orphans(study.get_trials(deepcopy=False), is_idle=True))
         trials = finished(study)
-        predictor, held_out = predictions.predictor, self.held_out
+        publish = partial(self.publisher.publish, predictor=predictions.predictor, held_out=self.held_out)
 
         def work(check: Callable[[], None]) -> Finals:
             self.tracker.reconcile(trials)
             finals = self._measure_finalists(predictions, check)
-            self.publisher.publish(finals, predictor, held_out)
+            publish(finals)
             return finals
 
         finals = share_finals(pool, trials, work)
         if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
-            self.publisher.publish(finals, predictor, held_out, log=False)
+            publish(finals, log=False)
         with pool.claim("mirror"):  # a store that was away for the worker with the finals may be back
             self.tracker.reconcile(trials)
             self.publisher.log(finals, again=False)
@@ -318,7 +304,7 @@ class Sweep:
                 self.view.refresh()
                 self.budget.save()
 
-            control = RunControl(self.folder, on_prompt, lambda: self.budget.left(FINALS))
+            control = RunControl(self.folder, on_prompt, partial(self.budget.left, FINALS))
             return measure_finals(self.study, self.bench, self.held_out, measuring, self.plan.seed, control, trained)
 
     def _prepare_predictor(self) -> ScanPredictor | None:
@@ -352,7 +338,7 @@ class Sweep:
         masks = settings.budget(plan.space) * (1 + len(bridged))
         leaders = ranking(self.study)[:1]
         limits = Limits(
-            self._scans_are_over,
+            partial(self.budget.is_over, PREDICTIONS),
             max(1.0, leaders[0].speedup) if leaders else 0.0,
             partial(self.budget.leave_out, PREDICTIONS),
         )
@@ -360,9 +346,6 @@ class Sweep:
             similar = predictor.similar_masks(plan.space.skippable)
             empty, filled = ([other for other in bridged if other.drafts.fills_gaps == fills] for fills in (False, True))
             return propose_all(predictor, plan.space, settings, self.view.after(count), similar, filled, empty, limits)
-
-    def _scans_are_over(self) -> bool:
-        return self.budget.is_over(PREDICTIONS)
 
     def _space_with_costs(self) -> SearchSpace:
         """Return the space with the costs of verification and drafting, by which cascades choose."""
