@@ -74,7 +74,7 @@ class BridgeTraining:
             parts = runs_of([p for p, _ in live])
             self._draft_rows.prepare(visible, [self.bridges.mask], torch.zeros_like(inputs), parts, [self.bridges])
             logits = self._draft_rows.run(inputs, positions, cache)
-            cache.keep()
+            cache.length += len(live)
             passes.append((draft_ids, place))
             probs, tokens = texts.top_tokens([(p, s + place + 1) for p, s in live])
             places = self._places[tokens]

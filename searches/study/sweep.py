@@ -313,9 +313,8 @@ class Sweep:
         if not plan.scanning.enabled or "layer_skip" not in plan.space.available_methods:
             return None
         prompts = self.tune.take(plan.scanning.prompts, self.first_prompt)
-        preparation = Preparation(
-            plan.target, plan.sampling, plan.outputs, self.ledgers[1].use, self.pool, self._scans_are_over
-        )
+        is_over = partial(self.budget.is_over, PREDICTIONS)
+        preparation = Preparation(plan.target, plan.sampling, plan.outputs, self.ledgers[1].use, self.pool, is_over)
         new_tokens = plan.measuring.max_new_tokens
         predictor = preparation.predictor(prompts, new_tokens, plan.space, plan.scanning, self.folder, plan.seed)
         if predictor is None:
