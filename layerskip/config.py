@@ -26,28 +26,14 @@ class ConfigError(ValueError):
 
 
 def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    """Raise ``ConfigError`` for a field that is not known.
-
-    Args:
-        fields: plain values by field.
-        known: the names of the known fields.
-        owner: the fields' owner, for the message.
-        prefix: put before the field in the message.
-    """
+    """Raise ``ConfigError`` for a field that is not known; the message has the fields' owner, and a prefix of the field."""
     for name in fields:
         if name not in known:
             raise ConfigError(f"{prefix}{name}: not a field of {owner}; it has {', '.join(known)}")
 
 
-def refuse_foreign(value: Any, known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    """Raise ``ConfigError`` for a field of a dataclass that is set although its method does not read it.
-
-    Args:
-        value: the dataclass.
-        known: the names of the fields that its method reads.
-        owner: the fields' owner, for the message.
-        prefix: put before the field in the message.
-    """
+def _refuse_foreign(value: Any, known: tuple[str, ...], owner: str, prefix: str = "") -> None:
+    """Raise ``ConfigError`` for a field of a dataclass that is set although its method does not read it."""
     for each in dataclasses.fields(value):
         if each.name not in known and getattr(value, each.name) != each.default:
             raise ConfigError(f"{prefix}{each.name}: does not belong to {owner}")
@@ -60,14 +46,7 @@ def check_type(name: str, value: Any, expected: type) -> None:
 
 
 def check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
-    """Raise ``ConfigError`` for a value that is not an integer from ``minimum`` to ``maximum``.
-
-    Args:
-        name: the field, for the message.
-        value: the value to check.
-        minimum: the smallest valid value.
-        maximum: the largest valid value; None for no limit.
-    """
+    """Raise ``ConfigError`` for a value that is not an integer from ``minimum`` to ``maximum``; None for no limit."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name}: {value!r} is not a whole number of at least {minimum}")
     if maximum is not None and value > maximum:
@@ -81,14 +60,7 @@ def check_text(name: str, value: str) -> None:
 
 
 def check_number(name: str, value: Any, minimum: float, maximum: float) -> None:
-    """Raise ``ConfigError`` for a value that is not a number from ``minimum`` to ``maximum``.
-
-    Args:
-        name: the field, for the message.
-        value: the value to check.
-        minimum: the smallest valid value.
-        maximum: the largest valid value.
-    """
+    """Raise ``ConfigError`` for a value that is not a number from ``minimum`` to ``maximum``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
         raise ConfigError(f"{name}: {value!r} is not a number from {minimum:g} to {maximum:g}")
 
@@ -98,7 +70,7 @@ Costs = tuple[float, ...] | tuple[tuple[int, tuple[float, ...]], ...]
 
 
 def contexts_of(costs: Costs) -> list[int]:
-    """Return the contexts of costs; empty for those of one context, which they do not state."""
+    """Return the contexts of costs; empty for costs of one context, which they do not state."""
     return [entry[0] for entry in costs if isinstance(entry, tuple)]
 
 
@@ -154,20 +126,21 @@ class _Rule:
     _NAME: ClassVar[str]
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]]
 
+    @classmethod
+    def _fields_of(cls, method: Any) -> tuple[str, ...]:
+        if not isinstance(method, str) or method not in cls._FIELDS:
+            raise ConfigError(f"{cls._NAME}.method: {method!r} is not one of {', '.join(cls._FIELDS)}")
+        return cls._FIELDS[method]
+
     def __post_init__(self) -> None:
-        self._check_method(self.method)
-        refuse_foreign(self, ("method", *self._FIELDS[self.method]), f"{self._NAME} rule {self.method}", f"{self._NAME}.")
-        for name in self._FIELDS[self.method]:
+        known = self._fields_of(self.method)
+        _refuse_foreign(self, ("method", *known), f"{self._NAME} rule {self.method}", f"{self._NAME}.")
+        for name in known:
             value = getattr(self, name)
             if isinstance(getattr(type(self), name), bool):
                 check_type(f"{self._NAME}.{name}", value, bool)
             else:
                 check_number(f"{self._NAME}.{name}", value, 0.0, 1.0)
-
-    @classmethod
-    def _check_method(cls, method: Any) -> None:
-        if not isinstance(method, str) or method not in cls._FIELDS:
-            raise ConfigError(f"{cls._NAME}.method: {method!r} is not one of {', '.join(cls._FIELDS)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that this kind of rule reads, as plain values."""
@@ -175,18 +148,13 @@ class _Rule:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any] | str) -> Self:
-        """Build from plain values or from the name of a method alone.
-
-        Raises:
-            ConfigError: an unknown method, a field that the method does not read, or a value out of range.
-        """
+        """Build from plain values or from the name of a method alone."""
         if isinstance(fields, str):
             fields = {"method": fields}
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{cls._NAME}: {fields!r} is neither the name of a rule nor a table of its fields")
         method = fields.get("method", cls.method)
-        cls._check_method(method)
-        refuse_unknown(fields, ("method", *cls._FIELDS[method]), f"{cls._NAME} rule {method}", f"{cls._NAME}.")
+        refuse_unknown(fields, ("method", *cls._fields_of(method)), f"{cls._NAME} rule {method}", f"{cls._NAME}.")
         return cls(**fields)
 
 
@@ -294,6 +262,7 @@ class Field:
         path: whether it names a file, a folder or a model. A study chooses from those that its user names.
         required: whether a path must be given.
         omitted: whether ``to_dict`` leaves it out if it is empty.
+        no_engine: why no other engine drafts with it; empty if one does.
     """
 
     name: str
@@ -311,6 +280,7 @@ class Field:
     path: bool = False
     required: bool = False
     omitted: bool = False
+    no_engine: str = ""
 
     def check(self, config: SpeculativeConfig) -> None:
         """Raise ``ConfigError`` for an invalid value."""
@@ -332,7 +302,14 @@ class Field:
 _SHARED = (
     Field("num_speculative_tokens", 4, "the most tokens of a draft, or the greatest depth of a tree"),
     Field("mask", "", "the skipped sub-layers"),
-    Field("bridge", "", "the folder of bridges that replace the skipped sub-layers", path=True, omitted=True),
+    Field(
+        "bridge",
+        "",
+        "the folder of bridges that replace the skipped sub-layers",
+        path=True,
+        omitted=True,
+        no_engine="no engine replaces layers by a bridge",
+    ),
     Field("draft_head", "", "the folder of a draft head, which reduces the vocabulary of drafts", path=True, omitted=True),
     Field("stop", NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive")),
     Field("prompt_lookup_min", 1, "the shortest n-gram to look up", "tokens"),
@@ -351,16 +328,13 @@ _SHARED = (
     Field("verify_cost", (), "the cost of verifying 1, 2, ... drafted tokens", "steps of plain decoding", omitted=True),
     Field("draft_cost", (), "the cost of each member per drafted token or level", "steps of plain decoding", omitted=True),
 )
+TRAINED = ("bridge", "draft_head", "head")
+"""The fields that name folders of trained modules."""
 _FIELDS = {each.name: each for each in _SHARED}
 
 
 def shared(name: str, **changes: Any) -> Field:
-    """Return a field that several methods have, as one of them declares it: with its own range, first value or meaning.
-
-    Args:
-        name: an attribute of :class:`SpeculativeConfig`.
-        changes: other attributes of the :class:`Field` than its name and default.
-    """
+    """Return a field that several methods have, as one of them declares it: with its own range, first value or meaning."""
     return replace(_FIELDS[name], **changes)
 
 
@@ -459,15 +433,7 @@ _METHODS: dict[str, Method] = {}
 
 
 def declare(method: Method, again: bool = False) -> None:
-    """Make a method known.
-
-    Args:
-        method: the declaration.
-        again: whether it replaces an earlier one of the same class, as when a cell of a notebook runs twice.
-
-    Raises:
-        ValueError: another method has its name.
-    """
+    """Make a method known; ``again`` replaces an earlier declaration, as when a cell of a notebook runs twice."""
     if not again and _METHODS.get(method.name, method) is not method:
         raise ValueError(f"method: {method.name} is declared twice")
     _METHODS[method.name] = method
@@ -495,19 +461,14 @@ class SpeculativeConfig:
     Args:
         method: ``none`` (plain decoding) or a declared method, such as ``prompt_lookup``.
         mask: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
-        draft_model: as in ``load_target``.
         accept: the acceptance rule, for all methods that draft. Any rule but ``exact`` changes the output.
         members: the configurations that a cascade chooses from; see :class:`~layerskip.drafters.cascade.Cascade`.
         verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as measured by
-            :func:`~layerskip.costs.timing.time_verification`. Longer drafts are extrapolated linearly,
-            and trees cost what chains of the same size cost. With it, each round is drafted by the member with the best
-            ratio of expected tokens to cost (:class:`~layerskip.drafters.cascade.PricedCascade`). Where contexts
-            differ much, pairs of a context and the costs there. Empty if unknown; not used by acceptance rules that change
-            the output.
-        draft_cost: the cost of drafting one token of a chain or one level of a tree (all levels if drafted in one pass) for
-            each member, in steps of plain decoding, as measured by
-            :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups. Pairs as above are possible. Empty if
-            unknown.
+            :func:`~layerskip.costs.timing.time_verification`; where contexts differ much, pairs of a context and the costs
+            there. With it, each round is drafted by the member with the best ratio of expected tokens to cost
+            (:class:`~layerskip.drafters.cascade.PricedCascade`). Not used by acceptance rules that change the output.
+        draft_cost: for each member, the cost of drafting one token of a chain or one level of a tree (all levels if drafted
+            in one pass), as measured by :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups. Pairs as above.
         options: the fields that only this method has, as pairs of name and value.
 
     Raises:
@@ -540,7 +501,7 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         method = _method(self.method)
-        refuse_foreign(self, (*method.known, "options"), f"method {self.method}")
+        _refuse_foreign(self, (*method.known, "options"), f"method {self.method}")
         refuse_unknown(dict(self.options), tuple(method.options), f"method {self.method}")
         given = dict(method.options) | dict(self.options)  # so that two configurations that decode alike are equal
         object.__setattr__(self, "options", tuple((name, given[name]) for name in method.options))
@@ -563,11 +524,7 @@ class SpeculativeConfig:
         return cls(method, **{name: value for name, value in values.items() if name in _FIELDS}, accept=accept, options=own)
 
     def option(self, name: str) -> Any:
-        """Return the value of a field that only this method has.
-
-        Raises:
-            KeyError: the method declares no such field.
-        """
+        """Return the value of a field that only this method has."""
         return dict(self.options)[name]
 
     def value(self, name: str) -> Any:
@@ -589,11 +546,21 @@ class SpeculativeConfig:
         """True if drafts are copied from earlier text, at almost no cost."""
         return _method(self.method).lookup
 
+    @property
+    def fitted(self) -> bool:
+        """True if it drafts with bridges or a draft head, which were fitted to the target."""
+        return bool(self.bridge or self.draft_head)
+
+    @property
+    def no_engine(self) -> str:
+        """The first field that no other engine drafts with, and the reason; empty if there is none."""
+        fields = (each for each in _method(self.method).fields if each.no_engine and self.value(each.name))
+        return next((f"{each.name}: {each.no_engine}" for each in fields), "")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that this method reads, as plain values; ``from_dict`` makes an equal configuration from them.
 
-        Empty bridges, draft heads and costs are left out, and so are fields without effect. An acceptance rule that
-        changes the output adds ``lossless: false``.
+        Fields without effect are left out. An acceptance rule that changes the output adds ``lossless: false``.
         """
         fields: dict[str, Any] = {"method": self.method}
         for each in _method(self.method).fields:
@@ -609,11 +576,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SpeculativeConfig:
-        """Build from plain values; a key that ``method`` does not know is refused by name.
-
-        Raises:
-            ConfigError: an unknown key, or a value out of range.
-        """
+        """Build from plain values; a key that ``method`` does not know is refused by name."""
         if not isinstance(fields, Mapping):
             raise ConfigError(f"config: {fields!r} is not a table of fields")
         method = _method(fields.get("method", "none"))

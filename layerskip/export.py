@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +17,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from layerskip.config import ConfigError, SpeculativeConfig, check_text
+from layerskip.config import TRAINED, ConfigError, SpeculativeConfig, check_text
 from layerskip.decoding.sampling import Sampling, SamplingError
 from layerskip.engines.deployment import Deployment
 from layerskip.engines.registry import describe_engines
-from layerskip.files import beside, write_json
+from layerskip.files import atomic_folder, write_json
 from layerskip.hugging_face import custom_generate
 from layerskip.models.target import Target
 from layerskip.models.trained_module import check_trained, has_trained
@@ -47,7 +46,6 @@ _RENAMED = {
 PROVISIONAL = "provisional"
 """Field of ``search``: true until the search has confirmed the configuration on held-out prompts."""
 _SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search", "engines")
-_TRAINED = ("bridge", "draft_head", "head")
 _TRAINED_FILES = ("head.json", "head.safetensors", "config.json", "model.safetensors", "pytorch_model.bin")
 _log = logging.getLogger(__name__)
 _TARGET_FIELDS = {"name": str, "architecture": str, "layers": int, "dtype": str}
@@ -100,33 +98,20 @@ class Export:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the file atomically, with the commands of engines, and copy the trained modules next to it.
-
-        Raises:
-            ConfigError: a folder that the configuration names has no trained module.
-        """
-        portable = replace(self, config=copy_attachments(self.config, Path(path)))
+        """Write the file atomically, with the commands of engines, and copy the trained modules next to it."""
+        portable = replace(self, config=_copy_attachments(self.config, Path(path)))
         write_json(Path(path), portable.to_dict() | {"engines": portable.engines(path)})
 
     def engines(self, path: str | Path) -> dict[str, dict[str, Any]]:
-        """Return how inference engines start with this export; see :mod:`layerskip.engines`.
-
-        Args:
-            path: the export's file. Commands name it, and what they write is put beside it.
-        """
-        config = resolve_attachments(self.config, Path(path))
+        """Return how inference engines start with this export's file, beside which they put what they write."""
+        config = _resolve_attachments(self.config, Path(path))
         return describe_engines(Deployment(self.target, config, self.sampling, Path(path), self.environment))
 
     @classmethod
     def load(cls, path: str | Path, target: Target | None = None) -> Export:
         """Read an export, and log a warning if it is provisional. Its ``engines`` are not read; they follow from the rest.
 
-        Args:
-            path: the JSON file.
-            target: if given, checked with :meth:`check`.
-
-        Raises:
-            ExportError: the file is not an export of this schema, or it is for another target.
+        A ``target`` is checked with :meth:`check`.
         """
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -139,68 +124,64 @@ class Export:
             fields = convert_schema_1(fields)
         elif schema != SCHEMA:
             raise ExportError(f"schema: {path} has {schema!r}; this program reads {SCHEMA!r}")
-        for name in ("target", "config"):
-            if name not in fields:
-                raise ExportError(f"{name}: is missing from {path}")
-        for name, value in fields.items():
-            if name != "schema" and name not in _SECTIONS:
-                raise ExportError(f"{name}: not a field of {SCHEMA}, in {path}")
-            if name != "schema" and not isinstance(value, dict):
-                raise ExportError(f"{name}: is not a table, in {path}")
-        for name, expected in _TARGET_FIELDS.items():
-            if type(fields["target"].get(name)) is not expected:
-                raise ExportError(f"target.{name}: is missing or not a {expected.__name__}, in {path}")
-            if expected is str:
-                try:
-                    check_text(f"target.{name}", fields["target"][name])
-                except ConfigError as error:
-                    raise ExportError(f"{error}, in {path}") from None
         try:
-            config = resolve_attachments(SpeculativeConfig.from_dict(fields["config"]), Path(path))
-            sampling = Sampling.from_dict(fields.get("sampling", {}))
-        except ConfigError as error:
-            raise ExportError(f"config.{error} (in {path})") from None
-        except SamplingError as error:
-            raise ExportError(f"sampling.{error} (in {path})") from None
-        rest = {name: fields.get(name, {}) for name in ("evidence", "environment", "search")}
-        export = cls(fields["target"], config, sampling, **rest)
+            export = cls._from_dict(fields)
+        except ValueError as error:
+            raise ExportError(f"{error} (in {path})") from None
+        export = replace(export, config=_resolve_attachments(export.config, Path(path)))
         if target is not None:
             export.check(target)
         if export.is_provisional:
             _log.warning("%s is provisional: its search has not confirmed it on held-out prompts", path)
         return export
 
-    def check(self, target: Target) -> None:
-        """Check that the configuration is valid for a target.
+    @classmethod
+    def _from_dict(cls, fields: Mapping[str, Any]) -> Export:
+        for name in ("target", "config"):
+            if name not in fields:
+                raise ExportError(f"{name}: is missing")
+        for name in fields.keys() - {"schema"}:
+            if name not in _SECTIONS:
+                raise ExportError(f"{name}: not a field of {SCHEMA}")
+            if not isinstance(fields[name], dict):
+                raise ExportError(f"{name}: is not a table")
+        for name, expected in _TARGET_FIELDS.items():
+            value = fields["target"].get(name)
+            if type(value) is not expected:
+                raise ExportError(f"target.{name}: is missing or not a {expected.__name__}")
+            if isinstance(value, str):
+                check_text(f"target.{name}", value)
+        try:
+            config = SpeculativeConfig.from_dict(fields["config"])
+            sampling = Sampling.from_dict(fields.get("sampling", {}))
+        except (ConfigError, SamplingError) as error:
+            raise ExportError(f"{'config' if isinstance(error, ConfigError) else 'sampling'}.{error}") from None
+        rest = {name: fields.get(name, {}) for name in ("evidence", "environment", "search")}
+        return cls(fields["target"], config, sampling, **rest)
 
-        Raises:
-            ExportError: the architecture or the number of layers differs, or a trained module belongs to another target or
-                mask.
-        """
+    def check(self, target: Target) -> None:
+        """Check that architecture, number of layers and trained modules are those of a target."""
         for name, value in (("architecture", target.architecture), ("layers", target.layers)):
             if self.target[name] != value:
                 raise ExportError(f"target.{name}: the export is for {self.target[name]}, this model has {value}")
         for config in (self.config, *self.config.members):
             # A cross_tokenizer draft head belongs to the draft model; it is checked when that model is loaded.
-            fields = ("bridge", "head", *(("draft_head",) if config.method != "cross_tokenizer" else ()))
+            fields = [name for name in TRAINED if (name, config.method) != ("draft_head", "cross_tokenizer")]
             if config.datastore and not Path(config.datastore).is_dir():
                 raise ExportError(f"config.datastore: there is no {config.datastore}; exports do not contain datastores")
             for name, folder in ((name, getattr(config, name)) for name in fields):
                 if folder and has_trained(Path(folder)):
                     try:
-                        mask = check_trained(Path(folder), target, name)["shape"].get("mask")
-                        if name == "bridge" and mask != config.mask:
-                            raise ConfigError(f"bridge: {folder} is made for mask {mask!r}, not for {config.mask!r}")
+                        mask = check_trained(Path(folder), target, name)["shape"].get("mask", config.mask)
+                        if mask != config.mask:
+                            raise ConfigError(f"{name}: {folder} is made for mask {mask!r}, not for {config.mask!r}")
                     except ConfigError as error:
                         raise ExportError(f"config.{error}") from None
 
     def custom_generate(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[..., Any]:
         """Make the decoding method for ``model.generate(**inputs, custom_generate=export.custom_generate())``.
 
-        The method refuses a model that the export is not for.
-
-        Args:
-            tokenizer: the model's tokenizer; required if the draft model has another one.
+        The method refuses a model that the export is not for. A draft model with another tokenizer needs the model's own.
         """
         return custom_generate(self.config, self.check, tokenizer)
 
@@ -221,15 +202,8 @@ def convert_schema_1(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "schema": SCHEMA, **changed}
 
 
-def copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
-    """Copy the trained modules of a configuration next to an export's file.
-
-    Returns:
-        The configuration with folder names relative to the file.
-
-    Raises:
-        ConfigError: a folder that the configuration names has no trained module.
-    """
+def _copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
+    """Copy the trained modules of a configuration next to an export's file; return it with names relative to the file."""
 
     def copy(field: str, name: str) -> str:
         source = Path(name)
@@ -238,21 +212,16 @@ def copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig
             raise ConfigError(f"{field}: there is nothing in {source} to export")
         folder = file.parent / f"{file.stem}.{field}-{_digest(files)}"
         if not folder.exists():
-            partial = beside(folder, str(os.getpid()))
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same id
-            partial.mkdir(parents=True)
-            try:
+            with atomic_folder(folder) as partial:
+                partial.mkdir()
                 for path in files:
                     shutil.copyfile(path, partial / path.name)
-                partial.replace(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
         return folder.name
 
     return _with_folders(config, copy)
 
 
-def resolve_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
+def _resolve_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
     """Replace the names of folders next to an export's file by absolute paths."""
 
     def resolve(_: str, name: str) -> str:
@@ -274,7 +243,7 @@ def attachment_digests(config: SpeculativeConfig) -> list[str]:
 
 
 def _names(config: SpeculativeConfig) -> list[str]:
-    names = [getattr(part, field) for part in (config, *config.members) for field in _TRAINED]
+    names = [getattr(part, field) for part in (config, *config.members) for field in TRAINED]
     return [name for name in dict.fromkeys(names) if name]
 
 
@@ -288,6 +257,6 @@ def _digest(files: Sequence[Path]) -> str:
 
 def _with_folders(config: SpeculativeConfig, rename: Callable[[str, str], str]) -> SpeculativeConfig:
     """Apply ``rename(field, name)`` to all folder names of a configuration and its members."""
-    changes = {field: rename(field, getattr(config, field)) for field in _TRAINED if getattr(config, field)}
+    changes = {field: rename(field, getattr(config, field)) for field in TRAINED if getattr(config, field)}
     members = tuple(_with_folders(member, rename) for member in config.members)
     return replace(config, members=members, **changes)  # type: ignore[arg-type]

@@ -30,12 +30,7 @@ def digest(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: a kill or a full disk leaves the file unchanged.
-
-    Raises:
-        ValueError: the value holds NaN or an infinity, which JSON does not have.
-        OSError: the file cannot be written.
-    """
+    """Write JSON atomically: a kill or a full disk leaves the file unchanged. NaN and infinities are a ``ValueError``."""
     with atomic_write(path, str(os.getpid())) as partial:
         partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -65,13 +60,12 @@ def short_name(name: str) -> str:
 def atomic_write(path: Path, mark: str = "partial") -> Iterator[Path]:
     """Yield a temporary path to write to, and move it to ``path`` on success. A failure leaves ``path`` unchanged.
 
+    A full disk is an ``OSError``, even if the library that writes raises another error.
+
     Args:
         path: the final file; its folder is created.
         mark: the suffix of the temporary file. With a constant suffix, the file left by a kill is overwritten later.
             Processes that write the same file at the same time need different suffixes.
-
-    Raises:
-        OSError: the disk is full, even if the library that writes raises another error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = beside(path, mark)
@@ -85,11 +79,7 @@ def atomic_write(path: Path, mark: str = "partial") -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write to, and move it to ``folder``, which must not hold anything, on success.
-
-    Raises:
-        OSError: the disk is full, even if the library that writes raises another error.
-    """
+    """Yield a temporary folder to write to, and move it to ``folder``, which must not hold anything, on success."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{short_name(folder.name)}.") as temporary:
         partial = Path(temporary) / folder.name
@@ -100,14 +90,10 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def report_full_disk(path: Path, probe: Path) -> Iterator[None]:
-    """Convert errors of a full disk to ``OSError``. Torch and safetensors raise their own; numpy's has no error number.
+    """Convert errors of a full disk to an ``OSError`` that names ``path``.
 
-    Args:
-        path: the file or folder that the error names.
-        probe: a file that is extended to test whether the disk is full; the caller removes it.
-
-    Raises:
-        OSError: the disk is full.
+    Torch and safetensors raise their own; numpy's has no error number. The file ``probe`` is extended to test whether the
+    disk is full; the caller removes it.
     """
     try:
         yield

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.checkpoint_settings import default_sampling
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import DecodeStats
@@ -17,13 +17,9 @@ from layerskip.models.target import Prompt, Target
 
 @dataclass(frozen=True)
 class Generation:
-    """The result of :func:`generate`.
+    """The new token ids, their text without special tokens, the rounds, and why generation ended.
 
-    Args:
-        tokens: the new token ids.
-        text: their text without special tokens; empty if the target has no tokenizer.
-        stats: the rounds of decoding.
-        finish: why generation ended: ``eos``, ``stop`` or ``length``.
+    The text is empty if the target has no tokenizer; ``finish`` is ``eos``, ``stop`` or ``length``.
     """
 
     tokens: list[int]
@@ -35,80 +31,64 @@ class Generation:
 def generate(
     target: Target,
     prompt: Prompt,
-    config: SpeculativeConfig | None = None,
+    config: SpeculativeConfig | Drafter | None = None,
     *,
     sampling: Sampling | None = None,
     max_new_tokens: int = 64,
     stop_strings: str | Sequence[str] = (),
     callback: Callable[[list[int]], None] | None = None,
     seed: int | None = None,
-    drafter: Drafter | None = None,
 ) -> Generation:
     """Continue a prompt. The output is the target's own for every configuration with exact acceptance.
 
     Args:
         target: from :func:`layerskip.load_target`.
         prompt: a text, a list of messages, or token ids; see :meth:`Target.encode`.
-        config: how to decode; None for plain decoding.
+        config: how to decode; None for plain decoding. Or a drafter from :func:`layerskip.build_drafter`, which keeps loaded
+            models and what it has learned from request to request.
         sampling: how tokens are chosen; None for greedy, with the repetition penalty that the checkpoint asks for.
         max_new_tokens: at least 1.
         stop_strings: the output ends with the token that completes one of them, as in transformers.
         callback: called with the tokens of every round as they are committed.
         seed: makes sampling reproducible; None uses torch's own random state.
-        drafter: from :func:`layerskip.build_drafter` with the same configuration. Reuse it for consecutive requests to keep
-            loaded models and what an adaptive drafter has learned. None builds a new one.
 
     Raises:
-        ConfigError: the configuration does not fit the target.
-        UnsupportedModel: the target or the draft model cannot be decoded in this way.
+        ConfigError, UnsupportedModel: the target or the draft model cannot be decoded in this way.
         TargetError: the prompt is empty or needs a tokenizer, the draft model cannot be loaded, or the checkpoint asks for
             what decoding does not do.
         NotFinite: the target's logits are NaN or infinite.
     """
-    drafter = drafter or build_drafter(config or SpeculativeConfig(), target)
+    drafter = config if isinstance(config, Drafter) else build_drafter(config or SpeculativeConfig(), target)
     tokens = target.encode(prompt)
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
-    stops = StopStrings(target, strings) if strings else None
-    continuation = decode(
+    result = decode(
         target,
         drafter,
         tokens,
         sampling or default_sampling(target),
         max_new_tokens,
-        stops=stops,
+        stops=Stops(criterion=_stop_criterion(target, strings) if strings else None),
         callback=callback,
         seed=seed,
-        accept=(config or SpeculativeConfig()).accept,
     )
-    return Generation(continuation.tokens, target.decode(continuation.tokens), continuation.stats, continuation.finish)
+    return Generation(result.tokens, target.decode(result.tokens), result.stats, result.finish)
 
 
-class StopStrings:
-    """Stopping criterion: whether the last token of a sequence completes a stop string.
+def _stop_criterion(target: Target, strings: Sequence[str]) -> Callable[[list[int]], bool]:
+    """Return whether the last token of a sequence completes one of some strings, as a function of the sequence."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        raise ValueError("stop_strings: this target has no tokenizer")
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"stop_strings: {string!r} is not a non-empty text")
+    # Every token has at least one byte, so a stop string spans no more tokens than this.
+    window = max(len(string.encode()) for string in strings) + 1
 
-    Args:
-        target: must have a tokenizer.
-        strings: one or more non-empty strings.
-    """
+    def stops(tokens: list[int]) -> bool:
+        text = str(tokenizer.decode(tokens[-window:], clean_up_tokenization_spaces=False))
+        before = str(tokenizer.decode(tokens[-window:-1], clean_up_tokenization_spaces=False))
+        before = before.rstrip("\ufffd")  # an incomplete multi-token character decodes to a replacement character
+        return any(text.find(string, max(0, len(before) - len(string) + 1)) >= 0 for string in strings)
 
-    def __init__(self, target: Target, strings: Sequence[str]) -> None:
-        if target.tokenizer is None:
-            raise ValueError("stop_strings: this target has no tokenizer")
-        for string in strings:
-            if not isinstance(string, str) or not string:
-                raise ValueError(f"stop_strings: {string!r} is not a non-empty text")
-        self._tokenizer = target.tokenizer
-        self._strings = strings
-        # Every token has at least one byte, so a stop string spans no more tokens than this.
-        self._window = max(len(string.encode()) for string in strings) + 1
-
-    def __call__(self, tokens: list[int]) -> bool:
-        window = tokens[-self._window :]
-        # An incomplete multi-token character decodes to a replacement character.
-        text, before = self._decode(window), self._decode(window[:-1]).rstrip("\ufffd")
-        return any(text.find(string, max(0, len(before) - len(string) + 1)) >= 0 for string in self._strings)
-
-    def _decode(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+    return stops

@@ -28,7 +28,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.config import SpeculativeConfig
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.registry import build_drafter
@@ -59,20 +59,18 @@ def custom_generate(
 ) -> Callable[..., Tensor | GenerateDecoderOnlyOutput]:
     """Make a decoding method for ``model.generate(**inputs, custom_generate=...)``.
 
-    The method uses generate's own sampling parameters, lengths and stopping criteria, and returns what generate returns.
-    Drafters are kept per model, so adaptive thresholds and learned drafts carry over from call to call. ``streamer=`` works
-    as without the method, and ``callback=f`` gives ``f`` the tokens of every round. Transformers refuses ``stop_strings=``
-    beside custom methods; ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]`` does the same.
+    The method uses generate's own sampling parameters, lengths and stopping criteria, and returns what generate returns. It
+    raises ``ValueError`` with the name of any unsupported argument: batches, padding, beams, and logits processors other
+    than temperature, top-k, top-p, min-p and repetition penalty. Drafters are kept per model, so adaptive thresholds and
+    learned drafts carry over from call to call. ``streamer=`` works as without the method, and ``callback=f`` gives ``f``
+    the tokens of every round. Transformers refuses ``stop_strings=`` beside custom methods;
+    ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]`` does the same.
 
     Args:
         config: how to decode.
         check: called with the target; raises an error if the configuration is not for it.
         tokenizer: the target's tokenizer, which draft models with another tokenizer need; transformers does not pass its own
             to custom methods.
-
-    Returns:
-        The method. It raises ``ValueError`` with the name of any unsupported argument: batches, padding, beams, and logits
-        processors other than temperature, top-k, top-p, min-p and repetition penalty.
     """
     drafters: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Drafter]] = weakref.WeakKeyDictionary()
 
@@ -103,16 +101,16 @@ def custom_generate(
                 with torch.random.fork_rng([]):  # initial weights, replaced by trained ones, must not use up random numbers
                     drafters[model] = state, build_drafter(config, target)
             _, drafter = drafters[model]
+        # The caller's own criterion replaces generate's length of prompt and output together.
+        lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
         continuation = decode(
             target,
             drafter,
             target.encode(input_ids[0].tolist(), "input_ids"),
             _sampling(logits_processor, bool(generation_config.do_sample)),
-            max(1, _max_length(stopping_criteria, generation_config.max_length) - input_ids.shape[1]),
+            max(1, min(lengths, default=generation_config.max_length) - input_ids.shape[1]),
             stops=_stops(stopping_criteria, input_ids.device),
             callback=on_round,
-            eos_ids=_eos_ids(stopping_criteria),
-            accept=config.accept,
         )
         if streamer is not None:
             streamer.end()
@@ -182,23 +180,13 @@ def _sampling(processors: LogitsProcessorList, sampled: bool) -> Sampling:
     return Sampling(**fields)
 
 
-def _stops(criteria: StoppingCriteriaList, device: torch.device) -> Callable[[list[int]], bool] | None:
-    """Return the stopping criteria other than length and end of sequence, which the decoding loop handles itself."""
+def _stops(criteria: StoppingCriteriaList, device: torch.device) -> Stops:
+    """Return the stopping criteria other than that of length."""
+    eos_ids = frozenset(token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist())
     others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
-    if not others:
-        return None
 
-    def stops(tokens: list[int]) -> bool:
+    def criterion(tokens: list[int]) -> bool:
         sequence = torch.tensor([tokens], device=device)
-        return any(bool(torch.as_tensor(criterion(sequence, None)).all()) for criterion in others)
+        return any(bool(torch.as_tensor(other(sequence, None)).all()) for other in others)
 
-    return stops
-
-
-def _max_length(criteria: StoppingCriteriaList, default: int) -> int:
-    """Return the most tokens of prompt and output together; the caller's own criterion replaces generate's."""
-    return min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=default)
-
-
-def _eos_ids(criteria: StoppingCriteriaList) -> frozenset[int]:
-    return frozenset(token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.tolist())
+    return Stops(eos_ids, criterion if others else None)

@@ -14,6 +14,7 @@ This module does not import torch.
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from dataclasses import dataclass
 
 _PARTS = ("attention", "mlp", "layers")
@@ -27,12 +28,9 @@ class MaskError(ValueError):
 
 @dataclass(frozen=True)
 class Gap:
-    """A gap of a mask: a contiguous run of wholly skipped layers, or one skipped sub-layer.
+    """A gap of a mask: a run of wholly skipped layers, or one skipped sub-layer; ``first`` and ``last`` are inclusive.
 
-    Args:
-        kind: ``layers``, ``attention`` or ``mlp``.
-        first: the first layer.
-        last: the last layer, inclusive.
+    Its ``kind`` is ``layers``, ``attention`` or ``mlp``.
     """
 
     kind: str
@@ -47,12 +45,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class SkipMask:
-    """One flag per sub-layer; True means skipped.
-
-    Args:
-        attention: one flag per decoder layer.
-        mlp: one flag per decoder layer; as many as ``attention``.
-    """
+    """One flag per sub-layer of every decoder layer; True means skipped."""
 
     attention: tuple[bool, ...]
     mlp: tuple[bool, ...]
@@ -67,12 +60,8 @@ class SkipMask:
         return cls((False,) * layers, (False,) * layers)
 
     @classmethod
-    def of(cls, layers: int, attention: set[int] | frozenset[int], mlp: set[int] | frozenset[int]) -> SkipMask:
-        """Return the mask for ``layers`` layers that skips the given attention and MLP sub-layers, counted from 0.
-
-        Raises:
-            MaskError: a layer is out of range.
-        """
+    def of(cls, layers: int, attention: Set[int], mlp: Set[int]) -> SkipMask:
+        """Return the mask for ``layers`` layers that skips the given attention and MLP sub-layers, counted from 0."""
         for kind, chosen in (("attention", attention), ("mlp", mlp)):
             outside = sorted(index for index in chosen if not 0 <= index < layers)
             if outside:
@@ -81,11 +70,7 @@ class SkipMask:
 
     @classmethod
     def parse(cls, text: str, layers: int) -> SkipMask:
-        """Parse the text form for a model of ``layers`` layers.
-
-        Raises:
-            MaskError: the text is malformed, or a layer is out of range.
-        """
+        """Parse the text form for a model of ``layers`` layers; a ``MaskError`` if it does not fit."""
         return cls.of(layers, *_read(text))
 
     @property
@@ -113,61 +98,42 @@ class SkipMask:
         return tuple(gaps)
 
     @property
-    def whole_layers(self) -> tuple[int, ...]:
-        """The layers of which both sub-layers are skipped."""
-        return tuple(i for i in range(self.layers) if self.attention[i] and self.mlp[i])
-
-    @property
     def is_whole_layers(self) -> bool:
         """True if sub-layers are skipped in whole layers only."""
         return self.attention == self.mlp
 
     def format(self) -> str:
         """Return the canonical, shortest text form; the inverse of :meth:`parse`."""
-        return _write(*(frozenset(i for i, skip in enumerate(flags) if skip) for flags in (self.attention, self.mlp)))
+        return _write(*({i for i, skip in enumerate(flags) if skip} for flags in (self.attention, self.mlp)))
 
     def rescale(self, layers: int) -> SkipMask:
         """Scale the mask to another number of layers: each layer takes the flags of the layer at its relative depth."""
-        if self.layers == 0:
-            return SkipMask.none(layers)
         source = [min(self.layers - 1, (2 * i + 1) * self.layers // (2 * layers)) for i in range(layers)]
         return SkipMask(tuple(self.attention[i] for i in source), tuple(self.mlp[i] for i in source))
 
 
 def normalise(text: str) -> str:
-    """Return the canonical form of a mask's text, without the number of layers.
-
-    Raises:
-        MaskError: the text is malformed.
-    """
+    """Return the canonical form of a mask's text, without the number of layers; a ``MaskError`` if it is malformed."""
     return _write(*_read(text))
 
 
 def count_skipped(text: str) -> tuple[int, int]:
-    """Return the numbers of attention and MLP sub-layers that a mask skips, from its text form.
-
-    Raises:
-        MaskError: the text is malformed.
-    """
+    """Return the numbers of attention and MLP sub-layers that a mask skips, from its text form."""
     attention, mlp = _read(text)
     return len(attention), len(mlp)
 
 
-def _read(text: str) -> tuple[frozenset[int], frozenset[int]]:
-    attention: set[int] = set()
-    mlp: set[int] = set()
+def _read(text: str) -> tuple[set[int], set[int]]:
+    skipped: dict[str, set[int]] = {"attention": set(), "mlp": set()}
     for part in filter(None, (piece.strip() for piece in text.split(";"))):
         kind, colon, numbers = part.partition(":")
         if not colon or kind.strip() not in _PARTS:
             raise MaskError(
                 f"mask: cannot read {part!r}; write 'attention:6,7-9;mlp:2' or 'layers:4-14', parts joined by ';'"
             )
-        chosen = _read_numbers(numbers, part)
-        if kind.strip() != "mlp":
-            attention |= chosen
-        if kind.strip() != "attention":
-            mlp |= chosen
-    return frozenset(attention), frozenset(mlp)
+        for name in ("attention", "mlp") if kind.strip() == "layers" else (kind.strip(),):
+            skipped[name] |= _read_numbers(numbers, part)
+    return skipped["attention"], skipped["mlp"]
 
 
 def _read_numbers(numbers: str, part: str) -> set[int]:
@@ -183,13 +149,13 @@ def _read_numbers(numbers: str, part: str) -> set[int]:
     return chosen
 
 
-def _write(attention: frozenset[int], mlp: frozenset[int]) -> str:
+def _write(attention: set[int], mlp: set[int]) -> str:
     both = attention & mlp
     parts = (("layers", both), ("attention", attention - both), ("mlp", mlp - both))
     return ";".join(f"{kind}:{_write_numbers(chosen)}" for kind, chosen in parts if chosen)
 
 
-def _write_numbers(chosen: frozenset[int]) -> str:
+def _write_numbers(chosen: set[int]) -> str:
     runs: list[list[int]] = []
     for index in sorted(chosen):
         if runs and index == runs[-1][1] + 1:

@@ -29,7 +29,7 @@ class PromptItem:
 
     Args:
         id: identifies the prompt in every measurement.
-        category: its category, such as code.
+        category: such as code.
         opening: a text, or chat messages that end with a user message.
         followups: the user's message after each answer.
     """
@@ -57,12 +57,7 @@ class PromptItem:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts with distinct ids.
-
-    Args:
-        items: the prompts.
-        name: the name of the set in reports.
-    """
+    """Prompts with distinct ids, and the name of the set in reports."""
 
     items: tuple[PromptItem, ...]
     name: str = "prompts"
@@ -81,15 +76,7 @@ class PromptSet:
 
     @classmethod
     def load(cls, path: str | Path, field: str = "prompts.path") -> PromptSet:
-        """Read a JSON Lines file.
-
-        Args:
-            path: the file.
-            field: the setting that errors name.
-
-        Raises:
-            PromptError: the file cannot be read, it is empty, or a line is not a prompt.
-        """
+        """Read a JSON Lines file; ``field`` is the setting that a :class:`PromptError` names."""
         path = str(path)  # Hydra parses a name of digits as a number
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
@@ -99,11 +86,7 @@ class PromptSet:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> PromptSet:
-        """Return a set of plain texts. The id of each is a digest of its content.
-
-        Raises:
-            PromptError: ``texts`` is a single text, one of them is no text or empty, or two are equal.
-        """
+        """Return a set of distinct plain texts. The id of each is a digest of its content."""
         if isinstance(texts, str):
             raise PromptError("prompts: is one text, not a list of texts")
         return cls(_distinct([(_placed({"prompt": text}, f"prompts: {i}"), f"prompt {i}") for i, text in enumerate(texts)]))
@@ -115,23 +98,14 @@ class PromptSet:
         return hashlib.sha256(json.dumps(rows, ensure_ascii=False).encode()).hexdigest()
 
     def split(self) -> tuple[PromptSet, PromptSet]:
-        """Return the tune and held-out halves: alternate prompts of each category, ordered by the hashes of their ids.
-
-        Raises:
-            PromptError: the set has fewer than two prompts.
-        """
+        """Return the tune and held-out halves: alternate prompts of each category, ordered by the hashes of their ids."""
         if len(self) < 2:
             raise PromptError("prompts: a search needs at least two, one for each half")
         ordered = [item for group in self._by_category().values() for item in group]
         return PromptSet(tuple(ordered[::2]), f"{self.name}/tune"), PromptSet(tuple(ordered[1::2]), f"{self.name}/held-out")
 
     def take(self, count: int | None, begin: int = 0) -> PromptSet:
-        """Return the first prompts with the categories in turn.
-
-        Args:
-            count: the most prompts to take; None for all.
-            begin: the number of prompts to start after, modulo their total.
-        """
+        """Return at most ``count`` prompts after the first ``begin``, modulo their total, with the categories in turn."""
         groups = list(self._by_category().values())
         ordered = [group[turn] for turn in range(max(map(len, groups))) for group in groups if turn < len(group)]
         begin %= len(ordered)

@@ -1,15 +1,26 @@
-"""Connections to databases and servers: URLs, and repetition of calls while they cannot be reached."""
+"""Connections to databases and servers: URLs, and repetition of calls while they cannot be reached.
+
+A restart or an outage of some minutes interrupts no worker. A call whose connection broke may have been carried out or not.
+Calls that may not be carried out twice look first.
+"""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import optuna
 import requests
 import sqlalchemy
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
 
 from searches.app.checks import InputError
 from searches.app.interrupt import defer_interrupt, error_chain
@@ -17,6 +28,7 @@ from searches.app.interrupt import defer_interrupt, error_chain
 _PATIENCE = 600.0  # seconds
 _LONGEST_PAUSE = 2.0  # seconds between two attempts
 _RANDOM = random.SystemRandom()  # forked processes differ
+_NONCE = "nonce"  # system attribute of a trial: identifies the call that created it
 
 Result = TypeVar("Result")
 
@@ -24,9 +36,8 @@ Result = TypeVar("Result")
 class Retry:
     """Repetition of calls while what they call cannot be reached. Prints when it is lost, and when it is back.
 
-    Args:
-        what: begins the lines, with the field of the configuration.
-        patience: seconds after which the error of a call is raised; those of the calls after it are raised at once.
+    ``what`` begins the lines, with the field of the configuration. After ``patience`` seconds the error of a call is raised;
+    those of the calls after it are raised at once.
     """
 
     def __init__(self, what: str, patience: float = _PATIENCE) -> None:
@@ -77,11 +88,73 @@ def _is_of_connection(error: BaseException) -> bool:
     return callable(code) and getattr(code(), "name", "") == "UNAVAILABLE"
 
 
+def _retried(name: str) -> Any:
+    """Return a method that calls the storage's until it is reached."""
+
+    def call(self: RetryingStorage, *args: Any, **kwargs: Any) -> Any:
+        return self._retry(lambda: getattr(self._storage, name)(*args, **kwargs))
+
+    return call
+
+
+_Retried: Any = type(
+    "_Retried",
+    (BaseStorage,),
+    {name: _retried(name) for name, each in vars(BaseStorage).items() if callable(each) and not name.startswith("_")},
+)
+
+
+class RetryingStorage(_Retried):  # type: ignore[misc]
+    """A storage whose calls are repeated while its database cannot be reached.
+
+    Attributes:
+        signature: user attributes of the trials that are created without any.
+    """
+
+    def __init__(self, storage: BaseStorage, retry: Retry | None = None) -> None:
+        self.signature: dict[str, str] = {}
+        self._storage, self._retry = storage, retry or Retry("study.storage: the database")
+
+    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
+        """Create a trial, once: a repeated call first looks for the trial of the call before."""
+        signed = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=dict(self.signature))
+        template = copy.copy(template_trial or signed)
+        nonce = template.system_attrs.get(_NONCE) or uuid.uuid4().hex  # a proxy keeps that of the call that it passes on
+        template.system_attrs = template.system_attrs | {_NONCE: nonce}
+        attempts = itertools.count()
+
+        def create() -> int:
+            if next(attempts):
+                for trial in self._storage.get_all_trials(study_id, deepcopy=False):
+                    if trial.system_attrs.get(_NONCE) == nonce:
+                        return self._storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
+            return self._storage.create_new_trial(study_id, template)
+
+        created: int = self._retry(create)
+        return created
+
+    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
+        """Set the state of a trial; a repeated call succeeds if the trial was finished like this."""
+        attempts = itertools.count()
+
+        def update() -> bool:
+            is_repeated = next(attempts) > 0
+            try:
+                return self._storage.set_trial_state_values(trial_id, state, values)
+            except UpdateFinishedTrialError:
+                stored = self._storage.get_trial(trial_id)
+                if is_repeated and stored.state == state and (values is None or stored.values == list(values)):
+                    return True
+                raise
+
+        updated: bool = self._retry(update)
+        return updated
+
+
 def sqlite_url(file: Path) -> str:
     """Return the URL of an SQLite database in a file, whatever characters its path has.
 
-    Raises:
-        InputError: no URL can name the file, as with a question mark in SQLAlchemy 2.0.
+    A file that no URL can name, as with a question mark in SQLAlchemy 2.0, is an :class:`InputError`.
     """
     path = str(file.resolve())
     # MLflow also creates the folder that follows "sqlite:///", as it stands there; with the driver's name it does not.

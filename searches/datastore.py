@@ -40,9 +40,9 @@ def datastore(config: DictConfig) -> Datastore:
             raise InputError(f"{name}: {config[name]!r} is not a path")
     target: Target = instantiate(config.target)
     store = Datastore.load(config.inspect, target) if config.inspect is not None else _build(config, target)
-    print(describe(store))
+    print(_describe(store))
     if config.ngram is not None:
-        print(followers(store, str(config.ngram), target))
+        print(_followers(store, str(config.ngram), target))
     return store
 
 
@@ -59,9 +59,8 @@ def _build(config: DictConfig, target: Target) -> Datastore:
     texts, sources, answered = [], [], []
     if config.corpus is not None:
         sources.append(str(config.corpus))
-        files = corpus_files(Path(config.corpus))
-        for file in tqdm(files, unit="file", desc="corpus", disable=None):
-            texts += [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in read_texts(file)]
+        for file in tqdm(_corpus_files(Path(config.corpus)), unit="file", desc="corpus", disable=None):
+            texts += [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in _read_texts(file)]
     if config.own:
         sources.append("the target's own outputs")
         prompts: PromptSet = instantiate(config.prompts)
@@ -78,7 +77,7 @@ def _build(config: DictConfig, target: Target) -> Datastore:
     return store
 
 
-def corpus_files(path: Path) -> list[Path]:
+def _corpus_files(path: Path) -> list[Path]:
     """Return the files of a corpus; refuse one that has none."""
     if path.is_file():
         return [path]
@@ -90,11 +89,8 @@ def corpus_files(path: Path) -> list[Path]:
     return files
 
 
-def read_texts(file: Path) -> Iterator[str]:
-    """Yield the texts of a file: the ``text`` of each line of JSON Lines, or else the whole file.
-
-    A file that cannot be read and a line without a text are refused.
-    """
+def _read_texts(file: Path) -> Iterator[str]:
+    """Yield the texts of a file: the ``text`` of each line of JSON Lines, or else the whole file."""
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -104,27 +100,25 @@ def read_texts(file: Path) -> Iterator[str]:
         return
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
+            place = f"corpus: {file}, line {number}"
             try:
                 text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                raise InputError(f"corpus: {file}, line {number}: is not a JSON object with a text") from None
-            if not isinstance(text, str):
-                raise InputError(f"corpus: {file}, line {number}: text is not a string")
-            try:
                 text.encode()
             except UnicodeEncodeError as error:  # a lone surrogate, as in truncated files
-                raise InputError(f"corpus: {file}, line {number}: text is no Unicode: {error}") from None
+                raise InputError(f"{place}: text is no Unicode: {error}") from None
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise InputError(f"{place}: is not a JSON object with a text") from None
             yield text
 
 
-def describe(store: Datastore) -> str:
+def _describe(store: Datastore) -> str:
     """Describe a datastore in one line."""
     size = (store.tokens.nbytes + store.suffixes.nbytes) / 2**20
     about = store.about
     return f"{about['tokens']:,} tokens of {about['texts']:,} texts from {about['source']}, {size:,.1f} MiB"
 
 
-def followers(store: Datastore, phrase: str, target: Target) -> str:
+def _followers(store: Datastore, phrase: str, target: Target) -> str:
     """Return a Markdown table of the most frequent continuations of a phrase."""
     if target.tokenizer is None:
         raise InputError("ngram: the target has no tokenizer to read it with")

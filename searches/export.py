@@ -40,7 +40,7 @@ def export(config: DictConfig) -> None:
         raise InputError(f"engine: {config.engine!r} is not one of {', '.join(ENGINES)}")
     if config.model is None and config.draft is None:
         engines = loaded.engines(str(config.export))
-        print(table(engines) if config.engine is None else script(config.engine, engines[config.engine]))
+        print(_table(engines) if config.engine is None else script(config.engine, engines[config.engine]))
         return
     folders = {name: _empty(name, str(config[name])) for name in ("model", "draft") if config[name] is not None}
     target = load_exported_target(config.target, loaded)
@@ -48,12 +48,12 @@ def export(config: DictConfig) -> None:
     if "model" in folders:
         target.save(folders["model"])
     if "draft" in folders:
-        save_draft(loaded.config, target, folders["draft"], config.engine or "vllm")
+        _save_draft(loaded.config, target, folders["draft"], config.engine or "vllm")
     for folder in folders.values():
         print(f"wrote {folder}")
 
 
-def table(engines: Mapping[str, Mapping[str, Any]]) -> str:
+def _table(engines: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a table of engines in Markdown: their method, and what each does otherwise or why it cannot run the export."""
     lines = ["| engine | documentation | drafts by | differs |", "|---|---|---|---|"]
     for name, entry in engines.items():
@@ -83,20 +83,10 @@ def script(name: str, entry: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def save_draft(config: SpeculativeConfig, target: Target, folder: Path, engine: str) -> None:
-    """Write what drafts, as an engine loads it.
-
-    Args:
-        config: the configuration of the export. Of a cascade, the member with a model of its own is written.
-        target: the target that it drafts for.
-        folder: empty or not there yet.
-        engine: the engine that a head is written for.
-
-    Raises:
-        InputError: the configuration drafts without a model and without a head.
-    """
+def _save_draft(config: SpeculativeConfig, target: Target, folder: Path, engine: str) -> None:
+    """Write what drafts, as an engine loads it; of a cascade, the member with a model of its own."""
     for part in (config, *config.members):
-        if part.method == "layer_skip" and not part.bridge:
+        if part.method == "layer_skip" and not part.no_engine:
             save_draft_checkpoint(target, SkipMask.parse(part.mask, target.layers), folder)
         elif part.draft_model:
             load_draft(target, part.draft_model, part.method != "cross_tokenizer").save(folder)

@@ -6,14 +6,17 @@ Usage: ``python -m searches.layerskip [group=choice] [field=value]``
 from omegaconf import DictConfig
 
 from searches.app.application import run
+from searches.report.markdown import summary
+from searches.report.page import LiveView
+from searches.report.publish import Publisher
 from searches.study.supervisor import supervise
-from searches.sweep import search
+from searches.study.sweep import Reports, search
 
 
 def start(config: DictConfig) -> None:
     """Run a study in this process, or in several workers that it starts."""
     if config.study.workers is None:
-        search(config)
+        search(config, Reports(LiveView, Publisher, summary))
     else:
         supervise(config)
 

@@ -23,12 +23,8 @@ _running: list[Progress] = []
 class Progress:
     """Progress of a program with several stages; a context in which it is shown.
 
-    Args:
-        seconds: that the program may take, which the bar shows; None for no limit, so that it shows counted steps.
-
-    Attributes:
-        started: when the program started, on the clock of ``time.monotonic``, earlier runs included.
-        leader: describes the best result so far; empty before there is one.
+    The bar shows the seconds that the program may take, or else counted steps. ``started`` is on the clock of
+    ``time.monotonic``, earlier runs included; ``leader`` describes the best result so far, if any.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -120,13 +116,7 @@ class Progress:
 
 @contextlib.contextmanager
 def counting(total: int, unit: str, stage: str) -> Iterator[Callable[[], object]]:
-    """Yield a function that counts one step of a stage of a program.
-
-    Args:
-        total: the number of steps.
-        unit: the name of the steps, such as ``prompts``.
-        stage: the name that a program without a :class:`Progress` shows.
-    """
+    """Yield a function that counts one of ``total`` steps, by the name ``unit``, of a stage of a program."""
     with contextlib.ExitStack() as shown:
         if not _running:
             shown.enter_context(Progress()).begin(stage)

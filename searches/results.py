@@ -44,13 +44,10 @@ def record_header(schema: str, target: Target) -> dict[str, Any]:
 
 
 class ResultLog:
-    """Values by name, in a file of JSON lines.
-
-    Args:
-        path: the file, created with the first value; None keeps values in memory only.
+    """Values by name, in a file of JSON lines, which is created with the first value; without a path in memory only.
 
     Raises:
-        ConfigError: a line of the file is damaged.
+    ConfigError: a line of the file is damaged.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -90,16 +87,13 @@ def _pair(line: bytes) -> tuple[str, Any]:
 
 
 def read_lines(path: Path, field: str, read: Callable[[bytes], Line], remedy: str) -> list[Line]:
-    """Return the lines of a file, none if there is no file. A partial or damaged last line is cut off.
+    """Read the lines of a file that grows line by line. A damaged last line is dropped.
 
     Args:
-        path: the file.
-        field: a field of the configuration, with which messages begin.
-        read: returns what a line holds; it raises an error if the line is damaged.
-        remedy: what the user can do.
-
-    Raises:
-        ConfigError: a line before the last is damaged.
+    path: of the file.
+    field: begins messages.
+    read: parses a line; raises ValueError, TypeError or LookupError if it is damaged.
+    remedy: says what to do about a damaged line before the last, which raises :class:`ConfigError`.
     """
     drop_partial_line(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -156,10 +150,9 @@ def exclusive_if_free(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def locked_if_free(file: Path) -> Iterator[bool]:
-    """Hold a lock, or yield False if another process holds it. Where the file system has no locks, a second file is one.
+    """Hold a lock, whose file's folder is created, or yield False if another process holds it.
 
-    Args:
-        file: the lock's file; its folder is created. The kernel releases it with the process.
+    Where the file system has no locks, a second file is one. The kernel releases a lock with its process.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -25,7 +25,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,11 +45,11 @@ from searches.app.checks import InputError, check_flag, check_number, check_seed
 from searches.app.interrupt import interrupt_code
 from searches.app.targets import command_line, load_exported_target
 from searches.backends.selection import closing, described, exported_backend
-from searches.report.tables import empty_note
+from searches.report.tables import conditions, empty_note
 from searches.results import RESULTS_VERSION, ResultLog, record_header
 from searches.study.bench import BASELINE, Bench, ModelBench, Row, resumed_rows
 from searches.study.plan import check_prompts
-from searches.train.texts import refuse_answers_of
+from searches.training.texts import refuse_answers_of
 
 EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_CONFIRMED}
 _CANDIDATE = "export"
@@ -64,6 +64,13 @@ _TOLERATED_ERROR = 0.01
 _TOLERATED_ROUNDS = 0.1
 """Share by which tokens per round may fall, if near-ties change the texts. The speed of a machine does not change them."""
 _CHANGED = 1.2  # factor; on one machine the ratio usually repeats within an eighth
+_METRICS = {
+    "tokens/s": "tokens_per_second",
+    "plain tokens/s": "baseline_tokens_per_second",
+    "acceptance": "acceptance_rate",
+    "tokens/round": "mean_acceptance_length",
+}
+"""The metrics that a report shows beside the speedup, by their titles."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +98,6 @@ class VerifySettings:
         if self.tolerance >= 1:
             raise InputError(f"measure.tolerance: {self.tolerance!r} is not below 1")
 
-    def new_tokens(self, evidence: Mapping[str, Any]) -> int:
-        """Return the new tokens per prompt and turn, by default those of the evidence."""
-        if self.max_new_tokens is not None:
-            return self.max_new_tokens
-        count = evidence.get("max_new_tokens", _MAX_NEW_TOKENS)
-        check_whole("evidence.max_new_tokens", count)
-        return int(count)
-
 
 def verify(config: DictConfig) -> None:
     """Verify an export; ``conf/verify.yaml`` is the configuration.
@@ -109,9 +108,9 @@ def verify(config: DictConfig) -> None:
     check_flag("allow_lossy", config.allow_lossy)
     settings = VerifySettings(**config.measure)
     export = _load_export(config)
-    max_new_tokens = settings.new_tokens(export.evidence)
-    all_prompts: PromptSet = instantiate(config.prompts)
-    held_out = all_prompts.split()[1]
+    max_new_tokens = settings.max_new_tokens or export.evidence.get("max_new_tokens", _MAX_NEW_TOKENS)
+    check_whole("evidence.max_new_tokens", max_new_tokens)
+    held_out: PromptSet = instantiate(config.prompts).split()[1]
     prompts = held_out.take(settings.held_out_prompts)
     claim = Claim.of(export, held_out, prompts, max_new_tokens)
     if len(prompts) < MIN_RESAMPLED:
@@ -127,12 +126,26 @@ def verify(config: DictConfig) -> None:
     asked += [target.digest, machine(target), attachment_digests(export.config), RESULTS_VERSION]
     unfinished = Path(config.outputs) / f"verify-{digest(asked)[:12]}.jsonl"
     rows: list[Row] = []
-    if export.config.method == "none":
-        verdict = judge_plain(claim.speedup)
-    else:
+    verdict = judge_plain(claim.speedup)
+    if export.config.method != "none":
         bench = ModelBench(backend, export.sampling, max_new_tokens, workload)
-        with closing(backend):
-            verdict = _measure(bench, export, claim, prompts, settings, config.seed, unfinished, rows)
+        if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
+            unfinished.unlink()
+        log = ResultLog(unfinished)
+        resumed = f"; {len(log)} of them were before an interruption ({unfinished})" if len(log) else ""
+        asked_for = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.max_repeats} x"
+        print(f"measuring {asked_for}{resumed}", flush=True)
+        try:
+            with closing(backend), tqdm(total=len(prompts) * settings.max_repeats, unit="prompt", disable=None) as bar:
+                for row, judged in judged_rows(bench, export.config, claim, prompts, settings, config.seed, log):
+                    rows.append(row)
+                    bar.update()
+                    verdict = judged or verdict
+        except KeyboardInterrupt as error:
+            if rows:
+                print("\n".join(_table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.max_repeats)))
+            print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
+            sys.exit(interrupt_code(error))
     measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
     header = record_header("layerskip.verification/1", target)
     record = header | {
@@ -142,8 +155,8 @@ def verify(config: DictConfig) -> None:
         "export": str(config.export),
         "config": export.config.to_dict(),
         "sampling": export.sampling.to_dict(),
-        "claimed": dataclasses.asdict(claim.speedup) if claim.speedup is not None else None,
-        "measured": measurement.to_dict() if measurement is not None else None,
+        "claimed": None if claim.speedup is None else dataclasses.asdict(claim.speedup),
+        "measured": None if measurement is None else measurement.to_dict(),
         "tolerance": settings.tolerance,
         "repeats": len(rows) // len(prompts),
         "looks": settings.max_repeats,  # the interval holds for all of them together
@@ -152,7 +165,7 @@ def verify(config: DictConfig) -> None:
         "max_new_tokens": max_new_tokens,
     }
     record["differences"] = differences(export, record)
-    print(report(record, export, measurement))
+    print(_report(record, export, measurement))
     file = Path(config.record or Path(config.outputs) / "verify.json")
     try:
         write_json(file, record)
@@ -183,42 +196,7 @@ def _is_alike(export: Export, target: Target) -> bool:
     return exact and dict(export.target) == Export.describe(target)
 
 
-def _measure(
-    bench: ModelBench,
-    export: Export,
-    claim: Claim,
-    prompts: PromptSet,
-    settings: VerifySettings,
-    seed: int,
-    unfinished: Path,
-    rows: list[Row],
-) -> Verdict:
-    """Measure an export with a progress bar; Ctrl-C prints the metrics so far.
-
-    ``unfinished`` keeps rows as they are measured. The other arguments are those of :func:`measure_claim`.
-    """
-    if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
-        unfinished.unlink()
-    log = ResultLog(unfinished)
-    try:
-        resumed = f"; {len(log)} of them were before an interruption ({unfinished})" if len(log) else ""
-        asked = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.max_repeats} x"
-        print(f"measuring {asked}{resumed}", flush=True)
-        with tqdm(total=len(prompts) * settings.max_repeats, unit="prompt", disable=None) as bar:
-
-            def on_row(row: Row) -> None:
-                rows.append(row)
-                bar.update()
-
-            return measure_claim(bench, export.config, claim, prompts, settings, seed, log, on_row)
-    except KeyboardInterrupt as error:
-        if rows:
-            print("\n".join(table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.max_repeats)))
-        print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
-        sys.exit(interrupt_code(error))
-
-
-def measure_claim(
+def judged_rows(
     bench: Bench,
     config: SpeculativeConfig,
     claim: Claim,
@@ -226,8 +204,7 @@ def measure_claim(
     settings: VerifySettings,
     seed: int,
     log: ResultLog,
-    on_row: Callable[[Row], object],
-) -> Verdict:
+) -> Iterator[tuple[Row, Verdict | None]]:
     """Measure a configuration against plain decoding until its claim can be judged or the repeats are used up.
 
     Args:
@@ -238,22 +215,24 @@ def measure_claim(
         settings: the number of repeats and the tolerance.
         seed: the seed of the measurement.
         log: rows of an interrupted run, which are not measured again; takes the new ones.
-        on_row: called with the row of each prompt.
+
+    Yields:
+        The row of each prompt, with a verdict after the last prompt of a repeat.
     """
     rows: list[Row] = []
     for repeat in range(settings.max_repeats):
         measure = partial(bench.compare, {_CANDIDATE: config}, repeats=1, seed=seed + _SEED_STEP * repeat)
         for row in resumed_rows(measure, prompts, log, str(repeat)):
             rows.append(row)
-            on_row(row)
+            if len(rows) % len(prompts):
+                yield row, None
         measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
         measured = Speedup.measured(measurement, settings.max_repeats)
-        per_round = measurement.stats.mean_acceptance_length
-        lossless, decoded = measurement.lossless.verdict, measurement.decoded.prompts
-        verdict = judge(claim, measured, lossless, settings.tolerance, per_round, decoded)
+        per_round, decoded = measurement.stats.mean_acceptance_length, measurement.decoded.prompts
+        verdict = judge(claim, measured, measurement.lossless.verdict, settings.tolerance, per_round, decoded)
+        yield rows[-1], verdict
         if verdict.clear:
-            break
-    return verdict
+            return
 
 
 @dataclass(frozen=True)
@@ -330,21 +309,17 @@ class Claim:
             held_out: all held-out prompts.
             prompts: those that are measured now.
             max_new_tokens: tokens per prompt and turn, as measured now.
-
-        Raises:
-            InputError: as :meth:`Speedup.claimed`.
         """
         evidence = export.evidence
-        names = ("mean_acceptance_length", "losslessness", "prompts_digest", "prompts")
-        per_round, output, prompts_digest, count = (evidence.get(name) for name in names)
+        per_round, prompts_digest, count = map(evidence.get, ("mean_acceptance_length", "prompts_digest", "prompts"))
         same_length = evidence.get("max_new_tokens", max_new_tokens) == max_new_tokens
         same_work = [held_out, prompts, *([held_out.take(count)] if type(count) is int else [])]
         is_same = prompts_digest is None or prompts_digest in [part.digest for part in same_work]
         return cls(
             Speedup.claimed(evidence),
-            float(per_round) if isinstance(per_round, (int, float)) and not isinstance(per_round, bool) else None,
+            float(per_round) if _is_positive(per_round) else None,
             lossy=not export.config.lossless,
-            kept_output=isinstance(output, Mapping) and output.get("verdict") in ("exact", "near_tie"),
+            kept_output=_part(evidence, "losslessness").get("verdict") in ("exact", "near_tie"),
             other_work=not (same_length and is_same),
             repeatable=same_length and export.sampling.greedy and prompts_digest == prompts.digest,
             implied=_implied(evidence) if export.sampling.greedy else (),
@@ -390,7 +365,7 @@ def judge(
         measured: the new speedup.
         losslessness: verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs.
         tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
-        mean_acceptance_length: the new ones; None skips their comparison.
+        mean_acceptance_length: the new tokens per round; None skips their comparison.
         prompts: the number of prompts that the new speedup rests on.
     """
     claimed = claim.speedup
@@ -401,13 +376,9 @@ def judge(
         return Verdict("weaker", reason, clear=False)
     if claim.contradiction is not None:
         return Verdict("refuted", f"the evidence contradicts itself: {claim.contradiction}.")
-    per_round = claim.mean_acceptance_length if claim.repeatable else None
-    if (
-        per_round is not None
-        and mean_acceptance_length is not None
-        and mean_acceptance_length < per_round * (1 - _TOLERATED_ROUNDS)
-    ):
-        rounds = f"{per_round:.2f} tokens per round claimed, {mean_acceptance_length:.2f} measured on the same prompts"
+    before, now = claim.mean_acceptance_length if claim.repeatable else None, mean_acceptance_length
+    if before is not None and now is not None and now < before * (1 - _TOLERATED_ROUNDS):
+        rounds = f"{before:.2f} tokens per round claimed, {now:.2f} measured on the same prompts"
         return Verdict("refuted", f"{rounds}; the machine cannot cause this difference.")
     if 0 < prompts < MIN_RESAMPLED:
         few = f"the outputs of only {prompts} prompts go on after their first token; {MIN_RESAMPLED} are the least."
@@ -445,8 +416,7 @@ def judge_plain(claim: Speedup | None) -> Verdict:
 def _implied(evidence: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     """Return the speedups that follow from rates, and from seconds if both outputs were the same tokens."""
     pairs = {"tokens per second": ("tokens_per_second", "baseline_tokens_per_second")}
-    output = evidence.get("losslessness")
-    if isinstance(output, Mapping) and output.get("verdict") == "exact":
+    if _part(evidence, "losslessness").get("verdict") == "exact":
         pairs["seconds"] = ("baseline_decode_seconds", "decode_seconds")
     metrics = {name: [evidence.get(field) for field in fields] for name, fields in pairs.items()}
     return tuple((name, one / other) for name, (one, other) in metrics.items() if _is_positive(one) and _is_positive(other))
@@ -491,9 +461,8 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
 def compute_speed_change(export: Export, record: Mapping[str, Any]) -> str | None:
     """Return a sentence if the machine's arithmetic, compared with its memory, is faster or slower than for the export.
 
-    A step of plain decoding is bound by memory bandwidth. Prefill and the verification of drafts are bound by arithmetic. If
-    only arithmetic is slower, for example because of other load on the machine, drafts gain less, but plain decoding's
-    tokens/s do not show it.
+    A step of plain decoding is bound by memory bandwidth, prefill and verification by arithmetic. If only arithmetic is
+    slower, drafts gain less, but plain decoding's tokens/s do not show it.
     """
     work = export.evidence.get("prompts_digest"), export.evidence.get("max_new_tokens")
     if work != (record["prompts"]["digest"], record["max_new_tokens"]):
@@ -511,28 +480,19 @@ def compute_speed_change(export: Export, record: Mapping[str, Any]) -> str | Non
 def _prefill_share(metrics: Mapping[str, Any]) -> float | None:
     """Return the time of prefill as a share of plain decoding's; None if the metrics do not contain both."""
     prefill, decoding = metrics.get("baseline_prefill_seconds"), metrics.get("baseline_decode_seconds")
-    if isinstance(prefill, float) and isinstance(decoding, float) and prefill > 0 and decoding > 0:
-        return prefill / decoding
-    return None
+    return prefill / decoding if _is_positive(prefill) and _is_positive(decoding) else None
 
 
-def report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:
+def _report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:
     """Return a record as Markdown: the verdict, claimed and measured metrics, and changed conditions."""
     lines = [f"{record['verdict']}: {record['reason']}", ""]
     if measurement is not None:
-        lines += [*table(export, measurement, record["looks"]), *empty_note(record["measured"]), ""]
-        where, prompts, versions = record["environment"], record["prompts"], record["environment"]["versions"]
-        lines += [
-            f"{export.config.label()} on {record['target']['name']} in {record['target']['dtype']} on {where['device']} "
-            f"({where['device_name']}, {where['threads']} threads), {prompts['count']} prompts ({prompts['name']}) "
-            f"x {record['repeats']}, {record['max_new_tokens']} new tokens, torch {versions['torch']}, "
-            f"transformers {versions['transformers']}, {record['date']}.",
-            "",
-        ]
+        lines += [*_table(export, measurement, record["looks"]), *empty_note(record["measured"]), ""]
+        lines += [f"{export.config.label()} on {conditions(record)}", ""]
         if (change := compute_speed_change(export, record)) is not None:
             lines += [change, ""]
-    changed = [f"- {each['field']}: {each['exported']}, now {each['now']}" for each in record["differences"]]
-    if changed:
+    if record["differences"]:
+        changed = [f"- {each['field']}: {each['exported']}, now {each['now']}" for each in record["differences"]]
         lines += ["Different from the export:", "", *changed]
     elif export.environment:
         lines.append("Same model, machine, versions and prompts as the export's.")
@@ -541,30 +501,17 @@ def report(record: Mapping[str, Any], export: Export, measurement: Measurement |
     return "\n".join(lines) + "\n"
 
 
-def table(export: Export, measurement: Measurement, looks: int) -> list[str]:
+def _table(export: Export, measurement: Measurement, looks: int) -> list[str]:
     """Return claimed and measured metrics as the lines of a Markdown table."""
     metrics, evidence = measurement.to_dict(), export.evidence
-    rows: list[tuple[str, Any, Any]] = [
-        (
-            "speedup",
-            Speedup.claimed(evidence),
-            Speedup.measured(measurement, looks) if measurement.decoded.candidate else None,
-        ),
-        *((name.replace("_", " "), evidence.get(key), metrics[key]) for name, key in _METRICS.items()),
-        ("output", _part(evidence, "losslessness").get("verdict"), metrics["losslessness"]["verdict"]),
-    ]
+    measured = Speedup.measured(measurement, looks) if measurement.decoded.candidate else None
+    rows: list[tuple[str, Any, Any]] = [("speedup", Speedup.claimed(evidence), measured)]
+    rows += [(name, evidence.get(key), metrics[key]) for name, key in _METRICS.items()]
+    rows.append(("output", _part(evidence, "losslessness").get("verdict"), metrics["losslessness"]["verdict"]))
     for category, value in metrics["speedup_by_category"].items():
         rows.append((f"speedup, {category}", _part(evidence, "speedup_by_category").get(category), value))
     lines = ["| | claimed | measured |", "|---|---|---|"]
-    return lines + [f"| {name} | {_shown(claimed)} | {_shown(measured)} |" for name, claimed, measured in rows]
-
-
-_METRICS = {
-    "tokens/s": "tokens_per_second",
-    "plain tokens/s": "baseline_tokens_per_second",
-    "acceptance": "acceptance_rate",
-    "tokens/round": "mean_acceptance_length",
-}
+    return lines + [f"| {name} | {_shown(claimed)} | {_shown(now)} |" for name, claimed, now in rows]
 
 
 def _part(evidence: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -17,10 +17,10 @@ from layerskip import (
     load_target,
     save_draft_checkpoint,
 )
+from layerskip.bridges.bridge import BridgeShape, save_bridges
 from layerskip.bridges.fit import Calibration
-from layerskip.drafters.token_translation import Translation
+from layerskip.drafters.cross_tokenizer import Translation
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import BridgeShape, save_bridges
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts
 from tests.accelerator import DEVICE
@@ -84,7 +84,7 @@ def test_the_scan_of_a_bridged_mask_equals_decoding(gemma3: Target, tmp_path: Pa
     mask = SkipMask.parse("layers:3-5;mlp:9", gemma3.layers)
     fit = Calibration(gemma3, continuations, 2**30).fit(BridgeShape.of(gemma3, mask))
     save_bridges(tmp_path / "bridge", fit.bridges, gemma3, {})
-    (scan,) = (scanner := Scanner(gemma3, continuations, Sampling(), 3)).scan([mask], bridges=[fit.bridges])
+    (scan,) = (scanner := Scanner(gemma3, continuations, Sampling(), 3)).scan([mask], replacements=[fit.bridges])
     config = SpeculativeConfig("layer_skip", 3, mask=mask.format(), bridge=str(tmp_path / "bridge"))
     for item, rounds in zip(PROMPTS, scanner.rounds(scan, 3, config.stop), strict=True):
         result = generate(gemma3, item.messages(), config, max_new_tokens=NEW_TOKENS)

@@ -26,19 +26,24 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 
 from layerskip import Export, ExportError, SpeculativeConfig, Target, TargetError
+from tests.exhaustive import representative
 from tests.families import build
 
 CONFIGS = [
-    SpeculativeConfig(),
     SpeculativeConfig("layer_skip", mask="attention:0;mlp:1", num_speculative_tokens=3),
     SpeculativeConfig("prompt_lookup", prompt_lookup_min=1, prompt_lookup_max=2, num_speculative_tokens=6),
-    SpeculativeConfig("retrieval", num_speculative_tokens=3),
-    SpeculativeConfig("lookahead", num_speculative_tokens=2, window=3),
     SpeculativeConfig("token_recycling", num_speculative_tokens=3, min_token_prob=0.0),
+    *representative(
+        [],
+        [
+            SpeculativeConfig(),
+            SpeculativeConfig("retrieval", num_speculative_tokens=3),
+            SpeculativeConfig("lookahead", num_speculative_tokens=2, window=3),
+        ],
+    ),
 ]
 PROMPT = torch.tensor([[9, 30, 31, 9, 30, 40, 41, 42, 31]])
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=32)
-LATER_PENALTY = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)
 kinds = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
 
 
@@ -61,7 +66,7 @@ def _both(target: Target, config: SpeculativeConfig, **options: Any) -> tuple[li
 
 def test_draft_models_with_another_tokenizer_use_the_given_tokenizer(tiny_target: Target, tiny_folder: Path) -> None:
     other = SpeculativeConfig("cross_tokenizer", draft_model=str(tiny_folder), num_speculative_tokens=2)
-    for config in (other, SpeculativeConfig("cascade", members=(CONFIGS[2], other))):
+    for config in (other, SpeculativeConfig("cascade", members=(CONFIGS[1], other))):
         method = Export(Export.describe(tiny_target), config).custom_generate(tiny_target.tokenizer)
         ours = _generate(tiny_target.model, custom_generate=method, **GREEDY)
         assert ours.equal(_generate(tiny_target.model, **GREEDY))
@@ -79,66 +84,11 @@ def test_inputs_of_a_tokenizer_are_continued_as_by_generate(tiny_target: Target,
     assert actual.shape[1] == inputs["input_ids"].shape[1] + 32
 
 
-@kinds
-@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
-@pytest.mark.parametrize(
-    "lengths",
-    [{"max_new_tokens": 1}, {"max_new_tokens": 7}, {"max_length": 20}, {"max_length": 10}, {}],
-    ids=lambda lengths: "".join(f"{name} {value}" for name, value in lengths.items()) or "default",
-)
-def test_lengths_are_those_of_generate(tiny_target: Target, config: SpeculativeConfig, lengths: dict[str, int]) -> None:
-    ours, theirs = _both(tiny_target, config, do_sample=False, **lengths)
-    assert ours == theirs
-
-
-@kinds
-def test_any_of_several_end_tokens_ends_generation(tiny_target: Target, config: SpeculativeConfig) -> None:
-    free, _ = _both(tiny_target, config, **GREEDY)
-    for ends in ([1, free[12]], [free[20], free[5]], free[3]):
-        ours, theirs = _both(tiny_target, config, eos_token_id=ends, **GREEDY)
-        assert ours == theirs
-        assert len(ours) < 32
-
-
-@kinds
-def test_stop_strings_end_generation(tiny_target: Target, config: SpeculativeConfig) -> None:
-    free, _ = _both(tiny_target, config, **GREEDY)
-    text = tiny_target.decode(free)
-    criteria = [StopStringCriteria(tiny_target.tokenizer, [text[14:17], "no such text"])]
-    ours, theirs = _both(tiny_target, config, stopping_criteria=criteria, **GREEDY)
-    assert ours == theirs
-    assert text[14:17] in tiny_target.decode(ours)
-    assert len(ours) < 32
-
-
 class Ending(StoppingCriteria):
     """End a sequence at a length that depends on its content."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
         return (input_ids.sum(-1) % 7 == 0) & (input_ids.shape[1] > 14)
-
-
-@kinds
-def test_a_custom_stopping_criterion_ends_generation(tiny_target: Target, config: SpeculativeConfig) -> None:
-    ours, theirs = _both(tiny_target, config, stopping_criteria=[Ending()], **GREEDY)
-    assert ours == theirs
-    assert len(ours) < 32
-
-
-@pytest.mark.parametrize("own", [MaxLengthCriteria(14), MaxLengthCriteria(60), MaxLengthCriteria(4)])
-def test_a_given_length_criterion_replaces_generates(tiny_target: Target, own: MaxLengthCriteria) -> None:
-    for config in CONFIGS[:3]:
-        ours, theirs = _both(tiny_target, config, stopping_criteria=[own], **GREEDY)
-        assert ours == theirs
-
-
-def test_a_given_end_criterion_replaces_generates(tiny_target: Target) -> None:
-    free, _ = _both(tiny_target, CONFIGS[0], **GREEDY)
-    own = [EosTokenCriteria([free[12]])]
-    for config in CONFIGS[:3]:
-        ours, theirs = _both(tiny_target, config, stopping_criteria=own, eos_token_id=free[3], **GREEDY)
-        assert ours == theirs
-        assert len(ours) > 4
 
 
 class Longer(MaxLengthCriteria):
@@ -148,18 +98,42 @@ class Longer(MaxLengthCriteria):
         return super().__call__(input_ids, scores, **options) | (input_ids[:, -1] % 3 == 0)  # type: ignore[arg-type, return-value]
 
 
-def test_a_subclass_of_generates_criteria_is_called(tiny_target: Target) -> None:
-    for config in CONFIGS[:3]:
-        ours, theirs = _both(tiny_target, config, stopping_criteria=[Longer(30)], **GREEDY)
-        assert ours == theirs
-        assert len(ours) < 21
+EXPIRED = MaxTimeCriteria(max_time=60.0, initial_timestamp=0.0)  # in 1970
+ENDS: dict[str, tuple[Callable[[Target, list[int]], dict[str, Any]], int, int]] = {
+    "one new token": (lambda target, free: {"max_new_tokens": 1}, 1, 1),
+    "a length": (lambda target, free: {"max_new_tokens": None, "max_length": 20}, 11, 11),
+    "the default length": (lambda target, free: {"max_new_tokens": None}, 1, 20),
+    "an end token": (lambda target, free: {"eos_token_id": free[3]}, 1, 4),
+    "several end tokens": (lambda target, free: {"eos_token_id": [free[20], free[5]]}, 1, 6),
+    "stop strings": (
+        lambda target, free: {
+            "stopping_criteria": [StopStringCriteria(target.tokenizer, [target.decode(free)[14:17], "no such text"])]
+        },
+        2, 31,
+    ),
+    "a criterion": (lambda target, free: {"stopping_criteria": [Ending()]}, 2, 31),
+    "a time limit": (lambda target, free: {"stopping_criteria": [EXPIRED]}, 1, 1),
+    # Given criteria of generate's own classes replace its own.
+    "a length criterion": (lambda target, free: {"stopping_criteria": [MaxLengthCriteria(14)]}, 5, 5),
+    "a longer length criterion": (lambda target, free: {"stopping_criteria": [MaxLengthCriteria(60)]}, 33, 51),
+    "a length criterion of the prompt": (lambda target, free: {"stopping_criteria": [MaxLengthCriteria(4)]}, 1, 1),
+    "an end criterion": (
+        lambda target, free: {"stopping_criteria": [EosTokenCriteria([free[12]])], "eos_token_id": free[3]}, 5, 32
+    ),
+    "a subclass": (lambda target, free: {"stopping_criteria": [Longer(30)]}, 1, 20),
+}  # fmt: skip
+"""Options of ``generate``, made of a target and its plain output, with the fewest and the most new tokens."""
 
 
-def test_a_time_limit_ends_generation(tiny_target: Target) -> None:
-    criteria = [MaxTimeCriteria(max_time=60.0, initial_timestamp=0.0)]  # expired in 1970
-    ours, theirs = _both(tiny_target, CONFIGS[0], stopping_criteria=criteria, **GREEDY)
+@kinds
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize("end", ENDS)
+def test_generation_ends_where_generate_ends_it(tiny_target: Target, config: SpeculativeConfig, end: str) -> None:
+    free = _generate(tiny_target.model, **GREEDY)[0, PROMPT.shape[1] :].tolist()
+    options, fewest, most = ENDS[end]
+    ours, theirs = _both(tiny_target, config, **GREEDY | options(tiny_target, free))
     assert ours == theirs
-    assert len(ours) == 1
+    assert fewest <= len(ours) <= most
 
 
 @kinds
@@ -167,23 +141,6 @@ def test_the_repetition_penalty_is_that_of_generate(tiny_target: Target, config:
     ours, theirs = _both(tiny_target, config, repetition_penalty=1.8, **GREEDY)
     plain, _ = _both(tiny_target, config, **GREEDY)
     assert ours == theirs != plain
-
-
-@kinds
-def test_a_dictionary_is_returned_on_request(tiny_target: Target, config: SpeculativeConfig) -> None:
-    options = GREEDY | {"return_dict_in_generate": True}
-    ours = _generate(tiny_target.model, custom_generate=_method(tiny_target, config), **options)
-    theirs = _generate(tiny_target.model, **options)
-    assert type(ours) is type(theirs)
-    assert ours.sequences.equal(theirs.sequences)
-
-
-@kinds
-def test_committed_tokens_are_streamed_to_a_callback(tiny_target: Target, config: SpeculativeConfig) -> None:
-    parts: list[list[int]] = []
-    result = _generate(tiny_target.model, custom_generate=_method(tiny_target, config), callback=parts.append, **GREEDY)
-    assert [token for part in parts for token in part] == result[0, PROMPT.shape[1] :].tolist()
-    assert len(parts) > 1
 
 
 class Puts(BaseStreamer):
@@ -200,25 +157,31 @@ class Puts(BaseStreamer):
 
 
 @kinds
-def test_a_streamer_gets_what_generate_gives_it(tiny_target: Target, config: SpeculativeConfig) -> None:
-    ours, theirs, heard = Puts(), Puts(), []
+def test_tokens_are_streamed_as_by_generate_and_a_dictionary_is_returned_on_request(
+    tiny_target: Target, config: SpeculativeConfig
+) -> None:
+    ours, theirs, parts = Puts(), Puts(), []
+    options = GREEDY | {"return_dict_in_generate": True}
     method = _method(tiny_target, config)
-    _generate(tiny_target.model, custom_generate=method, streamer=ours, callback=heard.extend, **GREEDY)
-    _generate(tiny_target.model, streamer=theirs, **GREEDY)
+    result = _generate(tiny_target.model, custom_generate=method, streamer=ours, callback=parts.append, **options)
+    expected = _generate(tiny_target.model, streamer=theirs, **options)
+    assert type(result) is type(expected)
+    assert result.sequences.equal(expected.sequences)
     assert ours.got == theirs.got
-    assert [[token] for token in heard] == ours.got[1:-1]
+    assert [[token] for part in parts for token in part] == ours.got[1:-1]
+    assert len(parts) > 1
 
 
 def test_a_reader_of_a_streamer_reaches_its_end(tiny_target: Target) -> None:
     streamer = TextIteratorStreamer(tiny_target.tokenizer, skip_prompt=True, timeout=60)
-    method = _method(tiny_target, CONFIGS[2])
+    method = _method(tiny_target, CONFIGS[1])
     with ThreadPoolExecutor(1) as pool:
         output = pool.submit(_generate, tiny_target.model, custom_generate=method, streamer=streamer, **GREEDY)
         text = "".join(streamer)
     assert text == tiny_target.decode(output.result()[0, PROMPT.shape[1] :].tolist())
 
 
-@kinds
+@pytest.mark.parametrize("config", representative(CONFIGS[:1], CONFIGS[1:]), ids=lambda config: config.method)
 @pytest.mark.parametrize(
     "warping",
     [
@@ -269,7 +232,7 @@ def _scores(model: PreTrainedModel, output: Tensor, options: dict[str, Any]) -> 
 
 
 def test_one_method_serves_several_models(tiny_target: Target) -> None:
-    method = _method(tiny_target, CONFIGS[1])
+    method = _method(tiny_target, CONFIGS[0])
     models = [build("llama", seed, num_hidden_layers=3) for seed in (1, 2)]
     for model in (*models, *models):
         assert _generate(model, custom_generate=method, **GREEDY).equal(_generate(model, **GREEDY))
@@ -284,9 +247,8 @@ def test_a_method_continues_after_a_dtype_change(tiny_target: Target) -> None:
         assert _generate(model, custom_generate=method, **GREEDY).shape == (1, PROMPT.shape[1] + 32)
 
 
-@kinds
-def test_threads_take_turns_on_one_model(tiny_target: Target, config: SpeculativeConfig) -> None:
-    method = _method(tiny_target, config)
+def test_threads_take_turns_on_one_model(tiny_target: Target) -> None:
+    method = _method(tiny_target, CONFIGS[0])
     prompts = [PROMPT[:, begin:] for begin in range(4)]
     expected = [_generate(tiny_target.model, prompt, **GREEDY) for prompt in prompts]
 
@@ -301,7 +263,7 @@ def test_threads_take_turns_on_one_model(tiny_target: Target, config: Speculativ
 
 def test_a_hook_on_the_model_applies_until_it_is_removed(tiny_target: Target) -> None:
     model = build("llama", num_hidden_layers=3)
-    method = _method(tiny_target, CONFIGS[1])
+    method = _method(tiny_target, CONFIGS[0])
     plain = _generate(model, **GREEDY)
     for _ in range(2):
         assert _generate(model, custom_generate=method, **GREEDY).equal(plain)
@@ -322,23 +284,16 @@ def test_a_method_does_not_keep_a_model_alive(tiny_target: Target) -> None:
     assert alive() is None
 
 
-@pytest.fixture
-def model(tiny_target: Target) -> PreTrainedModel:
-    return tiny_target.model
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [
         ({"num_beams": 2}, "num_beams|batch"),
         ({"num_return_sequences": 2, "do_sample": True}, "batch of 2"),
+        ({"stop_strings": ["the"]}, "stop strings"),
         ({"bad_words_ids": [[30]]}, "NoBadWordsLogitsProcessor"),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
         ({"min_new_tokens": 3}, "MinLengthLogitsProcessor|MinNewTokens"),
-        (
-            {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)]},
-            "RepetitionPenalty",
-        ),
+        ({"logits_processor": [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=9)]}, "RepetitionPenalty"),
         ({"typical_p": 0.5, "do_sample": True}, "TypicalLogitsWarper"),
         ({"logits_processor": [TopKLogitsWarper(5)], "do_sample": True, "top_k": 50}, "TopKLogitsWarper appears twice"),
         ({"logits_processor": [TopPLogitsWarper(0.8)], "do_sample": True, "temperature": 0.7}, "another order"),
@@ -352,42 +307,25 @@ def model(tiny_target: Target) -> PreTrainedModel:
     ],
 )
 def test_unsupported_options_are_refused_by_name(tiny_target: Target, options: dict[str, Any], name: str) -> None:
+    words = {"tokenizer": tiny_target.tokenizer} if "stop_strings" in options else {}
     with pytest.raises(ValueError, match=name):
-        _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[1]), **GREEDY | options)
+        _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[0]), **GREEDY | options | words)
 
 
-def test_stop_strings_are_refused_at_once(tiny_target: Target) -> None:
-    """Transformers does so itself, as it passes its tokenizer to no custom method."""
-    given = GREEDY | {"stop_strings": ["the"], "tokenizer": tiny_target.tokenizer}
-    with pytest.raises(ValueError, match="stop strings"):
-        _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[1]), **given)
-
-
-def test_a_token_beyond_the_vocabulary_is_refused(model: PreTrainedModel, tiny_target: Target) -> None:
-    with pytest.raises(ValueError, match="^input_ids: the token 9999 is beyond the vocabulary"):
-        _generate(model, torch.tensor([[7, 9999]]), custom_generate=_method(tiny_target, CONFIGS[0]), **GREEDY)
-
-
-def test_a_batch_is_refused(model: PreTrainedModel, tiny_target: Target) -> None:
-    prompts = PROMPT.repeat(2, 1)
-    with pytest.raises(ValueError, match="batch of 2"):
-        _generate(model, prompts, custom_generate=_method(tiny_target, CONFIGS[0]), **GREEDY)
-
-
-def test_padding_is_refused(model: PreTrainedModel, tiny_target: Target) -> None:
+def test_inputs_other_than_one_whole_prompt_are_refused(tiny_target: Target) -> None:
+    model, method = tiny_target.model, _method(tiny_target, SpeculativeConfig())
     padded = torch.cat((torch.zeros(1, 2, dtype=torch.int64), PROMPT), dim=1)
-    method = _method(tiny_target, CONFIGS[0])
-    for mask in ((padded != 0).long(), None):
-        with pytest.raises(ValueError, match="attention_mask: "):
-            model.generate(padded, attention_mask=mask, custom_generate=method, **GREEDY)
-
-
-def test_input_embeddings_are_refused(model: PreTrainedModel, tiny_target: Target) -> None:
     embeddings = model.get_input_embeddings()(PROMPT)
-    method = _method(tiny_target, CONFIGS[0])
-    for tokens in (None, PROMPT):
-        with pytest.raises(ValueError, match="inputs_embeds"):
-            model.generate(tokens, inputs_embeds=embeddings, custom_generate=method, **GREEDY)
+    for tokens, inputs, message in (
+        (torch.tensor([[7, 9999]]), {}, "^input_ids: the token 9999 is beyond the vocabulary"),
+        (PROMPT.repeat(2, 1), {}, "batch of 2"),
+        (padded, {"attention_mask": (padded != 0).long()}, "attention_mask: "),
+        (padded, {"attention_mask": None}, "attention_mask: "),
+        (None, {"inputs_embeds": embeddings}, "inputs_embeds"),
+        (PROMPT, {"inputs_embeds": embeddings}, "inputs_embeds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(tokens, custom_generate=method, **inputs, **GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -395,6 +333,6 @@ def test_input_embeddings_are_refused(model: PreTrainedModel, tiny_target: Targe
     [("gpt2", {"num_hidden_layers": 3}, "architecture"), ("llama", {"num_hidden_layers": 4}, "layers")],
 )
 def test_another_model_is_refused_by_field(tiny_target: Target, family: str, changes: dict[str, int], field: str) -> None:
-    method = _method(tiny_target, CONFIGS[0])
+    method = _method(tiny_target, SpeculativeConfig())
     with pytest.raises(ExportError, match=f"^target.{field}: "):
         _generate(build(family, **changes), custom_generate=method, **GREEDY)

@@ -29,27 +29,18 @@ def _many(count: int, categories: int = 3) -> list[dict[str, str]]:
     return [{"id": f"q{i}", "category": f"c{i % categories}", "prompt": f"Prompt {i}"} for i in range(count)]
 
 
-def test_the_packaged_set_covers_six_kinds_of_work() -> None:
+def test_the_packaged_set_covers_six_kinds_of_work_in_balanced_and_disjoint_halves() -> None:
     packaged = PromptSet.packaged()
-    categories = Counter(item.category for item in packaged)
-    assert len(packaged) >= 40
-    assert len(categories) == 6
-    assert min(categories.values()) >= 4
-    assert len(set(_ids(packaged))) == len(packaged)
+    tune, held_out = packaged.split()
+    counts = [Counter(item.category for item in half) for half in (tune, held_out)]
+    assert (len(packaged), len(tune), len(held_out), len(counts[0])) == (48, 24, 24, 6)
+    assert counts[0] == counts[1]
+    assert not set(_ids(tune)) & set(_ids(held_out))
+    assert {*_ids(tune), *_ids(held_out)} == set(_ids(packaged))
+    assert (tune.name, held_out.name) == ("packaged/tune", "packaged/held-out")
     for item in packaged:
         assert item.messages()[-1]["role"] == "user"
         assert all(message["content"].strip() for message in item.messages())
-
-
-def test_the_packaged_halves_are_balanced_and_disjoint() -> None:
-    packaged = PromptSet.packaged()
-    tune, held_out = packaged.split()
-    assert (len(tune), len(held_out)) == (24, 24)
-    assert not set(_ids(tune)) & set(_ids(held_out))
-    assert set(_ids(tune)) | set(_ids(held_out)) == set(_ids(packaged))
-    counts = [Counter(item.category for item in half) for half in (tune, held_out)]
-    assert counts[0] == counts[1]
-    assert (tune.name, held_out.name) == ("packaged/tune", "packaged/held-out")
 
 
 def test_every_form_of_prompt_is_read(tmp_path: Path) -> None:
@@ -160,34 +151,25 @@ def test_take_alternates_between_categories() -> None:
 
 REFUSED = [
     ("{", "not JSON"),
-    ('"text"', "'prompt', 'messages' or 'turns'"),
-    ("[]", "'prompt', 'messages' or 'turns'"),
-    ('{"text": "x"}', "exactly one"),
-    ('{"prompt": "x", "turns": ["y"]}', "exactly one"),
-    ('{"prompt": ""}', "prompt: "),
-    ('{"prompt": "  "}', "prompt: "),
-    ('{"prompt": null}', "prompt: "),
-    ('{"prompt": ["x"]}', "prompt: "),
+    *((line, "'prompt', 'messages' or 'turns'") for line in ('"text"', "[]")),
+    *((line, "exactly one") for line in ('{"text": "x"}', '{"prompt": "x", "turns": ["y"]}')),
+    *((f'{{"prompt": {value}}}', "prompt: ") for value in ('"  "', "null", '["x"]')),
     ('{"prompt": "cut \\ud83d"}', "prompt: is not valid Unicode"),
-    ('{"messages": []}', "messages: "),
-    ('{"messages": "x"}', "messages: "),
-    ('{"messages": ["x"]}', "messages: "),
-    ('{"messages": [{"content": "x"}]}', "messages: "),
-    ('{"messages": [{"role": "user"}]}', "messages: "),
-    ('{"messages": [{"role": "user", "content": ""}]}', "messages: "),
-    ('{"messages": [{"role": 1, "content": "x"}]}', "messages: "),
-    ('{"turns": []}', "turns: "),
-    ('{"turns": "x"}', "turns: "),
-    ('{"turns": ["x", ""]}', "turns: "),
-    ('{"turns": ["x", 2]}', "turns: "),
-    ('{"id": "a", "prompt": "x"}', "'a'.* line 1"),
-    ('{"question_id": "a", "prompt": "x"}', "'a'.* line 1"),
+    *(
+        (f'{{"messages": {value}}}', "messages: ")
+        for value in (
+            "[]", '"x"', '["x"]', '[{"content": "x"}]', '[{"role": "user"}]', '[{"role": "user", "content": ""}]',
+            '[{"role": 1, "content": "x"}]',
+        )
+    ),
+    *((f'{{"turns": {value}}}', "turns: ") for value in ("[]", '"x"', '["x", ""]', '["x", 2]')),
+    *((f'{{"{name}": "a", "prompt": "x"}}', "'a'.* line 1") for name in ("id", "question_id")),
     ('{"id": "q7", "prompt": 5}', "id 'q7': prompt: 5"),
     ('{"id": {"q": 7}, "prompt": "x"}', "id: {'q': 7}"),
     ('{"id": true, "prompt": "x"}', "id: True"),
     ('{"id": "\\ud83d", "prompt": "x"}', "id: is not valid Unicode"),
     ('{"category": ["code"], "prompt": "x"}', "category: "),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "reason"), REFUSED)
@@ -198,28 +180,28 @@ def test_a_bad_line_is_refused_with_its_file_and_number(tmp_path: Path, line: st
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n\n", b"\xff\xfe\x00"])
-def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "empty.jsonl"
-    file.write_bytes(content)
-    with pytest.raises(PromptError, match=r"^prompts.path: .*empty.jsonl"):
-        PromptSet.load(file)
-
-
-@pytest.mark.parametrize("name", ["missing.jsonl", "."])
-def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(PromptError, match=r"^prompts.path: cannot read "):
-        PromptSet.load(tmp_path / name)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((content, "^prompts.path: .*some.jsonl") for content in (b"", b"\n \n\n", b"\xff\xfe\x00")),
+        (None, "^prompts.path: cannot read "),
+    ],
+)
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "some.jsonl").write_bytes(content)
+    with pytest.raises(PromptError, match=message):
+        PromptSet.load(tmp_path / "some.jsonl")
 
 
 @pytest.mark.parametrize(
-    ("texts", "reason"), [("one text", "prompts: is one text"), (["good", 5], "prompts: 1: prompt: 5 ")]
+    ("texts", "reason"),
+    [
+        ("one text", "^prompts: is one text"),
+        (["good", 5], "^prompts: 1: prompt: 5 "),
+        (["one", "two", "one"], "already used"),
+    ],
 )
-def test_texts_of_another_type_are_refused(texts: Any, reason: str) -> None:
-    with pytest.raises(PromptError, match=f"^{reason}"):
+def test_texts_that_are_no_prompts_are_refused(texts: Any, reason: str) -> None:
+    with pytest.raises(PromptError, match=reason):
         PromptSet.of(texts)
-
-
-def test_the_same_text_twice_is_refused() -> None:
-    with pytest.raises(PromptError, match="already used"):
-        PromptSet.of(["one", "two", "one"])

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layerskip.bridges.bridge import Bridge, Bridges, BridgeShape
 from layerskip.bridges.ridge import mlp_regression_bytes, regress, regress_mlp, regression_bytes
 from layerskip.decoding.sampling import Sampling
 from layerskip.mask import Gap, SkipMask
-from layerskip.models.bridge import Bridge, Bridges, BridgeShape
 from layerskip.models.target import Target
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.text_batch import StartPack, TextBatch, TextCache
@@ -40,16 +40,13 @@ def select_continuations(
     width: int,
     text_cache: TextCache | None = None,
 ) -> tuple[Continuation, ...]:
-    """Select as many continuations, evenly spread, as the budget holds.
+    """Select as many continuations, evenly spread, as a budget of bytes holds.
+
+    The budget is for everything that is kept, and for what reading or fitting needs in addition, whichever is more.
 
     Args:
-        target: the model whose texts are read.
-        model: the target as a model of independent rows.
-        continuations: the continuations to select from.
-        max_bytes: budget for everything that is kept, and for what reading and fitting need in addition. The two
-            follow each other, so the larger of the two counts.
         max_rows: rows per pass while bridges are fitted.
-        width: width of the widest MLP to fit; 0 for none.
+        width: of the widest MLP to fit; 0 for none.
         text_cache: decides how many of the most likely tokens are kept.
 
     Raises:
@@ -63,17 +60,12 @@ def select_continuations(
     kinds = len({id(window) for window in one.visible})
     mask_bytes = kinds * (1 + (size if model.additive else 1))  # per row and key, of our mask and the model's own
     top_bytes = 0 if text_cache is None else 8 * min(text_cache.top_k, vocabulary)
-    lengths = [len(p.prompt) + p.max_new_tokens for p in continuations]
-    keys = [
-        max_rows + length * (max_rows // continuation.starts + 2)
-        for continuation, length in zip(continuations, lengths, strict=True)
-    ]
-    kept = [
-        length * (position_bytes + kinds * length)
-        + len(continuation.tokens) * top_bytes
-        + continuation.starts * (hidden * (target.layers + 1) * size + mask_bytes * visible)
-        for continuation, length, visible in zip(continuations, lengths, keys, strict=True)
-    ]
+    keys, kept = list[int](), list[int]()
+    for each in continuations:
+        length = len(each.prompt) + each.max_new_tokens
+        keys.append(max_rows + length * (max_rows // each.starts + 2))
+        row_bytes = hidden * (target.layers + 1) * size + mask_bytes * keys[-1]
+        kept.append(length * (position_bytes + kinds * length) + len(each.tokens) * top_bytes + each.starts * row_bytes)
     for count in range(len(continuations), 0, -1):
         places = [number * len(continuations) // count for number in range(count)]
         rows = sum(continuations[place].starts for place in places)
@@ -98,15 +90,12 @@ _MIN_ROWS = 4  # rows per hidden state element that are used in any case
 
 @dataclass(frozen=True)
 class Fit:
-    """Fitted bridges and their agreement on held-out rows.
+    """Fitted bridges in float32, with the ridge constant of every gap.
 
     Args:
-        bridges: the bridges, in float32.
-        ridges: the ridge constant of every gap.
-        empty: how often the draft's first token is the target's, without bridges.
+        empty: how often the draft's first token is the target's on held-out rows, without bridges.
         bridged: the same with bridges.
         rows: the rows used for fitting, including outliers that were left out.
-        seconds: the time of fitting.
     """
 
     bridges: Bridges
@@ -137,11 +126,8 @@ class Calibration:
     """The hidden states that bridges of a target are fitted to.
 
     Args:
-        target: the model that bridges are fitted for.
-        continuations: its continuations.
         max_bytes: budget for everything that is kept, and for what reading and fitting need in addition, with logits but
             without the bridges themselves. If not all continuations fit, evenly spread ones are used.
-        max_rows: rows per pass.
         text_cache: states of texts that the target has read; the texts read here are added.
         width: width of the widest MLP that the budget has to suffice for.
 
@@ -201,7 +187,6 @@ class Calibration:
 
     @torch.inference_mode()
     def _fit(self, bridges: Bridges) -> tuple[dict[str, float], int]:
-        """Fit all gaps; return the ridge constant of each, and the number of rows."""
         ridges: dict[str, float] = {}
         parts, rows = self._fitted_parts(bridges.mask.gaps)
         streams = [part.states[0] for part in parts]
@@ -240,7 +225,6 @@ class Calibration:
         return [part for part, _ in some], sum(size for _, size in some)
 
     def _advance(self, part: _Part, stream: Tensor, first: int, last: int) -> Tensor:
-        """Run whole layers on a stream."""
         self._prepare(part, SkipMask.none(self.target.layers))
         for layer in part.layers[first:last]:
             stream = layer(stream)
@@ -263,7 +247,6 @@ class Calibration:
         return hidden, wanted
 
     def _sublayer_output(self, part: _Part, gap: Gap) -> Tensor:
-        """Return the output of a sub-layer in the target itself."""
         self._prepare(part, SkipMask.none(self.target.layers))
         self._model.watch(gap.kind, gap.first)
         part.layers[gap.first](part.states[gap.first])
@@ -289,10 +272,9 @@ class Calibration:
         return _nearly_same(known.expand_as(own), (added - layer(own)).float())
 
     def _prepare(self, part: _Part, mask: SkipMask, bridges: Bridges | None = None) -> None:
-        """Prepare passes over a part's rows."""
         self._texts.load(part.pack)
         mask_ids = torch.zeros(len(part.pack.rows), dtype=torch.int64, device=self.target.device)
-        self._model.prepare(part.visible, [mask], mask_ids, bridges=[bridges])
+        self._model.prepare(part.visible, [mask], mask_ids, replacements=[bridges])
 
     @torch.inference_mode()
     def judge(self, mask: SkipMask, bridges: Bridges | None) -> float:
@@ -305,8 +287,8 @@ class Calibration:
         right = 0
         for part in reversed(self._parts):
             rows, cache = part.pack.rows, self._texts.load(part.pack)
-            tokens, mask_ids = self._texts.tokens(rows), torch.zeros(len(rows), dtype=torch.int64, device=self.target.device)
-            logits = self._model.run(tokens, part.positions, cache, part.visible, [mask], mask_ids, bridges=[bridges])
+            self._prepare(part, mask, bridges)
+            logits = self._model.run(self._texts.tokens(rows), part.positions, cache)
             own = self._texts.tokens([(p, s + 1) for p, s in rows])
             right += int((logits.argmax(-1) == own)[-left:].sum())
             left -= len(rows)
@@ -330,7 +312,6 @@ def _held_out(rows: int) -> int:
 
 
 def _single(layers: int, gap: Gap) -> SkipMask:
-    """Return the mask of one sub-layer."""
     chosen = {gap.first}
     return SkipMask.of(layers, chosen if gap.kind == "attention" else set(), chosen if gap.kind == "mlp" else set())
 

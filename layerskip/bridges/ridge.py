@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from layerskip.bridges.bridge import Bridge, rms_normalised
 from layerskip.heads.training import rate_factor
-from layerskip.models.bridge import Bridge, rms_normalised
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _VALIDATION = 0.2  # share of the rows, the last ones, on which the constant is chosen
@@ -22,13 +22,7 @@ _AT_ONCE = 1024  # rows
 
 
 def regress(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
-    """Fit one bridge and return the chosen ridge constant.
-
-    Args:
-        bridge: the bridge; its MLP, if it has one, stays as it is.
-        hidden: ``[n, H]`` float32: its inputs.
-        wanted: ``[n, H]`` float32: the outputs to fit.
-    """
+    """Fit one bridge's map to inputs and outputs ``[n, H]`` float32; return the chosen ridge constant."""
     inputs = rms_normalised(hidden)
     fitted = inputs.shape[0] - int(_VALIDATION * inputs.shape[0])
     if bridge.shape.kind == "mean" or fitted < 2:
@@ -54,14 +48,7 @@ def regression_bytes(rows: int, hidden: int) -> int:
 
 @torch.no_grad()
 def squared_error(function: Callable[[Tensor], Tensor], hidden: Tensor, wanted: Tensor, at_once: int = _AT_ONCE) -> float:
-    """Return the mean squared error over all elements.
-
-    Args:
-        function: from ``[n, H]`` to ``[n, H]``.
-        hidden: ``[n, H]``: its inputs.
-        wanted: ``[n, H]``: the correct outputs.
-        at_once: rows at a time, which bounds memory.
-    """
+    """Return the mean squared error of a function from ``[n, H]`` to ``[n, H]``, with ``at_once`` rows at a time."""
     parts = (slice(first, first + at_once) for first in range(0, hidden.shape[0], at_once))
     return sum(float((function(hidden[part]) - wanted[part]).square().sum()) for part in parts) / max(1, wanted.numel())
 
@@ -117,12 +104,8 @@ _MLP_VALIDATION = 0.1  # share of the rows, the last ones
 def regress_mlp(bridge: Bridge, hidden: Tensor, wanted: Tensor) -> float:
     """Fit a bridge's map, then map and MLP together by AdamW (arXiv 1711.05101) on the squared error.
 
-    If this does not reduce the error on validation rows, the map alone is fitted to all rows.
-
-    Args:
-        bridge: the bridge, in float32.
-        hidden: ``[n, H]`` float32: its inputs.
-        wanted: ``[n, H]`` float32: the outputs to fit.
+    If this does not reduce the error on validation rows, the map alone is fitted to all rows. The bridge, its inputs and
+    outputs ``[n, H]`` are in float32.
 
     Returns:
         The ridge constant.

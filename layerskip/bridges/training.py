@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
+from layerskip.bridges.bridge import Bridges
 from layerskip.decoding.sampling import Sampling, most_likely
 from layerskip.device.memory import AllocationCounter
-from layerskip.models.bridge import Bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.target import Target
@@ -33,14 +33,10 @@ class BridgeTraining:
     """The training loss of bridges.
 
     Args:
-        target: the model; its weights take no gradient from now on.
         bridges: the bridges of a mask, in float32 on the target's device.
         tokens: ``[v]`` int64: the tokens that may be drafted.
         unroll: the most drafted tokens in a row that the loss covers.
         text_cache: states of texts that the target has read. Trainings of other bridges of the same target may share it.
-
-    Raises:
-        UnsupportedModel: the model's attention does not support independent rows.
     """
 
     def __init__(
@@ -75,10 +71,10 @@ class BridgeTraining:
             live = [rows[i] for i in draft_ids.tolist()]
             visible, positions = texts.visible(pack, live, draft_ids, passes, place)
             inputs = texts.tokens([(p, s + place) for p, s in live])
-            masks, bridges, mask_ids = [self.bridges.mask], [self.bridges], torch.zeros_like(inputs)
             parts = runs_of([p for p, _ in live])
-            logits = self._draft_rows.run(inputs, positions, cache, visible, masks, mask_ids, parts, bridges)
-            cache.keep()
+            self._draft_rows.prepare(visible, [self.bridges.mask], torch.zeros_like(inputs), parts, [self.bridges])
+            logits = self._draft_rows.run(inputs, positions, cache)
+            cache.length += len(live)
             passes.append((draft_ids, place))
             probs, tokens = texts.top_tokens([(p, s + place + 1) for p, s in live])
             places = self._places[tokens]
@@ -97,9 +93,8 @@ class BridgeTraining:
     def nbytes(self, *continuations: Continuation) -> int:
         """Return the most bytes that a loss and its gradient allocate, however many drafted tokens become right.
 
-        It includes the target's states of the texts, and their keys and values laid out for drafts, but no weights. It is
-        measured with a real gradient, because copies of logits and their gradients outweigh everything that is kept for the
-        backward pass.
+        It includes the target's states of the texts, but no weights. It is measured with a real gradient, because copies of
+        logits and their gradients outweigh everything that is kept for the backward pass.
         """
         text_cache, self._text_cache = self._text_cache, TextCache(0, self._text_cache.top_k)  # reads and counts the texts
         counter = AllocationCounter([self.target.model, self._head, self.bridges])
@@ -112,68 +107,27 @@ class BridgeTraining:
         return counter.peak
 
 
-class _GradientLayer(CacheLayerMixin):
-    """Keys and values of one layer, through which gradients flow."""
+class _GradientCache(DynamicCache):
+    """A cache that starts with another's keys and values and grows by passes through which gradients flow.
 
-    is_sliding = False
-    is_croppable = False
-    is_compileable = False
-
-    def __init__(self, owner: _GradientCache, keys: Tensor | None, values: Tensor | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._owner = owner
-        self._kept: list[tuple[Tensor, Tensor]] = [] if keys is None or values is None else [(keys, values)]
-        self._new: tuple[Tensor, Tensor] | None = None
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing; there is nothing to allocate."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the kept states followed by the new ones."""
-        self._new = key_states, value_states
-        parts = [*self._kept, self._new]
-        return torch.cat([keys for keys, _ in parts], 2), torch.cat([values for _, values in parts], 2)
-
-    def keep(self) -> None:
-        """Keep the states of the last pass."""
-        if self._new is not None:
-            self._kept.append(self._new)
-            self._new = None
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the key length and the offset of the attention mask, as :class:`~layerskip.models.cache.KVCache` does."""
-        return self._owner.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the shared length; transformers' interface."""
-        return self._owner.length
-
-    def get_max_length(self) -> int:
-        """Return -1: the length is unlimited."""
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-
-class _GradientCache(Cache):
-    """A cache that starts with another's keys and values and grows by passes through which gradients flow."""
+    All layers share one length, as in :class:`~layerskip.models.cache.KVCache`, also those whose attention is skipped.
+    """
 
     def __init__(self, first: KVCache, length: int) -> None:
+        super().__init__()
         self.length = length
-        self._parts = [
-            _GradientLayer(self, None if k is None else k[:, :, :length], None if v is None else v[:, :, :length])
-            for k, v in first.states()
-        ]
-        super().__init__(layers=list(self._parts))
+        for keys, values in first.states():
+            layer = DynamicLayer()
+            if keys is not None and values is not None:
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values = keys[:, :, :length], values[:, :, :length]
+            self.layers.append(layer)
 
-    def keep(self) -> None:
-        """Keep the states of the last pass."""
-        written = {layer._new[0].shape[2] for layer in self._parts if layer._new is not None}
-        for layer in self._parts:
-            layer.keep()
-        self.length += max(written, default=0)
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.length + query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Return the position of the next pass's first token."""
         return self.length

@@ -15,40 +15,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from layerskip.config import Costs, StopRule
+from layerskip.config import StopRule
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import BridgeShape
-from layerskip.scan.replay import Counts
-from layerskip.scan.trace import CHAIN, Branching
+from layerskip.scan.replay import CHAIN, Branching, Counts
 
 
 @dataclass(frozen=True)
 class DraftExtras:
-    """The bridges that a draft pass adds to its kept sub-layers, and the output rows that it leaves out.
+    """The modules that a draft pass runs in place of skipped sub-layers, and the output rows that it leaves out.
 
     Args:
-        bridges: bridges in place of skipped sub-layers.
-        parameters: parameters of all bridges together, which a pass reads.
+        modules: in place of skipped sub-layers.
+        parameters: parameters of all modules together, which a pass reads.
         left_out: tokens of the vocabulary that are never drafted.
-        maps: bridges that depend on their input; all kinds but ``mean``.
+        maps: modules that depend on their input.
     """
 
-    bridges: int = 0
+    modules: int = 0
     parameters: int = 0
     left_out: int = 0
     maps: int = 0
 
-    @classmethod
-    def of(cls, shape: BridgeShape | None, left_out: int = 0) -> DraftExtras:
-        """Return the extras of a mask's bridges and a draft head."""
-        if shape is None:
-            return cls(left_out=left_out)
-        maps = shape.bridge_count if shape.kind != "mean" else 0
-        return cls(shape.bridge_count, shape.parameter_count, left_out, maps)
-
 
 NO_EXTRAS = DraftExtras()
-"""No bridges, and the whole vocabulary."""
+"""Empty skips, and the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +54,12 @@ class CostProfile:
         confidence_seconds: computing the draft's confidence in a token, for a stop rule.
         round_seconds: the fixed cost of drafting with a model in a round, in addition to its draft passes and verification.
         verify_seconds: entry g: verifying g drafted tokens; entry 0 is a step of plain decoding.
-        bridge_seconds: a bridge, whatever its size.
-        number_seconds: each parameter that bridges read.
+        module_seconds: a module in place of skipped sub-layers, whatever its size.
+        number_seconds: each parameter that such modules read.
         token_seconds: each token of the vocabulary in the output layer.
         siblings_seconds: looking for the siblings of a drafted token and adding them to the draft.
         tree_seconds: the extra cost of verifying a tree instead of a chain of as many tokens.
-        map_seconds: the extra cost of a bridge that depends on its input.
+        map_seconds: the extra cost of a module that depends on its input.
         others: profiles at longer contexts, rising, if contexts differ much.
     """
 
@@ -81,7 +71,7 @@ class CostProfile:
     confidence_seconds: float
     round_seconds: float
     verify_seconds: tuple[float, ...]
-    bridge_seconds: float = 0.0
+    module_seconds: float = 0.0
     number_seconds: float = 0.0
     token_seconds: float = 0.0
     siblings_seconds: float = 0.0
@@ -128,7 +118,7 @@ class CostProfile:
         pairs = list(zip(mask.attention, mask.mlp, strict=True))
         return (
             max(0.0, self.head_seconds - self.token_seconds * extras.left_out)
-            + self.bridge_seconds * extras.bridges
+            + self.module_seconds * extras.modules
             + self.map_seconds * extras.maps
             + self.number_seconds * extras.parameters
             + self.block_seconds * sum(not (attention and mlp) for attention, mlp in pairs)
@@ -136,21 +126,12 @@ class CostProfile:
             + sum(cost for cost, (_, skipped) in zip(self.mlp_seconds, pairs, strict=True) if not skipped)
         )
 
-    def saved_seconds(self, kind: str) -> tuple[float, ...]:
-        """Return the seconds that skipping a layer's ``attention`` or ``mlp`` saves in a draft pass, layer by layer."""
-        return self.attention_seconds if kind == "attention" else self.mlp_seconds
-
     def seconds(
         self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS, branching: Branching = CHAIN
     ) -> float:
         """Return the seconds of a decoding with these counts.
 
-        Args:
-            counts: counts of the decoding.
-            mask: the draft's mask.
-            stop: the stop rule; any but ``length`` computes confidences.
-            extras: bridges and draft head of the draft.
-            branching: siblings. Looking for them costs the same whether any are found or not.
+        A stop rule other than ``length`` computes confidences. Looking for siblings costs the same whether any are found.
 
         Raises:
             ValueError: the counts have more tokens verified at once than were measured.
@@ -165,15 +146,7 @@ class CostProfile:
     def speedup(
         self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS, branching: Branching = CHAIN
     ) -> float:
-        """Return the predicted speedup over plain decoding; 1.0 if nothing is decoded.
-
-        Args:
-            counts: counts of the decoding.
-            mask: the draft's mask.
-            stop: the stop rule.
-            extras: bridges and draft head of the draft.
-            branching: siblings of drafted tokens.
-        """
+        """Return the predicted speedup over plain decoding; 1.0 if nothing is decoded."""
         if not counts.tokens:
             return 1.0
         return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop, extras, branching)
@@ -192,19 +165,13 @@ class CostProfile:
 
     def speedup_bound(self, mask: SkipMask, extras: DraftExtras = NO_EXTRAS) -> float:
         """Return the highest speedup of any draft length if every drafted token were accepted."""
-        lengths = range(1, self.longest + 1)
-        return max((1 + g) * self.verify_seconds[0] / self.round_cost(mask, g, extras) for g in lengths)
+        step, lengths = self.verify_seconds[0], range(1, self.longest + 1)
+        return max((1 + g) * step / self.round_cost(mask, g, extras) for g in lengths)
 
     @property
     def longest(self) -> int:
         """The most drafted tokens whose verification was measured."""
         return len(self.verify_seconds) - 1
-
-    @property
-    def verify_cost(self) -> Costs:
-        """Cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding; of each context if there are several."""
-        measured = [(one.context, in_steps(one.verify_seconds)) for one in (self, *self.others)]
-        return tuple(measured) if self.others else measured[0][1]
 
 
 def in_steps(verify_seconds: Sequence[float]) -> tuple[float, ...]:

@@ -18,17 +18,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from layerskip.bridges.bridge import Bridges, BridgeShape
 from layerskip.config import ConfigError, StopRule
 from layerskip.costs.cost_model import CostProfile, DraftExtras
-from layerskip.costs.timing import VerifyPass
+from layerskip.costs.timing import VerifyPass, seconds_of
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import Stopper, confidence
 from layerskip.decoding.tree_growth import reads_while_growing
-from layerskip.device.transfer import now
 from layerskip.drafters.chain import SiblingCollector, draft_chain
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import architecture
-from layerskip.models.bridge import Bridges, BridgeShape
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.packing import pack_matrices, uses_packing
 from layerskip.models.skip_view import skip_view
@@ -49,32 +48,43 @@ _Job = tuple[str, int, int]
 """A timed job: its kind, the index of its draft, and the number of drafted tokens."""
 
 
+@dataclass(frozen=True)
+class Repeats:
+    """How often every job is timed.
+
+    Args:
+        count: runs of every job, after a warm-up.
+        error: runs continue, up to twice as many, while the standard error of a median exceeds this share of it.
+        on_repeat: called after every run of all jobs.
+        is_over: returns whether time has run out, after which no job runs more than ``MIN_REPEATS`` times.
+    """
+
+    count: int = 12
+    error: float = math.inf
+    on_repeat: Callable[[], object] = lambda: None
+    is_over: Callable[[], bool] = lambda: False
+
+    def enough(self, repeat: int, times: Mapping[_Job, Sequence[float]]) -> bool:
+        """Return whether a number of runs, without the warm-up, is enough."""
+        accurate = repeat > self.count and _largest_error(times) <= self.error
+        return accurate or (repeat > MIN_REPEATS and self.is_over())
+
+
 @torch.inference_mode()
 def profile_costs(
     target: Target,
     context: int,
     longest: int = 8,
     sampling: Sampling | None = None,
-    repeats: int = 12,
-    error: float = math.inf,
-    on_repeat: Callable[[], object] = lambda: None,
+    repeats: Repeats = Repeats(),
     bridged: bool = False,
     branching: bool = False,
-    is_over: Callable[[], bool] = lambda: False,
 ) -> CostProfile:
     """Measure a profile. All jobs run repeatedly in random order, and the time of each is its median.
 
     Args:
-        target: the model to time.
-        context: positions in the cache, like those of the search's prompts.
-        longest: the most drafted tokens to verify.
-        sampling: how tokens are chosen; None for greedy.
-        repeats: runs of every job, after a warm-up.
-        error: repeats continue, up to twice as many, while the standard error of a median exceeds this share of it.
-        on_repeat: called after every run of all jobs.
         bridged: whether to measure bridges and draft heads.
         branching: whether to measure siblings.
-        is_over: returns whether time has run out, after which no job runs more than ``MIN_REPEATS`` times.
     """
     longest = max(longest, 1 + _SIBLINGS)  # one length would not separate the fixed cost of a round from that of its tokens
     drafts = _timed_drafts(target, bridged)
@@ -110,35 +120,28 @@ def profile_costs(
         jobs |= {("round", number, count): partial(decode_round, timed, view, count) for count in lengths}
     jobs |= {("verify", 0, count): partial(passes.chain, count) for count in range(longest + 1)}
     jobs["confidence", 0, 0] = lambda: float(confidence(passes.logits))
-    variants = [
-        partial(decode, with_siblings, as_tree) for with_siblings, as_tree in ((False, False), (True, False), (True, True))
-    ]
+    variants = [partial(decode, *flags) for flags in ((False, False), (True, False), (True, True))]
     differences: list[tuple[float, float]] = []  # between consecutive variants, timed together because they are small
     times: dict[_Job, list[float]] = {job: [] for job in jobs}
     order = random.Random(0)
-    for repeat in range(_PATIENCE * repeats + 1):
-        if (repeat > repeats and _largest_error(times) <= error) or (repeat > MIN_REPEATS and is_over()):
+    for repeat in range(_PATIENCE * repeats.count + 1):
+        if repeats.enough(repeat, times):
             break
         # Verifications twice: each is a single pass, yet part of every prediction.
         names = [*jobs, *(name for name in jobs if name[0] == "verify")]
         order.shuffle(names)
-        for name in names:
-            start = now(target.device)
-            jobs[name]()
-            if repeat:  # the first repeat warms up
-                times[name].append(now(target.device) - start)
+        taken = [(name, seconds_of(target.device, jobs[name])) for name in names]
+        for name, seconds in taken if repeat else ():  # the first repeat warms up
+            times[name].append(seconds)
         for turn in range(_TURNS if branching else 0):
-            seconds = [0.0, 0.0, 0.0]
-            for number in (2, 1, 0) if turn % 2 else (0, 1, 2):
-                start = now(target.device)
-                variants[number]()
-                seconds[number] = now(target.device) - start
+            numbers = (2, 1, 0) if turn % 2 else (0, 1, 2)
+            chain, looked, tree = (one for _, one in sorted((n, seconds_of(target.device, variants[n])) for n in numbers))
             if repeat:
-                differences.append((seconds[1] - seconds[0], seconds[2] - seconds[1]))
-        on_repeat()
+                differences.append((looked - chain, tree - looked))
+        repeats.on_repeat()
     median = {name: float(np.median(seconds)) for name, seconds in times.items()}
-    siblings, tree = np.maximum(np.median(differences, axis=0), 0.0) if branching else (0.0, 0.0)
-    return _solve(target, context, drafts, median, float(siblings) / lengths[-1], float(tree))
+    sibling_seconds, tree_seconds = np.maximum(np.median(differences, axis=0), 0.0) if branching else (0.0, 0.0)
+    return _solve(target, context, drafts, median, float(sibling_seconds) / lengths[-1], float(tree_seconds))
 
 
 def _solve(
@@ -156,23 +159,20 @@ def _solve(
     drafting = np.array([median[name] - verifying[name[2]] for name in rounds])
     weights = 1 / np.array([median[name] for name in rounds])  # relative errors of short and long rounds count the same
     solved = np.linalg.lstsq(rows * weights[:, None], drafting * weights, rcond=None)[0]
+    head, block, bridge, bridge_map, parameter, token, *sublayers = np.maximum(solved[1:], 0.0).tolist()
     layer_kinds = [_layer_kinds(target, name) for name in ("attention", "mlp")]
-    costs = dict(
-        zip(dict.fromkeys(kind for kinds in layer_kinds for kind in kinds), np.maximum(solved[7:], 0.0), strict=True)
-    )
-    attention, mlp = (tuple(float(costs[kind]) for kind in kinds) for kinds in layer_kinds)
-    head = max(0.0, float(solved[1]))
-    bridge, bridge_map, parameter, token = (max(0.0, float(cost)) for cost in solved[3:7])
+    costs = dict(zip(dict.fromkeys(kind for kinds in layer_kinds for kind in kinds), sublayers, strict=True))
+    attention, mlp = (tuple(costs[kind] for kind in kinds) for kinds in layer_kinds)
     return CostProfile(
         context=context,
         head_seconds=head,
-        block_seconds=max(0.0, float(solved[2])),
+        block_seconds=block,
         attention_seconds=attention,
         mlp_seconds=mlp,
         confidence_seconds=median["confidence", 0, 0],
         round_seconds=float(solved[0]),  # negative if drafting warms up what verification needs
         verify_seconds=tuple(verifying),
-        bridge_seconds=bridge,
+        module_seconds=bridge,
         number_seconds=parameter,
         token_seconds=min(token, head / target.vocabulary),  # few tokens cost at least their share of the head
         siblings_seconds=siblings_seconds,
@@ -209,11 +209,8 @@ def _layer_kinds(target: Target, name: str) -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class _TimedDraft:
-    """A draft to time.
-
-    Its counts are what a pass runs: 1 head, then the numbers of blocks, bridges, maps, bridge parameters, tokens left out
-    (negative), and sub-layers of each kind.
-    """
+    """A draft to time, with what a pass runs: 1 head, then the numbers of blocks, bridges, maps, bridge parameters, tokens
+    left out (negative), and sub-layers of each kind."""
 
     mask: SkipMask
     bridges: Bridges | None
@@ -251,9 +248,10 @@ def _timed_drafts(target: Target, bridged: bool) -> list[_TimedDraft]:
     for mask, shape, head in drafts:
         kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]
         blocks = sum(not (a and m) for a, m in zip(mask.attention, mask.mlp, strict=True))
-        extras = DraftExtras.of(shape, 0 if head is None else target.vocabulary - head.tokens.numel())
+        left_out = 0 if head is None else target.vocabulary - head.tokens.numel()
+        extras = DraftExtras(**({} if shape is None else shape.size), left_out=left_out)
         bridges = None if shape is None else _bridges(shape, target)
-        extra_counts = [float(extras.bridges), float(extras.maps), float(extras.parameters), -float(extras.left_out)]
+        extra_counts = [float(extras.modules), float(extras.maps), float(extras.parameters), -float(extras.left_out)]
         counts = [1.0, float(blocks), *extra_counts, *(float(kept.count(kind)) for kind in kinds)]
         timed.append(_TimedDraft(mask, bridges, head, counts))
     return timed

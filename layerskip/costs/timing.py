@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from layerskip.config import Costs, SpeculativeConfig
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser, Sampling
@@ -31,23 +31,22 @@ from layerskip.models.prefill import run_prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 
+_WARMUP, _TIMED = 2, 12  # rounds of a timed drafter
+_ROOM = 32  # tokens
+_SHORT = 64  # tokens of a prompt so short that every drafter can draft after it
+Job = TypeVar("Job")
+
 
 class VerifyPass:
     """Verification of drafts after a prompt, with the results discarded. Prompt and drafts are meaningless tokens.
 
     Args:
-        target: the model that verifies.
         context: positions in the cache, raised to ``longest`` because drafts repeat tokens of the prompt.
-        longest: the most drafted tokens; not checked.
-        sampling: how tokens are chosen; None for greedy.
-        seed: seed of sampling.
 
     Attributes:
-        context: positions in the cache.
         cache: the target's cache; its ``length`` is ``context`` between passes.
         tokens: ``[context]`` int64 on the device.
         logits: ``[1, V]`` after them.
-        chooser: chooses tokens.
     """
 
     def __init__(self, target: Target, context: int, longest: int, sampling: Sampling | None = None, seed: int = 0) -> None:
@@ -77,7 +76,6 @@ class VerifyPass:
         """Verify a tree.
 
         Args:
-            parents: the parent of each node, as in a draft.
             kept: positions in the block, first the last token's, that are moved to where a chain would have them.
 
         Raises:
@@ -93,36 +91,69 @@ class VerifyPass:
         return Draft(self.tokens[:count], parents, None if self._uniform is None else self._uniform.expand(count, -1))
 
 
+def seconds_of(device: torch.device, job: Callable[[], object]) -> float:
+    """Return the seconds that a job takes on a device."""
+    start = now(device)
+    job()
+    return now(device) - start
+
+
+def _median_seconds(target: Target, jobs: Mapping[Job, Callable[[], object]], repeats: int, seed: int) -> dict[Job, float]:
+    """Run jobs repeatedly in random order, after a warm-up of each, and return the medians."""
+    order, times = random.Random(seed), {name: list[float]() for name in jobs}
+    for repeat in range(repeats + 1):
+        for name in order.sample(list(jobs), len(jobs)):
+            seconds = seconds_of(target.device, jobs[name])
+            if repeat:
+                times[name].append(seconds)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
 @torch.inference_mode()
 def time_verification(
     target: Target, context: int, longest: int = 16, sampling: Sampling | None = None, repeats: int = 12, seed: int = 0
 ) -> tuple[float, ...]:
-    """Verify chains of 0 to ``longest`` tokens repeatedly, in random order, and return the medians.
+    """Return the median seconds of verifying chains of 0 to ``longest`` tokens; the first is a step of plain decoding."""
+    passes = VerifyPass(target, context, longest, sampling, seed)
+    jobs = {count: partial(passes.chain, count) for count in range(longest + 1)}
+    return tuple(_median_seconds(target, jobs, repeats, seed).values())
 
-    The first, for no drafted token, is a step of plain decoding.
+
+@dataclass(frozen=True)
+class TreeTiming:
+    """Times of verifying a chain and a tree.
 
     Args:
-        target: the model to time.
-        context: positions in the cache.
-        longest: the most drafted tokens.
-        sampling: how tokens are chosen; None for greedy.
-        repeats: runs of each length, after a warm-up.
-        seed: seed of sampling.
+        chain_seconds: median time of the chain.
+        tree_seconds: median time of the tree, with moving the accepted branch into place in the cache.
     """
-    passes, order = VerifyPass(target, context, longest, sampling, seed), random.Random(seed)
-    times: list[list[float]] = [[] for _ in range(longest + 1)]
-    for repeat in range(repeats + 1):
-        for count in order.sample(range(longest + 1), longest + 1):
-            start = now(target.device)
-            passes.chain(count)
-            if repeat:
-                times[count].append(now(target.device) - start)
-    return tuple(map(statistics.median, times))
+
+    tokens: int
+    context: int
+    chain_seconds: float
+    tree_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """The tree's time as a multiple of the chain's."""
+        return self.tree_seconds / self.chain_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the times as a dictionary that JSON can hold."""
+        return asdict(self)
 
 
-_WARMUP, _TIMED = 2, 12  # rounds
-_ROOM = 32  # tokens
-_SHORT = 64  # tokens of a prompt so short that every drafter can draft after it
+@torch.inference_mode()
+def time_tree(
+    target: Target, context: int, tokens: int = 16, sampling: Sampling | None = None, repeats: int = 20, seed: int = 0
+) -> TreeTiming:
+    """Time the verification of a chain and of a binary tree of ``tokens`` each; for the arguments see above."""
+    passes = VerifyPass(target, context, tokens, sampling, seed)
+    parents = tuple(node // 2 - 1 for node in range(tokens))
+    kept = [0, *(node + 1 for node in path_to(tokens - 1, parents))]  # as if the target agreed with the last leaf
+    jobs = {"chain": partial(passes.chain, tokens), "tree": partial(passes.tree, parents, kept)}
+    seconds = _median_seconds(target, jobs, repeats, seed)
+    return TreeTiming(tokens, passes.context, seconds["chain"], seconds["tree"])
 
 
 def time_drafting(
@@ -132,13 +163,6 @@ def time_drafting(
 
     A drafter that drafts nothing after so long a prompt, for example because its positions are exhausted, is timed after
     shorter ones.
-
-    Args:
-        target: the model that verifies.
-        config: the configuration of the drafter.
-        context: tokens of the prompt.
-        sampling: how tokens are chosen; None for greedy.
-        seed: seed of sampling.
 
     Returns:
         The cost of one token of a chain or one level of a tree, of all levels if they are drafted at once. The unit is a
@@ -154,58 +178,12 @@ def time_drafting(
 
 
 def _time_drafts(target: Target, drafter: Drafter, context: int, sampling: Sampling, seed: int) -> _DiscardedDrafts:
-    """Time a drafter after a prompt of ``context`` tokens."""
     timed = _DiscardedDrafts(drafter, target.device)
     prompt = [token % target.vocabulary for token in range(max(1, context))]
     end = len(prompt) + 1 + _WARMUP + _TIMED  # leaves room for the drafts of the last rounds
-    stops, none = (lambda tokens: len(tokens) >= end), frozenset[int]()
-    decode(target, timed, prompt, sampling, end - len(prompt) + _ROOM, stops=stops, seed=seed, eos_ids=none)
+    stops = Stops(frozenset(), lambda tokens: len(tokens) >= end)
+    decode(target, timed, prompt, sampling, end - len(prompt) + _ROOM, stops=stops, seed=seed)
     return timed
-
-
-def draft_costs(
-    target: Target,
-    members: Sequence[SpeculativeConfig],
-    contexts: Sequence[int],
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    known: MutableMapping[str, float] | None = None,
-) -> Costs:
-    """Measure the drafting cost of every member of a cascade with :func:`time_drafting`.
-
-    Args:
-        target: the model that verifies.
-        members: the configurations of the members.
-        contexts: tokens of the prompt, rising; at least one number.
-        sampling: how tokens are chosen; None for greedy.
-        seed: seed of sampling.
-        known: earlier measurements; new ones are added.
-
-    Returns:
-        A cost per member, 0.0 for lookups; at each context if there are several. Empty if all members are lookups.
-    """
-    if all(member.lookup for member in members):
-        return ()
-    known = {} if known is None else known
-    tables = []
-    for context in contexts:
-        costs = [0.0] * len(members)
-        for place, member in enumerate(members):
-            if not member.lookup:
-                key = _cost_key(member) + (f" context={context}" if len(contexts) > 1 else "")
-                if key not in known:
-                    known[key] = time_drafting(target, member, context, sampling, seed=seed)
-                costs[place] = known[key]
-        tables.append((context, tuple(costs)))
-    return tuple(tables) if len(tables) > 1 else tables[0][1]
-
-
-def _cost_key(member: SpeculativeConfig) -> str:
-    """Return the fields that a draft level's cost depends on; a chain's depends on neither draft length nor threshold."""
-    fields = member.to_dict()
-    if not member.head:
-        fields.pop("num_speculative_tokens", None)
-    return " ".join(f"{name}={value}" for name, value in (fields | {"stop": member.stop.method}).items() if value)
 
 
 class _DiscardedDrafts(TimedDrafter):
@@ -237,55 +215,41 @@ class _DiscardedDrafts(TimedDrafter):
         return Draft.empty(context.last.device)
 
 
-@dataclass(frozen=True)
-class TreeTiming:
-    """Times of verifying a chain and a tree.
+def draft_costs(
+    target: Target,
+    members: Sequence[SpeculativeConfig],
+    contexts: Sequence[int],
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    known: MutableMapping[str, float] | None = None,
+) -> Costs:
+    """Measure the drafting cost of every member of a cascade with :func:`time_drafting`.
 
     Args:
-        tokens: drafted tokens of each.
-        context: positions in the cache before them.
-        chain_seconds: median time of the chain.
-        tree_seconds: median time of the tree, with moving the accepted branch into place in the cache.
+        known: earlier measurements; new ones are added.
+
+    Returns:
+        A cost per member, 0.0 for lookups; at each context if there are several. Empty if all members are lookups.
     """
+    if all(member.lookup for member in members):
+        return ()
+    known = {} if known is None else known
 
-    tokens: int
-    context: int
-    chain_seconds: float
-    tree_seconds: float
+    def cost(member: SpeculativeConfig, context: int) -> float:
+        if member.lookup:
+            return 0.0
+        key = _cost_key(member) + (f" context={context}" if len(contexts) > 1 else "")
+        if key not in known:
+            known[key] = time_drafting(target, member, context, sampling, seed=seed)
+        return known[key]
 
-    @property
-    def ratio(self) -> float:
-        """The tree's time as a multiple of the chain's."""
-        return self.tree_seconds / self.chain_seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the times as a dictionary that JSON can hold."""
-        return asdict(self)
+    tables = [(context, tuple(cost(member, context) for member in members)) for context in contexts]
+    return tuple(tables) if len(tables) > 1 else tables[0][1]
 
 
-@torch.inference_mode()
-def time_tree(
-    target: Target, context: int, tokens: int = 16, sampling: Sampling | None = None, repeats: int = 20, seed: int = 0
-) -> TreeTiming:
-    """Verify a chain and a binary tree of ``tokens`` each in alternating order and take the medians.
-
-    Args:
-        target: the model to time.
-        context: positions in the cache.
-        tokens: drafted tokens of the chain and of the tree.
-        sampling: how tokens are chosen; None for greedy.
-        repeats: runs of each, after a warm-up.
-        seed: seed of sampling.
-    """
-    passes = VerifyPass(target, context, tokens, sampling, seed)
-    parents = tuple(node // 2 - 1 for node in range(tokens))
-    kept = [0, *(node + 1 for node in path_to(tokens - 1, parents))]  # as if the target agreed with the last leaf
-    variants = {"chain": partial(passes.chain, tokens), "tree": partial(passes.tree, parents, kept)}
-    times: dict[str, list[float]] = {"chain": [], "tree": []}
-    for repeat in range(repeats + 1):
-        for name in ("chain", "tree") if repeat % 2 else ("tree", "chain"):
-            start = now(target.device)
-            variants[name]()
-            if repeat:
-                times[name].append(now(target.device) - start)
-    return TreeTiming(tokens, passes.context, *(statistics.median(times[name]) for name in ("chain", "tree")))
+def _cost_key(member: SpeculativeConfig) -> str:
+    """Return the fields that a draft level's cost depends on; a chain's depends on neither draft length nor threshold."""
+    fields = member.to_dict()
+    if not member.head:
+        fields.pop("num_speculative_tokens", None)
+    return " ".join(f"{name}={value}" for name, value in (fields | {"stop": member.stop.method}).items() if value)

@@ -41,16 +41,11 @@ _OFF: dict[str, Any] = {
 
 def default_sampling(target: Target) -> Sampling:
     """Return greedy decoding as transformers' ``generate`` does it, with the checkpoint's repetition penalty."""
-    penalty = dict(_active(target)).get("repetition_penalty", 1.0)
-    return Sampling(repetition_penalty=penalty)
+    return Sampling(repetition_penalty=dict(_active(target)).get("repetition_penalty", 1.0))
 
 
 def check_settings(target: Target, sampling: Sampling) -> None:
     """Check that decoding does everything that the checkpoint asks of ``generate``.
-
-    Args:
-        target: the model.
-        sampling: how its tokens are chosen.
 
     Raises:
         TargetError: the checkpoint asks for more, or its end-of-sequence tokens are no token ids.

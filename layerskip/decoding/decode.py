@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layerskip.config import EXACT, AcceptRule
 from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
 from layerskip.decoding.sampling import Chooser, Sampling, largest_logits
 from layerskip.decoding.stats import DecodeStats, Round
-from layerskip.decoding.tree import TreeModel, tree_depth, tree_model
+from layerskip.decoding.tree import tree_depth, tree_model
 from layerskip.decoding.verify import Verdict, accept_lossy, verify
 from layerskip.device.transfer import begin_reading, copy_to_device
 from layerskip.models.cache import KVCache
@@ -33,12 +32,9 @@ from layerskip.models.target import NotFinite, Target
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """The output of one decoding.
+    """The new tokens with the end-of-sequence token if there is one, their rounds, and why they end.
 
-    Args:
-        tokens: the new tokens, including the end-of-sequence token if there is one.
-        stats: the rounds that produced them.
-        finish: the reason for the end: ``eos``, ``stop`` or ``length``.
+    The reason, ``finish``, is ``eos``, ``stop`` or ``length``.
     """
 
     tokens: list[int]
@@ -46,114 +42,101 @@ class DecodeResult:
     finish: str
 
 
+@dataclass(frozen=True)
+class Stops:
+    """Where an output ends before its greatest length.
+
+    Args:
+        eos_ids: the tokens that end the sequence, with which the caller replaces all settings of the checkpoint; None for
+            those of the target, whose other settings must then be those of the sampling.
+        criterion: called with all tokens, prompt included, after each new token; the output ends where it returns True.
+    """
+
+    eos_ids: frozenset[int] | None = None
+    criterion: Callable[[list[int]], bool] | None = None
+
+
 @torch.inference_mode()
 def decode(
     target: Target,
     drafter: Drafter,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | Prefill,
     sampling: Sampling,
     max_new_tokens: int,
     *,
-    stops: Callable[[list[int]], bool] | None = None,
+    stops: Stops = Stops(),
     callback: Callable[[list[int]], None] | None = None,
-    on_prefill: Callable[[int], None] | None = None,
     seed: int | None = None,
-    eos_ids: frozenset[int] | None = None,
-    static_shapes: bool | None = None,
-    accept: AcceptRule = EXACT,
-    prefill: Prefill | None = None,
 ) -> DecodeResult:
-    """Continue a prompt with exactly the tokens that the target alone would produce.
+    """Continue a prompt with exactly the tokens that the target alone would produce, unless the drafter's rule is lossy.
 
     Args:
         target: the model to decode with.
         drafter: proposes tokens.
-        prompt: token ids, at least one.
+        prompt: token ids, at least one; or their stored prefill. They are then read again only for a drafter that reads
+            hidden states.
         sampling: how tokens are chosen.
         max_new_tokens: at least 1.
-        stops: called with all tokens, prompt included, after each new token; the output ends where it returns True.
-        callback: called with the committed tokens of every round, in order.
-        on_prefill: called once after prefill, with the number of new tokens known by then, which is 1.
+        stops: what ends the output earlier.
+        callback: called with the first token after prefill, then with the committed tokens of every round.
         seed: makes sampling repeatable.
-        eos_ids: the tokens that end the sequence, with which the caller replaces all settings of the checkpoint; None for
-            those of the target, whose other settings must then be those of ``sampling``.
-        static_shapes: see :func:`~layerskip.models.cache_pool.acquire_cache`.
-        accept: the acceptance rule; any rule but the exact one changes the output.
-        prefill: a stored prefill of the prompt. The prompt is then not read again, unless the drafter reads hidden states.
 
     Raises:
-        ValueError: the prompt is empty, ``prefill`` has another length, or ``max_new_tokens`` is below 1.
+        ValueError: the prompt is empty, or ``max_new_tokens`` is below 1.
         UnsupportedModel: the model has fewer positions, or would change its rotary embedding within the text.
         TargetError: see :func:`~layerskip.decoding.checkpoint_settings.check_settings`.
         NotFinite: the target gives no distribution.
     """
-    if eos_ids is None:
+    if stops.eos_ids is None:
         check_settings(target, sampling)
-    if not prompt:
+    tokens, known = (list(prompt.tokens), prompt) if isinstance(prompt, Prefill) else (list(prompt), None)
+    if not tokens:
         raise ValueError("prompt: is empty")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
-    if prefill is not None and prefill.cache.length != len(prompt):
-        raise ValueError(f"prefill: has {prefill.cache.length} tokens, the prompt has {len(prompt)}")
-    check_positions(target.model, len(prompt), len(prompt) + max_new_tokens)
-    check_rope_scaling(target.model, len(prompt), len(prompt) + max_new_tokens)
+    length = len(tokens)
+    check_positions(target.model, length, length + max_new_tokens)
+    check_rope_scaling(target.model, length, length + max_new_tokens)
     chooser = Chooser(sampling, target.vocabulary, target.device, seed)
-    end = _StoppingCriteria(target.eos_ids if eos_ids is None else eos_ids, len(prompt) + max_new_tokens, stops)
-    room = end.max_length + drafter.tree_tokens
+    end = _End(target.eos_ids if stops.eos_ids is None else stops.eos_ids, length + max_new_tokens, stops.criterion)
     with generation_lock(target.model):
-        cache = acquire_cache(target.model, target.layers, room, target.device, static_shapes)
+        cache = acquire_cache(target.model, target.layers, end.max_length + drafter.tree_tokens, target.device)
         try:
-            loop = _Loop(target, drafter, cache, chooser, end, accept)
-            committed = loop.prefill(prompt, prefill)
-            if on_prefill is not None:
-                on_prefill(1)
-            if callback is not None:
-                callback(committed)
+            loop = _Loop(target, drafter, cache, chooser, end)
+            committed = loop.prefill(tokens, known)
             rounds: list[Round] = []
-            while end.reason is None:
-                committed, counts = loop.run_round()
-                rounds.append(counts)
+            while True:
                 if callback is not None:
                     callback(committed)
-            return DecodeResult(loop.context.tokens[len(prompt) :], DecodeStats(tuple(rounds)), end.reason)
+                if end.reason is not None:
+                    return DecodeResult(loop.context.tokens[length:], DecodeStats(tuple(rounds)), end.reason)
+                committed, counts = loop.run_round()
+                rounds.append(counts)
         finally:  # also after an exception of a callback; the captured passes stay valid
             release_cache(target.model, cache)
 
 
 class _Loop:
-    """The state of one decoding: :meth:`prefill` once, then :meth:`run_round` until the output ends.
-
-    Attributes:
-        context: the sequence so far.
-    """
+    """The state of one decoding: :meth:`prefill` once, then :meth:`run_round` until the output ends."""
 
     context: Context
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        cache: KVCache,
-        chooser: Chooser,
-        end: _StoppingCriteria,
-        accept: AcceptRule,
-    ) -> None:
-        self._name, self._model, self._view = target.name, target.model, decoding_view(target.model)
-        self._device, self._drafter, self._cache = target.device, drafter, cache
-        self._chooser, self._end, self._accept = chooser, end, accept
+    def __init__(self, target: Target, drafter: Drafter, cache: KVCache, chooser: Chooser, end: _End) -> None:
+        self._name, self._view, self._device = target.name, decoding_view(target.model), target.device
+        self._drafter, self._cache, self._chooser, self._end = drafter, cache, chooser, end
         self._features = Features(drafter.modules) if drafter.modules else NO_FEATURES
-        self._trees: TreeModel | None = None
+        self._trees = tree_model(target.model) if drafter.tree_tokens else None
         # Of plain decoding with static shapes: the logits of the next pass, which is launched before a token is read.
         self._ahead: Tensor | None = None
-        ahead = drafter.never_drafts and cache.may_be_static and accept.lossless
+        ahead = drafter.never_drafts and cache.may_be_static and drafter.accept.lossless
         self._runs_ahead = ahead and not chooser.sampling.needs_seen
 
-    def prefill(self, prompt: Sequence[int], known: Prefill | None) -> list[int]:
+    def prefill(self, prompt: list[int], known: Prefill | None) -> list[int]:
         """Read the prompt, commit the target's first token and start the drafter."""
-        chooser, cache = self._chooser, self._cache
+        chooser, cache, drafter = self._chooser, self._cache, self._drafter
         chooser.observe(prompt)
         block = copy_to_device(prompt, self._device)
-        if known is None or self._drafter.modules:
+        if known is None or drafter.modules:
             logits = run_prefill(self._view, block, cache, features=self._features)
         else:
             logits = known.restore(cache)
@@ -162,20 +145,16 @@ class _Loop:
         verdict = verify(Draft.empty(self._device), distribution, chooser.generator, largest)
         self.context = Context(list(prompt), verdict.last)
         self._check_finite(verdict.late[0])
-        committed = self._end.commit(self.context.tokens, [verdict.next_token])
+        committed = self._end.commit(self.context.tokens, verdict.committed)
         if self._end.reason is None:
-            self._drafter.start(prompt, cache, chooser)
-            if self._drafter.modules:
-                self._drafter.observe_features(self._features.read())
+            drafter.start(prompt, cache, chooser)
+            if drafter.modules:
+                drafter.observe_features(self._features.read())
         chooser.observe(committed)
         return committed
 
     def run_round(self) -> tuple[list[int], Round]:
-        """Draft, run one pass of the target, verify and commit.
-
-        Returns:
-            The committed tokens, and the counts of the round.
-        """
+        """Draft, run one pass of the target, verify and commit; return the committed tokens and the round's counts."""
         if self._runs_ahead:
             return self._run_plain_round()
         context, cache, chooser, drafter = self.context, self._cache, self._chooser, self._drafter
@@ -183,14 +162,18 @@ class _Loop:
         limit = self._end.max_length - len(context.tokens) - 1
         draft = drafter.draft(context, limit) if limit > 0 else Draft.empty(self._device)
         block = torch.cat((context.last, draft.tokens))
-        logits = self._run_target(block, draft)
+        if draft.parents is None:
+            logits = forward(self._view, block, cache, last=block.shape[0], features=self._features)
+        else:
+            assert self._trees is not None, "a drafter of trees states their tree_tokens"
+            logits = self._trees.run(block, draft.parents, cache, self._features)
         distribution = chooser.distribution(logits, block, draft.parents)
         late = drafter.observe_logits(VerifyOutput(block, logits))
         values = [largest_logits(logits, distribution), *(read.values for read in late)]
-        if self._accept.lossless:
+        if drafter.accept.lossless:
             verdict = verify(draft, distribution, chooser.generator, values)
         else:
-            verdict = accept_lossy(draft, distribution, logits, self._accept, chooser.generator, values)
+            verdict = accept_lossy(draft, distribution, logits, drafter.accept, chooser.generator, values)
         largest, *late_values = verdict.late
         self._check_finite([largest[row] for row in verdict.rows])
         if verdict.path is not None:
@@ -200,25 +183,13 @@ class _Loop:
         context.last = verdict.last
         chooser.observe(committed)
         if self._end.reason is None:
-            self._observe_features(verdict)
+            if drafter.modules:
+                rows = slice(verdict.accepted + 1) if verdict.path is None else copy_to_device(verdict.rows, self._device)
+                drafter.observe_features(self._features.read()[rows])
             drafter.observe(verdict)
             for read, read_values in zip(late, late_values, strict=True):
                 read.receive(verdict, read_values)
         return committed, _count(verdict, len(committed))
-
-    def _run_target(self, block: Tensor, draft: Draft) -> Tensor:
-        """Return ``[K + 1, V]`` logits after the last token of the sequence and each of the K drafted ones."""
-        if draft.parents is None:
-            return forward(self._view, block, self._cache, last=block.shape[0], features=self._features)
-        self._trees = self._trees or tree_model(self._model)
-        return self._trees.run(block, draft.parents, self._cache, self._features)
-
-    def _observe_features(self, verdict: Verdict) -> None:
-        """Give the drafter the hidden states of the tokens that stay, if it reads any."""
-        if self._features.modules:
-            hidden = self._features.read()
-            rows = slice(verdict.accepted + 1) if verdict.path is None else copy_to_device(verdict.rows, self._device)
-            self._drafter.observe_features(hidden[rows])
 
     def _run_plain_round(self) -> tuple[list[int], Round]:
         """Choose the next token of plain decoding, and launch the pass after it before the host reads it.
@@ -236,8 +207,7 @@ class _Loop:
         context.last = token
         chosen, largest = read()
         self._check_finite([largest])
-        committed = self._end.commit(context.tokens, [int(chosen)])
-        return committed, Round(0, 0, 1)
+        return self._end.commit(context.tokens, [int(chosen)]), Round(0, 0, 1)
 
     def _check_finite(self, largest: Sequence[float]) -> None:
         """Raise :class:`NotFinite` unless the largest logits after the last token, and those after it, are finite."""
@@ -248,32 +218,21 @@ class _Loop:
 
 def _count(verdict: Verdict, committed: int) -> Round:
     """Return the counts of a round. Tokens after the end of the output count neither as drafted nor as accepted."""
-    drafted, accepted = len(verdict.drafted), verdict.accepted
+    drafted, accepted = len(verdict.drafted), min(verdict.accepted, committed)
     depth = None if verdict.parents is None else tree_depth(verdict.parents)
-    if committed <= accepted:
-        accepted = committed
-        if depth is None:
-            drafted = accepted
-        else:
-            depth = accepted
+    if committed <= verdict.accepted:
+        drafted, depth = (committed, None) if depth is None else (drafted, committed)
     return Round(drafted, accepted, committed, depth)
 
 
-class _StoppingCriteria:
-    """The decision, token by token and before anything is committed, where the output ends.
+@dataclass
+class _End:
+    """The decision, token by token and before anything is committed, where the output ends."""
 
-    Args:
-        eos_ids: tokens that end a sequence.
-        max_length: the most tokens of prompt and output together.
-        stops: a further criterion, called with all tokens so far.
-
-    Attributes:
-        reason: why the output ended: ``eos``, ``stop`` or ``length``; None while it goes on.
-    """
-
-    def __init__(self, eos_ids: frozenset[int], max_length: int, stops: Callable[[list[int]], bool] | None) -> None:
-        self.eos_ids, self.max_length, self.stops = eos_ids, max_length, stops
-        self.reason: str | None = None
+    eos_ids: frozenset[int]
+    max_length: int  # tokens of prompt and output together
+    criterion: Callable[[list[int]], bool] | None
+    reason: str | None = None  # ``eos``, ``stop`` or ``length``; None while the output goes on
 
     def commit(self, tokens: list[int], new: list[int]) -> list[int]:
         """Append new tokens to the sequence up to its end, and return the appended ones."""
@@ -282,7 +241,7 @@ class _StoppingCriteria:
             tokens.append(token)
             if token in self.eos_ids:
                 self.reason = "eos"
-            elif self.stops is not None and self.stops(tokens):
+            elif self.criterion is not None and self.criterion(tokens):
                 self.reason = "stop"
             elif len(tokens) >= self.max_length:
                 self.reason = "length"

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from layerskip.device.transfer import copy_to_device, read_to_host
 
+MAX_MATCH = 8  # tokens of a match; longer matches say no more
+
 
 @dataclass(frozen=True)
 class DeviceTree:
@@ -62,35 +64,35 @@ class Draft:
         return cls(torch.empty(0, dtype=torch.int64, device=device))
 
     @classmethod
-    def of_tree(
+    def of_tree(cls, tokens: Sequence[int], parents: Sequence[int], device: torch.device) -> Draft:
+        """Return a deterministic draft; a tree of one branch becomes a chain, which is cheaper to verify."""
+        return cls(copy_to_device(tokens, device), chain_or_tree(parents)) if tokens else cls.empty(device)
+
+    @classmethod
+    def of_lookup(
         cls,
         tokens: Sequence[int],
         parents: Sequence[int],
         device: torch.device,
         match_length: int = 0,
-        lookup: bool = False,
         path_probs: Sequence[float] = (),
     ) -> Draft:
-        """Return a deterministic draft; a tree of one branch becomes a chain, which is cheaper to verify.
-
-        Args:
-            tokens: of the nodes.
-            parents: of the nodes.
-            device: where to put the tokens.
-            match_length: as for :class:`Draft`; a positive value implies ``lookup``.
-            lookup: whether no model ran for the draft, so that declining it loses nothing.
-            path_probs: as for :class:`Draft`.
-        """
+        """Return a deterministic draft for which no model ran."""
         if not tokens:
             return cls.empty(device)
-        known = tuple(tokens) if match_length or lookup else ()
         return cls(
             copy_to_device(tokens, device),
             chain_or_tree(parents),
             match_length=match_length,
-            lookup_tokens=known,
+            lookup_tokens=tuple(tokens),
             path_probs=tuple(path_probs),
         )
+
+    @property
+    def known_parents(self) -> Sequence[int]:
+        """The parent of each token, also in a chain. The host must know the shape of the draft."""
+        assert not isinstance(self.parents, DeviceTree)
+        return range(-1, self.tokens.shape[0] - 1) if self.parents is None else self.parents
 
     def read_shape(self) -> Draft:
         """Return the draft with parents that the host knows, and with the tokens that count only; waits for the device."""
@@ -104,12 +106,10 @@ class Draft:
         """Return the first ``size`` tokens of a lookup draft, at least one; their parents are among them."""
         if size >= len(self.lookup_tokens):
             return self
-        assert not isinstance(self.parents, DeviceTree), "a lookup runs on the host"
-        parents = None if self.parents is None else chain_or_tree(self.parents[:size])
         return replace(
             self,
             tokens=self.tokens[:size],
-            parents=parents,
+            parents=chain_or_tree(self.known_parents[:size]),
             lookup_tokens=self.lookup_tokens[:size],
             path_probs=self.path_probs[:size],
         )

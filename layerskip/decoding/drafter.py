@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layerskip.config import PLAIN, Method, SpeculativeConfig, declare
+from layerskip.config import EXACT, PLAIN, AcceptRule, Method, SpeculativeConfig, declare
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import draft_depth
@@ -70,18 +70,19 @@ class Drafter:
 
     Attributes:
         method: the declaration of the method that the class drafts for.
+        accept: the acceptance rule of its drafts; ``build_drafter`` sets it.
         tree_tokens: the most tokens of its trees; 0 if it drafts chains.
         modules: names of the target's sub-modules whose outputs it reads; empty if it reads no hidden states.
         lookup: whether it finds its drafts without running a model, so that requesting one costs next to nothing; as the
             method declares.
         runs_model: whether it runs a model or a trained head for a draft.
         single_pass: whether it drafts all levels of a tree in one pass, so that depth does not add to its cost.
-        keeps_state: whether it keeps something from one prompt to the next, until it is reset.
         never_drafts: whether it proposes nothing, so that the next pass of the target needs nothing from it.
     """
 
     method: ClassVar[Method]
 
+    accept: AcceptRule = EXACT
     tree_tokens: int = 0
     modules: tuple[str, ...] = ()
     lookup: bool = False
@@ -91,7 +92,7 @@ class Drafter:
 
     @property
     def keeps_state(self) -> bool:
-        """False unless a subclass keeps something."""
+        """Whether it keeps something from one prompt to the next, until it is reset."""
         return False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -122,20 +123,11 @@ class Drafter:
         """
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Propose a chain of at most ``limit`` tokens, or a tree of at most that depth; the draft may be empty.
-
-        Args:
-            context: the sequence to continue.
-            limit: at least 1.
-        """
+        """Propose a chain of at most ``limit`` tokens, at least 1, or a tree of at most that depth; it may be empty."""
         raise NotImplementedError
 
     def follow(self, context: Context) -> None:
-        """Learn from the text of a round in which another drafter may draft.
-
-        Args:
-            context: the sequence so far. Its list of tokens keeps growing until the next prompt begins.
-        """
+        """Learn from the text of a round in which another drafter may draft. Its list of tokens keeps growing."""
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Return what to read of the target's logits of the round, also if another drafter drafted; computed on the device.
@@ -182,5 +174,4 @@ class NoDraft(Drafter):
         cls.never_drafts = cls.draft is NoDraft.draft
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Return the empty draft."""
         return Draft.empty(context.last.device)

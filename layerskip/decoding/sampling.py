@@ -52,10 +52,9 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name, value in self.to_dict().items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise SamplingError(f"{field.name}: {value!r} is not a number")
+                raise SamplingError(f"{name}: {value!r} is not a number")
         for name, valid, expected in (
             ("temperature", 0.0 <= self.temperature < float("inf"), "at least 0"),
             ("top_k", 0 <= self.top_k < float("inf") and self.top_k == int(self.top_k), "a whole number of at least 0"),
@@ -68,11 +67,7 @@ class Sampling:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Sampling:
-        """Build from plain values.
-
-        Raises:
-            SamplingError: an unknown key, or a value out of range.
-        """
+        """Build from plain values; an unknown key is refused with a :class:`SamplingError`."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
@@ -94,21 +89,15 @@ class Sampling:
         return self.repetition_penalty != 1.0
 
     def distribution(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return the distribution of each row's next token.
+        """Return the distribution of each row's next token, in the form that the module describes.
 
         Args:
             logits: ``[n, V]`` in any floating dtype.
             seen: ``[n, V]`` bool, the tokens in each row's own prefix; required if ``needs_seen``.
-
-        Returns:
-            ``[n]`` int64, the index of the one of each one-hot row, if ``greedy``; else ``[n, V]`` float32 rows that sum to
-            1.
         """
-        if self.greedy and not self.needs_seen:
-            return most_likely(logits)
-        scores = self.penalise(logits, seen)
         if self.greedy:
-            return most_likely(scores)
+            return most_likely(self.penalise(logits, seen) if self.needs_seen else logits)
+        scores = self.penalise(logits, seen)
         # At extreme temperatures neither they nor the quotients may overflow: the largest score becomes 0.
         temperature = min(max(self.temperature, _FLOAT32.tiny), _FLOAT32.max)
         return self._filter((scores - scores.amax(-1, keepdim=True)) / temperature).softmax(-1)
@@ -141,19 +130,14 @@ class Sampling:
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """Return the index of each row's maximum, the first of several: ``[..., V]`` to ``[...]`` int64.
-
-    ``max`` is used because, on a CPU in bfloat16, it is faster than ``argmax``.
-    """
-    return logits.max(-1).indices
+    """Return the index of each row's maximum, the first of several: ``[..., V]`` to ``[...]`` int64."""
+    return logits.max(-1).indices  # on a CPU in bfloat16 faster than argmax
 
 
 def largest_logits(logits: Tensor, distribution: Tensor) -> Tensor:
     """Return ``[n]``: each row's largest logit, which is finite if and only if the row has a distribution.
 
-    Args:
-        logits: ``[n, V]``.
-        distribution: made of them, in either form.
+    The ``distribution`` was made of the ``[n, V]`` logits, and is in either form.
     """
     if distribution.dtype == torch.int64:  # found already; a repetition penalty keeps what is not finite
         return logits.gather(-1, distribution[:, None])[:, 0]
@@ -161,17 +145,10 @@ def largest_logits(logits: Tensor, distribution: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one index per row in proportion to its weights, without waiting for the device.
+    """Draw one index per row in proportion to its weights, without waiting for the device: ``[...]`` int64.
 
     An exponential race: the index with the smallest arrival time ``e / weight`` wins with a probability proportional to its
-    weight.
-
-    Args:
-        weights: ``[..., V]`` float32, at least 0, with a positive sum; need not be normalised.
-        generator: the source of randomness, on the device of ``weights``.
-
-    Returns:
-        ``[...]`` int64.
+    weight. The weights, ``[..., V]`` float32, are at least 0 and have a positive sum; they need not be normalised.
     """
     arrival = torch.empty_like(weights).exponential_(generator=generator)
     # An arrival time of exactly 0 would turn a weight of 0 into 0/0, and argmax returns NaN before any number.
@@ -196,8 +173,7 @@ class Chooser:
     """
 
     def __init__(self, sampling: Sampling, vocabulary: int, device: torch.device, seed: int | None = None) -> None:
-        self.sampling = sampling
-        self.vocabulary = vocabulary
+        self.sampling, self.vocabulary = sampling, vocabulary
         self.generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=device) if sampling.needs_seen else None
 
@@ -216,31 +192,24 @@ class Chooser:
         """Return the distributions after the last n tokens of a block that continues the sequence.
 
         Args:
-            logits: ``[n, V]``, or ``[n, v]`` for a part of the vocabulary.
+            logits: ``[n, V]``, or ``[n, v]`` for a part of the vocabulary, whose columns the result has, too.
             block: ``[m]`` int64, m >= n: the last token of the sequence, then drafted tokens. The repetition penalty of row
                 i counts its own prefix: the sequence and the block up to the row's token.
             parents: of a tree, as in :class:`~layerskip.decoding.draft.Draft`; the block is then the root and all nodes.
             tokens: ``[v]`` int64, the tokens of the columns of ``logits``; None for the whole vocabulary.
-
-        Returns:
-            As :meth:`Sampling.distribution`, over the columns of ``logits``.
         """
         return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0], parents, tokens))
 
     def penalise(self, logits: Tensor, block: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Return the penalised logits of the same rows; see :meth:`Sampling.penalise`."""
-        return self.sampling.penalise(logits, self._seen_by_row(block, logits.shape[0], tokens=tokens))
+        return self.sampling.penalise(logits, self._seen_by_row(block, logits.shape[0], None, tokens))
 
     def choose(self, distribution: Tensor) -> Tensor:
         """Return one token per row, ``[n]`` int64, for either form of distribution."""
         return distribution if distribution.dtype == torch.int64 else draw(distribution, self.generator)
 
     def _seen_by_row(
-        self,
-        block: Tensor,
-        rows: int,
-        parents: Sequence[int] | DeviceTree | None = None,
-        tokens: Tensor | None = None,
+        self, block: Tensor, rows: int, parents: Sequence[int] | DeviceTree | None, tokens: Tensor | None
     ) -> Tensor | None:
         if self._seen is None:
             return None

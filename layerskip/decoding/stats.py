@@ -45,35 +45,29 @@ class DecodeStats:
 
     @property
     def drafted(self) -> int:
-        """The number of tokens drafted in all rounds."""
+        """Tokens drafted in all rounds."""
         return sum(r.drafted for r in self.rounds)
 
     @property
     def accepted(self) -> int:
-        """The number of drafted tokens accepted in all rounds."""
+        """Drafted tokens accepted in all rounds."""
         return sum(r.accepted for r in self.rounds)
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted over drafted tokens; 0.0 if nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def accepted_per_round(self) -> float:
-        """Mean accepted tokens per round, without the bonus token; 0.0 without rounds."""
-        return self.accepted / len(self.rounds) if self.rounds else 0.0
+        return self.accepted / max(1, self.drafted)
 
     @property
     def mean_acceptance_length(self) -> float:
         """Mean committed tokens per round, with the bonus token; 0.0 without rounds."""
-        return sum(r.committed for r in self.rounds) / len(self.rounds) if self.rounds else 0.0
+        return sum(r.committed for r in self.rounds) / max(1, len(self.rounds))
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
         """Entry i: the share of rounds that accepted an i-th token in a row (from 0), among the rounds that drafted one."""
-        longest = max((r.longest for r in self.rounds), default=0)
         rates = []
-        for position in range(longest):
+        for position in range(max((r.longest for r in self.rounds), default=0)):
             reached = [r for r in self.rounds if r.longest > position]
             rates.append(sum(r.accepted > position for r in reached) / len(reached))
         return tuple(rates)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from layerskip.config import StopRule
 from layerskip.decoding.drafter import Drafter
+from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import read_to_host
 
 _ROWS = 8
@@ -29,35 +30,8 @@ def portions(rows: Tensor) -> Sequence[Tensor]:
     return [rows[first : first + size] for first in range(0, max(1, rows.shape[0]), size)]
 
 
-class StopRuleDrafter(Drafter):
-    """Base class of drafters whose drafts a stop rule may end.
-
-    Attributes:
-        stopper: applies the rule.
-    """
-
-    stopper: Stopper
-    runs_model = True
-
-    @property
-    def keeps_state(self) -> bool:
-        """True if the rule is adaptive and carries its threshold from prompt to prompt."""
-        return self.stopper.rule.method == "adaptive" and self.stopper.rule.carry
-
-    def reset_state(self) -> None:
-        """Drop the carried threshold."""
-        self.stopper.reset()
-
-
 class Stopper:
-    """A stop rule over the rounds of one prompt, or of several prompts if the rule carries its threshold.
-
-    Args:
-        rule: the stop rule to apply.
-
-    Attributes:
-        threshold: the present confidence below which a draft ends.
-    """
+    """A stop rule over the rounds of one prompt, or of several prompts if the rule carries its threshold."""
 
     def __init__(self, rule: StopRule) -> None:
         self.rule = rule
@@ -96,3 +70,20 @@ class Stopper:
         moved = self.threshold + (rule.step if rate <= rule.target_acceptance else -rule.step)
         smoothed = rule.threshold_decay * self.threshold + (1 - rule.threshold_decay) * moved
         self.threshold = min(1.0, max(0.0, smoothed))
+
+
+class StopRuleDrafter(Drafter):
+    """A drafter that runs a model, and whose drafts its ``stopper`` may end."""
+
+    stopper: Stopper
+    runs_model = True
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.stopper.rule.method == "adaptive" and self.stopper.rule.carry
+
+    def reset_state(self) -> None:
+        self.stopper.reset()
+
+    def observe(self, verdict: Verdict) -> None:
+        self.stopper.observe(len(verdict.drafted), verdict.accepted)

@@ -18,28 +18,22 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
+from layerskip.device.trial import nearly_equal
 from layerskip.models.architecture import UnsupportedModel, architecture, check_finite, hidden_states
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only
 from layerskip.models.forward import NO_FEATURES, Features, forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
-from layerskip.models.placement import input_device
 from layerskip.models.skip_view import OncePerModel, shared_copy
+from layerskip.models.weights import input_device
 
 _PROBE = 6  # tokens before the tree of the self-check
 _PROBE_PARENTS = (-1, -1, 0, 1, 2, 2)
 
 
 class TreeModel:
-    """A target that can run a pass over a tree.
-
-    Args:
-        model: the target's model.
-
-    Attributes:
-        view: a second module tree over the model's tensors, through which the passes run.
+    """A target that can run a pass over a tree, through a ``view``: a second module tree over the model's tensors.
 
     Raises:
         UnsupportedModel: the sub-layers cannot be found, attention takes no mask by name, or a branch of a tree gives other
@@ -48,10 +42,9 @@ class TreeModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         found = architecture(model)
-        self._name = type(model).__name__
+        self._name, self._layers = type(model).__name__, len(found.blocks)
         if getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", False):
             raise self._refusal("its queries are scaled by their place in the block, not by their position")
-        self._layers = len(found.blocks)
         self.view = shared_copy(model)
         self._shape: tuple[Tensor, Tensor, Tensor] | None = None  # of the running pass: depths, ancestors, cache columns
         self._keys = 0  # columns of its mask
@@ -136,7 +129,7 @@ class TreeModel:
         """Check that a branch gives the logits of the same tokens in a chain."""
         # From the middle of the vocabulary: special tokens are at its ends, and on untrained tokens half precision is far
         # off.
-        size, device = _vocabulary(model), input_device(model)
+        size, device = int(model.config.get_text_config(decoder=True).vocab_size), input_device(model)
         tokens = (size // 3 + 17 * torch.arange(_PROBE + 1 + len(_PROBE_PARENTS), device=device)) % size
         prompt, block = tokens[:_PROBE], tokens[_PROBE:]
         cache = KVCache(self._layers, tokens.shape[0], device=device)
@@ -144,9 +137,9 @@ class TreeModel:
         cache.length = _PROBE
         try:
             found = self.run(block, _PROBE_PARENTS, cache)
+        except (UnsupportedModel, torch.OutOfMemoryError):
+            raise
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            if isinstance(error, (UnsupportedModel, torch.OutOfMemoryError)):
-                raise
             raise self._refusal(f"a pass over a tree fails ({' '.join(str(error).split())[:200]})") from error
         for leaf in range(len(_PROBE_PARENTS)):
             branch = path_to(leaf, _PROBE_PARENTS)
@@ -159,16 +152,12 @@ class TreeModel:
         return UnsupportedModel(f"{self._name}: cannot verify trees: {reason}")
 
 
-def tree_model(model: PreTrainedModel) -> TreeModel:
-    """Return the model's :class:`TreeModel`, made once per model and again if the model's tensors were replaced.
-
-    Raises:
-        UnsupportedModel: see :class:`TreeModel`.
-    """
-    return _models.of(model)
-
-
 _models = OncePerModel(TreeModel)
+
+
+def tree_model(model: PreTrainedModel) -> TreeModel:
+    """Return the model's :class:`TreeModel`, made once per model and again if the model's tensors were replaced."""
+    return _models.of(model)
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:
@@ -195,15 +184,24 @@ def draft_depth(draft: Draft) -> int:
 
 
 def tree_shape(parents: Sequence[int] | DeviceTree, device: torch.device, more: int = 0) -> tuple[Tensor, Tensor]:
-    """Return depths and attention mask of a tree as :func:`depths_and_ancestors` does, without waiting for the device.
+    """Return the depths and the attention mask of a tree whose root is the last token of the sequence.
+
+    Does not wait for the device.
 
     Args:
-        parents: of each node, as in :class:`~layerskip.decoding.draft.Draft`.
+        parents: of each of n nodes, as in :class:`~layerskip.decoding.draft.Draft`.
         device: of the result.
-        more: the number of children of the root to add after the nodes.
+        more: the number of children of the root to add after the nodes, which n then includes.
+
+    Returns:
+        ``[n + 1]`` int64: the depth of every token, 0 for the root; ``[n + 1, n + 1]`` bool: which tokens are on the path
+        from the root to each token, itself included.
+
+    Raises:
+        ValueError: a parent does not come before its node.
     """
     if not isinstance(parents, DeviceTree):
-        return depths_and_ancestors((*parents, *(-1,) * more), device)
+        return _known_shape((*parents, *(-1,) * more), device)
     above = pad(parents.parents, (1, more), value=-1) + 1  # of every token of the block; the root leads to itself
     steps = [torch.arange(above.shape[0], device=device)]
     for _ in range(parents.depth):
@@ -214,31 +212,12 @@ def tree_shape(parents: Sequence[int] | DeviceTree, device: torch.device, more: 
 
 
 @functools.lru_cache(maxsize=256)
-def depths_and_ancestors(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the depths and the attention mask of a tree whose root is the last token of the sequence.
-
-    Args:
-        parents: of each of n nodes, an earlier node or -1.
-        device: where to put the result.
-
-    Returns:
-        ``[n + 1]`` int64: the depth of every token, 0 for the root; ``[n + 1, n + 1]`` bool: which tokens are on the path
-        from the root to each token, itself included.
-
-    Raises:
-        ValueError: a parent does not come before its node.
-    """
-    depths = [0]
-    size = len(parents) + 1
-    ancestors = [[row == column for column in range(size)] for row in range(size)]
+def _known_shape(parents: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    depths, ancestors = [0], [[1] + [0] * len(parents)]
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ValueError(f"parents: {parent} does not come before node {node}")
         depths.append(depths[parent + 1] + 1)
-        ancestors[node + 1] = [a or b for a, b in zip(ancestors[node + 1], ancestors[parent + 1], strict=True)]
-    flat = [int(flag) for row in ancestors for flag in row]
-    return copy_to_device(depths, device), copy_to_device(flat, device).bool().view(size, size)
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config(decoder=True).vocab_size)
+        ancestors.append(ancestors[parent + 1].copy())
+        ancestors[node + 1][node + 1] = 1
+    return copy_to_device(depths, device), copy_to_device(ancestors, device).bool()

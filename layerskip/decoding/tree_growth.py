@@ -67,12 +67,7 @@ def grow_tree(
 
 
 def reads_while_growing(cache: KVCache, device: torch.device) -> bool:
-    """Return whether a tree may be read while it grows: on a CPU, unless decoding has the static shapes of a GPU.
-
-    Args:
-        cache: the target's.
-        device: of the tree.
-    """
+    """Return whether a tree may be read while it grows: on a CPU, unless the target's cache has the shapes of a GPU."""
     return device.type == "cpu" and not cache.may_be_static
 
 

@@ -77,8 +77,11 @@ def verify(
     Returns:
         The verdict; its ``committed`` tokens are distributed as the target's own.
     """
-    accept = _accept_chain if draft.parents is None else _accept_tree
-    return accept(draft, target_probs, generator, late)
+    if draft.parents is None:
+        return _accept_chain(draft, target_probs, generator, late)
+    if draft.probs is not None and target_probs.dtype != torch.int64 and isinstance(draft.parents, tuple):
+        return _accept_drawn_on_host(draft, target_probs, generator, late)
+    return _accept_tree(draft, target_probs, generator, late)
 
 
 def _accept_chain(draft: Draft, target_probs: Tensor, generator: torch.Generator | None, late: Sequence[Tensor]) -> Verdict:
@@ -110,35 +113,32 @@ def _accept_chain(draft: Draft, target_probs: Tensor, generator: torch.Generator
 
 def _accept_tree(draft: Draft, target_probs: Tensor, generator: torch.Generator | None, late: Sequence[Tensor]) -> Verdict:
     tree, count = draft.parents, draft.tokens.shape[0]
-    assert tree is not None
-    drawn = draft.probs is not None and target_probs.dtype != torch.int64
-    if drawn and isinstance(tree, tuple):
-        return _accept_drawn_on_host(draft, tree, target_probs, generator, late)
-    on_device = (tree.parents, tree.size) if isinstance(tree, DeviceTree) else ()
-    chosen: Sequence[Tensor] = ()
-    following = target_probs  # the token after each row, if no child of its token is accepted
-    if drawn:
-        following, *chosen = _accept_drawn_on_device(draft, target_probs, generator)
-    elif target_probs.dtype != torch.int64:
+    chosen: Sequence[Tensor] = ()  # the accepted child of each row's token, if tokens were drawn
+    if target_probs.dtype == torch.int64:
+        following = target_probs  # the token after each row, if no child of its token is accepted
+    elif draft.probs is not None:
+        following, *chosen = _decide_drawn(draft, target_probs, generator)
+    else:
         # A deterministic token is accepted with probability p, which is how often a draw from p gives that token.
         following = draw(target_probs, generator)
-    read, *values = read_to_host(torch.cat((draft.tokens, following, *on_device, *chosen)), *late)
+    shape = (tree.parents, tree.size) if isinstance(tree, DeviceTree) else ()
+    read, *values = read_to_host(torch.cat((draft.tokens, following, *shape, *chosen)), *late)
     drafted, expected, rest = read[:count], read[count : 2 * count + 1], read[2 * count + 1 :]
+    known: tuple[int, ...] | None
     if isinstance(tree, DeviceTree):
         size, choices = rest[count], rest[count + 1 :]
         drafted, parents = drafted[:size], tuple(rest[:size])
-        shape = chain_or_tree(parents)
+        known = chain_or_tree(parents)
     else:
-        parents = shape = tree
-    path, row = list[int](), 0
-    children = _children(parents)
+        parents = known = tuple(draft.known_parents)
+    path, row, children = list[int](), 0, _children(parents)
     while True:
-        if drawn:
+        if chosen:
             node = choices[row]
         else:
             node = next((child for child in children.get(row - 1, ()) if drafted[child] == expected[row]), -1)
         if node < 0:
-            return Verdict(tuple(drafted), len(path), expected[row], following[row, None], tuple(path), shape, values)
+            return Verdict(tuple(drafted), len(path), expected[row], following[row, None], tuple(path), known, values)
         path.append(node)
         row = node + 1
 
@@ -151,16 +151,13 @@ def _children(parents: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _accept_drawn_on_host(
-    draft: Draft,
-    parents: tuple[int, ...],
-    target_probs: Tensor,
-    generator: torch.Generator | None,
-    late: Sequence[Tensor],
+    draft: Draft, target_probs: Tensor, generator: torch.Generator | None, late: Sequence[Tensor]
 ) -> Verdict:
-    """Try one token after the other on the host; on a CPU this is faster, because most tokens are not tried."""
+    """Try one drawn token after the other on the host; on a CPU this is faster, because most tokens are not tried."""
     assert draft.probs is not None
+    assert isinstance(draft.parents, tuple)
     drafted, *values = read_to_host(draft.tokens, *late)
-    children = _children(parents)
+    children = _children(draft.parents)
     path: list[int] = []
     while True:
         node = path[-1] if path else -1
@@ -176,11 +173,11 @@ def _accept_drawn_on_host(
             remaining = torch.where(total > 0, residual / total, remaining)
         else:
             last = draw(remaining[None], generator)
-            return Verdict(tuple(drafted), len(path), int(last), last, tuple(path), parents, values)
+            return Verdict(tuple(drafted), len(path), int(last), last, tuple(path), draft.parents, values)
 
 
-def _accept_drawn_on_device(draft: Draft, target_probs: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Decide for every row of the target which child of its token is accepted if it is reached, and which token follows.
+def _decide_drawn(draft: Draft, target_probs: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Decide on the device, for every row of the target, which child of its drawn token is accepted if it is reached.
 
     All rows try their first child at once, then their second, and so on.
 
@@ -207,8 +204,7 @@ def _accept_drawn_on_device(draft: Draft, target_probs: Tensor, generator: torch
         chosen = torch.where(accepted, child, chosen)
         residual = (remaining - q).clamp_min_(0.0)
         total = residual.sum(1, keepdim=True)
-        rejected = (tried & ~accepted)[:, None] & (total > 0)
-        remaining = torch.where(rejected, residual / total, remaining)
+        remaining = torch.where((tried & ~accepted)[:, None] & (total > 0), residual / total, remaining)
     return draw(remaining, generator), chosen
 
 
@@ -224,15 +220,7 @@ def accept_lossy(
 
     Such rules are faster and change the output. They exist for comparison with published systems: a threshold on the
     target's probability, and typical acceptance, Medusa (arXiv 2401.10774), section 2.3.1. Of several branches of that
-    depth the likeliest is accepted.
-
-    Args:
-        draft: K tokens, a chain or a tree.
-        target_probs: as for :func:`verify`.
-        logits: ``[K + 1, V]``: the target's, before any warping.
-        rule: any rule but ``exact``.
-        generator: the source of randomness.
-        late: tensors to read in the same wait.
+    depth the likeliest is accepted. ``logits``, ``[K + 1, V]``, are the target's before any warping; see :func:`verify`.
     """
     probs = logits.float().softmax(-1)
     limits = torch.full_like(probs[:, 0], rule.threshold)
@@ -240,17 +228,16 @@ def accept_lossy(
         entropy = torch.special.entr(probs).sum(-1)
         limits = (rule.delta * (-entropy).exp()).clamp_max(rule.epsilon)
     draft = draft.read_shape()
-    assert not isinstance(draft.parents, DeviceTree)
     tokens, *values = read_to_host(draft.tokens, *late)
-    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents
-    node_probs = [float(probs[parent + 1, token]) for token, parent in zip(tokens, parents, strict=True)]
-    passes = [prob >= float(limits[parent + 1]) for prob, parent in zip(node_probs, parents, strict=True)]
     branches: dict[int, tuple[float, tuple[int, ...]]] = {-1: (1.0, ())}  # accepted branches by their last node
-    for node, parent in enumerate(parents):
-        if passes[node] and parent in branches:
-            prob, path_above = branches[parent]
-            branches[node] = prob * node_probs[node], (*path_above, node)
+    for node, (token, parent) in enumerate(zip(tokens, draft.known_parents, strict=True)):
+        prob = float(probs[parent + 1, token])
+        if parent in branches and prob >= float(limits[parent + 1]):
+            prob_above, path_above = branches[parent]
+            branches[node] = prob_above * prob, (*path_above, node)
     _, path = max(branches.values(), key=lambda branch: (len(branch[1]), branch[0]))
     row = target_probs[(path[-1] if path else -1) + 1]
     last = row[None] if target_probs.dtype == torch.int64 else draw(row[None], generator)
-    return Verdict(tuple(tokens), len(path), int(last), last, None if draft.parents is None else path, draft.parents, values)
+    if draft.parents is None:
+        return Verdict(tuple(tokens), len(path), int(last), last, late=values)
+    return Verdict(tuple(tokens), len(path), int(last), last, path, tuple(draft.known_parents), values)

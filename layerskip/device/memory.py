@@ -1,7 +1,7 @@
 """Memory measurements: bytes that an object holds, peaks, and errors that mean "out of memory".
 
-An object holds the tensors that can be reached from it, on any device. Files mapped into memory are not counted. A peak is
-the device's own on CUDA. On a CPU it is the peak of the whole process.
+An object holds the tensors that can be reached from it, on any device; files mapped into memory are not counted. A peak is
+the device's own on CUDA, and that of the whole process on a CPU.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 Result = TypeVar("Result")
+_releases: list[Callable[[], None]] = []
 
 
 class PeakMemory:
-    """The peak memory since the creation of this object.
-
-    Where the kernel cannot reset its high-water mark (outside Linux), a CPU reading is the peak since the process started.
-    """
+    """The peak memory since the creation of this object; on a CPU outside Linux, since the process started."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,50 +59,36 @@ class PeakMemory:
 
 
 class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A count of the bytes of tensors that torch operations create within a ``with`` block, gradients included.
+    """A count of the bytes of tensors that operations create within a ``with`` block, gradients included, and of their peak.
 
-    Temporary memory inside a kernel is not seen.
-
-    Args:
-        existing: objects from before the block; views of tensors that can be reached from them are not counted.
-
-    Attributes:
-        peak: the most bytes of counted tensors alive at one time.
+    Views of tensors that can be reached from ``existing`` objects are not counted, and temporary memory in a kernel is not
+    seen.
     """
 
     def __init__(self, existing: Iterable[object] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._existing = {address for thing in existing for address, _ in _storages(thing)}
-        self._sizes: dict[int, int] = {}
-        self._current, self.peak = 0, 0
+        self._known = {address for thing in existing for address, _ in _storages(thing)}
+        self._current = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                self._count(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                if (address := storage.data_ptr()) not in self._known:
+                    self._known.add(address)
+                    self._current += storage.nbytes()
+                    self.peak = max(self.peak, self._current)
+                    weakref.finalize(storage, self._discount, address, storage.nbytes()).atexit = False
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        address = storage.data_ptr()
-        if address in self._existing or address in self._sizes:
-            return
-        self._sizes[address] = storage.nbytes()
-        self._current += storage.nbytes()
-        self.peak = max(self.peak, self._current)
-        weakref.finalize(storage, self._discount, address).atexit = False
-
-    def _discount(self, address: int) -> None:
-        self._current -= self._sizes.pop(address)
+    def _discount(self, address: int, size: int) -> None:
+        self._known.remove(address)
+        self._current -= size
 
 
 def tensor_bytes(thing: object, beside: Iterable[object] = ()) -> int:
-    """Return the bytes of the tensors that can be reached from an object, each storage counted once.
-
-    Args:
-        thing: any object, such as a drafter.
-        beside: objects that exist anyway; tensors that can be reached from them are not counted.
-    """
+    """Return the bytes of the tensors that can be reached from an object but not from those ``beside`` it, each once."""
     shared = {address for other in beside for address, _ in _storages(other)}
     return sum(size for address, size in set(_storages(thing)) if address not in shared)
 
@@ -112,9 +96,7 @@ def tensor_bytes(thing: object, beside: Iterable[object] = ()) -> int:
 def python_bytes(thing: object, beside: Iterable[object] = ()) -> int:
     """Return the bytes of the Python objects that can be reached from an object, such as n-gram tables, each counted once.
 
-    Args:
-        thing: any object, such as a drafter; models in it and the closures of functions are not counted.
-        beside: objects that exist anyway, which are not counted either.
+    Models, the closures of functions, and the objects ``beside`` it are not counted.
     """
     excluded = (FunctionType, MethodType, Module, Tensor)
     return sum(map(sys.getsizeof, _reachable(thing, gc.get_referents, excluded, beside)))
@@ -129,11 +111,9 @@ def _storages(thing: object) -> Iterator[tuple[int, int]]:
         return () if isinstance(obj, Tensor) else filter(gc.is_tracked, gc.get_referents(obj))
 
     for obj in _reachable(thing, referents):
-        if isinstance(obj, Tensor) and obj.layout != torch.strided:  # oneDNN's layouts have no storage
-            yield id(obj), obj.nbytes
-        elif isinstance(obj, Tensor):
-            storage = obj.untyped_storage()
-            yield storage.data_ptr(), storage.nbytes()
+        if isinstance(obj, Tensor):
+            strided = obj.layout == torch.strided  # oneDNN's layouts have no storage
+            yield (obj.untyped_storage().data_ptr(), obj.untyped_storage().nbytes()) if strided else (id(obj), obj.nbytes)
 
 
 def _reachable(
@@ -160,10 +140,7 @@ def total_bytes() -> int:
 
 
 def release_memory() -> None:
-    """Free caches and unreferenced objects.
-
-    Call it after the ``except`` block of an error, because the handled error keeps the objects of its frames alive.
-    """
+    """Free caches and unreferenced objects; only after an ``except`` block, as a handled error keeps its objects."""
     for release in _releases:
         release()
     gc.collect()
@@ -178,12 +155,9 @@ def on_memory_release(release: Callable[[], None]) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out, on a GPU or on the host."""
-    message = str(error)  # the CUDA driver's error has no class of its own
-    return (
-        "allocate memory" in message
-        or "out of memory" in message
-        or isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    )
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(words in str(error) for words in ("allocate memory", "out of memory"))  # the CUDA driver has no class
 
 
 def within_memory(work: Callable[[], Result]) -> Result | None:
@@ -195,6 +169,3 @@ def within_memory(work: Callable[[], Result]) -> Result | None:
             raise
     release_memory()  # only here: the handled error refers to the memory
     return None
-
-
-_releases: list[Callable[[], None]] = []

@@ -1,12 +1,8 @@
-"""Copies between the host and a device, waits for a device, and the library's only clock.
-
-Copies to a device do not wait. All values of a round come back in one wait.
-"""
+"""Copies between the host and a device, waits for a device, and the library's only clock."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +19,7 @@ def copy_to_device(values: Tensor | Sequence[int] | Sequence[Sequence[int]], dev
 
 
 def begin_reading(tensor: Tensor) -> Callable[[], Any]:
-    """Begin to copy a tensor to the host.
-
-    Returns:
-        A function that waits for the copy, though not for work that was launched after it, and returns the values as nested
-        lists.
-    """
+    """Begin to copy a tensor to the host; return a function that waits for this copy alone and returns nested lists."""
     if tensor.device.type != "cuda":
         return tensor.tolist
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -44,13 +35,7 @@ def begin_reading(tensor: Tensor) -> Callable[[], Any]:
 
 
 def read_to_host(*tensors: Tensor) -> list[Any]:
-    """Return the values of tensors of one device as nested lists.
-
-    The host waits for the device once. Decoding waits nowhere else, so that the waits of a round can be counted.
-
-    Args:
-        tensors: int64, or of a floating dtype.
-    """
+    """Return the values of int64 or floating tensors of a device as nested lists, in one wait, which can be counted."""
     if len(tensors) == 1 or tensors[0].device.type == "cpu":
         return [part.tolist() for part in tensors]
     return _read_packed(tensors)
@@ -59,8 +44,7 @@ def read_to_host(*tensors: Tensor) -> list[Any]:
 def _read_packed(tensors: Sequence[Tensor]) -> list[Any]:
     """Read tensors in one copy of 8-byte words; float64 holds every value of the other floating dtypes."""
     words = [part.double().view(torch.int64) if part.is_floating_point() else part for part in tensors]
-    ends = list(itertools.accumulate(part.numel() for part in words))
-    copies = torch.cat([part.reshape(-1) for part in words]).cpu().tensor_split(ends[:-1])
+    copies = torch.split(torch.cat([part.reshape(-1) for part in words]).cpu(), [part.numel() for part in words])
     return [
         (copy.view(torch.float64) if part.is_floating_point() else copy).view(part.shape).tolist()
         for copy, part in zip(copies, tensors, strict=True)
@@ -76,22 +60,18 @@ def now(device: torch.device) -> float:
 
 @contextlib.contextmanager
 def waiting(mode: str) -> Iterator[None]:
-    """Refuse operations that wait for a GPU within the ``with`` block, or allow them; all threads are affected.
-
-    Args:
-        mode: ``error`` raises a ``RuntimeError`` in place of waiting; ``default`` waits, also where a caller forbids it.
-    """
+    """Refuse operations that wait for a GPU within the ``with`` block, for ``error``, or allow them, for ``default``."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    _set(mode)
     try:
+        _forbid_waiting(mode)
         yield
     finally:
-        _set(before)
+        _forbid_waiting(before)
 
 
-def _set(mode: str | int) -> None:
+def _forbid_waiting(mode: str | int) -> None:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that not all waits are found
         torch.cuda.set_sync_debug_mode(mode)

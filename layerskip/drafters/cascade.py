@@ -18,17 +18,16 @@ round can be had where nothing can be looked up.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_costs, costs_at, shared, tables_of
-from layerskip.decoding.draft import Draft
+from layerskip.decoding.draft import MAX_MATCH, Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.verify import Verdict
-from layerskip.drafters.expected_acceptance import MAX_MATCH, AcceptanceEstimates
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
@@ -36,7 +35,9 @@ from layerskip.models.target import Target
 _LOOKUP_PRIOR = 8.0  # prior accepted tokens of a lookup
 _LATER_PRIOR = 1.0  # prior accepted tokens of a later member, so that it is tried if lookups are worth less
 _DECAY = 0.99  # per round, of the totals that give the recent rate
-_WINDOW = 128  # rounds of one member; older ones fade
+_WINDOW = 128  # rounds, drafts, or tokens of one grade; older ones fade
+_CONTINUES = 0.9  # prior probability of a token whose predecessor was accepted
+_MIN_PROB = 1e-6  # smaller probabilities count as this one
 _EARLIER_WEIGHT = 16  # rounds that the mean of earlier texts counts for in a new text
 _PATIENCE = 128  # rounds in a row without a member before it is tried again
 _PRIOR_ROUNDS = 2  # prior rounds of a member, each with one accepted token at the cost of a step
@@ -55,6 +56,101 @@ def _check(config: SpeculativeConfig) -> None:
     numbers = len(tables_of(config.draft_cost)[0])
     if config.draft_cost and numbers != len(config.members):
         raise ConfigError(f"draft_cost: {numbers} numbers for {len(config.members)} members")
+
+
+class AcceptanceEstimates:
+    """Estimates of how many tokens of a draft will be accepted: recent means, by group of drafts.
+
+    How much more a match of four tokens says about what follows than one of two depends on the text. So does the calibration
+    of a drafter's own probabilities. A deterministic draft is scored by the text as it goes on, whether it was taken or not,
+    so estimates also exist for declined drafts and for tokens that were cut off. All evidence is from earlier rounds;
+    nothing depends on the tokens being drafted.
+
+    Args:
+        by_token: whether each token of a draft is scored by how often the target says it and all tokens before it on its
+            branch, for drafts that are verified in part; else the number of accepted tokens of each draft is.
+    """
+
+    def __init__(self, by_token: bool = False) -> None:
+        self._by_token = by_token
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all evidence."""
+        self._means: dict[Hashable, tuple[int, float]] = {}
+        self.start_text()
+
+    def start_text(self) -> None:
+        """Begin a new text; the means stay, unscored drafts are dropped."""
+        self._open: list[tuple[Hashable, Draft, int]] = []
+
+    def mean(self, group: Hashable, prior: float = 0.0) -> float:
+        """Return the mean accepted tokens of a group, with one further observation of value ``prior``."""
+        count, mean = self._means.get(group, (0, 0.0))
+        return (count * mean + prior) / (count + 1)
+
+    def prefix_means(self, group: Hashable, draft: Draft) -> Iterator[float]:
+        """Yield the estimated accepted tokens of the draft's first token alone, its first two, and so on, ``by_token``."""
+        total = 0.0
+        for grade, prior in _grades(draft):
+            total += self.mean((group, grade), prior)
+            yield total
+
+    def add(self, group: Hashable, accepted: int) -> None:
+        """Add the number of accepted tokens of one draft, or of one token of it."""
+        count, mean = self._means.get(group, (0, 0.0))
+        count = min(count + 1, _WINDOW)
+        self._means[group] = count, mean + (accepted - mean) / count
+
+    def track(self, group: Hashable, draft: Draft, start: int) -> None:
+        """Score a draft after ``start`` tokens of the text once it has gone on, as if the draft had been verified.
+
+        It must be a lookup draft: a drawn token may be rejected and said nonetheless, so the text could not score it.
+        """
+        self._open.append((group, draft, start))
+
+    def update(self, text: Sequence[int]) -> None:
+        """Score the tracked drafts that the text has decided; ``text`` continues that of the last call."""
+        undecided = []
+        for group, draft, start in self._open:
+            path, complete = _match_text(draft, text[start:])
+            if not complete and start + len(path) >= len(text):
+                undecided.append((group, draft, start))
+            elif self._by_token:
+                for node, (grade, _) in enumerate(_grades(draft)):
+                    self.add((group, grade), node in path)
+            else:
+                self.add(group, len(path))
+        self._open = undecided
+
+
+def _grades(draft: Draft) -> Iterator[tuple[Hashable, float]]:
+    """Yield, per token, the grade that it shares with tokens of similar probability, and its prior probability."""
+    depths: list[int] = []
+    for node, parent in enumerate(draft.known_parents):
+        depth = 1 if parent < 0 else depths[parent] + 1
+        depths.append(depth)
+        prob = draft.path_probs[node] if draft.path_probs else _CONTINUES**depth
+        yield (depth, round(-2 * math.log2(max(prob, _MIN_PROB)))), prob
+
+
+def _match_text(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
+    """Return the nodes of a draft on the branch that a text takes, and whether that branch ends there."""
+    children: dict[int, dict[int, int]] = {}
+    for node, (token, parent) in enumerate(zip(draft.lookup_tokens, draft.known_parents, strict=True)):
+        children.setdefault(parent, {}).setdefault(token, node)
+    node, path = -1, list[int]()
+    for token in text:
+        if token not in children.get(node, {}):
+            break
+        node = children[node][token]
+        path.append(node)
+    return path, node not in children
+
+
+def _group(index: int, draft: Draft) -> tuple[int, int] | int:
+    """Return the group whose acceptance a draft shares: its member and, for a lookup, the length of its match."""
+    return (index, min(draft.match_length, MAX_MATCH)) if draft.match_length else index
 
 
 class CascadeBase(Drafter):
@@ -101,7 +197,6 @@ class CascadeBase(Drafter):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> CascadeBase:
-        """Build the members of a configuration, and combine them with its costs if it has any."""
         members = [build_drafter(member, target) for member in config.members]
         # A lossy rule accepts tokens that the text does not contain, so the text cannot score a declined draft.
         if config.verify_cost and config.lossless:
@@ -109,32 +204,26 @@ class CascadeBase(Drafter):
         return Cascade(members)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Start every member."""
         self._drafted = None
         for member in self.members:
             member.start(prompt, cache, chooser)
 
     def reset_state(self) -> None:
-        """Reset every member."""
         for member in self.members:
             member.reset_state()
 
     def observe_features(self, features: Tensor) -> None:
-        """Pass the hidden states to every member that reads them."""
         for reader in self._readers:
             reader.observe_features(features)
 
     def observe(self, verdict: Verdict) -> None:
-        """Pass the verdict to the member that drafted."""
         if self._drafted is not None:
             self.members[self._drafted].observe(verdict)
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
-        """Return what the members want to read."""
         return [late for member in self.members for late in member.observe_logits(output)]
 
     def follow(self, context: Context) -> None:
-        """Let every member follow the text."""
         for member in self.members:
             member.follow(context)
 
@@ -152,7 +241,6 @@ class Cascade(CascadeBase):
         self._lookups: set[int] = set()  # the members that have made a lookup draft
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Start every member."""
         super().start(prompt, cache, chooser)
         self._estimates.start_text()
 
@@ -169,14 +257,14 @@ class Cascade(CascadeBase):
                 continue
             if draft.match_length:
                 self._lookups.add(index)
-                self._estimates.track(draft_group(index, draft), draft, len(context.tokens))
+                self._estimates.track(_group(index, draft), draft, len(context.tokens))
             if provisional:
                 provisional = draft.stopped_at_first or (draft.match_length > 0 and self._is_outdone(index, draft))
                 taken = self._drafted is None or not provisional
             else:
                 assert self._drafted is not None
-                own = self._estimates.mean(draft_group(index, draft))
-                taken = own > self._estimates.mean(draft_group(self._drafted, best), _LOOKUP_PRIOR)
+                own = self._estimates.mean(_group(index, draft))
+                taken = own > self._estimates.mean(_group(self._drafted, best), _LOOKUP_PRIOR)
             if taken:
                 self._drafted, best = index, draft
         return best
@@ -192,43 +280,29 @@ class Cascade(CascadeBase):
 
         With little evidence this is False, as the priors favour the earlier member.
         """
-        own = self._estimates.mean(draft_group(index, draft), _LOOKUP_PRIOR)
+        own = self._estimates.mean(_group(index, draft), _LOOKUP_PRIOR)
         return any(self._estimates.mean(other, _LATER_PRIOR) > own for other in self._model_free if other > index)
 
     def reset_state(self) -> None:
-        """Drop the estimates and reset every member."""
         super().reset_state()
         self._estimates.reset()
         self._lookups.clear()
 
     def observe(self, verdict: Verdict) -> None:
-        """Pass the verdict to the member that drafted, and update its estimate."""
         super().observe(verdict)
         if self._drafted is not None:
             self._estimates.add(self._drafted, verdict.accepted)
 
 
-def draft_group(index: int, draft: Draft) -> tuple[int, int] | int:
-    """Return the group whose acceptance a draft shares: its member and, for a lookup, the length of its match."""
-    return (index, min(draft.match_length, MAX_MATCH)) if draft.match_length else index
-
-
 @dataclass
 class _RoundMeans:
-    """Means of the rounds in which a member was tried.
-
-    Args:
-        rounds: how many.
-        accepted: accepted tokens of its drafts.
-        cost: of drafting and verification, in steps of plain decoding.
-    """
+    """Means of the rounds in which a member was tried."""
 
     rounds: int
-    accepted: float
-    cost: float
+    accepted: float  # tokens of its drafts
+    cost: float  # of drafting and verification, in steps of plain decoding
 
     def add(self, accepted: float, cost: float) -> None:
-        """Add a round."""
         self.rounds = min(self.rounds + 1, _WINDOW)
         self.accepted += (accepted - self.accepted) / self.rounds
         self.cost += (cost - self.cost) / self.rounds
@@ -275,7 +349,7 @@ class PricedCascade(CascadeBase):
         for index in self._lookups:
             draft = self.members[index].draft(context, limit)
             if draft.lookup_tokens:
-                self._estimates.track(draft_group(index, draft), draft, len(context.tokens))
+                self._estimates.track(_group(index, draft), draft, len(context.tokens))
                 size, rate = self._best_size(index, draft)
                 if rate > best_rate:
                     self._drafted, best, best_rate = index, draft.truncate(size), rate
@@ -319,7 +393,7 @@ class PricedCascade(CascadeBase):
         """
         maximum, best = 0.0, (0, 0.0)
         recent_rate = self._tokens / self._steps
-        for size, accepted in enumerate(self._estimates.prefix_means(draft_group(index, draft), draft), 1):
+        for size, accepted in enumerate(self._estimates.prefix_means(_group(index, draft), draft), 1):
             cost = self._verify_cost(size)
             if (gain := accepted - recent_rate * (cost - 1)) > maximum:
                 maximum, best = gain, (size, (1 + accepted) / cost)
@@ -334,7 +408,6 @@ class PricedCascade(CascadeBase):
         return self._verify_costs[size - 1] if size <= count else last + slope * (size - count)
 
     def reset_state(self) -> None:
-        """Drop all estimates and reset every member."""
         super().reset_state()
         self._estimates.reset()
         self._reset_rounds()

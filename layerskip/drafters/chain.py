@@ -59,8 +59,9 @@ def draft_chain(
     block = fed = pending
     while True:
         logits = forward(model, fed, cache, last=1)
-        if vocabulary is None:
-            logits = _fit(logits, chooser.vocabulary)
+        if vocabulary is None and (missing := chooser.vocabulary - logits.shape[-1]):
+            # Models of one tokenizer pad their vocabularies differently.
+            logits = pad(logits, (0, missing), value=-float("inf"))
         cache.length += fed.shape[0]
         distribution = chooser.distribution(logits, block, tokens=vocabulary)
         column = chooser.choose(distribution)
@@ -77,12 +78,6 @@ def draft_chain(
         probs = to_full_vocabulary(probs, vocabulary, chooser.vocabulary)
     chain = Draft(torch.cat(tokens), probs=probs, stopped_at_first=stopped and len(tokens) == 1)
     return chain if siblings is None else siblings.attach(chain)
-
-
-def _fit(logits: Tensor, vocabulary: int) -> Tensor:
-    """Bring a draft model's ``[1, V']`` logits to the target's width; models of one tokenizer pad it differently."""
-    missing = vocabulary - logits.shape[-1]
-    return logits if missing == 0 else pad(logits, (0, missing), value=-float("inf"))
 
 
 class SiblingCollector:
@@ -106,9 +101,8 @@ class SiblingCollector:
         reads: bool,
         vocabulary: Tensor | None = None,
     ) -> None:
-        self._root, self._reads = root, reads
+        self._root, self._reads, self._vocabulary = root, reads, vocabulary
         self.siblings, self.min_token_prob, self.chooser = siblings, min_token_prob, chooser
-        self._vocabulary = vocabulary
         self._columns: list[Tensor] = []  # [siblings] for each token
         self._widths: list[Tensor] = []  # [1] for each token: how many of them count
         self._rows: list[Tensor] = []  # [siblings, v] for each token, if tokens are drawn
@@ -166,15 +160,10 @@ class SiblingCollector:
 
 
 def runners_up(scores: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the most likely tokens other than the chosen ones.
+    """Return the most likely tokens other than the chosen ones, at most V.
 
-    Args:
-        scores: ``[n, V]`` float32 logits, penalised.
-        chosen: ``[n]`` int64.
-        count: the number of runners-up; at most V are returned.
-
-    Returns:
-        ``[n, count]`` float32 probabilities, not increasing, and ``[n, count]`` int64 tokens.
+    Takes penalised logits ``[n, V]`` float32 and ``[n]`` int64. Returns ``[n, count]`` float32 probabilities, not
+    increasing, and ``[n, count]`` int64 tokens.
     """
     found = []
     for rows, tokens in zip(portions(scores), portions(chosen), strict=True):
@@ -184,47 +173,28 @@ def runners_up(scores: Tensor, chosen: Tensor, count: int) -> tuple[Tensor, Tens
     return probs, indices
 
 
-def load_draft_model(config: SpeculativeConfig, target: Target, same_tokenizer: bool = True) -> Target:
-    """Load the draft model that a configuration names.
+def load_draft_view(
+    config: SpeculativeConfig, target: Target, same_tokenizer: bool
+) -> tuple[Target, PreTrainedModel, DraftHead | None]:
+    """Load the draft model that a configuration names; ``UnsupportedModel`` if its cache cannot be rewound.
 
-    Raises:
-        TargetError: it cannot be loaded.
-        UnsupportedModel: its cache cannot be rewound.
+    Returns:
+        The model, a view of it with the configured output layer, and its reduced vocabulary if any.
     """
     draft = load_draft(target, config.draft_model, same_tokenizer)
     try:
         check_rewind(draft.model)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"draft_model: {error}") from error
-    return draft
-
-
-def draft_view(draft: Target, config: SpeculativeConfig, owner: Target) -> tuple[PreTrainedModel, DraftHead | None]:
-    """Return a view of a draft model with the configured output layer, and its reduced vocabulary if any.
-
-    Args:
-        draft: the draft model.
-        config: names the reduced vocabulary.
-        owner: the model whose tokens the reduced vocabulary was chosen from.
-    """
     view = shared_copy(draft.model) if config.draft_head else decoding_view(draft.model)
-    return view, reduce_output(view, draft.model, config, owner)
+    # The reduced vocabulary was chosen from the tokens of the target, unless the model has others.
+    return draft, view, reduce_output(view, draft.model, config, target if same_tokenizer else draft)
 
 
 def reduce_output(
     view: PreTrainedModel, model: PreTrainedModel, config: SpeculativeConfig, owner: Target
 ) -> DraftHead | None:
-    """Reduce a view's output layer to the tokens of ``config.draft_head``.
-
-    Args:
-        view: the view to change.
-        model: the model of the view, which stays as it is.
-        config: the configuration of the drafter.
-        owner: the target that the draft head belongs to.
-
-    Returns:
-        The reduced vocabulary; None if the configuration names none, and the view is unchanged.
-    """
+    """Reduce the output layer of a model's view to the tokens of ``config.draft_head``, if it names one, and return them."""
     if not config.draft_head:
         return None
     head = DraftHead(model, load_draft_tokens(config.draft_head, owner), owner.vocabulary)

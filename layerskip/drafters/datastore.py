@@ -47,10 +47,10 @@ class Datastore:
     def build(
         cls, texts: Iterable[Sequence[int]], target: Target, source: str = "", prompts: Sequence[str] = ()
     ) -> Datastore:
-        """Build the suffix array of texts.
+        """Build the suffix array of texts of token ids; empty ones are left out.
 
         Args:
-            texts: token ids of the target's tokenizer; empty texts are left out.
+            texts: token ids of the target's tokenizer.
             target: the target.
             source: a description of where the texts came from.
             prompts: digests of the prompts whose outputs are among the texts.
@@ -104,25 +104,18 @@ class Datastore:
             arrays = [np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("tokens.npy", "suffixes.npy")]
         except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"datastore: cannot read {folder}: {' '.join(str(error).split())}") from error
-        if not isinstance(about, dict) or about.pop("schema", None) != _SCHEMA:
+        if not isinstance(about, dict) or about.pop("schema", None) != _SCHEMA or not isinstance(about.get("prompts"), list):
             raise ConfigError(f"datastore: {folder} is not a datastore of this version")
-        tokens, suffixes = arrays
-        if any(array.dtype != np.int32 or array.ndim != 1 or not len(array) for array in arrays):
-            raise ConfigError(f"datastore: {folder} is damaged: its arrays are not rows of int32")
-        counts = [value for name in ("tokens", "texts") if isinstance(value := about.get(name), int)]
-        if len(counts) != 2 or not len(tokens) == len(suffixes) == sum(counts):
-            raise ConfigError(f"datastore: {folder} is damaged: its parts differ in length")
-        if not isinstance(about.get("source"), str) or not isinstance(about.get("prompts"), list):
-            raise ConfigError(
-                f"datastore: {folder} is damaged or of an earlier version: it does not name the texts it was built from"
-            )
         for name, value in _identity(target).items():
             if value is not None and about.get(name) != value:
                 raise ConfigError(f"datastore: {folder} was built for another {name} than that of {target.name}")
+        tokens, suffixes = arrays
+        if any(array.dtype != np.int32 or array.ndim != 1 or not len(array) for array in arrays):
+            raise ConfigError(f"datastore: {folder} is damaged: its arrays are not rows of int32")
         # A token that the target lacks would break decoding; reading all tokens takes little time.
         if _digest(tokens) != about.get("digest"):
             raise ConfigError(f"datastore: {folder} is damaged: its tokens do not match their digest")
-        if int(suffixes.sum(dtype=np.int64)) != len(suffixes) * (len(suffixes) - 1) // 2:
+        if len(suffixes) != len(tokens) or int(suffixes.sum(dtype=np.int64)) != len(tokens) * (len(tokens) - 1) // 2:
             raise ConfigError(f"datastore: {folder} is damaged: its suffixes do not start at every token once")
         return cls(tokens, suffixes, about)
 
@@ -138,12 +131,9 @@ class Datastore:
         return range(low, bisect_right(self.suffixes, stored, lo=low, key=prefix))
 
     def continuations(self, ngram: Sequence[int], length: int, maximum: int) -> list[list[int]]:
-        """Return the continuations of an n-gram.
+        """Return at most ``maximum`` continuations of an n-gram, spread evenly over all occurrences.
 
-        Args:
-            ngram: at least one token.
-            length: the most tokens of a continuation; it is shorter at the end of a text.
-            maximum: the most continuations, spread evenly over all occurrences.
+        Each has ``length`` tokens, or fewer at the end of a text.
         """
         places = self.places(ngram)
         count = min(maximum, len(places))

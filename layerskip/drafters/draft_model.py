@@ -17,7 +17,7 @@ from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device
-from layerskip.drafters.chain import draft_chain, draft_label, draft_view, load_draft_model
+from layerskip.drafters.chain import draft_chain, draft_label, load_draft_view
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.draft_head import DraftHead
@@ -33,10 +33,6 @@ class DraftModel(StopRuleDrafter):
 
     Args:
         model: a causal language model over the target's tokens; the width of its output may differ by padding.
-        layers: the number of its decoder layers.
-        num_speculative_tokens: the most tokens per round.
-        stop: when to stop before that.
-        head: the reduced vocabulary of the model's output layer, if any.
     """
 
     method = Method(
@@ -53,21 +49,15 @@ class DraftModel(StopRuleDrafter):
     def __init__(
         self, model: PreTrainedModel, layers: int, num_speculative_tokens: int, stop: StopRule, head: DraftHead | None = None
     ) -> None:
-        self.model = model
-        self.layers = layers
-        self.num_speculative_tokens = num_speculative_tokens
-        self.stopper = Stopper(stop)
-        self._head, self._most = head, max_positions(model)
+        self.model, self.layers, self.num_speculative_tokens = model, layers, num_speculative_tokens
+        self.stopper, self._head, self._most = Stopper(stop), head, max_positions(model)
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> DraftModel:
-        """Load the draft model of a configuration."""
-        draft = load_draft_model(config, target)
-        view, head = draft_view(draft, config, target)
+        draft, view, head = load_draft_view(config, target, same_tokenizer=True)
         return cls(view, draft.layers, config.num_speculative_tokens, config.stop, head)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Prefill the model's own cache with the prompt."""
         self._chooser = chooser
         if self._head is not None:
             self._head.begin()
@@ -98,4 +88,4 @@ class DraftModel(StopRuleDrafter):
     def observe(self, verdict: Verdict) -> None:
         """Drop the keys and values of rejected tokens, and adapt the stop rule."""
         self._cache.length = min(self._cache.length, self._verified + verdict.accepted)
-        self.stopper.observe(len(verdict.drafted), verdict.accepted)
+        super().observe(verdict)

@@ -21,7 +21,6 @@ from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.tree_growth import LevelwiseTree, reads_while_growing
-from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.chain import draft_chain
 from layerskip.heads.eagle import EagleHead, load_eagle
@@ -34,18 +33,7 @@ from layerskip.models.target import Target
 
 
 class Eagle(StopRuleDrafter):
-    """A drafter with an EAGLE head.
-
-    Args:
-        head: the trained head.
-        embeddings: the target's input embeddings.
-        readout: the target's output layer over the drafted vocabulary.
-        num_speculative_tokens: the most tokens of a chain, or the depth of a tree.
-        stop: when a chain stops before that.
-        top_k: 1 drafts chains; more make trees, in which that many branches grow per level, by that many tokens each.
-        tree_tokens: the most tokens of a tree.
-        min_token_prob: a branch ends where the product of its probabilities falls below this value.
-    """
+    """A drafter with an EAGLE head."""
 
     method = Method(
         "eagle",
@@ -85,27 +73,18 @@ class Eagle(StopRuleDrafter):
         tree_tokens: int = 8,
         min_token_prob: float = 0.0,
     ) -> None:
-        self.head, self.readout = head, readout
-        self.embeddings = embeddings
-        self.modules = head.shape.modules
-        self.num_speculative_tokens, self.top_k, self.min_token_prob = (
-            num_speculative_tokens,
-            top_k,
-            min_token_prob,
-        )
-        self.tree_tokens = tree_tokens if top_k > 1 else 0
-        self.stopper = Stopper(stop)
+        self.head, self.embeddings, self.readout, self.modules = head, embeddings, readout, head.shape.modules
+        self.num_speculative_tokens, self.top_k, self.min_token_prob = num_speculative_tokens, top_k, min_token_prob
+        self.stopper, self.tree_tokens = Stopper(stop), tree_tokens if top_k > 1 else 0
         self._step = _Step(head, embeddings, readout)
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> Eagle:
-        """Load the head of a configuration."""
         head = load_eagle(config.head, target)
         values = config.values | {"head": head, "embeddings": target.model.get_input_embeddings()}
         return cls(readout=Readout(target, head.tokens), **values)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin a prompt with an empty cache; its hidden states are observed next."""
         self._chooser = chooser
         device = self.readout.weight.device
         room = cache.capacity + self.num_speculative_tokens * (1 + self.top_k if self.tree_tokens else 1)
@@ -152,19 +131,8 @@ class Eagle(StopRuleDrafter):
         fused: Tensor = self.head.fuse(features[end])
         return fused
 
-    def observe(self, verdict: Verdict) -> None:
-        """Adapt the stop rule."""
-        self.stopper.observe(len(verdict.drafted), verdict.accepted)
-
     def _grow(self, last: Tensor, tokens: Tensor, count: int, depth: int) -> Draft:
-        """Grow a tree level by level from the likeliest branches, and keep the likeliest of all tokens.
-
-        Args:
-            last: ``[1]`` int64: the last token of the sequence.
-            tokens: the last tokens of the sequence.
-            count: how many of them are new to the head.
-            depth: the most levels.
-        """
+        """Grow a tree level by level after the last ``tokens``, of which ``count`` are new to the head."""
         cache, back, device = self._cache, self.head.shape.lookback, last.device
         tree = LevelwiseTree(last, self.top_k, self.min_token_prob, self._reads)
         hidden = self._step.run(tokens, self._step.features, cache)[-1:]
@@ -190,18 +158,13 @@ class Eagle(StopRuleDrafter):
 
 
 class _Step(nn.Module):
-    """The head as a model that predicts the next token of a block. After the target's hidden states it is fed its own.
-
-    Attributes:
-        features: the hidden states to feed next.
-        before: the earlier tokens that the head looks back at.
-    """
+    """The head as a model that predicts the next token of a block. After the target's hidden states it is fed its own."""
 
     def __init__(self, head: EagleHead, embeddings: nn.Module, readout: Readout) -> None:
         super().__init__()
         self._parts = (head, embeddings, readout)  # in a tuple, which registers no sub-modules
-        self.features = torch.empty(0)
-        self.before = torch.empty(0, dtype=torch.int64)
+        self.features = torch.empty(0)  # the hidden states to feed next
+        self.before = torch.empty(0, dtype=torch.int64)  # the earlier tokens that the head looks back at
 
     def forward(self, input_ids: Tensor, past_key_values: KVCache, **_: Any) -> SimpleNamespace:
         """Return ``[1, 1, v]`` logits after the last of ``[1, n]`` tokens."""

@@ -13,6 +13,7 @@ from pathlib import PurePath
 
 from torch import nn
 
+from layerskip.bridges.bridge import load_bridges
 from layerskip.config import ConfigError, Method, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
@@ -22,7 +23,6 @@ from layerskip.decoding.tree_growth import reads_while_growing
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.chain import SiblingCollector, draft_chain, reduce_output
 from layerskip.mask import MaskError, SkipMask
-from layerskip.models.bridge import load_bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.skip_view import cached_skip_view, skip_view
@@ -47,11 +47,6 @@ class LayerSkip(StopRuleDrafter):
 
     Args:
         view: the target without the skipped sub-layers, from :func:`layerskip.models.skip_view.skip_view`.
-        num_speculative_tokens: the most tokens per round.
-        stop: when to stop before that.
-        siblings: how many alternatives may be verified with each drafted token; 0 drafts chains.
-        min_token_prob: the least probability of a sibling in the draft's distribution.
-        head: the reduced vocabulary of the view's output layer, if any.
     """
 
     method = Method(
@@ -88,17 +83,13 @@ class LayerSkip(StopRuleDrafter):
         min_token_prob: float = 0.05,
         head: DraftHead | None = None,
     ) -> None:
-        self.view = view
-        self.num_speculative_tokens = num_speculative_tokens
-        self.stopper = Stopper(stop)
-        self.siblings, self.min_token_prob = siblings, min_token_prob
-        self._head = head
+        self.view, self.num_speculative_tokens, self._head = view, num_speculative_tokens, head
+        self.stopper, self.siblings, self.min_token_prob = Stopper(stop), siblings, min_token_prob
         self.tree_tokens = num_speculative_tokens * (1 + siblings) if siblings else 0
         self._depth = 0  # of the last draft
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> LayerSkip:
-        """Make the view of a configuration's mask."""
         try:
             mask = SkipMask.parse(config.mask, target.layers)
         except MaskError as error:
@@ -110,7 +101,6 @@ class LayerSkip(StopRuleDrafter):
         return cls(view, config.num_speculative_tokens, config.stop, config.siblings, config.min_token_prob, head)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Use the target's cache; no prefill is needed."""
         self._cache, self._chooser = cache, chooser
         if self._head is not None:
             self._head.begin()
@@ -123,8 +113,7 @@ class LayerSkip(StopRuleDrafter):
         siblings = None
         if self.siblings:
             reads = reads_while_growing(self._cache, context.last.device)
-            likely = self.siblings, self.min_token_prob
-            siblings = SiblingCollector(*likely, self._chooser, context.last, reads, vocabulary)
+            siblings = SiblingCollector(self.siblings, self.min_token_prob, self._chooser, context.last, reads, vocabulary)
         limit = min(limit, self.num_speculative_tokens)
         try:
             return draft_chain(
@@ -135,5 +124,4 @@ class LayerSkip(StopRuleDrafter):
             self._cache.length = verified
 
     def observe(self, verdict: Verdict) -> None:
-        """Adapt the stop rule."""
         self.stopper.observe(self._depth, verdict.accepted)

@@ -29,7 +29,6 @@ class Lookahead(Drafter):
 
     Args:
         num_speculative_tokens: the most tokens of a draft, one less than an n-gram has; also the rows of the window.
-        window: the columns of the window.
         guess_set_size: how many n-grams are kept, and verified, for each first token.
     """
 
@@ -54,7 +53,11 @@ class Lookahead(Drafter):
         self.tree_tokens = num_speculative_tokens * (window + guess_set_size)
         self._begin([])
 
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        self._begin(prompt)
+
     def _begin(self, prompt: Sequence[int]) -> None:
+        """Begin with the n-grams of the prompt and with guesses taken from it."""
         self._pool: dict[int, dict[Ngram, None]] = {}  # oldest n-gram first
         guesses = itertools.islice(itertools.cycle(prompt), self.window)
         self._rows: list[list[int]] = [list(guesses)]
@@ -62,10 +65,6 @@ class Lookahead(Drafter):
         self._drafted: list[int] = []
         for ngram in zip(*(prompt[start:] for start in range(self.num_speculative_tokens + 1)), strict=False):
             self._keep(ngram)
-
-    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin with the n-grams of the prompt and with guesses taken from it."""
-        self._begin(prompt)
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Return the n-grams that begin with the last token, and the window unless it exceeds ``limit``."""
@@ -91,8 +90,7 @@ class Lookahead(Drafter):
             return [(token, 1.0, (*branch, token)) for token in dict.fromkeys(following)]
 
         root: Ngram = ()
-        tokens, parents, _ = grow_tree(root, successors, depth, self.num_speculative_tokens * self.guess_set_size, 0.0)
-        return tokens, parents
+        return grow_tree(root, successors, depth, self.num_speculative_tokens * self.guess_set_size, 0.0)[:2]
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Return the target's tokens after the last row of the window."""

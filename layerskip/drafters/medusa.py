@@ -25,16 +25,7 @@ from layerskip.models.target import Target
 
 
 class Medusa(Drafter):
-    """A drafter with Medusa heads.
-
-    Args:
-        heads: the trained heads.
-        readout: the target's output layer over the drafted vocabulary.
-        num_speculative_tokens: how many heads draft; at most all of them.
-        top_k: how many tokens of each head are considered.
-        tree_tokens: the most tokens of a tree.
-        min_token_prob: a branch ends where the product of its probabilities falls below this value.
-    """
+    """A drafter with Medusa heads."""
 
     method = Method(
         "medusa",
@@ -65,21 +56,17 @@ class Medusa(Drafter):
         tree_tokens: int,
         min_token_prob: float,
     ) -> None:
-        self.heads, self.readout = heads, readout
-        self.modules = heads.shape.modules
+        self.heads, self.readout, self.modules = heads, readout, heads.shape.modules
         self.num_speculative_tokens, self.top_k = min(num_speculative_tokens, heads.shape.heads), top_k
         self.tree_tokens, self.min_token_prob = tree_tokens, min_token_prob
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> Medusa:
-        """Load the heads of a configuration."""
-        heads = load_medusa(config.head, target)
         values = config.values
-        del values["head"]
+        heads = load_medusa(values.pop("head"), target)
         return cls(heads, Readout(target, heads.tokens), **values)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin a prompt, whose hidden states are observed next."""
         self.readout.begin()
         device = self.readout.weight.device
         self._reads = reads_while_growing(cache, device)

@@ -10,23 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from layerskip.config import Method, shared
-from layerskip.decoding.draft import Draft
+from layerskip.decoding.draft import MAX_MATCH, Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
 from layerskip.device.transfer import copy_to_device
-from layerskip.drafters.expected_acceptance import MAX_MATCH
 from layerskip.models.cache import KVCache
 
 
 class PromptLookup(Drafter):
-    """A drafter from an index of the context's n-grams, which is updated token by token.
-
-    Args:
-        prompt_lookup_min: the length of the shortest n-gram to look up.
-        prompt_lookup_max: the length of the longest; longer n-grams are tried first.
-        match: which earlier occurrence is copied: ``last`` or ``first``.
-        num_speculative_tokens: the most tokens per round.
-    """
+    """A drafter from an index of the context's n-grams, which is updated token by token."""
 
     method = Method(
         "prompt_lookup",
@@ -53,7 +45,6 @@ class PromptLookup(Drafter):
         self.num_speculative_tokens = num_speculative_tokens
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin a prompt with an empty index."""
         self.reset()
 
     def reset(self) -> None:
@@ -62,14 +53,14 @@ class PromptLookup(Drafter):
         self._indexed = 0
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Propose the continuation of the longest n-gram that ends the context; nothing if none occurred before.
-
-        The reported match may be longer than an n-gram: it counts all tokens that agree, up to ``MAX_MATCH``.
-        """
-        start, size = self._search(context.tokens)
-        if not size:
+        """Propose the continuation of the longest n-gram that ends the context; nothing if none occurred before."""
+        start, match = self._search(context.tokens)
+        if not match:
             return Draft.empty(context.last.device)
-        tokens, match = self._copy(context.tokens, start, limit), _agreement(context.tokens, start, size)
+        end, tokens = len(context.tokens), self._copy(context.tokens, start, limit)
+        # All tokens before the two places that agree count as the match, not only those of the n-gram.
+        while match < min(MAX_MATCH, start) and context.tokens[start - match - 1] == context.tokens[end - match - 1]:
+            match += 1
         return Draft(copy_to_device(tokens, context.last.device), match_length=match, lookup_tokens=tuple(tokens))
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
@@ -99,11 +90,3 @@ class PromptLookup(Drafter):
     def _copy(self, tokens: Sequence[int], start: int, limit: int) -> list[int]:
         period = len(tokens) - start
         return [tokens[start + i % period] for i in range(min(limit, self.num_speculative_tokens))]
-
-
-def _agreement(tokens: Sequence[int], start: int, size: int) -> int:
-    """Return how many tokens before ``start`` agree with the end, up to ``MAX_MATCH``; ``size`` are known to agree."""
-    end = len(tokens)
-    while size < min(MAX_MATCH, start) and tokens[start - size - 1] == tokens[end - size - 1]:
-        size += 1
-    return size

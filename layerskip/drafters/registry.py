@@ -28,14 +28,14 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
     """Build the drafter of a configuration, ready for any number of prompts.
 
     Raises:
-        ConfigError: the configuration does not fit the target.
-        UnsupportedModel: the target, or the draft model, does not support this kind of decoding.
+        ConfigError, UnsupportedModel: the configuration does not fit the target or the draft model.
         TargetError: the draft model cannot be loaded.
     """
     check_rewind(target.model)
     if config.method not in drafter_classes():
         raise ConfigError(f"method: {config.method!r} has no drafter")
     drafter = drafter_classes()[config.method].build(config, target)
+    drafter.accept = config.accept
     if drafter.tree_tokens:
         tree_model(target.model)  # raises UnsupportedModel if the target cannot verify trees
     return drafter

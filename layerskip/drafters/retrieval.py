@@ -26,17 +26,14 @@ _LONGEST_MATCH = 64  # tokens; longer matches count as this long
 _MIN_SHARE = 0.5  # of the longest match, that the match of another occurrence must have
 _TOKENS_PER_MATCH = 10  # drafted tokens per matched token, without a datastore
 
+_Trie = tuple[Sequence[Sequence[int]], int]
+"""Continuations that share their first tokens, and the number of these."""
+
 
 class Retrieval(Drafter):
     """A drafter of continuations in earlier texts. It keeps the texts that it followed until it is reset.
 
     Args:
-        datastore: further texts; None for none.
-        prompt_lookup_min: the length of the shortest n-gram to look up.
-        prompt_lookup_max: the length of the longest, which is tried first.
-        num_speculative_tokens: the depth of a tree, at most.
-        tree_tokens: the most tokens of a tree; without a datastore also at most ten per token of the match.
-        min_token_prob: a branch ends where it followed less often than this share.
         memory: how many tokens of earlier texts are kept, at some hundred bytes each; the oldest texts are dropped first.
     """
 
@@ -76,17 +73,12 @@ class Retrieval(Drafter):
     ) -> None:
         self.datastore = datastore
         self.sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
-        self.num_speculative_tokens, self.tree_tokens, self.min_token_prob = (
-            num_speculative_tokens,
-            tree_tokens,
-            min_token_prob,
-        )
-        self.memory = memory
+        self.num_speculative_tokens, self.tree_tokens = num_speculative_tokens, tree_tokens
+        self.min_token_prob, self.memory = min_token_prob, memory
         self.reset_state()
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> Retrieval:
-        """Open the datastore of a configuration, if it names one."""
         datastore = Datastore.load(config.datastore, target) if config.datastore else None
         return cls(**config.values | {"datastore": datastore})
 
@@ -110,25 +102,17 @@ class Retrieval(Drafter):
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Return a tree of what followed the longest matches of the end of the context; nothing if there are none."""
-        tokens, parents, path_probs, match = self.propose(context.tokens, min(limit, self.num_speculative_tokens))
-        return Draft.of_tree(tokens, parents, context.last.device, match, path_probs=path_probs)
-
-    def propose(self, tokens: list[int], depth: int) -> tuple[list[int], list[int], list[float], int]:
-        """Return the tokens of the tree, their parents and path probabilities, and the length of the match.
-
-        ``tokens`` continues those of the last call.
-        """
+        tokens, depth = context.tokens, min(limit, self.num_speculative_tokens)
         self._texts[-1] = tokens
         self._index()
         for size in self.sizes:
-            if size <= len(tokens):
-                rows, match = self._continuations(tokens, size, depth)
-                if rows:
-                    maximum = self.tree_tokens
-                    if self.datastore is None:
-                        maximum = min(_TOKENS_PER_MATCH * match, maximum)
-                    return *grow_tree(_Trie(rows), _Trie.successors, depth, maximum, self.min_token_prob), match
-        return [], [], [], 0
+            rows, match = self._continuations(tokens, size, depth) if size <= len(tokens) else ([], 0)
+            if rows:
+                most = self.tree_tokens if self.datastore else min(_TOKENS_PER_MATCH * match, self.tree_tokens)
+                trie: _Trie = rows, 0
+                grown, parents, path_probs = grow_tree(trie, _successors, depth, most, self.min_token_prob)
+                return Draft.of_lookup(grown, parents, context.last.device, match, path_probs)
+        return Draft.empty(context.last.device)
 
     def _index(self) -> None:
         """Index where every n-gram of the present text ends that is followed by a token."""
@@ -188,16 +172,11 @@ def _common(text: list[int], end: int, tokens: list[int], known: int) -> int:
     return known
 
 
-class _Trie:
-    """Continuations that share their common prefixes."""
-
-    def __init__(self, rows: Sequence[Sequence[int]], depth: int = 0) -> None:
-        self.rows, self.depth = rows, depth
-
-    def successors(self) -> list[tuple[int, float, _Trie]]:
-        """Return each next token, the share of continuations that have it, and their sub-trie."""
-        groups: dict[int, list[Sequence[int]]] = {}
-        for row in self.rows:
-            if len(row) > self.depth:
-                groups.setdefault(row[self.depth], []).append(row)
-        return [(token, len(rows) / len(self.rows), _Trie(rows, self.depth + 1)) for token, rows in groups.items()]
+def _successors(trie: _Trie) -> list[tuple[int, float, _Trie]]:
+    """Return each next token, the share of continuations that have it, and their sub-trie."""
+    continuations, depth = trie
+    groups: dict[int, list[Sequence[int]]] = {}
+    for row in continuations:
+        if len(row) > depth:
+            groups.setdefault(row[depth], []).append(row)
+    return [(token, len(rows) / len(continuations), (rows, depth + 1)) for token, rows in groups.items()]

@@ -20,14 +20,7 @@ from layerskip.decoding.verify import Verdict
 
 
 class TokenRecycling(Drafter):
-    """A drafter of trees from the table, which is kept from prompt to prompt until it is reset.
-
-    Args:
-        num_speculative_tokens: the depth of a tree, at most.
-        tree_tokens: the most tokens of a tree.
-        top_k: how many successors of each token are kept.
-        min_token_prob: a branch ends where the product of its probabilities falls below this value.
-    """
+    """A drafter of trees from the table, which is kept from prompt to prompt until it is reset."""
 
     method = Method(
         "token_recycling",
@@ -50,27 +43,23 @@ class TokenRecycling(Drafter):
     keeps_state = True
 
     def __init__(self, num_speculative_tokens: int, tree_tokens: int, top_k: int, min_token_prob: float) -> None:
-        self.num_speculative_tokens = num_speculative_tokens
-        self.tree_tokens = tree_tokens
-        self.top_k = top_k
-        self.min_token_prob = min_token_prob
+        self.num_speculative_tokens, self.tree_tokens = num_speculative_tokens, tree_tokens
+        self.top_k, self.min_token_prob = top_k, min_token_prob
         self.reset_state()
 
     def reset_state(self) -> None:
-        """Empty the table."""
-        self._table: dict[int, list[tuple[int, float]]] = {}
+        self._table: dict[int, list[tuple[int, float, int]]] = {}  # successor, probability and, for its own, successor again
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Grow a tree from the last token; it is empty if the token is not in the table."""
-        tokens, parents, path_probs = self.grow(context.tokens[-1], min(limit, self.num_speculative_tokens))
-        return Draft.of_tree(tokens, parents, context.last.device, lookup=True, path_probs=path_probs)
+        depth = min(limit, self.num_speculative_tokens)
+        tokens, parents, path_probs = grow_tree(
+            context.tokens[-1], self._successors, depth, self.tree_tokens, self.min_token_prob
+        )
+        return Draft.of_lookup(tokens, parents, context.last.device, path_probs=path_probs)
 
-    def grow(self, root: int, depth: int) -> tuple[list[int], list[int], list[float]]:
-        """Return the tokens of a tree after ``root``, at most ``depth`` deep, with their parents and path probabilities."""
-        return grow_tree(root, self._successors, depth, self.tree_tokens, self.min_token_prob)
-
-    def _successors(self, token: int) -> list[tuple[int, float, int]]:
-        return [(successor, probability, successor) for successor, probability in self._table.get(token, ())]
+    def _successors(self, token: int) -> Sequence[tuple[int, float, int]]:
+        return self._table.get(token, ())
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Return the target's likely tokens after every token of the pass, rejected ones included."""
@@ -85,4 +74,5 @@ class TokenRecycling(Drafter):
         *rows, block = (row[: 1 + len(verdict.drafted)] for row in likely)  # tokens that fill up a tree are left out
         columns = zip(*rows[:width], strict=True), zip(*rows[width:], strict=True)
         for token, likelihoods, tokens in zip(block, *columns, strict=True):
-            self._table[int(token)] = [(int(other), prob) for other, prob in zip(tokens, likelihoods, strict=True)]
+            pairs = zip(map(int, tokens), likelihoods, strict=True)
+            self._table[int(token)] = [(successor, prob, successor) for successor, prob in pairs]

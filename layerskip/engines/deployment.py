@@ -1,8 +1,8 @@
 """What an inference engine is asked to run: an export's target, configuration and sampling, with the files that it needs.
 
-The modules of this package turn a :class:`Deployment` into a :class:`Launch`, the command or call that starts one engine
-with it, or raise :class:`Unsupported` with the reason. They are written from the engines' documentation, whose version each
-names, and run no engine.
+The modules of this package turn a :class:`Deployment` into the command or call that starts one engine with it, or raise
+:class:`Unsupported` with the reason. They are written from the engines' documentation, whose version each names, and run no
+engine.
 """
 
 from __future__ import annotations
@@ -19,47 +19,21 @@ from layerskip.heads.published_eagle import is_published
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.loading import WHEELS
 
-Commands = list[list[str]]
+Launch = dict[str, Any]
+"""How an engine is started with a configuration. Empty fields mean the same as missing ones:
+
+- ``method``: the engine's name for its way of drafting.
+- ``prepare``: commands to run before, once.
+- ``command``: the words of the command line that starts a server; or ``call``: Python statements that load the engine and
+  generate a text from ``prompt``.
+- ``arguments``: the values that set up drafting, as they are in the command or the call.
+- ``request``: the sampling parameters of every request, under the engine's names.
+- ``differs``: what the engine drafts otherwise than the configuration. The output is the target's own in any case.
+"""
 
 
 class Unsupported(ValueError):
     """An engine cannot run a configuration. The message is the reason and begins with a field."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How an engine is started with a configuration.
-
-    Args:
-        method: the engine's name for its way of drafting.
-        command: the words of the command line that starts a server; empty if ``call`` starts the engine.
-        call: Python statements that load the engine and generate a text from ``prompt``.
-        arguments: the values that set up drafting, as they are in the command or the call.
-        prepare: commands to run before, once.
-        request: the sampling parameters of every request, under the engine's names.
-        differs: what the engine drafts otherwise than the configuration. The output is the target's own in any case.
-    """
-
-    method: str
-    command: Sequence[str] = ()
-    call: str = ""
-    arguments: Mapping[str, Any] | None = None
-    prepare: Sequence[Sequence[str]] = ()
-    request: Mapping[str, Any] | None = None
-    differs: Sequence[str] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields that are set, as plain values."""
-        fields = {
-            "method": self.method,
-            "prepare": [list(words) for words in self.prepare],
-            "command": list(self.command),
-            "call": self.call,
-            "arguments": dict(self.arguments or {}),
-            "request": dict(self.request or {}),
-            "differs": list(self.differs),
-        }
-        return {name: value for name, value in fields.items() if value}
 
 
 @dataclass(frozen=True)
@@ -72,6 +46,7 @@ class Deployment:
         sampling: its sampling.
         file: the export's file.
         environment: where it was measured, as the export states.
+        prepare: takes the commands that write what the engine loads.
     """
 
     target: Mapping[str, Any]
@@ -79,11 +54,7 @@ class Deployment:
     sampling: Sampling = field(default_factory=Sampling)
     file: Path = Path()
     environment: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def on_cpu(self) -> bool:
-        """True if it was measured on a CPU."""
-        return self.environment.get("device") == "cpu"
+    prepare: list[list[str]] = field(default_factory=list)
 
     def engine_arguments(self, engine: str) -> list[str]:
         """Return the user's arguments of an engine that it was measured with; none if that was another one."""
@@ -102,22 +73,15 @@ class Deployment:
         """The data type of the target, ``float32``, ``bfloat16`` or ``float16``."""
         return str(self.target["dtype"])
 
-    def model(self, prepare: Commands, hub: bool = True) -> str:
-        """Return the target's hub id or folder.
+    def model(self, hub: bool = True) -> str:
+        """Return the target's hub id or folder; a GGUF file or the model of a wheel is written as a folder before.
 
-        Args:
-            prepare: takes the command that writes the folder, if the target is a GGUF file or comes in a wheel.
-            hub: whether the engine takes hub ids; otherwise such a target is written, too.
+        Without ``hub`` the engine takes no hub ids, so that their models are written, too.
         """
-        return self._found("model", str(self.target["name"]), prepare, hub)
+        return self._found("model", str(self.target["name"]), hub)
 
-    def draft(self, prepare: Commands, engine: str, hub: bool = True) -> str:
+    def draft(self, engine: str, hub: bool = True) -> str:
         """Return the hub id or folder of what drafts: a model, kept layers of the target, or a head.
-
-        Args:
-            prepare: takes the command that writes it, if it is not there yet.
-            engine: the engine that loads it.
-            hub: whether the engine takes hub ids.
 
         Raises:
             Unsupported: the engine has no layout for the head.
@@ -126,17 +90,17 @@ class Deployment:
             return self.config.head
         if self.config.head and (reason := why_not_portable(Path(self.config.head), engine)) is not None:
             raise Unsupported(f"config.head: {reason}")
-        return self._found("draft", self.config.draft_model, prepare, hub, [f"engine={engine}"] if self.config.head else [])
+        return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if self.config.head else [])
 
     def beside(self, part: str) -> str:
         """Return the name of a file or folder beside the export."""
         return str(self.file.with_name(f"{self.file.stem}.{part}"))
 
-    def _found(self, part: str, name: str, prepare: Commands, hub: bool, more: Sequence[str] = ()) -> str:
+    def _found(self, part: str, name: str, hub: bool, more: Sequence[str] = ()) -> str:
         if name and name not in WHEELS and not name.endswith(".gguf") and (hub or Path(name).is_dir()):
             return name
         folder = self.beside(part)
-        prepare.append(["python", "-m", "searches.export", str(self.file), f"{part}={folder}", *more])
+        self.prepare.append(["python", "-m", "searches.export", str(self.file), f"{part}={folder}", *more])
         return folder
 
 
@@ -160,41 +124,42 @@ def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
     if not method.engine_method or (method.engine_method == "suffix" and (config.datastore or not suffix)):
         raise Unsupported(f"config.method: {config.method}: {method.no_engine}")
     if "mask" in method:
-        check_kept_layers(config, int(deployment.target["layers"]))
+        _check_kept_layers(config, int(deployment.target["layers"]))
     if "head" in method and (reason := why_not_portable(Path(config.head))) is not None:
         raise Unsupported(f"config.head: {reason}")
     return eagle_method(Path(config.head)) if method.engine_method == "eagle" else method.engine_method
 
 
-def check_kept_layers(config: SpeculativeConfig, layers: int) -> None:
-    """Check that a self-draft is a model of its own: the target without some whole layers.
-
-    Args:
-        config: a configuration of ``layer_skip``.
-        layers: the number of the target's layers.
-
-    Raises:
-        Unsupported: it skips single sub-layers, or has a bridge.
-    """
+def _check_kept_layers(config: SpeculativeConfig, layers: int) -> None:
+    """Check that a self-draft is a model of its own: the target without some whole layers."""
     try:
         mask = SkipMask.parse(config.mask, layers)
     except MaskError as error:
         raise Unsupported(f"config.{error}") from None
-    if config.bridge:
-        raise Unsupported("config.bridge: no engine replaces layers by a bridge")
+    if config.no_engine:
+        raise Unsupported(f"config.{config.no_engine}")
     if not mask.is_whole_layers or not any(mask.attention):
         raise Unsupported("config.mask: no engine skips single sub-layers; whole layers left out are a draft model")
     if all(mask.attention):
         raise Unsupported("config.mask: skips every layer, so no layer is left for a draft model")
 
 
-def left_out(config: SpeculativeConfig, stops: bool = False, trees: bool = False) -> list[str]:
+def no_drafter(deployment: Deployment, engine: str) -> Unsupported:
+    """Return the error of an engine that has no drafter for the configuration."""
+    return Unsupported(f"config.method: {deployment.config.method}: {engine} has no such drafter")
+
+
+def left_out(
+    config: SpeculativeConfig, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False
+) -> list[str]:
     """Return what an engine that drafts constant chains does otherwise than a configuration.
 
     Args:
         config: the configuration.
         stops: whether the engine can stop below a constant confidence.
         trees: whether it drafts trees.
+        match: which match its lookup copies from, if that is not configured: ``first`` or ``last``.
+        any_size: whether its lookup has no smallest n-gram.
     """
     differs = []
     if config.stop.method == "adaptive" or (config.stop.method == "threshold" and not stops):
@@ -209,18 +174,37 @@ def left_out(config: SpeculativeConfig, stops: bool = False, trees: bool = False
         differs.append("config.tree_tokens: a chain is drafted in place of a tree")
     if config.method == "prompt_lookup":
         differs.append("config.num_speculative_tokens: drafts end where the text ends; copied tokens are not copied again")
+        if match not in ("", config.match):
+            differs.append(f"config.match: drafts are copied from the {match} match")
+        if any_size and config.prompt_lookup_min > 1:
+            differs.append(f"config.prompt_lookup_min: matches of fewer than {config.prompt_lookup_min} tokens count, too")
     return differs
 
 
-def openai_request(sampling: Sampling, unlimited_k: int, penalty: str = "repetition_penalty") -> dict[str, Any]:
-    """Return the sampling parameters of a request to an OpenAI-compatible server, which has a default for each.
+def request_fields(sampling: Sampling, unlimited_k: int = 0) -> dict[str, Any]:
+    """Return the sampling parameters of a request to an engine that has a default for each.
 
-    Args:
-        sampling: the sampling.
-        unlimited_k: the engine's value of ``top_k`` for all tokens.
-        penalty: the engine's name of the repetition penalty.
+    ``unlimited_k`` is the engine's value of ``top_k`` for all tokens.
     """
-    fields: dict[str, Any] = {"temperature": sampling.temperature, penalty: sampling.repetition_penalty}
+    fields: dict[str, Any] = {"temperature": sampling.temperature, "repetition_penalty": sampling.repetition_penalty}
     if not sampling.greedy:
         fields |= {"top_k": int(sampling.top_k) or unlimited_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
     return fields
+
+
+def hugging_face_fields(sampling: Sampling) -> dict[str, Any]:
+    """Return the sampling parameters under the names of a Hugging Face generation configuration."""
+    fields = request_fields(sampling)
+    if sampling.greedy:
+        del fields["temperature"]
+    return {"do_sample": not sampling.greedy} | fields
+
+
+def keywords(values: Mapping[str, Any]) -> str:
+    """Return values as the keyword arguments of a Python call."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def speculative_options(prefix: str, values: Mapping[str, Any]) -> list[str]:
+    """Return values as the options of a command, each with a prefix."""
+    return [word for name, value in values.items() for word in (f"--{prefix}-{name}", str(value))]

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-from layerskip.engines import llama_cpp, openvino_genai, sglang, tensorrt_llm, transformers_generate, vllm
-from layerskip.engines.deployment import Deployment, Unsupported
+from layerskip.engines.calls import launch_openvino_genai, launch_tensorrt_llm, launch_transformers
+from layerskip.engines.deployment import Deployment, Launch, Unsupported
+from layerskip.engines.servers import launch_llama_cpp, launch_sglang, launch_vllm
 
-ENGINES = {
-    "vllm": vllm,
-    "sglang": sglang,
-    "tensorrt_llm": tensorrt_llm,
-    "llama_cpp": llama_cpp,
-    "openvino_genai": openvino_genai,
-    "transformers": transformers_generate,
+ENGINES: dict[str, tuple[str, Callable[[Deployment], Launch]]] = {
+    "vllm": ("0.32", launch_vllm),
+    "sglang": ("0.5.23", launch_sglang),
+    "tensorrt_llm": ("1.3", launch_tensorrt_llm),
+    "llama_cpp": ("2026-10", launch_llama_cpp),
+    "openvino_genai": ("2026.4", launch_openvino_genai),
+    "transformers": ("5.23", launch_transformers),
 }
-"""A module for each engine, with ``VERSION`` of the documentation it follows and ``launch(deployment)``."""
+"""For each engine, the version of the documentation that was followed, and what describes its start."""
 
 
-def describe_engines(deployment: Deployment) -> dict[str, dict[str, Any]]:
-    """Return, for each engine, how it is started with an export, or the reason why it cannot run it.
-
-    Each has the ``version`` of the documentation, and either the fields of a
-    :class:`~layerskip.engines.deployment.Launch` or a ``reason``.
-    """
+def describe_engines(deployment: Deployment) -> dict[str, Launch]:
+    """Return, for each engine, the ``version`` of its documentation, and how it is started or a ``reason`` why it is not."""
     described = {}
-    for name, module in ENGINES.items():
+    for name, (version, launch) in ENGINES.items():
+        own = replace(deployment, prepare=[])
         try:
-            found: dict[str, Any] = module.launch(deployment).to_dict()
+            found = launch(own) | {"prepare": own.prepare}
         except Unsupported as reason:
             found = {"reason": str(reason)}
-        described[name] = {"version": module.VERSION} | found
+        described[name] = {"version": version} | {field: value for field, value in found.items() if value}
     return described

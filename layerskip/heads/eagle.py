@@ -1,21 +1,18 @@
 """EAGLE heads: a one-layer model that predicts the target's next hidden state from its previous ones.
 
-EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty (arXiv 2401.15077), section 4.1: the embedding of a token
-and the hidden state before it pass through one linear map and one decoder layer. The result approximates the hidden state
-at the token, and the target's own output layer reads it. In EAGLE-3 (arXiv 2503.01840) the head reads three of the target's
-layers and its own outputs. The decoder layer is transformers' Llama layer, whatever the target's family.
+EAGLE (arXiv 2401.15077), section 4.1: the embedding of a token and the hidden state before it pass through one linear map
+and one decoder layer; the target's own output layer reads the result. In EAGLE-3 (arXiv 2503.01840) the head reads three of
+the target's layers and its own outputs. The decoder layer is transformers' Llama layer, whatever the target's family.
 
-With ``lookback`` the layer's attention also reads the embeddings of a token and of those before it. It can then find earlier
-places where the text was the same, and copy what followed there (:mod:`layerskip.heads.induction`). EAGLE's own attention
-hardly can, because its hidden states encode the next token rather than the current one.
+With ``lookback`` the attention also reads the embeddings of a token and of those before it. It can then find earlier places
+where the text was the same, and copy what followed there (:mod:`layerskip.heads.induction`).
 
 A head with three layers and no lookback has EAGLE-3's form (``side_by_side``): the attention reads embedding and state side
-by side, each with a norm. It is simpler than the published one: it feeds back its output after the last norm, theirs before
-it, and the target's output layer reads the result; theirs has a trained one. With lookback, a linear map joins embedding and
-state as in EAGLE.
+by side, each with a norm. It feeds back its output after the last norm, the published one before it, and the target's output
+layer reads the result; the published one has a trained one.
 
-A decoder layer of transformers hands its attention the output of a norm. Modules of this file take the place of that norm,
-and the attention's linear maps get further inputs for what they append.
+Modules of this file take the place of the norm before the decoder layer's attention, and the attention's linear maps get
+further inputs for what they append.
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from transformers import LlamaConfig, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from layerskip.config import ConfigError, check_integer, check_number, check_type
+from layerskip.heads.medusa import check_modules
 from layerskip.heads.published_eagle import is_published, read_published
 from layerskip.models.architecture import architecture
 from layerskip.models.attention import PLAIN
@@ -38,17 +36,13 @@ from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_like
 from layerskip.models.packing import pack_like
 from layerskip.models.target import Target
-from layerskip.models.trained_module import load_trained
+from layerskip.models.trained_module import load_trained, restore_weights
 
 
 class AppendedEmbeddings(nn.Module):
     """A layer that appends embeddings ``[B, n, E]`` to the attention's input, in place of a norm.
 
-    Args:
-        width: E; 0 appends nothing.
-
-    Attributes:
-        embeddings: set for one pass; without them zeros are appended, as in a pass that finds out which maps read one input.
+    The embeddings are set for one pass. Without them zeros are appended, to find out which maps read one input.
     """
 
     embeddings: Tensor | None = None
@@ -67,15 +61,7 @@ class AppendedEmbeddings(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """A layer that normalises a state and the token's embedding, and returns both side by side, as in EAGLE-3.
-
-    Args:
-        width: H, of both.
-        eps: epsilon of the norms.
-
-    Attributes:
-        appended: takes the embeddings; a module without tensors, which copies of this one share.
-    """
+    """A layer that returns the normalised state and the normalised embedding of a token side by side, as in EAGLE-3."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -123,9 +109,6 @@ class EagleShape:
         lookback: number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for
             EAGLE's own attention, which reads only the output of the linear map.
         side_by_side: whether the attention reads embedding and state side by side, and no linear map joins them.
-
-    Raises:
-        ConfigError: a value is out of range, or values do not fit each other.
     """
 
     hidden: int
@@ -162,14 +145,7 @@ class EagleShape:
 
     @classmethod
     def of(cls, target: Target, three_layers: bool = False, vocabulary: int | None = None, lookback: int = 0) -> EagleShape:
-        """Return the shape of a head whose layer has the sizes of the target's own layers.
-
-        Args:
-            target: the model that the head drafts for.
-            three_layers: whether the head reads a low, a middle and a high layer.
-            vocabulary: number of tokens that it may draft; None for all.
-            lookback: number of earlier tokens whose embeddings it reads.
-        """
+        """Return the shape of a head whose layer has the sizes of the target's own; see :class:`EagleShape`."""
         config = target.model.config.get_text_config(decoder=True)
         hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
         side_by_side = three_layers and not lookback
@@ -188,15 +164,11 @@ class EagleShape:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the shape as a dictionary that JSON can hold.
-
-        Fields that the first heads did not have are left out if unset, so that those heads keep their dictionaries.
-        """
+        """Return the fields as JSON can hold them, without unset ones that the first heads did not have."""
         return {name: value for name, value in asdict(self).items() if name not in _LATER or value}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> EagleShape:
-        """Return the shape of a dictionary from :meth:`to_dict`, with JSON's lists converted to tuples."""
         return cls(**fields | {"modules": tuple(fields["modules"])})
 
 
@@ -267,7 +239,7 @@ class EagleHead(nn.Module):
         positions: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """Predict the hidden states at tokens.
+        """Predict the hidden states at tokens, ``[B, n, H]``.
 
         Args:
             embeddings: ``[B, n, (1 + lookback) * H]``: of the tokens and those before each, see :meth:`with_lookback`.
@@ -275,9 +247,6 @@ class EagleHead(nn.Module):
             cache: keys and values of earlier tokens, extended after its ``length``; None if there are none.
             positions: ``[B, n]`` int64; None if consecutive.
             visible: ``[B, 1, n, keys]`` bool: the attention mask; None for causal attention.
-
-        Returns:
-            ``[B, n, H]``.
         """
         joined = features
         if not self.shape.side_by_side:
@@ -297,14 +266,9 @@ class EagleHead(nn.Module):
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def with_lookback(self, embedded: Tensor, count: int) -> Tensor:
-        """Concatenate the embeddings of the last tokens with those of the tokens before each.
+        """Concatenate the embeddings of the last ``count`` tokens with those of the tokens before each.
 
-        Args:
-            embedded: ``[B, m, H]``: of consecutive tokens, m >= n.
-            count: n, the number of last tokens.
-
-        Returns:
-            ``[B, n, (1 + lookback) * H]``, with zeros before the first of the m tokens.
+        From ``[B, m, H]`` of consecutive tokens, m >= n, to ``[B, n, (1 + lookback) * H]``, with zeros before the first.
         """
         back = self.shape.lookback
         embedded = pad(embedded, (0, 0, max(0, count + back - embedded.shape[1]), 0))
@@ -317,14 +281,13 @@ class EagleHead(nn.Module):
 
     @property
     def _appended(self) -> AppendedEmbeddings:
-        """The module that hands embeddings to the attention."""
         layer: Any = self.body.layers[0]
         part: Any = layer.input_layernorm
         return part.appended if self.shape.side_by_side else part  # type: ignore[no-any-return]
 
 
 def load_eagle(folder: str | Path, target: Target) -> EagleHead:
-    """Load a head for a target, in its dtype and on its device. A head in its authors' published layout is accepted, too.
+    """Load a head, also in its authors' published layout, in the target's dtype and on its device.
 
     A head that is damaged or was made for another target is refused with a :class:`ConfigError`.
     """
@@ -341,16 +304,9 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
         raise ConfigError(f"{damaged} its shape: {error}") from error
     if shape.hidden != target.hidden:
         raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} elements per token")
-    if unread := set(shape.modules) - {name for name, _ in target.model.named_modules()}:
-        raise ConfigError(f"{damaged} {target.name} has no sub-module {min(unread)}")
+    check_modules(shape.modules, target, damaged)
     head = EagleHead(shape, weights.pop("tokens", None))
-    try:
-        missing, unknown = head.load_state_dict(weights, strict=False)
-    except RuntimeError as error:
-        raise ConfigError(f"{damaged} {' '.join(str(error).split())[:200]}") from error
-    absent = [name for name in missing if name not in ("tokens", "body.embed_tokens.weight")]
-    if absent or unknown:
-        raise ConfigError(f"{damaged} {', '.join([*absent, *unknown][:3])}")
+    restore_weights(head, weights, damaged, ("tokens", "body.embed_tokens.weight"))
     rotary: Any = head.body.rotary_emb
     frequencies = rotary.inv_freq.clone()
     head = head.to(target.device, target.model.dtype).eval()

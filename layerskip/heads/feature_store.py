@@ -1,20 +1,21 @@
-"""A store of the target's hidden states of many texts, in a file that grows text by text up to a budget of bytes."""
+"""A store of the target's hidden states of many texts, which grows text by text up to a budget of bytes."""
 
 from __future__ import annotations
 
-import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layerskip.config import ConfigError
-from layerskip.device.tolerance import nearly_equal
-from layerskip.files import report_full_disk
+from layerskip.device.trial import nearly_equal
+from layerskip.files import atomic_write
 from layerskip.heads.eagle import read_modules
 from layerskip.heads.readout import Readout
 from layerskip.models.architecture import UnsupportedModel
@@ -32,13 +33,7 @@ _SPARE = 64 * 2**20  # bytes left free on the disk, in addition to what a traini
 
 @dataclass(frozen=True)
 class TextFeatures:
-    """A text with the target's hidden states.
-
-    Args:
-        tokens: ``[n]`` int64.
-        features: ``[n, F]`` bfloat16: the hidden states at each token.
-        begin: index of the answer's first token.
-    """
+    """A text's tokens ``[n]`` int64, the target's hidden states at each ``[n, F]`` bfloat16, and where its answer begins."""
 
     tokens: Tensor
     features: Tensor
@@ -46,36 +41,20 @@ class TextFeatures:
 
 
 class FeatureStore:
-    """Texts with their hidden states on disk.
+    """Texts with their hidden states on disk, one file each; a killed process loses the text being written.
 
     Args:
-        folder: folder of the two files. Complete texts in existing files are kept.
+        folder: of the files. Existing texts are kept.
         modules: names of the target's sub-modules whose outputs are stored.
     """
 
     def __init__(self, folder: Path, modules: tuple[str, ...]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.modules = folder, modules
-        self._features, self._index = folder / "features.bin", folder / "texts.jsonl"
-        self._rows: list[tuple[list[int], int, int, int]] = []  # tokens, begin, offset in elements, elements per token
-        size = self._features.stat().st_size if self._features.exists() else 0
-        complete = 0  # bytes of the index
-        for line in self._index.read_bytes().splitlines(keepends=True) if self._index.exists() else ():
-            if not line.endswith(b"\n"):
-                break
-            try:
-                tokens, begin, start, width = json.loads(line)
-                end = _BYTES * (start + len(tokens) * width)
-            except (ValueError, TypeError):
-                raise ConfigError(f"features: {self._index} is damaged; delete {folder}") from None
-            if end > size:
-                break
-            self._rows.append((tokens, begin, start, width))
-            complete += len(line)
-        if self._index.exists():  # drops an incomplete text, left by a killed process
-            with self._index.open("rb+") as file:
-                file.truncate(complete)
-        self._length = len(self._rows)
+        self._texts: list[tuple[TrainingText, int]] = []  # with the bytes of their hidden states
+        while self._file(len(self._texts)).exists():
+            self._texts.append(self._read(len(self._texts)))
+        self._length = len(self._texts)
 
     def __len__(self) -> int:
         return self._length
@@ -83,30 +62,31 @@ class FeatureStore:
     def __getitem__(self, place: int) -> TextFeatures:
         if place >= len(self):
             raise IndexError(place)
-        tokens, begin, start, width = self._rows[place]
-        elements = np.fromfile(self._features, np.int16, len(tokens) * width, offset=_BYTES * start)
-        features = torch.from_numpy(elements).view(torch.bfloat16).view(len(tokens), width)
-        return TextFeatures(self.tokens(place), features, begin)
+        return TextFeatures(self.tokens(place), load_file(self._file(place))["features"], self._texts[place][0].begin)
 
     def tokens(self, place: int) -> Tensor:
         """Return a text's tokens, ``[n]`` int64, without reading its hidden states."""
-        return torch.tensor(self._rows[place][0])
+        return torch.tensor(self._texts[place][0].tokens)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the hidden states."""
-        return _BYTES * self._end(len(self) - 1)
+        return sum(size for _, size in self._texts[: len(self)])
 
     def positions(self, texts: int) -> int:
         """Return the number of tokens in the answers of the first ``texts`` texts."""
-        return sum(len(tokens) - begin for tokens, begin, _, _ in self._rows[:texts])
+        return sum(len(text.tokens) - text.begin for text, _ in self._texts[:texts])
 
-    def _end(self, place: int) -> int:
-        """Return the offset in elements after a text; 0 for index -1."""
-        if place < 0:
-            return 0
-        tokens, _, start, width = self._rows[place]
-        return start + len(tokens) * width
+    def _file(self, place: int) -> Path:
+        return self.folder / f"{place:06}.safetensors"
+
+    def _read(self, place: int) -> tuple[TrainingText, int]:
+        try:
+            with safe_open(self._file(place), "pt") as file:
+                size = _BYTES * math.prod(file.get_slice("features").get_shape())
+                return TrainingText(tuple(file.get_tensor("tokens").tolist()), int(file.get_tensor("begin"))), size
+        except (SafetensorError, ValueError) as error:
+            raise ConfigError(f"features: {self._file(place)} is damaged; delete {self.folder}") from error
 
     def fill(
         self,
@@ -121,7 +101,6 @@ class FeatureStore:
         Stored texts beyond these or beyond the budget stay on the disk for later calls.
 
         Args:
-            target: the model that reads the texts.
             texts: all texts; stored texts must be the first of them.
             max_bytes: budget for all hidden states.
             on_text: called after every stored text, read or found.
@@ -130,20 +109,24 @@ class FeatureStore:
         Raises:
             ConfigError: the disk has no room for the budget, or the store has other texts.
         """
-        known, self._length = len(self._rows), 0
+        known, self._length = len(self._texts), 0
         for place, text in enumerate(texts):
             if place < known:
-                if self._rows[place][:2] != (list(text.tokens), text.begin):
+                if self._texts[place][0] != text:
                     raise ConfigError(f"features: {self.folder} holds hidden states of other texts; delete it")
-                if _BYTES * self._end(place) > max_bytes:
+                if self.nbytes + self._texts[place][1] > max_bytes:
                     return
             else:
                 if place == known:
                     self.check_disk(max_bytes, spare)
                 features = read_features(target, text.tokens, self.modules)
-                if self.nbytes + _BYTES * features.numel() > max_bytes:
+                size = _BYTES * features.numel()
+                if self.nbytes + size > max_bytes:
                     return
-                self._add(text, features)
+                parts = {"tokens": torch.tensor(text.tokens), "begin": torch.tensor(text.begin)}
+                with atomic_write(self._file(place)) as partial:
+                    save_file(parts | {"features": features.to(torch.bfloat16).cpu()}, partial)
+                self._texts.append((text, size))
             self._length = place + 1
             on_text()
 
@@ -152,17 +135,6 @@ class FeatureStore:
         free = shutil.disk_usage(self.folder).free - _SPARE - spare
         if max_bytes - self.nbytes > free:
             raise ConfigError(f"feature_bytes: {max_bytes:,} do not fit; {self.folder} has {max(0, free):,} bytes for them")
-
-    def _add(self, text: TrainingText, features: Tensor) -> None:
-        start, width = self._end(len(self) - 1), features.shape[1]
-        row = (list(text.tokens), text.begin, start, width)
-        with report_full_disk(self._features, self._features):
-            with self._features.open("rb+" if self._features.exists() else "wb") as file:
-                file.seek(_BYTES * start)
-                file.write(features.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
-            with self._index.open("a", encoding="utf-8") as index:
-                index.write(json.dumps(row) + "\n")
-        self._rows.append(row)
 
 
 @torch.inference_mode()
@@ -192,13 +164,6 @@ def check_readout(target: Target) -> None:
 
 
 def extract_features(target: Target, tokens: Sequence[int], begin: int, modules: tuple[str, ...]) -> TextFeatures:
-    """Run the target over a text; ``begin`` is the index of the answer's first token.
-
-    Args:
-        target: the model to run.
-        tokens: the tokens of the text.
-        begin: index of the answer's first token.
-        modules: names of the sub-modules whose outputs are kept.
-    """
+    """Run the target over a text; ``begin`` is the index of the answer's first token."""
     features = read_features(target, tuple(tokens), modules)
     return TextFeatures(torch.tensor(tokens), features.to(torch.bfloat16).cpu(), begin)

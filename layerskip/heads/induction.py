@@ -33,11 +33,11 @@ def add_induction_heads(head: EagleHead, embeddings: nn.Module, readout: Readout
     """Set some attention heads to copy what followed the last two tokens, or the last one, earlier in the text.
 
     In each of up to three groups of heads with shared keys, the first head searches for both tokens and the second for the
-    last one. If every head has its own keys, heads alternate between the two. The queries of further heads do not change.
+    last one. If every head has its own keys, heads alternate between the two. A head without lookback stays as it is, and so
+    does one with three layers, because its own norm precedes the output layer.
 
     Args:
-        head: a head in the target's scale. A head without lookback stays as it is. So does one with three layers, because
-            its own norm precedes the output layer.
+        head: in the target's scale.
         embeddings: the target's embedding layer.
         readout: the target's output layer over the head's tokens.
         text: ``[n]`` int64: tokens of the target's own texts, for their frequencies.

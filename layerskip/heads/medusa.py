@@ -8,6 +8,7 @@ flexible.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from layerskip.config import ConfigError, check_integer
 from layerskip.models.compiled_layers import compile_like, compile_whole
 from layerskip.models.packing import pack_like
 from layerskip.models.target import Target
-from layerskip.models.trained_module import load_trained
+from layerskip.models.trained_module import load_trained, restore_weights
 
 KIND = "medusa"
 
@@ -33,9 +34,6 @@ class MedusaShape:
         heads: number of heads. Head i predicts the token i + 2 places after the hidden state's own.
         modules: name of the target's sub-module whose output they read, as a tuple of one.
         vocabulary: number of the target's tokens that may be drafted; None for all.
-
-    Raises:
-        ConfigError: a value is out of range.
     """
 
     hidden: int
@@ -52,21 +50,17 @@ class MedusaShape:
             check_integer("vocabulary", self.vocabulary, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the shape as a dictionary that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> MedusaShape:
-        """Return the shape of a dictionary from :meth:`to_dict`, with JSON's lists converted to tuples."""
         return cls(**fields | {"modules": tuple(fields["modules"])})
 
 
 class MedusaHeads(nn.Module):
     """Medusa heads. Untrained heads return the hidden state, and so predict what the target's output layer does.
 
-    Args:
-        shape: the architecture of the heads.
-        tokens: ``[v]`` int64: the target's tokens that may be drafted; None for all.
+    ``tokens`` are those that may be drafted, ``[v]`` int64; None for all.
     """
 
     def __init__(self, shape: MedusaShape, tokens: Tensor | None = None) -> None:
@@ -86,23 +80,23 @@ class MedusaHeads(nn.Module):
         return torch.stack([hidden + nn.functional.silu(block(hidden)) for block in self.blocks], dim=-2)
 
 
-def load_medusa(folder: str | Path, target: Target) -> MedusaHeads:
-    """Load heads for a target, in its dtype and on its device.
+def check_modules(modules: Sequence[str], target: Target, damaged: str) -> None:
+    """Refuse a head that reads sub-modules that a target lacks, with an error that begins ``damaged``."""
+    if unread := set(modules) - {name for name, _ in target.model.named_modules()}:
+        raise ConfigError(f"{damaged} {target.name} has no sub-module {min(unread)}")
 
-    Heads that are damaged or were made for another target are refused with a :class:`ConfigError`.
-    """
+
+def load_medusa(folder: str | Path, target: Target) -> MedusaHeads:
+    """Load heads in the target's dtype and on its device; refuse damaged ones and those of another target (ConfigError)."""
     fields, weights = load_trained(folder, KIND, target)
+    damaged = f"head: {folder} is damaged:"
     try:
         shape = MedusaShape.from_dict(fields)
-        heads = MedusaHeads(shape, weights.pop("tokens", None))
-        heads.load_state_dict(weights, strict=False)
-        names = {name for name in heads.state_dict() if name != "tokens"}
-    except (ConfigError, TypeError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"head: {folder} is damaged: {' '.join(str(error).split())[:200]}") from error
-    if unread := set(shape.modules) - {name for name, _ in target.model.named_modules()}:
-        raise ConfigError(f"head: {folder} is damaged: {target.name} has no sub-module {min(unread)}")
-    if names != set(weights):
-        raise ConfigError(f"head: {folder} is damaged: {', '.join(sorted(names ^ set(weights))[:3])}")
+    except (ConfigError, TypeError, KeyError) as error:
+        raise ConfigError(f"{damaged} {error}") from error
+    check_modules(shape.modules, target, damaged)
+    heads = MedusaHeads(shape, weights.pop("tokens", None))
+    restore_weights(heads, weights, damaged, ("tokens",))
     heads = heads.to(target.device, target.model.dtype).eval()
     compile_like(target.model, heads)
     return pack_like(target.model, heads)

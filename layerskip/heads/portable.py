@@ -56,11 +56,7 @@ def eagle_method(folder: Path) -> str:
 
 
 def count_medusa_heads(folder: Path) -> int:
-    """Return the number of Medusa heads in a folder, of this project's layout or of their authors'.
-
-    Raises:
-        ConfigError: it does not say.
-    """
+    """Return the number of Medusa heads in a folder of either layout; raise :class:`ConfigError` if it does not say."""
     try:
         if is_published(folder):
             described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -71,16 +67,10 @@ def count_medusa_heads(folder: Path) -> int:
 
 
 def save_portable(source: Path, folder: Path, target: Target, engine: str = "vllm") -> Path:
-    """Save a head as an engine loads it: ``config.json`` and ``model.safetensors``.
+    """Save a head as an engine loads it: ``config.json`` and ``model.safetensors``; return the folder.
 
     Args:
-        source: the folder of the head.
-        folder: written.
-        target: the target that the head belongs to.
         engine: ``vllm`` or ``sglang``; EAGLE-3's and Medusa's heads are for vLLM.
-
-    Returns:
-        The folder.
 
     Raises:
         ConfigError: the engine has no layout for this head, it is damaged, or it belongs to another target.
@@ -171,6 +161,7 @@ def _eagle_3(
 
 def _layer_config(shape: EagleShape, target: Target, vocabulary: int) -> dict[str, Any]:
     """Return the configuration of a Llama model with an EAGLE head's layer."""
+    positions = target.model.config.get_text_config(decoder=True)
     return {
         "model_type": "llama",
         "hidden_size": shape.hidden,
@@ -187,7 +178,7 @@ def _layer_config(shape: EagleShape, target: Target, vocabulary: int) -> dict[st
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "vocab_size": vocabulary,
-        "max_position_embeddings": int(getattr(_text_config(target), "max_position_embeddings", 2**20)),
+        "max_position_embeddings": int(getattr(positions, "max_position_embeddings", 2**20)),
         "dtype": target.dtype,
     }
 
@@ -202,15 +193,9 @@ def _embedding_table(target: Target) -> Tensor:
 
 
 def _with_bias(table: Tensor, joined: Tensor, bias: Tensor) -> Tensor:
-    """Return embeddings that carry the bias of the linear map that reads them, ``[V, H]`` in the table's dtype.
+    """Return the embeddings ``[V, H]`` with the bias ``[H]`` of the linear map ``[H, 2 H]`` that reads them, in their dtype.
 
-    Args:
-        table: ``[V, H]``: the target's embeddings.
-        joined: ``[H, 2 H]``: the linear map of embedding and state.
-        bias: ``[H]``.
-
-    Raises:
-        ConfigError: rounding to the dtype would change what the head computes.
+    A bias that rounding to the dtype would lose is refused.
     """
     share = joined[:, : table.shape[1]].double().cpu()
     wanted = bias.double().cpu()
@@ -261,7 +246,3 @@ def _output_rows(target: Target, tokens: Tensor | None) -> tuple[Tensor, int]:
         )
     rows = layer.weight.detach().cpu()
     return rows if tokens is None else rows[tokens], layer.out_features
-
-
-def _text_config(target: Target) -> Any:
-    return target.model.config.get_text_config(decoder=True)

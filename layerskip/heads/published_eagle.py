@@ -46,11 +46,6 @@ def is_eagle_3(folder: Path) -> bool:
 def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the fields of a head's shape, except its modules, and its weights under this project's names.
 
-    Args:
-        folder: folder of an EAGLE-1 head.
-        target: the target that it must belong to. The embeddings distinguish it even from other fine-tunings of the same
-            base model.
-
     Raises:
         ConfigError: the head cannot be read, is damaged, or was made for another target.
     """

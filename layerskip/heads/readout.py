@@ -2,7 +2,7 @@
 
 The output layer runs for every drafted token and holds a fifth of a small model's weights. Tokens that it leaves out only
 reduce acceptance: the draft's q is restricted to the common tokens, the target's p is not (FR-Spec, arXiv 2502.14856,
-section 3). While a text is continued, :mod:`layerskip.models.output_rows` adds the tokens of the text.
+section 3). While a text is continued, :mod:`layerskip.models.draft_head` adds the tokens of the text.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from layerskip.models.output_rows import OutputRows
+from layerskip.models.draft_head import OutputRows
 from layerskip.models.packing import multiply, uses_packing
-from layerskip.models.placement import check_not_split
-from layerskip.models.quantization import check_dense
 from layerskip.models.target import Target
+from layerskip.models.weights import check_dense, check_not_split
 
 
 class Readout:
     """The target's output layer over the tokens that a head may draft.
 
     Args:
-        target: the model with the output layer.
         tokens: ``[v]`` int64; None for all.
 
     Attributes:

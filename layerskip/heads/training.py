@@ -1,18 +1,13 @@
 """Training losses of heads, and the acceptance of their drafts on stored hidden states.
 
-EAGLE and Medusa heads both learn the target's next-token distribution from hidden states that were read before. EAGLE heads
-are unrolled: after the target's hidden state they read their own, as they do when they draft several tokens in a row
-(training-time test, EAGLE-3, arXiv 2503.01840, section 3.2). Every step attends to the target's states before it and to its
-own branch.
+EAGLE and Medusa heads learn the target's next-token distribution from stored hidden states (distillation, arXiv 1503.02531,
+section 2). EAGLE heads are unrolled: after the target's hidden state they read their own, as they do when they draft several
+tokens in a row (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2). The loss is computed a few rows at a time,
+because logits over a whole vocabulary are by far the largest tensors, and a few rows stay in a processor's caches.
 
-The distillation loss (arXiv 1503.02531, section 2) is computed a few rows at a time, because logits and their gradients over
-a whole vocabulary are by far the largest tensors of a training. A few rows stay in a processor's caches.
-
-During training a head is rescaled so that all its inputs have a root mean square of about 1. AdamW (arXiv 1711.05101) moves
+During training a head is rescaled so that all its inputs have a root mean square of about 1: AdamW (arXiv 1711.05101) moves
 every weight by about the same amount, and embeddings are a twentieth as large as hidden states. A rescaled head computes the
-same function. A trained head is scaled back to the target's scale and costs nothing more when it drafts.
-
-The learning rate rises linearly, then falls by a half cosine to zero (arXiv 1608.03983).
+same function. The learning rate rises linearly, then falls by a half cosine to zero (arXiv 1608.03983).
 """
 
 from __future__ import annotations
@@ -47,10 +42,7 @@ _ROWS_ON_DEVICES = 2048
 def cross_entropy(readout: Readout, hidden: Tensor, target_hidden: Tensor) -> Tensor:
     """Return the mean cross entropy of the predicted token distributions to the target's, a float32 scalar.
 
-    Args:
-        readout: the output layer; takes no gradient.
-        hidden: ``[n, H]`` predicted hidden states, n >= 1; takes a gradient.
-        target_hidden: ``[n, H]`` hidden states of the target; takes no gradient.
+    Of the hidden states ``[n, H]``, n >= 1, only the predicted ones take a gradient.
     """
     loss: Tensor = _CrossEntropy.apply(hidden, target_hidden, readout)  # type: ignore[no-untyped-call]
     return loss
@@ -68,7 +60,6 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, target_hidden: Tensor, readout: Readout) -> Tensor:
-        """Return the mean loss, and keep the gradient of every row."""
         total = torch.zeros((), device=hidden.device)
         gradients: list[Tensor] = []
         for some, target_some in _portions(readout, hidden.detach(), target_hidden):
@@ -83,7 +74,6 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Return the gradient of the predicted hidden states alone."""
         (gradient,) = ctx.saved_tensors
         return gradient * grad_outputs[0], None, None
 
@@ -95,13 +85,7 @@ def _portions(readout: Readout, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @dataclass(frozen=True)
 class HeadScaling:
-    """Scales of a head's inputs and outputs.
-
-    Args:
-        embeddings: scale of the target's embeddings.
-        inputs: ``[F]`` or a scalar: scale of the hidden states that the head reads.
-        outputs: scale of the hidden states that the target's output layer reads.
-    """
+    """Scales of the target's embeddings, and of the hidden states that a head reads (``[F]`` or a scalar) and returns."""
 
     embeddings: float
     inputs: Tensor
@@ -119,18 +103,15 @@ class HeadScaling:
         inputs = modules[: len(head.shape.modules)].repeat_interleave(width)
         return cls(float(_power_of_two(embedded)), _power_of_two(inputs), float(_power_of_two(modules[-1])))
 
+    @property
+    def inverse(self) -> HeadScaling:
+        """The scales that undo these."""
+        return HeadScaling(1 / self.embeddings, 1 / self.inputs, 1 / self.outputs)
+
     @torch.no_grad()
     def apply(self, head: EagleHead) -> None:
         """Make a head read and return values divided by these scales."""
-        self._rescale(head, self.embeddings, self.inputs, self.outputs)
-
-    @torch.no_grad()
-    def undo(self, head: EagleHead) -> None:
-        """Undo :meth:`apply`."""
-        self._rescale(head, 1 / self.embeddings, 1 / self.inputs, 1 / self.outputs)
-
-    @staticmethod
-    def _rescale(head: EagleHead, embeddings: float, inputs: Tensor, outputs: float) -> None:
+        embeddings, inputs, outputs = self.embeddings, self.inputs, self.outputs
         layer: Any = head.body.layers[0]
         attention, mlp = layer.self_attn, layer.mlp
         if isinstance(head.fuse, nn.Linear):
@@ -190,14 +171,7 @@ class Batch:
         scaling: HeadScaling = UNSCALED,
         whole: bool = False,
     ) -> Batch:
-        """Pad some texts.
-
-        Args:
-            texts: texts with the features of :func:`stored_modules`.
-            head: the head that reads the batch.
-            scaling: its scales.
-            whole: whether to predict the tokens of prompts, too. The target's distribution there is as good to learn from.
-        """
+        """Pad some texts; ``whole`` also predicts the tokens of prompts, whose distributions are as good to learn from."""
         width = head.shape.hidden
         longest = max(text.tokens.shape[0] for text in texts)
 
@@ -225,9 +199,8 @@ class HeadPrediction:
     """A head's predictions of the token at one distance.
 
     Args:
-        hidden: ``[n, H]``: the predicted hidden states, which the target's output layer reads.
-        target_hidden: ``[n, H]`` float32: the target's hidden states.
-        tokens: ``[n]`` int64: the following token of the text; in an answer it is the target's own choice.
+        hidden, target_hidden: ``[n, H]``: the predicted hidden states and the target's, which its output layer reads.
+        tokens: ``[n]`` int64: the following token of the text.
         mask: ``[B, m]`` bool: the positions of the n rows, in order.
         regressed: whether the predicted hidden states are trained to equal the target's.
     """
@@ -240,14 +213,7 @@ class HeadPrediction:
 
 
 def predict_tokens(head: EagleHead | MedusaHeads, embeddings: nn.Module, batch: Batch, steps: int) -> list[HeadPrediction]:
-    """Predict the next ``steps`` tokens from every hidden state whose next token is to be predicted.
-
-    Args:
-        head: the head that predicts.
-        embeddings: the target's embedding layer.
-        batch: the texts.
-        steps: number of tokens to predict.
-    """
+    """Predict the next ``steps`` tokens from every hidden state whose next token is to be predicted."""
     rows = batch.tokens.shape[1] - steps - 1
     if rows < 1:
         return []
@@ -268,13 +234,9 @@ def predict_tokens(head: EagleHead | MedusaHeads, embeddings: nn.Module, batch: 
 
 @torch.no_grad()
 def fit_linear(head: EagleHead, embeddings: nn.Module, texts: Iterable[TextFeatures], ridge: float = 1e-3) -> None:
-    """Set the linear map to the best predictor of the next hidden state, in closed form. Training starts from it.
+    """Set the linear map of a head that reads the output layer's input to the best predictor of the next hidden state.
 
-    Args:
-        head: a head that reads the output layer's input; any other stays as it is.
-        embeddings: the target's embedding layer.
-        texts: texts with the features of :func:`stored_modules`.
-        ridge: penalty of large weights, as a share of each input's mean square.
+    ``ridge`` is the penalty of large weights, as a share of each input's mean square. Training starts from this map.
     """
     if len(head.shape.modules) > 1:
         return
@@ -335,16 +297,9 @@ def acceptance(
     steps: int,
     scaling: HeadScaling = UNSCALED,
 ) -> list[float]:
-    """Return, for each distance, the acceptance of drafts that are right before it, over all positions.
+    """Return, for each distance up to ``steps``, the acceptance of drafts that are right before it, over all positions.
 
-    Args:
-        head: the head that drafts.
-        embeddings: the target's embedding layer.
-        readout: the target's output layer over the head's tokens. Decoding also drafts the tokens of the text, and accepts
-            more.
-        texts: texts with the features of :func:`stored_modules`.
-        steps: the largest distance.
-        scaling: the head's scales.
+    The readout has the head's tokens. Decoding also drafts the tokens of the text, and accepts more.
     """
     counts = [(0, 0)] * steps
     for text in texts:

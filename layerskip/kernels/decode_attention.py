@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from layerskip.kernels.kernel_trial import HAS_TRITON, passes_trial
+from layerskip.device.trial import HAS_TRITON, passes_trial
 
 _TILE = 64  # keys
 _MAX_SPLITS = 64
 _DENSE = 1024  # keys; of fewer, tiles that no query sees are read too, as finding them out takes longer
 _MIN_COUNTERS = 4096
+_own_counters: ContextVar[dict[Hashable, Tensor] | None] = ContextVar("_own_counters", default=None)
+_of_streams: dict[Hashable, Tensor] = {}
 
 if HAS_TRITON:
     import triton
@@ -111,12 +113,11 @@ def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
     maxima, totals = torch.empty((2, splits, heads, count), dtype=torch.float32, device=query.device)
     sums = torch.empty((splits, heads, count, width), dtype=torch.float32, device=query.device)
     output = torch.empty((1, count, heads, width), dtype=query.dtype, device=query.device)
-    rows_of_states = query.stride()[1:3], key.stride()[1:3], value.stride()[1:3]
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         _attend_split[(shared * row_blocks, splits)](
             query, key, value, mask, output, sums, maxima, totals, _counters(query.device, shared * row_blocks),
             scale, count, group, keys, row_blocks, splits,
-            *rows_of_states[0], *rows_of_states[1], *rows_of_states[2], mask.stride(2),
+            *query.stride()[1:3], *key.stride()[1:3], *value.stride()[1:3], mask.stride(2),
             BOOL=mask.dtype == torch.bool, SPARSE=keys > _DENSE, WIDTH=width, ROWS=rows,
             SPLIT=split, SPLITS=triton.next_power_of_2(splits),
             KEYS=_TILE if query.element_size() == 2 else _TILE // 2, DIMS=dims,
@@ -178,10 +179,7 @@ decode_attention.register_kernel("cpu")(_attend_plainly)
 
 @contextlib.contextmanager
 def own_counters() -> Iterator[None]:
-    """Give the kernels within the ``with`` block counters of finished programs of their own.
-
-    A graph that is captured needs this, because another one may run at the same time on another stream.
-    """
+    """Give kernels within the ``with`` block counters of their own: another graph may run on another stream meanwhile."""
     token = _own_counters.set({})
     try:
         yield
@@ -203,7 +201,3 @@ def _counters(device: torch.device, count: int) -> Tensor:
 def has_kernel(query: Tensor) -> bool:
     """Return whether there is a kernel for queries like these."""
     return HAS_TRITON and query.is_cuda
-
-
-_own_counters: ContextVar[dict[Hashable, Tensor] | None] = ContextVar("_own_counters", default=None)
-_of_streams: dict[Hashable, Tensor] = {}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-from layerskip.kernels.kernel_trial import HAS_TRITON, passes_trial
+from layerskip.device.trial import HAS_TRITON, passes_trial
 
 MAX_ROWS = 16
 _LARGE = 4096  # outputs; from here on each program computes more of them

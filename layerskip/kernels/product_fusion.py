@@ -1,17 +1,15 @@
 """A pass of torch's compiler that moves what surrounds a product in a decoder layer into the kernel of the product.
 
-In a small model a kernel takes a few microseconds, most of it not computing. The compiler fuses elementwise operators and
-sums with each other, but not with a kernel that is not its own. This pass finds by their operators, whatever the model's
-code,
+The compiler fuses elementwise operators and sums with each other, but not with a kernel that is not its own. This pass
+finds by their operators, whatever the model's code,
 
 - the RMSNorm before a product of few rows, and the residual or the gate after it: arguments of
   :func:`~layerskip.kernels.few_rows_linear.few_rows_linear`;
 - the RMSNorm before the product of a single row, which is a sum over elementwise products: each output computes the norm
   again, so that norm and product are sums of one shape, which the compiler fuses;
-- the concatenated halves of rotary positions: an index in place of a copy, so that norms of heads, rotation and the update
-  of the cache are one kernel.
+- the concatenated halves of rotary positions: an index in place of a copy, so that they fuse with norms and the cache.
 
-What is not found stays as the compiler makes it. This module imports the compiler, which takes seconds.
+This module imports the compiler, which takes seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
-from layerskip.device.failures import first_line
+from layerskip.device.trial import first_line
 from layerskip.kernels import decode_attention as attention
 from layerskip.kernels import few_rows_linear as products
 from layerskip.kernels.few_rows_linear import GATES, NORMS
@@ -124,7 +122,8 @@ def _normalise_each(graph: Graph, node: Node) -> None:
     product = node.args[0]
     if not isinstance(product, Node) or product.target is not _aten.mul.Tensor or len(node.meta["val"].shape) != 1:
         return
-    row, weight = product.args
+    operands: Any = product.args
+    row, weight = operands
     normed = row
     while isinstance(normed, Node) and normed.target in _SAME_ROW:
         normed = normed.args[0]
@@ -132,8 +131,6 @@ def _normalise_each(graph: Graph, node: Node) -> None:
     found = _find_norm(normed, width)
     if found is None or row is normed:
         return
-    assert isinstance(row, Node)
-    assert isinstance(normed, Node)
     match = found[1]
     source = match.kwargs["hidden"]
     with graph.inserting_before(node):
@@ -159,15 +156,14 @@ def _fuse_product(graph: Graph, node: Node) -> None:
         norm, match = found
         hidden, scale, epsilon = (match.kwargs[name] for name in ("hidden", "scale", "epsilon"))
     residual, gate, end = None, "", node
+    users = list(node.users)
     gated = _find_gate(node)
     if gated is not None:
         gate, end = gated
-    elif len(node.users) == 1:
-        (user,) = node.users
-        if user.target is _aten.add.Tensor and not user.kwargs:
-            others = [part for part in user.args if part is not node]
-            if len(others) == 1 and isinstance(others[0], Node) and _are_alike(others[0], node):
-                residual, end = others[0], user
+    elif len(users) == 1 and users[0].target is _aten.add.Tensor and not users[0].kwargs:
+        others = [part for part in users[0].args if part is not node]
+        if len(others) == 1 and isinstance(others[0], Node) and _are_alike(others[0], node):
+            residual, end = others[0], users[0]
     if norm or gate or residual is not None:
         with graph.inserting_before(end):
             fused = _add(graph, _PRODUCT, hidden, weight, residual, gate, norm, scale, epsilon)

@@ -32,7 +32,6 @@ class Divergence:
     """The first difference between two greedy outputs of one prompt.
 
     Args:
-        prompt_id: the prompt.
         position: the index of the first new token that differs.
         margin: how far the lower of the two tokens' logits is below the largest logit.
         tolerance: the largest margin that rounding explains; 0 in float32.
@@ -54,7 +53,6 @@ class Losslessness:
     """The result of comparing the outputs of one measurement.
 
     Args:
-        compared: how many outputs were compared.
         divergences: those that differ.
         basis: which outputs were compared: the measured ones or, if those are sampled, greedy ones made for the check.
     """
@@ -108,11 +106,6 @@ def find_divergence(
     """Compare two greedy continuations of a prompt, and let the target judge the first difference.
 
     Args:
-        target: the model that made both.
-        prompt_id: for the record.
-        prompt: token ids.
-        expected: the baseline's new tokens.
-        actual: the candidate's new tokens.
         sampling: greedy, with the repetition penalty of both.
 
     Returns:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from layerskip.config import EXACT, AcceptRule, SpeculativeConfig
+from layerskip.config import SpeculativeConfig
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.decoding.decode import DecodeResult, decode
 from layerskip.decoding.draft import Draft
@@ -44,12 +44,11 @@ class TimedDrafter(Drafter):
 
     The time is taken from the device's own clock if it has one, as waiting for the device would slow it down. The time of
     capturing passes, which happens once, is left out.
-
     """
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         self.drafter, self.device = drafter, device
-        self.tree_tokens = drafter.tree_tokens
+        self.tree_tokens, self.accept = drafter.tree_tokens, drafter.accept
         self.modules, self.never_drafts = drafter.modules, drafter.never_drafts
         self._readings: list[tuple[Any, Any, float]] = []  # start, end, and seconds of capturing in between
         self._given: tuple[weakref.ref[Any], ...] = ()
@@ -112,7 +111,7 @@ class TimedDrafter(Drafter):
         return event
 
 
-WARMUP_TOKENS = 8
+_WARMUP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -141,8 +140,8 @@ class Contender(Protocol):
 class Decoder:
     """The decoding loop with one drafter, as a contender. The drafter's state lasts from prompt to prompt."""
 
-    def __init__(self, target: Target, drafter: Drafter, accept: AcceptRule = EXACT) -> None:
-        self.target, self.drafter, self.accept = target, TimedDrafter(drafter, target.device), accept
+    def __init__(self, target: Target, drafter: Drafter) -> None:
+        self.target, self.drafter = target, TimedDrafter(drafter, target.device)
 
     @property
     def keeps_state(self) -> bool:
@@ -162,19 +161,18 @@ class Decoder:
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
         """Return the decoder of a configuration; raises like :func:`build_drafter`."""
-        return cls(target, build_drafter(config, target), config.accept)
+        return cls(target, build_drafter(config, target))
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
         self.drafter.reset()  # here, as an output of one token starts no drafter
+        waiting = [on_prefill]
+
+        def callback(tokens: list[int]) -> None:
+            if waiting:
+                waiting.pop()(len(tokens))
+
         return decode(
-            self.target,
-            self.drafter,
-            prompt,
-            task.sampling,
-            task.max_new_tokens,
-            on_prefill=on_prefill,
-            seed=task.seed,
-            accept=self.accept,
+            self.target, self.drafter, prompt, task.sampling, task.max_new_tokens, callback=callback, seed=task.seed
         )
 
 
@@ -191,12 +189,8 @@ def measure(
     """Measure a configuration against plain decoding, prompt by prompt.
 
     Args:
-        target: the model.
         prompts: at least one; plain texts are user messages.
-        config: the configuration to measure.
         sampling: None for greedy decoding, with the checkpoint's repetition penalty.
-        max_new_tokens: per prompt and turn.
-        repeats: how often both decode every prompt.
         seed: of the order, and of the draws if tokens are sampled.
 
     Raises:
@@ -225,19 +219,14 @@ def interleave(
 ) -> Iterator[dict[str, Sample]]:
     """Let contenders decode the same prompts; the outputs of the first are the reference of the others.
 
-    Yields after every prompt, so a caller may stop early.
-
     Args:
-        target: the model.
         prompts: at least one.
-        contenders: by name.
         task: of every contender; its seed also determines their order.
-        repeats: how often every prompt is decoded.
         without: names of contenders that decode no more, never the first one; it may grow from prompt to prompt.
         before: prompts of the earlier part of a comparison. Contenders that keep state decode them first, unmeasured.
 
     Yields:
-        One sample per contender, for one prompt.
+        After every prompt, one sample per contender; a caller may stop early.
     """
     order = random.Random(task.seed)
     checks = _warmup(target, prompts, contenders, task)
@@ -252,18 +241,17 @@ def interleave(
             remaining = {name: contender for name, contender in contenders.items() if name not in without}
             names = list(remaining)
             order.shuffle(names)
-            seeded = Task(task.sampling, task.max_new_tokens, task.seed + 1000 * repeat + index)
+            seeded = replace(task, seed=task.seed + 1000 * repeat + index)
             yield _one_prompt(target, item, remaining, names, seeded, checks)
             if checks is not None:
                 checks = dict.fromkeys(checks, Losslessness(0))  # the comparison counts once, for the first prompt
 
 
 def _restore_state(target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task) -> None:
-    """Decode earlier prompts with the contenders that keep state."""
     stateful = {name: each for name, each in contenders.items() if isinstance(each, Decoder) and each.keeps_state}
     for index, item in enumerate(prompts if stateful else ()):
-        seeded = Task(task.sampling, task.max_new_tokens, task.seed + index)
-        _one_prompt(target, item, stateful, list(stateful), seeded, dict.fromkeys(stateful, Losslessness(0)))
+        seeded, unchecked = replace(task, seed=task.seed + index), dict.fromkeys(stateful, Losslessness(0))
+        _one_prompt(target, item, stateful, list(stateful), seeded, unchecked)
 
 
 def _warmup(
@@ -273,23 +261,25 @@ def _warmup(
 
     They are those of the prompts up to the first whose output does not end with its first token.
     """
+
+    def outputs_of(item: PromptItem, prompt: list[int], task: Task) -> dict[str, list[int]]:
+        found = {}
+        for name, contender in contenders.items():
+            with NotFinite.naming(item.id, name):
+                found[name] = contender(prompt, task, lambda _: None).tokens
+        return found
+
     first = prompts.items[0]
-    prompt = target.encode(first.messages(), first.field)
-    length = min(WARMUP_TOKENS, task.max_new_tokens)
-    for name, contender in contenders.items():
-        with NotFinite.naming(first.id, name):
-            contender(prompt, Task(task.sampling, length, task.seed), lambda _: None)
+    short = replace(task, max_new_tokens=min(_WARMUP_TOKENS, task.max_new_tokens))
+    outputs_of(first, target.encode(first.messages(), first.field), short)
     if task.sampling.greedy:
         return None
-    greedy = Task(Sampling(repetition_penalty=task.sampling.repetition_penalty), task.max_new_tokens, task.seed)
+    greedy = replace(task, sampling=Sampling(repetition_penalty=task.sampling.repetition_penalty))
     reference = next(iter(contenders))
     found: dict[str, list[Losslessness]] = {name: [] for name in contenders}
     for item in prompts:
         prompt = target.encode(item.messages(), item.field)
-        outputs = {}
-        for name, each in contenders.items():
-            with NotFinite.naming(item.id, name):
-                outputs[name] = each(prompt, greedy, lambda _: None).tokens
+        outputs = outputs_of(item, prompt, greedy)
         for name, tokens in outputs.items():
             found[name].append(_compare(target, item.id, prompt, outputs[reference], tokens, greedy))
         if found[reference][-1].compared:

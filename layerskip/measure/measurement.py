@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,10 @@ from layerskip.prompts import PromptError
 RESAMPLES = 2000
 MIN_RESAMPLED = 5  # prompts; resamples of fewer say next to nothing about a new prompt
 CONFIDENCE = 0.95
+_SUMMED = ("tokens", "decoded_tokens", "prefill_seconds", "decode_seconds", "draft_seconds")  # over the turns of a sample
 
 
-def interval_of_ratio(table: NDArray[np.float64], seed: int, confidence: float) -> tuple[float, float]:
+def _interval_of_ratio(table: NDArray[np.float64], seed: int, confidence: float) -> tuple[float, float]:
     """Return a confidence interval of a speedup: on either side the wider of Student's t and the studentized bootstrap.
 
     Both are computed for the logarithm, with the standard error of a ratio of totals (the delta method). The t interval
@@ -29,8 +30,6 @@ def interval_of_ratio(table: NDArray[np.float64], seed: int, confidence: float) 
 
     Args:
         table: ``[prompts, 4]``, at least two: tokens and seconds of the baseline, tokens and seconds of the candidate.
-        seed: of the resampling.
-        confidence: the share of such intervals that contain the long-run speedup.
     """
     prompts = len(table)
     ratio, error = _log_ratio(table)
@@ -62,8 +61,6 @@ class Request:
     """A request to an engine that serves several at once.
 
     Args:
-        concurrency: requests in flight.
-        tokens: new tokens.
         decoded_tokens: those after the first piece.
         first_seconds: until the first piece.
         decode_seconds: from then on.
@@ -81,8 +78,6 @@ class Sample:
     """One contender on one prompt; the turns of a conversation are added up.
 
     Args:
-        prompt_id: the prompt.
-        category: the prompt's category.
         tokens: the number of new tokens.
         decoded_tokens: those that decoding gave, without the ones that prefill gave.
         prefill_seconds: until prefill was done and its tokens known.
@@ -136,29 +131,20 @@ class Sample:
     def join(cls, parts: Sequence[Sample]) -> Sample:
         """Return several outputs of one prompt as one sample."""
         return cls(
-            parts[0].prompt_id,
-            parts[0].category,
-            sum(p.tokens for p in parts),
-            sum(p.decoded_tokens for p in parts),
-            sum(p.prefill_seconds for p in parts),
-            sum(p.decode_seconds for p in parts),
-            max(p.peak_memory_bytes for p in parts),
-            DecodeStats.join(p.stats for p in parts),
-            Losslessness.join(p.lossless for p in parts),
-            sum(p.draft_seconds for p in parts),
-            max((p.decoding_bytes for p in parts if p.decoding_bytes is not None), default=None),
-            tuple(request for p in parts for request in p.requests),
+            prompt_id=parts[0].prompt_id,
+            category=parts[0].category,
+            **{name: sum(getattr(p, name) for p in parts) for name in _SUMMED},
+            peak_memory_bytes=max(p.peak_memory_bytes for p in parts),
+            stats=DecodeStats.join(p.stats for p in parts),
+            lossless=Losslessness.join(p.lossless for p in parts),
+            decoding_bytes=max((p.decoding_bytes for p in parts if p.decoding_bytes is not None), default=None),
+            requests=tuple(request for p in parts for request in p.requests),
         )
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A candidate compared with the baseline on the same prompts, pair by pair.
-
-    Args:
-        baseline: the samples of plain decoding.
-        candidate: the candidate's samples of the same prompts, in the same order.
-    """
+    """A candidate compared with the baseline on the same prompts, pair by pair."""
 
     baseline: tuple[Sample, ...]
     candidate: tuple[Sample, ...]
@@ -182,8 +168,7 @@ class Measurement:
     @property
     def decoded(self) -> Measurement:
         """The pairs in which both decoded something; an output that ends with its first token has no speed."""
-        pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if b.decoded_tokens and c.decoded_tokens]
-        return Measurement(tuple(b for b, _ in pairs), tuple(c for _, c in pairs))
+        return self._of(lambda b, c: bool(b.decoded_tokens and c.decoded_tokens))
 
     @property
     def prompts(self) -> int:
@@ -204,35 +189,27 @@ class Measurement:
     @property
     def by_category(self) -> dict[str, Measurement]:
         """The pairs of each category."""
-        parts = {}
-        for category in sorted({s.category for s in self.candidate}):
-            pairs = [(b, c) for b, c in zip(self.baseline, self.candidate, strict=True) if c.category == category]
-            parts[category] = Measurement(*map(tuple, zip(*pairs, strict=True)))
-        return parts
+        categories = sorted({s.category for s in self.candidate})
+        return {category: self._of(lambda _, c, category=category: c.category == category) for category in categories}
+
+    def _of(self, chosen: Callable[..., bool]) -> Measurement:
+        """Return the pairs for which a function of baseline and candidate is true."""
+        pairs = [pair for pair in zip(self.baseline, self.candidate, strict=True) if chosen(*pair)]
+        return Measurement(tuple(b for b, _ in pairs), tuple(c for _, c in pairs))
 
     def interval(self, seed: int = 0, confidence: float = CONFIDENCE) -> tuple[float, float]:
-        """Return a confidence interval of the speedup, by :func:`~layerskip.measure.measurement.interval_of_ratio`.
+        """Return a confidence interval of the speedup; of one prompt, which says nothing about others, a point.
 
         A prompt counts with both sides and all its repeats, as repeats of a prompt say nothing about other prompts.
-
-        Args:
-            seed: of the resampling.
-            confidence: the share of such intervals that contain the long-run speedup.
         """
-        table = self._totals()
-        if len(table) < 2:
-            return self.speedup, self.speedup  # one prompt says nothing about others
-        return interval_of_ratio(table, seed, confidence)
-
-    def _totals(self) -> NDArray[np.float64]:
-        """Return ``[prompts, 4]``: tokens and seconds of baseline and candidate; of pairs where both decoded something."""
-        prompts: dict[str, list[float]] = {}
+        prompts: dict[str, NDArray[np.float64]] = {}
         measured = self.decoded
         for b, c in zip(measured.baseline, measured.candidate, strict=True):
-            row = prompts.setdefault(c.prompt_id, [0.0] * 4)
-            values = (b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds)
-            prompts[c.prompt_id] = [total + value for total, value in zip(row, values, strict=True)]
-        return np.array(list(prompts.values())).reshape(-1, 4)
+            row = np.array([b.decoded_tokens, b.decode_seconds, c.decoded_tokens, c.decode_seconds])
+            prompts[c.prompt_id] = prompts.get(c.prompt_id, np.zeros(4)) + row
+        if len(prompts) < 2:
+            return self.speedup, self.speedup
+        return _interval_of_ratio(np.array(list(prompts.values())), seed, confidence)
 
     @property
     def stats(self) -> DecodeStats:
@@ -292,21 +269,19 @@ class Measurement:
 
     def table(self) -> dict[str, list[Any]]:
         """Return the pairs as columns, one row per pair."""
-        pairs = list(zip(self.baseline, self.candidate, strict=True))
+        rows, plain = self.candidate, self.baseline
         return {
-            "prompt_id": [c.prompt_id for _, c in pairs],
-            "category": [c.category for _, c in pairs],
-            "tokens": [c.tokens for _, c in pairs],
-            "tokens_per_second": [c.tokens_per_second for _, c in pairs],
-            "baseline_tokens_per_second": [b.tokens_per_second for b, _ in pairs],
+            **{name: [getattr(row, name) for row in rows] for name in ("prompt_id", "category", "tokens")},
+            "tokens_per_second": [row.tokens_per_second for row in rows],
+            "baseline_tokens_per_second": [row.tokens_per_second for row in plain],
             "speedup": list(self.speedups),
-            "acceptance_rate": [c.stats.acceptance_rate for _, c in pairs],
-            "mean_acceptance_length": [c.stats.mean_acceptance_length for _, c in pairs],
-            "prefill_seconds": [c.prefill_seconds for _, c in pairs],
-            "decode_seconds": [c.decode_seconds for _, c in pairs],
-            "baseline_decode_seconds": [b.decode_seconds for b, _ in pairs],
-            "peak_memory_bytes": [c.peak_memory_bytes for _, c in pairs],
-            "lossless": [c.lossless.verdict for _, c in pairs],
+            "acceptance_rate": [row.stats.acceptance_rate for row in rows],
+            "mean_acceptance_length": [row.stats.mean_acceptance_length for row in rows],
+            "prefill_seconds": [row.prefill_seconds for row in rows],
+            "decode_seconds": [row.decode_seconds for row in rows],
+            "baseline_decode_seconds": [row.decode_seconds for row in plain],
+            "peak_memory_bytes": [row.peak_memory_bytes for row in rows],
+            "lossless": [row.lossless.verdict for row in rows],
         }
 
 

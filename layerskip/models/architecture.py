@@ -8,8 +8,7 @@ refused with the name of its architecture and the reason.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from layerskip.device.tolerance import nearly_equal
+from layerskip.device.trial import nearly_equal
 from layerskip.models.cache import KVCache
+from layerskip.models.compiled_layers import path_of_layers
 from layerskip.models.forward import forward
-from layerskip.models.placement import input_device
-from layerskip.models.quantization import rows_depend
+from layerskip.models.weights import input_device, rows_depend
 
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "moe")
 _MLP_CLASSES = ("MLP", "FeedForward", "MoE", "Moe")
+_REWINDABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 _PROBE_LENGTH = 8
 
 Form = int | None
@@ -38,14 +38,7 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True)
 class Block:
-    """The sub-layers of one decoder layer.
-
-    Args:
-        attention: names of the child modules that make up the attention sub-layer.
-        mlp: names of the child modules that make up the MLP sub-layer.
-        form: how the layer returns its hidden states.
-        child_forms: how each of the child modules does.
-    """
+    """One decoder layer: the child modules of its attention and MLP sub-layers, its form and theirs."""
 
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
@@ -55,12 +48,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The decoder layers of a model.
-
-    Args:
-        path: the dotted name of the ModuleList that holds the layers.
-        blocks: one entry per layer.
-    """
+    """The decoder layers of a model: the dotted name of their ModuleList, and one block per layer."""
 
     path: str
     blocks: tuple[Block, ...]
@@ -70,14 +58,31 @@ _known: weakref.WeakKeyDictionary[nn.Module, Architecture] = weakref.WeakKeyDict
 _rewinds: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+@torch.inference_mode()
 def architecture(model: PreTrainedModel) -> Architecture:
-    """Detect and check the sub-layers of a model. Each model is checked once.
-
-    Raises:
-        UnsupportedModel: a sub-layer is not found, or replacing its output with zero does not skip it.
-    """
-    if model not in _known:
-        _known[model] = _examine(model)
+    """Detect and check the sub-layers of a model, once; :class:`UnsupportedModel` if they cannot be skipped."""
+    if model in _known:
+        return _known[model]
+    check_rewind(model)
+    path = path_of_layers(model)
+    if path is None:
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        raise _refusal(model, f"it has no list of {count} decoder layers")
+    layers, blocks = list(model.get_submodule(path).children()), []
+    calls = _record_calls(model, layers)
+    for index, layer in enumerate(layers):
+        attention, mlp = _sublayers(model, index, layer)
+        if layer not in calls:
+            raise _refusal(model, f"layer {index} does not run in a forward pass")
+        missing = [child for child in attention + mlp if layer.get_submodule(child) not in calls]
+        if missing:
+            raise _refusal(model, f"{missing[0]} of layer {index} does not run in a forward pass")
+        forms = {child: calls[layer.get_submodule(child)].form for child in attention + mlp}
+        blocks.append(Block(attention, mlp, calls[layer].form, forms))
+        if not _is_identity_without(layer, blocks[-1], calls[layer]):
+            added = "it adds the residual, or more, inside them"
+            raise _refusal(model, f"layer {index} is not the identity with both sub-layers at zero; {added}")
+    _known[model] = Architecture(path, tuple(blocks))
     return _known[model]
 
 
@@ -85,25 +90,21 @@ def architecture(model: PreTrainedModel) -> Architecture:
 def check_rewind(model: PreTrainedModel) -> None:
     """Check that a model decodes on a :class:`KVCache` and that rejected and later tokens do not change its logits.
 
-    Raises:
-        UnsupportedModel: the check fails.
+    A model that fails raises :class:`UnsupportedModel`.
     """
     if model in _rewinds:
         return
-    kinds = set(getattr(_config(model), "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-        "chunked_attention",
-    }
+    config = model.config.get_text_config(decoder=True)
+    kinds = {*(getattr(config, "layer_types", None) or ())} - _REWINDABLE
     if kinds:
         raise _refusal(model, f"it has layers of type {', '.join(sorted(kinds))}, whose state cannot rewind")
     device = input_device(model)
-    tokens = torch.arange(_PROBE_LENGTH, device=device) % _config(model).vocab_size
-    layers, half = _config(model).num_hidden_layers, _PROBE_LENGTH // 2
+    tokens = torch.arange(_PROBE_LENGTH, device=device) % config.vocab_size
+    layers, half = config.num_hidden_layers, _PROBE_LENGTH // 2
     try:
         cache = KVCache(layers, _PROBE_LENGTH, device=device)
         expected = forward(model, tokens, cache, last=half)
-        written = cache.is_written
+        written = bool(cache.buffers())
         cache = KVCache(layers, _PROBE_LENGTH, device=device)
         forward(model, tokens[:half], cache, last=1)
         cache.length = half
@@ -124,15 +125,7 @@ def check_rewind(model: PreTrainedModel) -> None:
 
 
 def check_finite(model: PreTrainedModel, logits: Tensor) -> None:
-    """Check that the logits of a self-check have a finite maximum, else its comparison would blame something else.
-
-    Args:
-        model: for the error.
-        logits: ``[n, V]``.
-
-    Raises:
-        UnsupportedModel: the largest logit of a row is NaN or infinite.
-    """
+    """Raise :class:`UnsupportedModel` for self-check logits ``[n, V]`` of which a row has no finite maximum."""
     largest = logits.float().amax(-1)
     if not bool(largest.isfinite().all()):
         value = float(largest[~largest.isfinite()][0])
@@ -140,35 +133,8 @@ def check_finite(model: PreTrainedModel, logits: Tensor) -> None:
         raise _refusal(model, f"the largest logit after some tokens is {value}; {advice}")
 
 
-@torch.inference_mode()
-def _examine(model: PreTrainedModel) -> Architecture:
-    check_rewind(model)
-    path, layers = _layers(model)
-    names = [_children(model, index, layer) for index, layer in enumerate(layers)]
-    calls = _record_calls(model, layers, names)
-    blocks = []
-    for index, (layer, (attention, mlp)) in enumerate(zip(layers, names, strict=True)):
-        if layer not in calls:
-            raise _refusal(model, f"layer {index} does not run in a forward pass")
-        missing = [child for child in attention + mlp if layer.get_submodule(child) not in calls]
-        if missing:
-            raise _refusal(model, f"{missing[0]} of layer {index} does not run in a forward pass")
-        forms = {child: calls[layer.get_submodule(child)].form for child in attention + mlp}
-        block = Block(attention, mlp, calls[layer].form, forms)
-        _check_identity(model, index, layer, block, calls[layer])
-        blocks.append(block)
-    return Architecture(path, tuple(blocks))
-
-
-def _layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    count = _config(model).num_hidden_layers
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return path, module
-    raise _refusal(model, f"it has no list of {count} decoder layers")
-
-
-def _children(model: PreTrainedModel, index: int, layer: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _sublayers(model: PreTrainedModel, index: int, layer: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the children of a layer that are its attention and its MLP."""
     attention, mlp = [], []
     for name, child in layer.named_children():
         class_name = type(child).__name__
@@ -193,56 +159,43 @@ class _Call:
     form: Form
 
 
-def _record_calls(
-    model: PreTrainedModel, layers: nn.ModuleList, names: list[tuple[tuple[str, ...], tuple[str, ...]]]
-) -> dict[nn.Module, _Call]:
-    """Run the model on two tokens and record the calls of its layers and their sub-layers."""
+def _record_calls(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module, _Call]:
+    """Run the model on two tokens and record the calls of its layers and their children."""
     calls: dict[nn.Module, _Call] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         calls[module] = _Call(args, kwargs, len(output) if isinstance(output, tuple) else None)
 
-    watched = list(layers) + [
-        layer.get_submodule(name) for layer, pair in zip(layers, names, strict=True) for name in pair[0] + pair[1]
-    ]
+    watched = [module for layer in layers for module in (layer, *layer.children())]
     hooks = [module.register_forward_hook(record, with_kwargs=True) for module in watched]
     try:
         device = input_device(model)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
         cache = KVCache(len(layers), _PROBE_LENGTH, device=device)
-        forward(model, torch.arange(2, device=device) % _config(model).vocab_size, cache, last=1)
+        forward(model, torch.arange(2, device=device) % vocabulary, cache, last=1)
     finally:
         for hook in hooks:
             hook.remove()
     return calls
 
 
-def _check_identity(model: PreTrainedModel, index: int, layer: nn.Module, block: Block, call: _Call) -> None:
-    """Check that a block with both sub-layers at zero returns its input."""
+def _is_identity_without(layer: nn.Module, block: Block, call: _Call) -> bool:
+    """Return whether a layer with both sub-layers at zero returns its input."""
     hidden = hidden_states(call.args, call.kwargs)
-    with _zeroed(layer, block):
-        output = layer(*call.args, **call.kwargs)
-    result = output[0] if isinstance(output, tuple) else output
-    if result.shape != hidden.shape or not nearly_equal(result, hidden):
-        raise _refusal(
-            model,
-            f"layer {index} is not the identity with both sub-layers at zero; it adds the residual, or more, inside them",
-        )
-
-
-@contextmanager
-def _zeroed(layer: nn.Module, block: Block) -> Iterator[None]:
     children = [layer.get_submodule(name) for name in block.child_forms]
     replaced = [vars(child).get("forward") for child in children]  # by a hook of accelerate
     try:
-        for name, child in zip(block.child_forms, children, strict=True):
-            replace_forward(child, block.child_forms[name], torch.zeros_like)
-        yield
+        for child, form in zip(children, block.child_forms.values(), strict=True):
+            replace_forward(child, form, torch.zeros_like)
+        output = layer(*call.args, **call.kwargs)
     finally:
-        for child, forward in zip(children, replaced, strict=True):
-            if forward is None:
+        for child, own in zip(children, replaced, strict=True):
+            if own is None:
                 del child.__dict__["forward"]
             else:
-                child.forward = forward
+                child.forward = own
+    result = output[0] if isinstance(output, tuple) else output
+    return bool(result.shape == hidden.shape and nearly_equal(result, hidden))
 
 
 def replace_forward(module: nn.Module, form: Form, function: Callable[[Tensor], Tensor]) -> None:
@@ -266,10 +219,6 @@ def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     assert isinstance(hidden, Tensor)
     return hidden
-
-
-def _config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config(decoder=True)
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> UnsupportedModel:

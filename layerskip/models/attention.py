@@ -1,16 +1,15 @@
 """Attention of a few queries to a long cache of grouped keys, without a copy of the keys for every head.
 
 With grouped-query attention (arXiv 2305.13245), several heads share keys and values. Transformers repeats both for every
-head when several queries come with a mask, which is the case in every verification. For a single query it uses torch's
-grouped heads, which are slow on a CPU. Here, the heads of a group become further queries of their shared key head: the same
-kernel and the same sums, without the copy. Where gradients of bridges are needed, the sums are written out. This is
-registered with transformers as an attention implementation, so no model code changes.
+head in a verification, and uses torch's grouped heads for a single query, which are slow on a CPU. Here, the heads of a
+group become further queries of their shared key head: the same kernel and the same sums, without the copy. Where gradients
+are needed, the sums are written out. Transformers calls this as a registered attention implementation.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,6 +31,11 @@ _MAX_QUERIES = 64
 """With more queries, a call for each head of a group is cheap compared with the attention itself."""
 
 
+_reads_buffers = ContextVar("_reads_buffers", default=False)
+_biases: Any = WeakIdKeyDictionary()
+_parts: Any = WeakIdKeyDictionary()
+
+
 def use_grouped_attention(model: PreTrainedModel) -> None:
     """Set this attention for a model that uses ``sdpa`` and supports other implementations."""
     config = model.config.get_text_config(decoder=True)
@@ -44,8 +48,7 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
 def whole_buffers() -> Iterator[None]:
     """Tell attention that passes within the ``with`` block read whole buffers of a cache, as captured passes do.
 
-    There, the kernel for few queries saves reading positions that are not in use. Elsewhere, launching it takes longer than
-    torch's own kernel.
+    There, the kernel for few queries saves reading unused positions. Elsewhere, launching it takes longer than torch's own.
     """
     token = _reads_buffers.set(True)
     try:
@@ -87,52 +90,47 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return attention ``[B, n, heads, d]`` of ``query [B, heads, n, d]`` to ``key``, ``value [B, key heads, m, d]``."""
-    if query.shape[-1] == value.shape[-1] and _is_decoding(query, key, attention_mask, kwargs):
-        scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
-        return decode_attention(query, key, value, attention_mask, scale), None
+    (batch, heads, count, width), groups, scale = query.shape, key.shape[1], kwargs.get("scaling")
+    biased = kwargs.get("position_bias") is not None
+    mask = None if attention_mask is None or attention_mask.shape[1] != 1 else attention_mask  # that all heads share
+    if mask is not None and not biased and width == value.shape[-1] and _is_decoding(query, key, mask):
+        return decode_attention(query, key, value, mask, width**-0.5 if scale is None else scale), None
     parts = None if attention_mask is None or torch.compiler.is_compiling() else _parts.get(attention_mask)
     if parts is not None:
         outputs = [
-            attend(module, query[:, :, first:end], _select(key, runs), _select(value, runs), mask, **kwargs)[0]
-            for first, end, runs, mask in parts
+            attend(module, query[:, :, first:end], _select(key, runs), _select(value, runs), part, **kwargs)[0]
+            for first, end, runs, part in parts
         ]
         return torch.cat(outputs, 1), None
-    batch, heads, count, width = query.shape
-    groups = key.shape[1]
+    on_cpu = query.device.type == "cpu"
+    long = count > _MAX_QUERIES and heads > groups and on_cpu and not query.requires_grad
+    if long and not biased and mask is not None:
+        return _attend_by_member(query, key, value, mask, scale), None
     # A single query sees all keys and needs no mask; several without one are a prefill, causal from the first key on.
-    maskless = attention_mask is None and count == 1
-    shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    needs_gradient = shared_mask and query.requires_grad and query.dtype == torch.bfloat16 and query.device.type == "cpu"
-    grouped = heads > groups and (maskless or (shared_mask and count <= _MAX_QUERIES))
-    biased = kwargs.get("position_bias") is not None
-    long = count > _MAX_QUERIES and heads > groups and query.device.type == "cpu" and not query.requires_grad
-    if long and not biased and attention_mask is not None and attention_mask.shape[1] == 1:
-        return _attend_by_member(query, key, value, attention_mask, kwargs.get("scaling")), None
-    if biased or not (grouped or needs_gradient):
+    few = (attention_mask is None and count == 1) or (mask is not None and count <= _MAX_QUERIES)
+    needs_gradient = mask is not None and query.requires_grad and query.dtype == torch.bfloat16 and on_cpu
+    if biased or not ((few and heads > groups) or needs_gradient):
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
-    rows = heads // groups * count
-    packed = query.reshape(batch, groups, rows, width)
-    mask = None if attention_mask is None else _group_bias(attention_mask, rows // count, query.dtype)
-    scale = kwargs.get("scaling")
+    packed = query.reshape(batch, groups, heads // groups * count, width)
+    bias = None if mask is None else _group_bias(mask, heads // groups, query.dtype)
     if needs_gradient:
         # Written out, this is faster than torch's CPU kernel and its gradient. Scores are rounded to bfloat16, unlike in
         # that kernel; gradients tolerate it.
-        scores = packed @ key.transpose(-1, -2) * (width**-0.5 if scale is None else scale) + mask
+        scores = packed @ key.transpose(-1, -2) * (width**-0.5 if scale is None else scale) + bias
         output = scores.softmax(-1) @ value
     else:
-        output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
+        output = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scale)
     return output.reshape(batch, heads, count, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
-def _is_decoding(query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a few queries attend to a cache under a mask that all heads share, on a device with a kernel for it."""
-    if not (torch.compiler.is_compiling() or (query.is_cuda and _reads_buffers.get())):
+def _is_decoding(query: Tensor, key: Tensor, mask: Tensor) -> bool:
+    """Return whether a few queries attend to a cache on a device with a kernel for it."""
+    compiling = torch.compiler.is_compiling()
+    if not (compiling or (query.is_cuda and _reads_buffers.get())):
         return False
-    if mask is None or mask.shape[:2] != (1, 1) or query.shape[2] > _MAX_QUERIES or kwargs.get("position_bias") is not None:
-        return False
-    fits = query.shape[0] == 1 and key.shape[2] == mask.shape[3] and not query.requires_grad
-    return fits and (torch.compiler.is_compiling() or has_kernel(query))
+    fits = query.shape[0] == mask.shape[0] == 1 and query.shape[2] <= _MAX_QUERIES and key.shape[2] == mask.shape[3]
+    return fits and not query.requires_grad and (compiling or has_kernel(query))
 
 
 def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
@@ -184,10 +182,6 @@ def _group_bias(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
         _biases[mask] = cached
     return cached
 
-
-_reads_buffers = ContextVar("_reads_buffers", default=False)
-_biases: Any = WeakIdKeyDictionary()
-_parts: Any = WeakIdKeyDictionary()
 
 AttentionInterface.register(NAME, attend)
 AttentionInterface.register(PLAIN, sdpa_attention_forward)

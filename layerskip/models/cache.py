@@ -1,13 +1,11 @@
 """A preallocated key-value cache that target and draft share; a rewind is one assignment.
 
-One buffer per layer is allocated once, and all layers share ONE length. A forward pass writes its keys and values after
-``length`` and attends to them. They are kept only if the caller advances ``length``. So a draft pass that skips a layer
-leaves all layers at the same length, verification overwrites what drafting wrote, and rejecting tokens is
-``cache.length = n``.
+All layers share ONE length. A forward pass writes its keys and values after ``length`` and attends to them. They are kept
+only if the caller advances ``length``. So a draft pass that skips a layer leaves all layers at the same length, verification
+overwrites what drafting wrote, and rejecting tokens is ``cache.length = n``.
 
-Sliding-window layers keep every position too. The mask functions of transformers cut the window out of the full length, so
-these layers can rewind past their window. Recurrent state cannot rewind, and models with it are refused
-(:mod:`layerskip.models.architecture`).
+Sliding-window layers keep every position too, because the mask functions of transformers cut the window out of the full
+length. Recurrent state cannot rewind, and models with it are refused (:mod:`layerskip.models.architecture`).
 """
 
 from __future__ import annotations
@@ -48,13 +46,11 @@ class _Layer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate keys and values, ``[B, heads, max_length, head_dim]``, in the dtype and on the device of the states."""
-
         # Zeros, not empty: with static shapes masked positions are read too, and NaN times 0 is NaN.
-        def buffer(states: Tensor) -> Tensor:
-            batch, heads, _, dim = states.shape
-            return states.new_zeros(batch, heads, self._owner.max_length, dim)
-
-        self.keys, self.values = buffer(key_states), buffer(value_states)
+        self.keys, self.values = (
+            states.new_zeros(*states.shape[:2], self._owner.max_length, states.shape[3])
+            for states in (key_states, value_states)
+        )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -62,14 +58,14 @@ class _Layer(CacheLayerMixin):
         """Write states ``[B, heads, n, head_dim]`` after the length and return everything up to their end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        start, end = self._owner.length, self._owner.length + key_states.shape[-2]
+        count = key_states.shape[-2]
+        start, end = self._owner.length, self._owner.length + count
         if end > self._owner.max_length:
             raise CacheFull(f"cache: {end} positions are needed, but only {self._owner.max_length} are allocated")
         if self._owner.static_shapes:
-            buffers = LayerBuffers(self.keys, self.values, self._owner.positions(key_states.shape[-2]))
-            return buffers.update(key_states, value_states)
+            return LayerBuffers(self.keys, self.values, self._owner.positions(count)).update(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
         if self._owner.may_be_static:
             key_states, value_states = _without_overflows(key_states), _without_overflows(value_states)
         self.keys[:, :, start:end].copy_(key_states)
@@ -92,15 +88,11 @@ class _Layer(CacheLayerMixin):
 
 
 class LayerBuffers:
-    """The keys and values of one layer with static shapes, as a compiled layer reads and writes them.
+    """One layer's ``[B, heads, max_length, head_dim]`` as a compiled layer writes it at ``positions``, ``[n]`` int64."""
 
-    Args:
-        keys: ``[B, heads, max_length, head_dim]``.
-        values: as ``keys``.
-        positions: ``[n]`` int64: where the next states are written.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    def __init__(self, keys: Tensor | None, values: Tensor | None, positions: Tensor) -> None:
+        assert keys is not None
+        assert values is not None
         self.keys, self.values, self.positions = keys, values, positions
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -111,10 +103,7 @@ class LayerBuffers:
 
 
 def _without_overflows(states: Tensor) -> Tensor:
-    """Return states that can be read under a mask: an overflow times 0 still spoils a sum.
-
-    Only float16 overflows in practice, and this costs kernels in every layer.
-    """
+    """Return states that can be read under a mask, as an overflow times 0 spoils a sum; only float16 overflows."""
     return states.nan_to_num(0.0, 0.0, 0.0) if states.dtype == torch.float16 else states
 
 
@@ -178,61 +167,42 @@ class KVCache(Cache):
         return torch.arange(count, device=length.device) + length
 
     def copy_from(self, parts: Sequence[tuple[KVCache, int]]) -> None:
-        """Fill the cache with the first positions of other caches, concatenated, and set the length to their end.
-
-        Args:
-            parts: caches of the same model, each with the number of its positions to copy.
+        """Fill the cache with the first positions of other caches, as many as given; the length is then their end.
 
         Raises:
             CacheOverflow: some of these keys or values are not finite. Passes over them would give NaN, or other outputs
                 where a cache replaces overflows.
         """
-        finite: list[Tensor] = []
-        for index, layer in enumerate(self._layers):
-            start = 0
-            for other, count in parts:
-                source = other._layers[index]
+        finite, start = [], 0
+        for other, count in parts:
+            for layer, source in zip(self._layers, other._layers, strict=True):
                 if source.keys is None or source.values is None:  # a layer that shares another layer's keys and values
                     continue
                 if not layer.is_initialized:
                     layer.lazy_initialization(source.keys, source.values)
-                assert layer.keys is not None
-                assert layer.values is not None
                 for states, given in ((layer.keys, source.keys), (layer.values, source.values)):
+                    assert states is not None
                     states[:, :, start : start + count] = given[:, :, :count]
                     if given.dtype == torch.float16:  # only float16 overflows in practice
                         finite.append(given[:, :, :count].isfinite().all())
-                start += count
+            start += count
         if not all(part.item() for part in finite):
             raise CacheOverflow(
                 "target.dtype: float16 overflows in keys or values of this text; bfloat16 and float32 do not"
             )
-        self.length = sum(count for _, count in parts)
+        self.length = start
 
     def gather(self, offsets: Sequence[int]) -> None:
-        """Compact the positions after the length: keep those at some offsets, in order. The length stays.
-
-        Args:
-            offsets: rising, relative to the length.
-        """
-        if list(offsets) == list(range(len(offsets))):
-            return
-        device = next((layer.keys.device for layer in self._layers if layer.keys is not None), None)
-        self.copy_positions(len(self._layers), copy_to_device(offsets, device or torch.device("cpu")) + self._length)
+        """Keep, of the positions after the length, those at some rising offsets, one after the other. The length stays."""
+        if list(offsets) != list(range(len(offsets))):
+            self.copy_positions(len(self._layers), copy_to_device(offsets, self.buffers()[0].device) + self._length)
 
     def copy_positions(self, layers: int, positions: Tensor) -> None:
-        """Copy keys and values at some positions to the places after the length. The length stays.
-
-        Args:
-            layers: the number of layers to copy in, from the first on.
-            positions: ``[n]`` int64.
-        """
+        """Copy the first layers' keys and values at positions ``[n]`` int64 to the places after the length, which stays."""
         begin, end = self._length, self._length + positions.shape[0]
-        for keys, values in self.states()[:layers]:
-            if keys is not None and values is not None:
-                positions = positions.to(keys.device)  # layers may be on several devices
-                keys[:, :, begin:end] = keys.index_select(2, positions)
-                values[:, :, begin:end] = values.index_select(2, positions)
+        for states in self.buffers(layers):
+            positions = positions.to(states.device)  # layers may be on several devices
+            states[:, :, begin:end] = states.index_select(2, positions)
 
     def states(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """Return every layer's keys and values, ``[B, heads, max_length, head_dim]``; None for a layer that keeps none."""
@@ -240,25 +210,13 @@ class KVCache(Cache):
 
     def layer_buffers(self, layer: int, count: int) -> LayerBuffers:
         """Return a layer's keys and values for a compiled pass over ``count`` tokens; requires static shapes."""
-        keys, values = self._layers[layer].keys, self._layers[layer].values
-        assert keys is not None
-        assert values is not None
-        return LayerBuffers(keys, values, self.positions(count))
+        return LayerBuffers(self._layers[layer].keys, self._layers[layer].values, self.positions(count))
 
-    def buffers(self) -> list[Tensor]:
-        """Return all allocated keys and values, layer by layer."""
-        return [part for layer in self.states() for part in layer if part is not None]
+    def buffers(self, layers: int | None = None) -> list[Tensor]:
+        """Return the allocated keys and values of the first layers, or of all, one after the other."""
+        return [part for layer in self.states()[:layers] for part in layer if part is not None]
 
     @property
     def nbytes(self) -> int:
         """Allocated bytes."""
-        return sum(t.numel() * t.element_size() for t in self.buffers())
-
-    @property
-    def is_written(self) -> bool:
-        """True if any layer has written to the cache."""
-        return any(layer.is_initialized for layer in self._layers)
-
-    def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Return the first position of the next pass, for the attention mask."""
-        return self.position
+        return sum(states.nbytes for states in self.buffers())

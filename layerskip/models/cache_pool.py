@@ -16,8 +16,8 @@ from layerskip.device.memory import on_memory_release
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, prepare_compiling
 from layerskip.models.graph_capture import CapturingCache
-from layerskip.models.placement import is_split
 from layerskip.models.positions import depends_on_positions_alone
+from layerskip.models.weights import is_split
 
 _MIN_LENGTH = 512  # positions; from here on lengths are powers of two, so that most prompts find a cache
 _LARGE = 4096  # from here on eighths of powers of two, because masked positions are read too
@@ -28,6 +28,14 @@ A pass over a cache that is hardly used yet reads it in 5 ms, which is what laun
 models, fuller caches and the kernel that leaves unused positions out read less.
 """
 _POOLED = 4  # free caches kept per model, as long as they have no more than ``_MAX_LENGTH`` positions together
+
+_free: weakref.WeakKeyDictionary[nn.Module, list[CapturingCache]] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
+_generation_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_too_long: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models for which it was logged
+_log = logging.getLogger(__name__)
+_lock = threading.RLock()  # re-entrant: a holder may be collected, and release its cache, while another is acquired
+on_memory_release(_free.clear)
 
 
 def acquire_cache(
@@ -46,13 +54,11 @@ def acquire_cache(
             this cannot be detected, nothing is captured.
         layers: the number of layers that write to the cache.
         positions: the number of positions needed.
-        device: where the cache is allocated.
-        static_shapes: whether to capture passes if the cache is not too long for it, which is logged otherwise; None: on
-            CUDA only, where it is faster, and where compiling was requested. On a CPU, captured passes are recomputed in
-            the same shapes.
-        holder: keeps the cache until it acquires another or is garbage-collected; the cache then returns to the pool. None:
-            the caller calls :func:`release_cache`.
-        reads: modules that captured passes read in addition to the model; the cache is dropped when their weights move, too.
+        device: where the cache is.
+        static_shapes: whether to capture passes if the cache is not too long for it; None: on CUDA, and where compiling was
+            requested. On a CPU, captured passes are recomputed in the same shapes.
+        holder: keeps the cache until it acquires another or is garbage-collected; None: until :func:`release_cache`.
+        reads: modules that captured passes read in addition to the model.
     """
     if holder in _held:
         _held.pop(holder)()  # a finalizer runs once, even if the holder is collected at this moment
@@ -72,9 +78,9 @@ def acquire_cache(
         if made_for is None:
             return KVCache(layers, positions, device=device)
         length = _rounded(positions)
-        free = [cache for cache in free if cache.made_for == made_for]
-        acquired = next((cache for cache in free if cache.max_length == length), None)
-        _free[model] = [cache for cache in free if cache is not acquired]
+        fitting = (cache for cache in free if cache.made_for == made_for and cache.max_length == length)
+        acquired = next(fitting, None)
+        _free[model] = [cache for cache in free if cache.made_for == made_for and cache is not acquired]
     if acquired is None:
         acquired = CapturingCache(layers, length, device)
         acquired.made_for = made_for
@@ -112,19 +118,10 @@ def _rounded(positions: int) -> int:
 def _weight_addresses(*models: nn.Module) -> Hashable | None:
     """Return addresses and dtypes of all weights, which captured passes read; None if a pass cannot be captured.
 
-    It cannot with wrapper tensors, as in torchao, whose addresses are unknown, nor on several devices.
+    It cannot on several devices, nor with wrapper tensors as in torchao, whose addresses are unknown.
     """
     if any(map(is_split, models)):
         return None
     parts = [part for model in models for part in (*model.parameters(), *model.buffers())]
     places = tuple((part.data_ptr(), part.dtype) for part in parts)
     return None if any(part.numel() and not address for part, (address, _) in zip(parts, places, strict=True)) else places
-
-
-_free: weakref.WeakKeyDictionary[nn.Module, list[CapturingCache]] = weakref.WeakKeyDictionary()
-_held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
-_generation_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_too_long: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models for which it was logged
-_log = logging.getLogger(__name__)
-_lock = threading.RLock()  # re-entrant: a holder may be collected, and release its cache, while another is acquired
-on_memory_release(_free.clear)

@@ -1,13 +1,12 @@
 """Decoder layers compiled for captured passes, so that a pass launches few kernels.
 
 A decoder layer is some thirty kernels. In a small model, each of them takes a few microseconds, most of it not computing.
-``torch.compile`` fuses them. Layers are compiled one at a time, not the model as a whole: all layers of one kind share one
-compiled function, also those of other views of the model, so that a new skip mask compiles little. The modelling code stays
-that of transformers.
+``torch.compile`` fuses them. Layers are compiled one at a time: all layers of one kind share one compiled function, also
+those of other views, so that a new skip mask compiles little. The modelling code stays that of transformers.
 
 For this, every layer has a second module tree over the same tensors. Its linear layers of one input, such as the
-projections to queries, keys and values, are one product, which launches one kernel. Their weights become parts of one
-buffer, row after row, so that nothing is stored twice. Its cache is the layer's own part of the cache.
+projections to queries, keys and values, are one product. Their weights become parts of one buffer, row after row, so that
+nothing is stored twice. Its cache is the layer's own part of the cache.
 """
 
 from __future__ import annotations
@@ -33,45 +32,143 @@ from layerskip.kernels.few_rows_linear import MAX_ROWS, few_rows_linear, has_ker
 from layerskip.models.cache import KVCache
 
 _LARGE = 2**22  # values of a weight
+_VARIANTS = 2**16  # compiled functions in one process: one for each kind of layer, shape and dtype
+_OPTIONS: dict[str, Any] = {  # of the compiler; versions of it lack some
+    "combo_kernels": True,  # independent kernels are launched as one
+    "combo_kernel_peak_memory_pct_threshold": None,  # also if memory is needed for longer
+    "emulate_precision_casts": True,  # rounds where the uncompiled layer does
+    "score_fusion_memory_threshold": 1,  # kernels that share any input are launched as one
+    "triton.cudagraphs": False,
+    "triton.max_tiles": 1,  # kernels of several tiles are launched separately
+}
+COMPILE_MODES = ("auto", "on", "off")
+_EAGER_ONLY = "eager_only"
+
+MaskOf = Callable[[Any], Any]
+"""Converts the attention mask that a model gives to its layers."""
+
+_log = logging.getLogger(__name__)
+_modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # compiled as if they were decoder layers
+_compiled: weakref.WeakKeyDictionary[nn.Module, CompiledLayers | None] = weakref.WeakKeyDictionary()
+_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_unfused: set[tuple[type[nn.Module], torch.Size]] = set()
+_parallel_layers: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
+_groups: Any = WeakIdKeyDictionary()  # a mark of the group for every weight that was laid out
 
 
-def lay_out_parallel_layers(model: nn.Module, run: Callable[[], object]) -> None:
-    """Lay the weights of a model's parallel layers out as matrices, unless they are.
+def set_compiling(model: nn.Module, mode: str | None) -> None:
+    """Set whether a model's decoder layers are compiled in captured passes.
 
-    Args:
-        model: the model.
-        run: runs a pass, in which parallel layers are found. It is run once for a model.
+    ``auto`` does so on CUDA, ``on`` on any device, whose passes are then captured, ``off`` nowhere. None changes nothing.
     """
-    if model not in _parallel_layers:
-        _parallel_layers[model] = []  # stays if the pass fails
-        _parallel_layers[model] = _find_parallel_layers(model, run)
-    for names in _parallel_layers[model]:
-        layers: list[Any] = [model.get_submodule(name) for name in names]
-        join_rows([layer.weight for layer in layers])
-        if layers[0].bias is not None:
-            join_rows([layer.bias for layer in layers])
+    if mode is not None:
+        _modes[model] = mode
 
 
-def _find_parallel_layers(model: nn.Module, run: Callable[[], object]) -> list[list[str]]:
-    """Return the names of plain linear layers that read one input, group by group, and mark their weights."""
+def compile_mode(model: nn.Module) -> str:
+    """Return the mode that was set for a model, or ``auto``."""
+    return _modes.get(model, "auto")
+
+
+def compile_like(model: nn.Module, tree: nn.Module) -> None:
+    """Apply a model's setting to another module tree, such as a view of it."""
+    _modes[tree] = compile_mode(model)
+
+
+def compile_whole(module: nn.Module) -> None:
+    """Declare that a module, called with one tensor, is compiled as if it were a decoder layer."""
+    _whole.add(module)
+
+
+def eager_only(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a replaced forward pass that compiled layers leave out, because their masks are converted already."""
+    setattr(forward, _EAGER_ONLY, True)
+    return forward
+
+
+def path_of_layers(model: nn.Module) -> str | None:
+    """Return the dotted name of the list of a model's decoder layers; None if there is no such list."""
+    if model in _whole:
+        return ""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    return next((path for path, module in lists if len(module) == count), None)
+
+
+def compiled_layers(model: nn.Module) -> CompiledLayers | None:
+    """Return the compiled layers of a model; None where layers are not compiled, or cannot be."""
+    mode = compile_mode(model)
+    if model in _refused or mode == "off" or not (isinstance(model, PreTrainedModel) or model in _whole):
+        return None
+    if mode == "auto" and next(model.parameters()).device.type != "cuda":
+        return None
+    if model not in _compiled:
+        path = path_of_layers(model)
+        _compiled[model] = None if path is None else CompiledLayers(model, path)
+    return _compiled[model]
+
+
+def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str) -> None:
+    """Compile a model's layers with fewer fusions from now on, or where there are none not at all, and log why."""
+    if layers.fuses:
+        layers.fuses = False
+        _unfused.add(_kind(model))  # else every view of such a model would be tried
+        _log.warning("%s: products of its layers cannot be fused with what surrounds them: %s", type(model).__name__, reason)
+        return
+    _refused.add(model)
+    _log.warning("%s: its layers cannot be compiled and run as they are: %s", type(model).__name__, reason)
+
+
+def prepare_compiling(model: nn.Module) -> None:
+    """Lay the weights of a model's parallel layers out as matrices for compiled layers, if it has them.
+
+    This moves weights, so it comes before capturing.
+    """
+    body = getattr(model, "body", model)  # of a head
+    if compiled_layers(body) is None:
+        return
+    with contextlib.suppress(Exception):  # models of any code; nothing is laid out then
+        if body not in _parallel_layers:
+            _parallel_layers[body] = []  # stays if the pass fails
+            _parallel_layers[body] = _find_parallel_layers(body)
+        for names in _parallel_layers[body]:
+            layers: list[Any] = [body.get_submodule(name) for name in names]
+            _join_rows([layer.weight for layer in layers])
+            if layers[0].bias is not None:
+                _join_rows([layer.bias for layer in layers])
+
+
+@torch.inference_mode()
+def _find_parallel_layers(model: nn.Module) -> list[list[str]]:
+    """Return the names of plain linear layers that read one input in a pass, group by group, and mark their weights."""
     calls: list[tuple[str, Tensor]] = []
     hooks = [
         module.register_forward_pre_hook(lambda _module, args, name=name: calls.append((name, args[0])))
         for name, module in model.named_modules()
         if _is_plain(module)
     ]
+    first = next(model.parameters())
     try:
-        run()
+        if isinstance(model, PreTrainedModel):
+            width = model.config.get_text_config(decoder=True).hidden_size
+            states = torch.zeros(1, 2, width, dtype=model.dtype, device=model.device)
+            model(inputs_embeds=states, use_cache=False)
+        else:
+            model(first.new_zeros(2, first.shape[1]))
     finally:
         for hook in hooks:
             hook.remove()
     times = Counter(name for name, _ in calls)
-    once = ((name, given) for name, given in calls if times[name] == 1)
+    once = [(name, given) for name, given in calls if times[name] == 1]
     found = []
     for _, group in itertools.groupby(once, key=lambda call: (call[0].rpartition(".")[0], id(call[1]))):
         names = [name for name, _ in group]
         layers: list[Any] = [model.get_submodule(name) for name in names]
-        if len(layers) > 1 and _fit(layers):
+        kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
+        if len(layers) > 1 and len(kinds) == 1 and not any(layer.weight in _groups for layer in layers):
             found.append(names)
             mark = object()
             for layer in layers:
@@ -79,7 +176,7 @@ def _find_parallel_layers(model: nn.Module, run: Callable[[], object]) -> list[l
     return found
 
 
-def join_rows(parts: Sequence[Tensor]) -> Tensor:
+def _join_rows(parts: Sequence[Tensor]) -> Tensor:
     """Return tensors of several rows as one tensor, of which they become parts if they are not yet."""
     if not _adjacent(parts):
         with torch.inference_mode(False), torch.no_grad():
@@ -97,34 +194,22 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer of plain weights that nothing has been attached to."""
-    if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
+    """Return whether a module is a linear layer of plain weights that can be moved, and to which nothing is attached."""
+    if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__ or not isinstance(module, nn.Linear):
         return False
-    attached = module._forward_pre_hooks or module._forward_hooks
-    return isinstance(module, nn.Linear) and not attached and _is_movable(module)
-
-
-def _is_movable(layer: nn.Linear) -> bool:
-    weight = layer.weight
-    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor
-    return plain and weight.is_contiguous() and not weight.is_inference()
-
-
-def _fit(layers: Sequence[Any]) -> bool:
-    kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
-    return len(kinds) == 1 and not any(layer.weight in _groups for layer in layers)
+    weight = module.weight
+    is_plain = type(weight) is nn.Parameter and type(weight.data) is Tensor
+    is_movable = is_plain and weight.is_contiguous() and not weight.is_inference()
+    return is_movable and not (module._forward_pre_hooks or module._forward_hooks)
 
 
 class FusedLinear(nn.Module):
-    """A linear layer in a compiled tree. It computes the products of the layers parallel to it with its own.
+    """A linear layer in a compiled tree, or a group of parallel ones, whose products it computes together.
 
-    A single row is multiplied by a small weight in a sum over the products, which the compiler fuses with what surrounds it.
-    Every output then computes the row's own operators again. With a large weight this takes longer than reading the weight,
-    so the kernel for few rows is used.
-
-    Args:
-        layers: the linear layer, or those of a group.
-        single_rows: whether to write out the product of a single row.
+    With ``single_rows``, a single row is multiplied by a small weight in a sum over the products, which the compiler fuses
+    with
+    what surrounds it. Every output then computes the row's own operators again. With a large weight this takes longer than
+    reading the weight, so the kernel for few rows is used.
     """
 
     weight: Tensor
@@ -135,25 +220,23 @@ class FusedLinear(nn.Module):
         super().__init__()
         self.sizes: list[int] = [layer.weight.shape[0] for layer in layers]
         self.single_rows, self.few_rows = single_rows, has_kernel(layers[0].weight)
-        self.register_buffer("weight", join_rows([layer.weight for layer in layers]))
-        self.register_buffer("bias", None if layers[0].bias is None else join_rows([layer.bias for layer in layers]))
+        self.register_buffer("weight", _join_rows([layer.weight for layer in layers]))
+        self.register_buffer("bias", None if layers[0].bias is None else _join_rows([layer.bias for layer in layers]))
 
     def compute(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of all layers of the group."""
         rows = hidden.numel() // hidden.shape[-1]
         if self.few_rows and rows <= MAX_ROWS and (rows > 1 or self.weight.numel() >= _LARGE):
             output = few_rows_linear(hidden.contiguous(), self.weight)
-            return self._split(output if self.bias is None else output + self.bias)
-        if not (self.single_rows and rows == 1):
-            return self._split(linear(hidden, self.weight, self.bias))
-        if len(set(self.sizes)) > 1:
-            return self._split(self._sum(hidden, self.weight, self.bias))
-        # Sums of one shape are fused with each other and with what follows.
-        weights = torch.split(self.weight, self.sizes)
-        biases = [None] * len(weights) if self.bias is None else torch.split(self.bias, self.sizes)
-        return tuple(self._sum(hidden, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-
-    def _split(self, output: Tensor) -> tuple[Tensor, ...]:
+            output = output if self.bias is None else output + self.bias
+        elif not (self.single_rows and rows == 1):
+            output = linear(hidden, self.weight, self.bias)
+        elif len(set(self.sizes)) > 1:
+            output = self._sum(hidden, self.weight, self.bias)
+        else:  # sums of one shape are fused with each other and with what follows
+            weights = torch.split(self.weight, self.sizes)
+            biases = [None] * len(weights) if self.bias is None else torch.split(self.bias, self.sizes)
+            return tuple(self._sum(hidden, weight, bias) for weight, bias in zip(weights, biases, strict=True))
         return torch.split(output, self.sizes, -1) if len(self.sizes) > 1 else (output,)
 
     @staticmethod
@@ -163,19 +246,14 @@ class FusedLinear(nn.Module):
         return output.to(hidden.dtype).view(*hidden.shape[:-1], -1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the output of the first layer, ``[..., out]``; :class:`FollowingLinear` returns those of the others."""
+        """Return the output of the first layer, ``[..., out]``; :class:`_FollowingLinear` returns those of the others."""
         first, *others = self.compute(hidden)
         self.outputs = others or None
         return first
 
 
-class FollowingLinear(nn.Module):
-    """A linear layer whose output the first of its parallel layers has computed.
-
-    Args:
-        first: the first layer of the group.
-        place: the place of this layer among the others.
-    """
+class _FollowingLinear(nn.Module):
+    """A linear layer whose output the first of its parallel layers has computed; ``place`` is its own among the others."""
 
     def __init__(self, first: FusedLinear, place: int) -> None:
         super().__init__()
@@ -183,7 +261,6 @@ class FollowingLinear(nn.Module):
         self._place, self._is_last = place, place == len(first.sizes) - 2
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the output of this layer, ``[..., out]``."""
         first = self._first[0]
         assert first.outputs is not None
         output = first.outputs[self._place]
@@ -192,86 +269,30 @@ class FollowingLinear(nn.Module):
         return output
 
 
-def fuse_parallel_layers(tree: nn.Module, single_rows: bool) -> None:
-    """Replace the linear layers of a module tree, a second one over a model's tensors, by fused ones.
-
-    Args:
-        tree: the tree.
-        single_rows: see :class:`FusedLinear`.
-    """
-    plain: list[tuple[str, Any]] = [(name, part) for name, part in tree.named_modules() if _is_plain(part)]
+def _fuse_parallel_layers(tree: nn.Module, single_rows: bool) -> None:
+    """Replace the linear layers of a module tree, a second one over a model's tensors, by fused ones."""
     groups: dict[object, list[tuple[str, Any]]] = {}
-    for name, layer in plain:
-        groups.setdefault(_groups.get(layer.weight, layer), []).append((name, layer))
+    for name, layer in tree.named_modules():
+        if _is_plain(layer):
+            groups.setdefault(_groups.get(layer.weight, layer), []).append((name, layer))
     for marked in groups.values():
         together = sorted(marked, key=lambda part: part[1].weight.data_ptr())
         # Weights are not moved here, because other captured passes may read them.
         adjacent = _adjacent([layer.weight for _, layer in together])
         for group in [together] if adjacent else [[part] for part in together]:
-            _fuse(tree, group, single_rows)
-
-
-def _fuse(tree: nn.Module, group: Sequence[tuple[str, Any]], single_rows: bool) -> None:
-    if len(group) > 1 or single_rows:
-        names, layers = zip(*group, strict=True)
-        first = FusedLinear(layers, single_rows)
-        tree.set_submodule(names[0], first)
-        for place, name in enumerate(names[1:]):
-            tree.set_submodule(name, FollowingLinear(first, place))
-
-
-_parallel_layers: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
-_groups: Any = WeakIdKeyDictionary()
-"""A mark of the group for every weight that was laid out."""
-
-
-_VARIANTS = 2**16  # compiled functions in one process: one for each kind of layer, shape and dtype
-_OPTIONS: dict[str, Any] = {  # of the compiler; versions of it lack some
-    "combo_kernels": True,  # independent kernels are launched as one
-    "combo_kernel_peak_memory_pct_threshold": None,  # also if memory is needed for longer
-    "emulate_precision_casts": True,  # rounds where the uncompiled layer does
-    "score_fusion_memory_threshold": 1,  # kernels that share any input are launched as one
-    "triton.cudagraphs": False,
-    "triton.max_tiles": 1,  # kernels of several tiles are launched separately
-}
-COMPILE_MODES = ("auto", "on", "off")
-_EAGER_ONLY = "eager_only"
-
-MaskOf = Callable[[Any], Any]
-"""Converts the attention mask that a model gives to its layers."""
-
-
-def eager_only(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a replaced forward pass that compiled layers leave out, because their masks are converted already."""
-    setattr(forward, _EAGER_ONLY, True)
-    return forward
-
-
-def compile_whole(module: nn.Module) -> None:
-    """Declare that a module, called with one tensor, is compiled as if it were a decoder layer."""
-    _whole.add(module)
-
-
-def _path_of_layers(model: nn.Module) -> str | None:
-    """Return the dotted name of the list of a model's decoder layers; None if there is no such list."""
-    if model in _whole:
-        return ""
-    if not isinstance(model, PreTrainedModel):
-        return None
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    return next((path for path, module in lists if len(module) == count), None)
+            if len(group) > 1 or single_rows:
+                names, layers = zip(*group, strict=True)
+                first = FusedLinear(layers, single_rows)
+                tree.set_submodule(names[0], first)
+                for place, name in enumerate(names[1:]):
+                    tree.set_submodule(name, _FollowingLinear(first, place))
 
 
 class CompiledLayers:
-    """The compiled decoder layers of a model or of a view of it.
+    """The compiled decoder layers, at ``path``, of a model or of a view of it; without a path, the whole model.
 
     A layer whose own forward pass was replaced, as one that is skipped, runs as it is. So does every layer in a pass of
     another thread, which may share the view and has a cache of its own.
-
-    Args:
-        model: the model or view.
-        path: the dotted name of its decoder layers; empty if the model is compiled as a whole.
 
     Attributes:
         fuses: whether products are fused with what surrounds them (:mod:`layerskip.kernels.product_fusion`).
@@ -297,34 +318,24 @@ class CompiledLayers:
 
     @contextlib.contextmanager
     def running(self, mask_of: MaskOf) -> Iterator[None]:
-        """Run the layers compiled within the ``with`` block, for one thread at a time.
-
-        Args:
-            mask_of: applied to every layer's mask.
-        """
-        with self._lock:
+        """Run the layers compiled within the ``with`` block, with converted masks, for one thread at a time."""
+        limits = torch._dynamo.config.patch(recompile_limit=_VARIANTS, accumulated_recompile_limit=_VARIANTS)
+        with self._lock, limits:
             self._thread = threading.get_ident()
-            with (
-                self._replaced(mask_of),
-                torch._dynamo.config.patch(recompile_limit=_VARIANTS, accumulated_recompile_limit=_VARIANTS),
-            ):
+            layers, replaced = self._layers, []
+            addresses = tuple(part.data_ptr() for part in (*layers.parameters(), *layers.buffers()))
+            if addresses != self._addresses:  # weights have moved, or were replaced
+                self._trees, self._addresses = {}, addresses
+            for index, layer in enumerate(layers):
+                inside = (part for part in layer.modules() if part is not layer)
+                if "forward" not in layer.__dict__ and not any(p._forward_hooks or p._forward_pre_hooks for p in inside):
+                    layer.forward = functools.partial(self._run, index, mask_of)
+                    replaced.append(layer)
+            try:
                 yield
-
-    @contextlib.contextmanager
-    def _replaced(self, mask_of: MaskOf) -> Iterator[None]:
-        layers, replaced = self._layers, []
-        addresses = tuple(part.data_ptr() for part in (*layers.parameters(), *layers.buffers()))
-        if addresses != self._addresses:  # weights have moved, or were replaced
-            self._trees, self._addresses = {}, addresses
-        for index, layer in enumerate(layers):
-            if "forward" not in layer.__dict__ and not _has_hooks_inside(layer):
-                layer.forward = functools.partial(self._run, index, mask_of)
-                replaced.append(layer)
-        try:
-            yield
-        finally:
-            for layer in replaced:
-                del layer.__dict__["forward"]
+            finally:
+                for layer in replaced:
+                    del layer.__dict__["forward"]
 
     def _run(self, index: int, mask_of: MaskOf, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
@@ -333,7 +344,7 @@ class CompiledLayers:
         cache = kwargs.get("past_key_values")
         if index not in self._trees:
             self._trees[index] = self._tree(index)
-            fuse_parallel_layers(self._trees[index], single_rows=_on_gpu(hidden))
+            _fuse_parallel_layers(self._trees[index], single_rows=_on_gpu(hidden))
         if cache is not None:
             assert isinstance(cache, KVCache)
             kwargs["attention_mask"] = mask_of(kwargs["attention_mask"])
@@ -361,30 +372,13 @@ class CompiledLayers:
         return tree
 
 
-def _has_hooks_inside(layer: nn.Module) -> bool:
-    return any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules() if part is not layer)
-
-
 def _run(layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return layer(hidden, *args, **kwargs)
 
 
-def _kind(model: nn.Module) -> tuple[type[nn.Module], torch.Size]:
-    """Return what a model has in common with its views: its class and the shape of its first weight."""
-    return type(model), next(model.parameters()).shape
-
-
-def _on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
-
-
 @functools.cache
 def _compiled_run(fuses: bool) -> Callable[..., Any]:
-    """Return the compiled call of a layer; made on first use, because importing the compiler takes seconds.
-
-    Args:
-        fuses: see :class:`CompiledLayers`.
-    """
+    """Return the compiled call of a layer; made on first use, because importing the compiler takes seconds."""
     from torch._inductor import config
 
     options = {name: value for name, value in _OPTIONS.items() if name in config.get_config_copy()}
@@ -395,70 +389,10 @@ def _compiled_run(fuses: bool) -> Callable[..., Any]:
     return torch.compile(_run, fullgraph=True, dynamic=False, options=options)
 
 
-def compiled_layers(model: nn.Module) -> CompiledLayers | None:
-    """Return the compiled layers of a model; None where layers are not compiled, or cannot be."""
-    if model in _refused or not (isinstance(model, PreTrainedModel) or model in _whole):
-        return None
-    mode = compile_mode(model)
-    if mode == "off" or (mode == "auto" and next(model.parameters()).device.type != "cuda"):
-        return None
-    if model not in _compiled:
-        path = _path_of_layers(model)
-        _compiled[model] = None if path is None else CompiledLayers(model, path)
-    return _compiled[model]
+def _kind(model: nn.Module) -> tuple[type[nn.Module], torch.Size]:
+    """Return what a model has in common with its views: its class and the shape of its first weight."""
+    return type(model), next(model.parameters()).shape
 
 
-def prepare_compiling(model: nn.Module) -> None:
-    """Lay out the weights of a model for compiled layers, if it has them; before capturing, as this moves weights."""
-    body = getattr(model, "body", model)  # of a head
-    if compiled_layers(body) is None:
-        return
-    first = next(body.parameters())
-    with contextlib.suppress(Exception), torch.inference_mode():  # models of any code; nothing is laid out then
-        if not isinstance(body, PreTrainedModel):
-            lay_out_parallel_layers(body, lambda: body(first.new_zeros(2, first.shape[1])))
-            return
-        width = body.config.get_text_config(decoder=True).hidden_size
-        states = torch.zeros(1, 2, width, dtype=body.dtype, device=body.device)
-        lay_out_parallel_layers(body, lambda: body(inputs_embeds=states, use_cache=False))
-
-
-def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str) -> None:
-    """Compile a model's layers with fewer fusions from now on, or where there are none not at all, and log why."""
-    if layers.fuses:
-        layers.fuses = False
-        _unfused.add(_kind(model))  # else every view of such a model would be tried
-        _log.warning("%s: products of its layers cannot be fused with what surrounds them: %s", type(model).__name__, reason)
-        return
-    _refused.add(model)
-    _log.warning("%s: its layers cannot be compiled and run as they are: %s", type(model).__name__, reason)
-
-
-def set_compiling(model: nn.Module, mode: str | None) -> None:
-    """Set whether a model's decoder layers are compiled in captured passes.
-
-    Args:
-        model: the model.
-        mode: ``auto``: on CUDA; ``on``: on any device, whose passes are then captured; ``off``. None changes nothing.
-    """
-    if mode is not None:
-        assert mode in COMPILE_MODES
-        _modes[model] = mode
-
-
-def compile_mode(model: nn.Module) -> str:
-    """Return the mode that was set for a model, or ``auto``."""
-    return _modes.get(model, "auto")
-
-
-def compile_like(model: nn.Module, tree: nn.Module) -> None:
-    """Apply a model's setting to another module tree, such as a view of it."""
-    _modes[tree] = compile_mode(model)
-
-
-_log = logging.getLogger(__name__)
-_compiled: weakref.WeakKeyDictionary[nn.Module, CompiledLayers | None] = weakref.WeakKeyDictionary()
-_modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_unfused: set[tuple[type[nn.Module], torch.Size]] = set()
-_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"

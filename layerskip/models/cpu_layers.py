@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from layerskip.device.tolerance import nearly_equal
+from layerskip.device.trial import nearly_equal
 from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, HalfWeight, gated_mlp, normalise, project
 from layerskip.models.attention import NAME, attend
 from layerskip.models.cache import KVCache

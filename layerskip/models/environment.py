@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import subprocess
 from importlib import metadata
@@ -43,11 +44,9 @@ def machine(target: Target) -> dict[str, Any]:
 def _versions() -> dict[str, str]:
     versions: dict[str, str] = {}
     for package in _PACKAGES:
-        for name in (package, f"{package}-skinny"):
-            try:
-                versions.setdefault(package, metadata.version(name))
-            except metadata.PackageNotFoundError:
-                continue
+        for name in (f"{package}-skinny", package):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[package] = metadata.version(name)
     return versions
 
 

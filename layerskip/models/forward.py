@@ -1,9 +1,7 @@
 """The forward pass on a :class:`~layerskip.models.cache.KVCache` that target, draft view and draft model share.
 
-All of them run through :func:`forward`, so positions and masks are the same for all. The pass writes keys and values after
-``cache.length`` and does not change the length.
-
-Hidden states can be collected during a pass. EAGLE calls them features (arXiv 2401.15077).
+It writes keys and values after ``cache.length`` and does not change the length. Hidden states can be collected during a
+pass; EAGLE calls them features (arXiv 2401.15077).
 """
 
 from __future__ import annotations
@@ -18,20 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from layerskip.models.draft_head import OutputLayer
 from layerskip.models.graph_capture import CapturingCache, padded_count
-from layerskip.models.output_rows import OutputLayer
-from layerskip.models.placement import is_split
+from layerskip.models.weights import is_split
 
 
 class Features:
-    """A collector of the outputs of some of a model's sub-modules.
-
-    Args:
-        modules: dotted names of the sub-modules; empty to collect nothing.
-
-    Attributes:
-        parts: each module's output in the last pass, ``[B, n, H]``.
-    """
+    """A collector of the outputs of some of a model's sub-modules, by their dotted names, in the last pass."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.modules = tuple(modules)
@@ -42,13 +33,11 @@ class Features:
         """Collect from the passes of a model, or of a view of it, within the ``with`` block."""
         outputs: dict[str, Tensor] = {}
 
-        def hook_for(name: str) -> Any:
-            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                outputs[name] = output if isinstance(output, Tensor) else output[0]
+        def hook(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+            outputs[name] = output if isinstance(output, Tensor) else output[0]
 
-            return hook
-
-        handles = [model.get_submodule(name).register_forward_hook(hook_for(name)) for name in self.modules]
+        named = {name: model.get_submodule(name) for name in self.modules}
+        handles = [module.register_forward_hook(functools.partial(hook, name)) for name, module in named.items()]
         try:
             yield
         finally:
@@ -72,58 +61,47 @@ def forward(
     positions: Tensor | None = None,
     features: Features = NO_FEATURES,
 ) -> Tensor:
-    """Compute the logits of the last tokens of a block that starts at position ``cache.length``.
+    """Return the logits ``[last, V]``, in the model's dtype, of the last tokens of a block that starts at ``cache.length``.
 
     Args:
         model: a Hugging Face causal language model, or a view of one.
         tokens: ``[n]`` int64.
         cache: read up to ``length``, written after it.
-        last: the number of tokens to return logits for, 0 to n.
+        last: 0 to n.
         positions: ``[n]`` int64; None for consecutive positions from ``cache.length`` on.
         features: collected during this pass.
-
-    Returns:
-        ``[last, V]`` in the model's dtype.
     """
-    if positions is None and isinstance(cache, CapturingCache) and _can_capture(model, tokens, cache):
-        return _captured_forward(model, tokens, cache, last, features)
+    if positions is None and isinstance(cache, CapturingCache) and isinstance(model, PreTrainedModel):
+        layer = model.get_output_embeddings()  # heads have none: their passes read more than tokens
+        if isinstance(layer, nn.Linear | OutputLayer) and cache.captures(model, tokens.shape[0]):
+            reduced = layer if isinstance(layer, OutputLayer) else None
+            return _captured_forward(model, reduced, tokens, cache, last, features)
     with features.collect(model):
         return _forward(model, tokens, cache, last, positions)
 
 
-def _captured_forward(model: nn.Module, tokens: Tensor, cache: CapturingCache, last: int, features: Features) -> Tensor:
+def _captured_forward(
+    model: nn.Module, reduced: OutputLayer | None, tokens: Tensor, cache: CapturingCache, last: int, features: Features
+) -> Tensor:
     size = tokens.shape[0]
     if last == size:  # few widths are captured, so other blocks are followed by copies of their first token
         wide = _chain_width(size)
         if wide > size and cache.pads_chains and cache.captures(model, wide):
             tokens, last = torch.cat((tokens, tokens[:1].expand(wide - size))), wide
 
-    layer = _reduced_layer(model)
-
     def compute(block: Tensor) -> tuple[Tensor, ...]:
-        with features.collect(model), contextlib.nullcontext() if layer is None else layer.with_reserved():
+        with features.collect(model), contextlib.nullcontext() if reduced is None else reduced.with_reserved():
             logits = _forward(model, block, cache, last)
         return logits, *features.parts
 
-    kind = last, features.modules, None if layer is None else layer.rows.reserve()
+    kind = last, features.modules, None if reduced is None else reduced.rows.reserve()
     logits, *parts = cache.replay(model, kind, (tokens,), compute)
     features.parts = tuple(part[..., :size, :] for part in parts)
-    return logits[:size, : None if layer is None else layer.weight.shape[0]]
+    return logits[:size, : None if reduced is None else reduced.weight.shape[0]]
 
 
 def _chain_width(size: int) -> int:
-    return size if size <= 2 else max(4, padded_count(size)) if size > 4 else 4
-
-
-def _can_capture(model: nn.Module, tokens: Tensor, cache: CapturingCache) -> bool:
-    """Return whether a pass can be captured. Heads cannot here, because they read more than tokens."""
-    fixed = isinstance(model, PreTrainedModel) and isinstance(model.get_output_embeddings(), nn.Linear | OutputLayer)
-    return fixed and cache.captures(model, tokens.shape[0])
-
-
-def _reduced_layer(model: nn.Module) -> OutputLayer | None:
-    layer = model.get_output_embeddings()  # type: ignore[operator]
-    return layer if isinstance(layer, OutputLayer) else None
+    return size if size <= 2 else 4 if size <= 4 else padded_count(size)
 
 
 def _forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:
@@ -147,5 +125,4 @@ def clamp_tokens(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 @functools.cache
 def _has_logits_to_keep(model: type[nn.Module]) -> bool:
-    """Return whether a model class can compute the logits of selected positions only."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -1,14 +1,13 @@
 """A key-value cache on which forward passes are captured once as CUDA graphs and replayed from then on.
 
-A pass of a small model is a thousand kernels of a few microseconds each, and launching them takes longer than running them.
-A CUDA graph (CUDA C++ Programming Guide, "CUDA Graphs") launches them all at once. A graph needs shapes and addresses that
-never change, so a captured pass reads the whole buffers of a cache under a mask, and :mod:`layerskip.models.cache_pool`
-keeps the caches. Other passes, such as a prompt's first one, read only the part in use and run eagerly.
+Launching the thousand kernels of a small model takes longer than running them. A CUDA graph (CUDA C++ Programming Guide,
+"CUDA Graphs") launches them all at once. It needs shapes and addresses that never change, so a captured pass reads the
+whole buffers of a cache under a mask, and :mod:`layerskip.models.cache_pool` keeps the caches. Other passes, such as a
+prompt's first one, read only the part in use and run eagerly.
 
-Some models cannot be captured and always run eagerly. A pass that reads a value back from the device, as some mixtures of
-experts do, fails in a trial run that forbids synchronisation. A model that computes with the number of keys is detected
-because its first captured pass of each shape differs from the eager one. While a pass is captured, no other thread may
-synchronise with a device.
+Some models always run eagerly. A pass that reads a value back from the device, as some mixtures of experts do, fails in a
+trial run that forbids synchronisation. A model that computes with the number of keys is detected because its first captured
+pass of each shape differs from the eager one. While a pass is captured, no other thread may synchronise with a device.
 
 Devices without CUDA graphs have a stand-in, which runs a captured pass again.
 """
@@ -22,37 +21,33 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layerskip.device.failures import first_line
 from layerskip.device.memory import is_out_of_memory
-from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device, now, waiting
+from layerskip.device.trial import first_line, nearly_equal
 from layerskip.kernels.decode_attention import own_counters
 from layerskip.models.attention import whole_buffers
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import CompiledLayers, MaskOf, compiled_layers, simplify_compiling
 
+_MAX_WIDTH = 64  # tokens of a captured pass
+_WIDTH_STEP = 8  # tokens
+_DEVICE_LOST = ("device-side assert", "illegal memory access")  # after these errors nothing runs on the device any more
+_seconds = 0.0
+_lock = threading.RLock()  # one capture at a time, as forbidding synchronisation applies to all threads
+_log = logging.getLogger(__name__)
+_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
 Compute = Callable[..., tuple[Tensor, ...]]
 """A pass: device tensors in, device tensors out. Everything else that changes between passes is read from the device."""
 
 
-class CapturedPass(Protocol):
-    """A pass that was captured once and can be replayed."""
-
-    def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Run the pass on other inputs of the same shapes."""
-        ...
-
-    def blank(self) -> None:
-        """Overwrite the outputs of the capture, so that only a replay can produce them again."""
-
-
 class EagerPass:
-    """The stand-in without graphs: the same shapes, computed on every replay."""
+    """The stand-in for a captured pass where there are no graphs: the same shapes, computed on every replay."""
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
         """Compute the pass."""
@@ -62,59 +57,37 @@ class EagerPass:
         """Do nothing; no output is kept."""
 
 
-@dataclass(frozen=True)
 class _Graph:
-    """A CUDA graph with its static tensors.
+    """A pass that was captured as a CUDA graph, with the static tensors of its kernels; ``RuntimeError`` if it synchronises.
 
-    Args:
-        graph: the captured kernels.
-        inputs: the tensors that the kernels read.
-        outputs: the tensors that the kernels write.
+    All captures on a GPU share one stream, because torch keeps library workspaces for every stream that was used.
     """
 
-    graph: torch.cuda.CUDAGraph
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    def __init__(self, device: torch.device, pool: Any, inputs: Sequence[Tensor], compute: Compute) -> None:
+        self._inputs = tuple(part.clone() for part in inputs)
+        with waiting("error"):
+            compute(*self._inputs)
+        self._graph = torch.cuda.CUDAGraph()
+        # A graph whose capture cannot end would leave its stream as the current one.
+        current = torch.cuda.stream(torch.cuda.current_stream(device))
+        capturing = torch.cuda.graph(self._graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local")
+        with torch.cuda.device(device), current, own_counters(), capturing:
+            self._outputs = compute(*self._inputs)
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Run the graph and copy its outputs, which the next replay overwrites."""
-        for static, given in zip(self.inputs, inputs, strict=True):
+        """Run the graph on other inputs of the same shapes and copy its outputs, which the next replay overwrites."""
+        for static, given in zip(self._inputs, inputs, strict=True):
             static.copy_(given)
-        self.graph.replay()
-        return tuple(output.clone() for output in self.outputs)
+        self._graph.replay()
+        return tuple(output.clone() for output in self._outputs)
 
     def blank(self) -> None:
-        """Fill the outputs with NaN."""
-        for output in self.outputs:
+        """Fill the outputs with NaN, so that only a replay can produce them again."""
+        for output in self._outputs:
             output.fill_(float("nan"))
 
 
-class GraphCapturer:
-    """A capturer of passes on one GPU into one memory pool.
-
-    All capturers of a GPU share one stream, because torch keeps library workspaces for every stream that was used.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, _stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, inputs: Sequence[Tensor], compute: Compute) -> _Graph:
-        """Capture a pass as a graph.
-
-        Raises:
-            RuntimeError: the pass synchronises with the device, which a graph cannot.
-        """
-        static = tuple(part.clone() for part in inputs)
-        with waiting("error"):
-            compute(*static)
-        graph = torch.cuda.CUDAGraph()
-        # A graph whose capture cannot end would leave its stream as the current one.
-        current = torch.cuda.stream(torch.cuda.current_stream(self._device))
-        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), current, own_counters(), capturing:
-            outputs = compute(*static)
-        return _Graph(graph, static, outputs)
+CapturedPass = EagerPass | _Graph
 
 
 @functools.cache
@@ -122,24 +95,19 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-_MAX_WIDTH = 64  # tokens of a captured pass
-_WIDTH_STEP = 8  # tokens
-_DEVICE_LOST = ("device-side assert", "illegal memory access")  # after these errors nothing runs on the device any more
-
-
 def padded_count(count: int) -> int:
     """Round a number of tokens up to a multiple of 8, so that few shapes are captured."""
     return -(-count // _WIDTH_STEP) * _WIDTH_STEP
 
 
+def capture_seconds() -> float:
+    """Return the seconds of capturing in this process; measurements of decoding subtract this one-time cost."""
+    return _seconds
+
+
 @dataclass(frozen=True)
 class _Captured:
-    """A captured pass.
-
-    Args:
-        run: the pass.
-        layers: the compiled layers that it runs; None if they run as they are.
-    """
+    """A captured pass, and the compiled layers that it runs; None if they run as they are."""
 
     run: CapturedPass
     layers: CompiledLayers | None
@@ -148,15 +116,9 @@ class _Captured:
 class CapturingCache(KVCache):
     """A key-value cache that captures the passes that run on it.
 
-    Args:
-        layers: the number of decoder layers that write to it.
-        max_length: positions to allocate.
-        device: where the buffers and passes are.
-
     Attributes:
         pads_chains: whether a pass over a chain may be followed by positions that are not used.
         made_for: the weights and dtypes for which everything captured is valid; see :mod:`layerskip.models.cache_pool`.
-        device: where the buffers and passes are.
     """
 
     def __init__(self, layers: int, max_length: int, device: torch.device) -> None:
@@ -169,7 +131,7 @@ class CapturingCache(KVCache):
         self._moves: dict[int, CapturedPass] = {}  # by count
         self._captures_moves = True
         self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Captured]] = weakref.WeakKeyDictionary()
-        self._capturer = GraphCapturer(device) if device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def captures(self, model: nn.Module, width: int) -> bool:
         """Return whether a pass over ``width`` tokens at the current length is captured."""
@@ -192,13 +154,10 @@ class CapturingCache(KVCache):
         Args:
             model: the model that the pass belongs to; :meth:`captures` must have returned True for it.
             kind: distinguishes passes of the same shapes.
-            inputs: what changes between passes, apart from the cache.
-            compute: computes the pass from the inputs.
+            inputs: what changes between passes, apart from the cache; ``compute`` gets them.
+            compute: computes the result.
             body: the Hugging Face model whose layers may be compiled; None for ``model`` itself.
             mask_of: converts the attention mask of compiled layers.
-
-        Returns:
-            What ``compute`` returns.
         """
 
         def fresh(layers: CompiledLayers | None) -> Compute:
@@ -304,15 +263,11 @@ class CapturingCache(KVCache):
         return ()
 
     def _capture(self, inputs: Sequence[Tensor], compute: Compute) -> CapturedPass:
-        return EagerPass() if self._capturer is None else self._capturer.capture(inputs, compute)
+        return EagerPass() if self.device.type != "cuda" else _Graph(self.device, self._pool, inputs, compute)
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Reset the cache but keep the captured passes.
-
-        The buffers are zeroed, because masked positions are read too. All state is reset, because a previous user may have
-        been interrupted anywhere.
-        """
+        """Zero the buffers, as masked positions are read too, and reset what an interrupted user may have left."""
         self.length = 0
         self.static_shapes, self._device_value = False, -1
         for states in self.buffers():
@@ -340,25 +295,13 @@ class CapturingCache(KVCache):
             self.static_shapes = False
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """Return an error and its contexts; a pass that fails during capture makes the end of the capture fail too."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__context__
+    while error is not None:
+        yield error
+        error = error.__context__
 
 
 def _is_device_lost(error: BaseException) -> bool:
     """Return whether nothing will run on the device any more."""
     return any(words in str(cause) for cause in _causes(error) for words in _DEVICE_LOST)
-
-
-def capture_seconds() -> float:
-    """Return the seconds of capturing in this process; measurements of decoding subtract this one-time cost."""
-    return _seconds
-
-
-_seconds = 0.0
-_lock = threading.RLock()  # one capture at a time, as forbidding synchronisation applies to all threads
-_log = logging.getLogger(__name__)
-_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()

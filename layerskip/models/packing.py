@@ -40,10 +40,9 @@ def set_packing(model: nn.Module, pack: bool | None) -> None:
 
 
 def uses_packing(model: nn.Module) -> bool:
-    """Return whether a model multiplies by packed weights.
+    """Return whether a model multiplies by packed weights: by default if they take at most a quarter of the memory.
 
-    By default it does where the processor supports it and packed weights take at most a quarter of the memory. Small weights
-    are never packed, because calling the operator takes longer than their product.
+    Small weights are never packed, because calling the operator takes longer than their product.
     """
     if model in _settings:
         return _settings[model] and any(_packable_layers(model))

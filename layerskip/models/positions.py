@@ -32,10 +32,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def check_positions(model: PreTrainedModel, prompt: int, length: int) -> None:
     """Refuse a text that may leave the model's table of positions; warn once of a prompt that is longer than it states.
 
-    Args:
-        model: a decoder.
-        prompt: the number of tokens in the prompt.
-        length: the most tokens of prompt and output together; the last one needs no position.
+    ``length`` is the most tokens of prompt and output together; the last one needs no position.
 
     Raises:
         UnsupportedModel: the text may leave the table.
@@ -56,25 +53,16 @@ def _stated(model: PreTrainedModel) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         return None
-    scaled = [
-        int(fields["original_max_position_embeddings"] * (fields.get("factor") or 1))
-        for fields in _ropes(getattr(config, "rope_parameters", None) or {})
-        if fields.get("original_max_position_embeddings")
-    ]
-    return max(limit, *scaled) if scaled else int(limit)
+    scaled = (int((f.get("original_max_position_embeddings") or 0) * (f.get("factor") or 1)) for f in _ropes(config))
+    return int(max(limit, *scaled, 0))
 
 
 def check_rope_scaling(model: PreTrainedModel, prompt: int, length: int) -> None:
-    """Refuse a text that may cross a length at which the scaling of rotary positions changes.
+    """Refuse a text that may cross a length at which the scaling of rotary positions changes; arguments as above.
 
     LongRoPE (arXiv 2402.13753) and dynamic NTK scaling choose the factors of a whole pass by its last position. Drafted
     tokens beyond the threshold would change the encoding of the tokens before it in the same pass. Plain decoding does not
     do this, so drafting would not be exact.
-
-    Args:
-        model: a decoder.
-        prompt: the number of tokens in the prompt, which is one pass.
-        length: the most tokens of prompt and output together.
 
     Raises:
         UnsupportedModel: the text may cross such a threshold.
@@ -94,24 +82,21 @@ def scaling_depends_on_length(model: PreTrainedModel, length: int) -> bool:
 
 
 def depends_on_positions_alone(model: PreTrainedModel) -> bool:
-    """Return whether a token's pass depends on its own position only, and any position can be computed.
-
-    A pass may then contain further tokens behind those that are read.
-    """
-    return max_positions(model) is None and not any(True for _ in _thresholds(model))
+    """Return whether tokens depend on their own position only, of which there is any, so that further ones may follow."""
+    return max_positions(model) is None and not list(_thresholds(model))
 
 
 def _thresholds(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     config = model.config.get_text_config(decoder=True)
-    for fields in _ropes(getattr(config, "rope_parameters", None) or {}):
+    for fields in _ropes(config):
         kind = str(fields.get("rope_type"))
         if kind == "longrope":
-            threshold = fields.get("original_max_position_embeddings") or config.max_position_embeddings
-            yield kind, int(threshold)
+            yield kind, int(fields.get("original_max_position_embeddings") or config.max_position_embeddings)
         elif "dynamic" in kind:
             yield "dynamic", int(config.max_position_embeddings)
 
 
-def _ropes(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
     """Return the rotary parameters: one table for all layers, or one for each layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
     return [parameters] if "rope_type" in parameters else [part for part in parameters.values() if isinstance(part, Mapping)]

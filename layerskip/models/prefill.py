@@ -21,15 +21,11 @@ from layerskip.models.positions import scaling_depends_on_length
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 
-_PART = 1024
-"""Most tokens of a pass. Smaller parts read the weights more often; larger ones have larger masks."""
+_PART = 1024  # most tokens of a pass; smaller parts read the weights more often, larger ones have larger masks
 
 
 def parts_of(count: int) -> list[slice]:
-    """Split ``count`` tokens into slices of at most 1024 and nearly equal sizes.
-
-    Equal sizes leave no small rest, whose pass a GPU would capture like one of decoding.
-    """
+    """Split tokens into slices of at most 1024 and nearly equal sizes; a GPU would capture the pass of a small rest."""
     parts = max(1, -(-count // _PART))
     ends = [count * part // parts for part in range(parts + 1)]
     return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
@@ -42,11 +38,8 @@ def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1,
         model: a Hugging Face causal language model, or a view of one.
         tokens: ``[n]`` int64.
         cache: the model's cache.
-        last: the number of tokens to return logits for, at most 512 of a long prompt.
+        last: the number of tokens to return logits for, at most 512 of a long prompt; ``[last, V]`` in the model's dtype.
         features: collected for all tokens.
-
-    Returns:
-        ``[last, V]`` in the model's dtype.
     """
     count = tokens.shape[0]
     # A model that chooses its position scaling by the last position of a pass has another encoding in each part.
@@ -69,10 +62,12 @@ class Prefill:
     """A prompt after the target's prefill.
 
     Args:
+        tokens: the prompt, at least one token id.
         cache: the prompt's keys and values.
         logits: ``[1, V]``: the logits after its last token.
     """
 
+    tokens: Sequence[int]
     cache: KVCache
     logits: Tensor
 
@@ -82,7 +77,7 @@ class Prefill:
         """Run the prefill of a prompt of token ids."""
         cache = KVCache(target.layers, len(prompt), device=target.device)
         logits = run_prefill(decoding_view(target.model), copy_to_device(prompt, target.device), cache)
-        return cls(cache, logits)
+        return cls(prompt, cache, logits)
 
     def restore(self, cache: KVCache) -> Tensor:
         """Fill a cache with the prompt, as a prefill would, and return the logits."""

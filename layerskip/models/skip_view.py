@@ -1,68 +1,89 @@
 """Views of a model with skipped sub-layers, without a copy of its weights or of its modelling code.
 
 A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with every parameter and buffer already in its
-memo. In the view, a skipped sub-layer returns zeros or the output of its bridge. A wholly skipped layer returns its input;
-the first layer of a bridged run adds the bridge's output. Nothing else changes, so layer indices, cache entries, and each
-model family's own masks and positions stay as they are.
+memo. In the view, a skipped sub-layer returns zeros or the output of its replacement. A wholly skipped layer returns its
+input; the first layer of a replaced run adds the replacement's output. Nothing else changes, so layer indices, cache
+entries, and each model family's own masks and positions stay as they are.
+
+A mask of whole layers can be exported as an ordinary checkpoint of the kept layers, a draft model for any inference engine.
+It is loaded again and compared with the view, because the code of a model family may depend on layer numbers.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import re
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from layerskip.mask import MaskError, SkipMask
-from layerskip.models.architecture import architecture, replace_forward
+from layerskip.device.trial import nearly_equal
+from layerskip.files import atomic_folder
+from layerskip.mask import Gap, MaskError, SkipMask
+from layerskip.models.architecture import UnsupportedModel, architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
-from layerskip.models.bridge import Bridge, Bridges
+from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_like, compile_mode
 from layerskip.models.cpu_layers import fuse_layers
+from layerskip.models.forward import forward
 from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
+from layerskip.models.target import Target
+from layerskip.models.weights import check_not_split
 
 T = TypeVar("T")
 _SHARED = ("AlignDevicesHook", "SequentialHook", "MatmulLtState", "QuantState")
 """Attributes of modules, by type, that hold weights: hooks of accelerate, and states of bitsandbytes."""
+_PROBE_LENGTH = 12  # tokens on which a checkpoint is compared with its view
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
-def skip_view(model: PreTrainedModel, mask: SkipMask, bridges: Bridges | None = None) -> PreTrainedModel:
+class Replacements(Protocol):
+    """Modules in place of the skipped sub-layers of one mask."""
+
+    def items(self) -> Sequence[tuple[Gap, nn.Module]]:
+        """Return every replaced gap with its module: from hidden states ``[..., H]`` to what is added in its place."""
+
+
+def skip_view(model: PreTrainedModel, mask: SkipMask, replacements: Replacements | None = None) -> PreTrainedModel:
     """Make a view of a model that skips the sub-layers of a mask. It shares every weight; the model does not change.
 
     Args:
         model: a decoder.
         mask: the sub-layers to skip.
-        bridges: replace the skipped sub-layers; None for empty skips.
+        replacements: of the mask; None for empty skips.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped.
         MaskError: the mask is for another number of layers.
-        ConfigError: the bridges belong to another mask.
     """
     detected = architecture(model)
     if mask.layers != len(detected.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
-    if bridges is not None:
-        bridges.check(mask)
-    spans = {} if bridges is None else {(gap.kind, gap.first): bridges.of(gap) for gap in mask.gaps}
+    spans = {(gap.kind, gap.first): module for gap, module in (() if replacements is None else replacements.items())}
     view = shared_copy(model)
     layers = view.get_submodule(detected.path)
     for index, block in enumerate(detected.blocks):
         layer = layers.get_submodule(str(index))
         if mask.attention[index] and mask.mlp[index]:
-            replace_forward(layer, block.form, _skipped_layer(spans.get(("layers", index))))
+            replace_forward(layer, block.form, functools.partial(_skip_layer, spans.get(("layers", index))))
             continue
         for kind in ("attention", "mlp"):
             names: tuple[str, ...] = getattr(block, kind) if getattr(mask, kind)[index] else ()
-            for place, name in enumerate(names):  # of several modules in a sub-layer, the first adds the bridge
+            for place, name in enumerate(names):  # of several modules in a sub-layer, the first is replaced
                 span = spans.get((kind, index)) if place == 0 else None
                 replace_forward(layer.get_submodule(name), block.child_forms[name], span or torch.zeros_like)
     return view
+
+
+def _skip_layer(module: nn.Module | None, hidden: Tensor) -> Tensor:
+    """Return the input, plus a module's output where a replaced run begins."""
+    return hidden if module is None else hidden + module(hidden)
 
 
 def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
@@ -77,8 +98,7 @@ def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
     """Return the view of the whole model that decodes: all weights shared, with the attention for verification.
 
-    It is made once per model, and again when the model's tensors were replaced, as by a move to another device. Packed
-    copies of weights that have changed since the last call are dropped.
+    It is made once per state of the model. Packed copies of weights that have changed since the last call are dropped.
     """
     view = _decoding_views.of(model)
     drop_stale_packing(view)
@@ -86,39 +106,28 @@ def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class OncePerModel(Generic[T]):
-    """A value computed once per model, and again when the model's tensors, dtype, hooks, adapters or packing change.
-
-    Args:
-        make: computes the value, which must not hold a reference to the model.
-    """
+    """A value computed once per state of a model, to which it must not refer: tensors, dtype, hooks, adapters, packing."""
 
     def __init__(self, make: Callable[[PreTrainedModel], T]) -> None:
         self._make = make
-        self._values: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[object, ...], T]] = weakref.WeakKeyDictionary()
+        self._values: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[object], T]] = weakref.WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel) -> T:
         """Return the value for a model in its present state."""
-        tensors = (id(t) for t in (*model.parameters(), *model.buffers()))
-        state = uses_packing(model), compile_mode(model), model.dtype, *tensors, *_hooks_and_adapters(model)
+        state: list[object] = [uses_packing(model), compile_mode(model), model.dtype]
+        state += (id(t) for t in (*model.parameters(), *model.buffers()))
+        for module in model.modules():  # hooks and active PEFT adapters change a forward pass without being tensors
+            state += (*module._forward_pre_hooks, *module._forward_hooks)
+            state += (str(module.__dict__[name]) for name in _ADAPTERS if name in module.__dict__)
         if model not in self._values or self._values[model][0] != state:
             self._values[model] = state, self._make(model)
         return self._values[model][1]
 
 
-def _hooks_and_adapters(model: PreTrainedModel) -> list[object]:
-    """Return the hooks and the active PEFT adapters, which change a forward pass without being tensors."""
-    parts: list[object] = []
-    for module in model.modules():
-        parts += (*module._forward_pre_hooks, *module._forward_hooks)
-        parts += [str(module.__dict__[name]) for name in _ADAPTERS if name in module.__dict__]
-    return parts
-
-
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a second tree of modules over the model's own tensors, with attention and linear layers for verification."""
-    shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    parts = (part for module in model.modules() for part in vars(module).values())
-    shared |= {id(part): part for part in parts if type(part).__name__ in _SHARED}
+    parts = (part for module in model.modules() for part in vars(module).values() if type(part).__name__ in _SHARED)
+    shared: dict[int, Any] = {id(part): part for part in (*model.parameters(), *model.buffers(), *parts)}
     view = copy.deepcopy(model, shared)
     for name in ("to", "cuda"):
         view.__dict__.pop(name, None)  # replaced by accelerate on a model with hooks; they hold the model
@@ -127,10 +136,86 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     return fuse_layers(pack_like(model, view))
 
 
-def _skipped_layer(bridge: Bridge | None) -> Callable[[Tensor], Tensor]:
-    """Return the function of a wholly skipped layer: the identity, plus the bridge's output where a bridged run begins."""
-    return (lambda hidden: hidden) if bridge is None else (lambda hidden: hidden + bridge(hidden))
-
-
 _decoding_views = OncePerModel(shared_copy)
 _skip_views: OncePerModel[dict[SkipMask, PreTrainedModel]] = OncePerModel(lambda _: {})
+
+
+def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) -> Path:
+    """Save the layers of a target that a mask keeps as a model of their own, and return its folder, which is created.
+
+    Raises:
+        MaskError: the mask skips only one sub-layer of a layer, or all layers.
+        UnsupportedModel: the target is quantised, or the saved model does not compute the same as the skipped view.
+        ConfigError: the target is on several devices.
+        FileExistsError: the folder is not empty.
+    """
+    if not mask.is_whole_layers:
+        raise MaskError("mask: a checkpoint of kept layers needs both sub-layers of a layer skipped together")
+    if getattr(target.model, "is_quantized", False):
+        raise UnsupportedModel("target.quantization: no checkpoint can be cut out of a quantised model")
+    check_not_split(target.model, "checkpoints of kept layers")
+    kept = [i for i in range(mask.layers) if not mask.attention[i]]
+    if not kept:
+        raise MaskError("mask: skips every layer, so no layer is left to save")
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: is not empty")
+    view = skip_view(target.model, mask)
+    cut = _cut(target.model, kept)
+    # Written to a temporary folder first, so that the final folder is always complete and checked.
+    with atomic_folder(folder) as partial:
+        cut.save_pretrained(partial)
+        if target.tokenizer is not None:
+            target.tokenizer.save_pretrained(partial)
+        _check(target, view, partial, len(kept))
+    return folder
+
+
+def _cut(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
+    config, layers = copy.deepcopy(model.config), model.config.get_text_config(decoder=True).num_hidden_layers
+    for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
+        _cut_fields(part, layers, kept)
+    path = architecture(model).path
+    layer_name = re.compile(rf"{re.escape(path)}\.(\d+)\.")
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        match = layer_name.match(name)
+        if match is None:
+            weights[name] = tensor
+        elif int(match[1]) in kept:
+            weights[f"{path}.{kept.index(int(match[1]))}.{name[match.end() :]}"] = tensor
+    cut = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    assert isinstance(cut, PreTrainedModel)
+    try:
+        cut.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        reason = "its configuration distinguishes layers by number in an unknown way"
+        raise UnsupportedModel(f"{type(model).__name__}: {reason}") from error
+    cut.generation_config = copy.deepcopy(model.generation_config)
+    return cut
+
+
+def _cut_fields(config: Any, layers: int, kept: list[int]) -> None:
+    """Reduce every list with one entry per layer to the kept layers, and renumber every list of layer indices."""
+    for name, value in vars(config).items():
+        if not isinstance(value, list) or not value:
+            continue
+        if len(value) == layers and name != "architectures" and not name.endswith("token_id"):
+            setattr(config, name, [value[i] for i in kept])
+        elif name.endswith("_layers") and all(isinstance(i, int) and 0 <= i < layers for i in value):
+            setattr(config, name, [kept.index(i) for i in value if i in kept])
+    config.num_hidden_layers = len(kept)
+
+
+@torch.inference_mode()
+def _check(target: Target, view: PreTrainedModel, folder: Path, layers: int) -> None:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.model.dtype, use_safetensors=True)
+    tokens = torch.arange(_PROBE_LENGTH, device=target.device) % target.vocabulary
+    expected, logits = (
+        forward(model, tokens, KVCache(count, _PROBE_LENGTH, device=target.device), last=1)
+        for model, count in ((view, target.layers), (loaded.to(target.device).eval(), layers))
+    )
+    if not nearly_equal(logits, expected):
+        reason = "something in its configuration depends on layer numbers"
+        difference = "a checkpoint of its kept layers differs from the skipped model"
+        raise UnsupportedModel(f"{target.architecture}: {difference}; {reason}")

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip.models.compiled_layers import COMPILE_MODES, set_compiling
 from layerskip.models.packing import set_packing
-from layerskip.models.placement import input_device, stored_weights
-from layerskip.models.quantization import plain_tensors
+from layerskip.models.weights import input_device, stored_weights
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+
+_SAMPLED_VALUES = 256
+_NOT_IDENTITY = ("_name_or_path", "transformers_version")  # fields of a configuration that do not change the model
 
 
 class TargetError(ValueError):
@@ -30,14 +32,10 @@ class TargetError(ValueError):
 
 
 class NotFinite(TargetError):
-    """Logits without a finite maximum: no token is the most likely one, and no distribution exists.
+    """Logits without a finite maximum, NaN or infinite: no token is the most likely one, and no distribution exists.
 
-    Args:
-        model: the name of the target.
-        position: of the last token before them in prompt and output together, from 0.
-        value: the maximum: NaN or an infinity.
-        prompt_id: the prompt; empty if unknown.
-        contender: the configuration that decoded it, by its name in a comparison; empty if unknown.
+    ``position`` is that of the last token before them in prompt and output together, from 0. The prompt and the contender, a
+    configuration's name in a comparison, are empty if unknown.
     """
 
     def __init__(self, model: str, position: int, value: float, prompt_id: str = "", contender: str = "") -> None:
@@ -55,11 +53,6 @@ class NotFinite(TargetError):
             yield
         except cls as error:
             raise cls(*error.fields, prompt_id, contender) from None
-
-
-_SAMPLED_VALUES = 256
-_NOT_IDENTITY = ("_name_or_path", "transformers_version")
-"""Fields of a configuration that do not change the model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,44 +124,27 @@ class Target:
         return input_device(self.model)
 
     def describe(self) -> dict[str, Any]:
-        """Return name, revision, architecture, layers and dtype, as stored in exports and with trained modules.
-
-        ``quantization`` is part of it where the weights were quantised on loading.
-        """
-        described = {
-            "name": self.name,
-            "revision": self.revision,
-            "architecture": self.architecture,
-            "layers": self.layers,
-            "dtype": self.dtype,
-        }
+        """Return name, revision, architecture, layers, dtype and any quantisation on loading, as stored in exports."""
+        described = {name: getattr(self, name) for name in ("name", "revision", "architecture", "layers", "dtype")}
         return described if self.quantization is None else described | {"quantization": self.quantization}
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the dtype, the configuration, and the name, shape and some values of every weight.
-
-        It identifies the model, even if another one is stored under its name later.
-        """
+        """SHA-256 of the dtype, the configuration, and the name, shape and some values of every weight."""
         config = {k: v for k, v in self.model.config.to_dict().items() if k not in _NOT_IDENTITY}
         identity = [self.architecture, self.dtype, sorted(self.eos_ids), config]
         hashed = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
-        for whole, stored in stored_weights(self.model):
-            for name, weight in plain_tensors(whole, stored):
-                flat = weight.detach().flatten()
-                sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
-                hashed.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
+        for name, weight in stored_weights(self.model):
+            flat = weight.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
+            hashed.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
         return hashed.hexdigest()
 
     @functools.cached_property
     def weights_sample(self) -> tuple[float, ...]:
-        """Two values of every tensor, in the same places for any dtype. They identify a model in every dtype."""
-        return _two_of_each(self._weights())
-
-    def _weights(self) -> list[Tensor]:
-        """Return all plain floating-point tensors, flat; of a quantised weight, these are its scales."""
-        plain = (part for name, stored in stored_weights(self.model) for _, part in plain_tensors(name, stored))
-        return [part.detach().flatten() for part in plain if part.is_floating_point()]
+        """Two values of every floating-point tensor, in the same places for any dtype; of a quantised one, of its scales."""
+        flat = (weight.detach().flatten() for _, weight in stored_weights(self.model) if weight.is_floating_point())
+        return tuple(float(weight[place]) for weight in flat for place in (0, weight.numel() // 2))
 
     @functools.cached_property
     def tokenizer_digest(self) -> str | None:
@@ -179,13 +155,14 @@ class Target:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The end-of-sequence tokens; some models have several.
-
-        Raises:
-            TargetError: one of them is no token id.
-        """
-        for name in ("generation_config", "config", "tokenizer"):
-            found = getattr(self.tokenizer if name == "tokenizer" else getattr(self.model, name), "eos_token_id", None)
+        """The end-of-sequence tokens; some models have several. A :class:`TargetError` if one is no token id."""
+        sources = {
+            "generation_config": self.model.generation_config,
+            "config": self.model.config,
+            "tokenizer": self.tokenizer,
+        }
+        for name, source in sources.items():
+            found = getattr(source, "eos_token_id", None)
             if found is None:
                 continue
             ids = found if isinstance(found, (list, tuple)) else [found]
@@ -214,20 +191,16 @@ class Target:
         if isinstance(given, str):
             ids = self._tokenize([{"role": "user", "content": given}], field)
         elif isinstance(given, Sequence) and all(isinstance(message, Mapping) for message in given):
-            for message in given:
-                for part in ("role", "content"):
-                    if not isinstance(message.get(part), str):
-                        raise TargetError(f"{field}: {part} {reprlib.repr(message.get(part))} of a message is not a text")
-            ids = self._tokenize(list(given), field)
+            ids = self._tokenize(given, field)
         else:
             try:
+                ids = [operator.index(token) for token in given]
                 is_of_ids = not isinstance(given, bytes) and not any(isinstance(token, bool) for token in given)
-                ids = [operator.index(token) for token in given] if is_of_ids else []
             except TypeError:
-                ids = []
-            if not ids:
-                shown = reprlib.repr(given)
-                raise TargetError(f"{field}: {shown} is neither a text, nor a list of messages, nor a list of token ids")
+                is_of_ids = False
+            if not is_of_ids:
+                expected = "a text, nor a list of messages, nor a list of token ids"
+                raise TargetError(f"{field}: {reprlib.repr(given)} is neither {expected}")
         if not ids:
             raise TargetError(f"{field}: has no tokens")
         words: Any = self.model.get_input_embeddings()
@@ -237,15 +210,19 @@ class Target:
             raise TargetError(f"{field}: the token {beyond} is beyond the vocabulary of {self.name}, 0 to {known - 1}")
         return ids
 
-    def _tokenize(self, messages: list[Any], field: str) -> list[int]:
-        """Convert messages to token ids; the arguments and errors are those of :meth:`encode`."""
+    def _tokenize(self, messages: Sequence[Mapping[str, str]], field: str) -> list[int]:
+        for message in messages:
+            for part in ("role", "content"):
+                if not isinstance(message.get(part), str):
+                    raise TargetError(f"{field}: {part} {reprlib.repr(message.get(part))} of a message is not a text")
         if self.tokenizer is None:
             raise TargetError(f"{field}: this target has no tokenizer; give token ids")
         plain = self.tokenizer.chat_template is None
         try:
             if plain:
                 return list(self.tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            given: list[Any] = list(messages)
+            text = self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # a template is code of the model's author, which may raise anything
             part = "tokenizer" if plain else "chat template"
@@ -262,10 +239,4 @@ class Target:
         """Convert token ids to text without special tokens; empty if the target has no tokenizer."""
         if self.tokenizer is None:
             return ""
-        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
-
-
-def _two_of_each(weights: Sequence[Tensor]) -> tuple[float, ...]:
-    return tuple(float(weight[place]) for weight in weights for place in (0, weight.numel() // 2))
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

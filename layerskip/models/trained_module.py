@@ -1,4 +1,4 @@
-"""Files of trained modules: heads, bridges and draft heads, with the target that they belong to.
+"""Files of trained modules: heads, modules in place of sub-layers, and draft heads, with the target that they belong to.
 
 A folder holds ``head.safetensors`` and ``head.json``. A trained module reads one target's hidden states, and on another
 target it would draft noise. The target is identified by a sample of its weights, in any dtype, and by the revision where
@@ -8,7 +8,7 @@ both have the same name.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip.config import ConfigError
 from layerskip.files import atomic_write, write_json
@@ -42,16 +42,13 @@ def save_trained(
     """Save a trained module. ``head.json`` is written last, so that an incomplete folder is not a trained module.
 
     Args:
-        folder: created if needed.
-        kind: ``eagle``, ``medusa``, ``bridge`` or ``draft_head``.
+        folder: created if needed; with a full disk (``OSError``), an earlier trained module in it is kept.
+        kind: what is trained, such as ``eagle`` or ``draft_head``.
         shape: the arguments to build the module.
         weights: the module's own tensors, without those of the target.
         target: the target whose hidden states it reads.
         training: a record of data and training for the reader, with the digest of the data.
-        calibration: the digest of the texts that a bridge was fitted to.
-
-    Raises:
-        OSError: the disk is full; an earlier trained module in the folder is kept.
+        calibration: the digest of the texts that it was fitted to.
     """
     metadata = {
         "schema": _SCHEMA,
@@ -67,20 +64,15 @@ def save_trained(
         (folder / _METADATA).unlink(missing_ok=True)
 
 
+def has_trained(folder: Path) -> bool:
+    """Return whether a folder has a trained module written by :func:`save_trained`."""
+    return (folder / _METADATA).is_file()
+
+
 def load_trained(
     folder: str | Path, kind: str, target: Target, field: str = "head"
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Load the shape and weights of a trained module.
-
-    Args:
-        folder: as written by :func:`save_trained`.
-        kind: the kind that it must have.
-        target: the target that it must belong to.
-        field: the configuration field that errors name.
-
-    Raises:
-        ConfigError: the folder has no trained module, it is damaged or of another kind, or it belongs to another target.
-    """
+    """Load the shape and weights of a trained module; errors are those of :func:`check_trained`, and name another kind."""
     folder = Path(folder)
     metadata = check_trained(folder, target, field)
     if metadata.get("kind") != kind:
@@ -95,24 +87,22 @@ def load_trained(
     return shape, weights
 
 
-def has_trained(folder: Path) -> bool:
-    """Return whether a folder has a trained module written by :func:`save_trained`."""
-    return (folder / _METADATA).is_file()
+def restore_weights(module: nn.Module, weights: Mapping[str, Tensor], damaged: str, optional: Sequence[str] = ()) -> None:
+    """Load all weights of a trained module but some optional ones; refuse others with an error that begins ``damaged``."""
+    try:
+        missing, unknown = module.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise ConfigError(f"{damaged} {' '.join(str(error).split())[:200]}") from error
+    absent = [name for name in missing if name not in optional]
+    if absent or unknown:
+        raise ConfigError(f"{damaged} {', '.join([*absent, *unknown][:3])}")
 
 
 def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str, Any]:
-    """Read and check the metadata of a trained module of any kind, without its weights.
-
-    Args:
-        folder: as written by :func:`save_trained`.
-        target: the target that it must belong to.
-        field: the configuration field that errors name.
-
-    Returns:
-        The contents of ``head.json``.
+    """Return the contents of ``head.json`` of a trained module of any kind.
 
     Raises:
-        ConfigError: the folder has no trained module, its metadata is damaged, or it belongs to another target.
+        ConfigError: the folder has none, its metadata is damaged, or it belongs to another target; it begins with ``field``.
     """
     metadata = read_metadata(folder, field)
     made_for, own = metadata["target"], _identity(target)
@@ -133,18 +123,7 @@ def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str
 
 
 def read_metadata(folder: Path, field: str = "head") -> dict[str, Any]:
-    """Read the metadata of a trained module of any kind, whatever its target.
-
-    Args:
-        folder: as written by :func:`save_trained`.
-        field: the configuration field that errors name.
-
-    Returns:
-        The contents of ``head.json``.
-
-    Raises:
-        ConfigError: the folder has no trained module, or its metadata is damaged.
-    """
+    """Return the contents of ``head.json`` as :func:`check_trained` does, whatever the target."""
     try:
         metadata = json.loads((folder / _METADATA).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

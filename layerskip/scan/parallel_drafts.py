@@ -3,8 +3,6 @@
 While a draft agrees with its text, the layers before its first skip compute what the target computed when it read the text.
 A pass therefore begins at that layer, with the target's own hidden states, keys and values. Only drafts that contain a wrong
 token run these first layers, in a partial pass of their own.
-
-Drafts are compared with the target's own texts, many at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +18,20 @@ from torch import Tensor
 
 from layerskip.decoding.stopping import confidence, portions
 from layerskip.device.memory import is_out_of_memory
-from layerskip.device.tolerance import nearly_equal
 from layerskip.device.transfer import copy_to_device
+from layerskip.device.trial import nearly_equal
 from layerskip.drafters.chain import runners_up
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import Bridges
+from layerskip.models.skip_view import Replacements
 from layerskip.scan.text_batch import Start, StartPack, TextBatch, runs_of
+
+Row = tuple[int, int, int]
+"""Index of a mask, index of a continuation, and the start in it."""
+
+_CHECKED = 8  # starts in the self-check
+_FEW = 32  # a pass takes about as long with fewer rows, because it is bound by reading the weights
+_WORTH = 16  # with wrong drafts among the rows, a late begin must save at least the time of this many rows
+_HOPELESS = 1e-4  # sampled texts: a start whose draft is reached with a lower probability is left out of deeper passes
 
 
 class DraftedToken(NamedTuple):
@@ -44,99 +50,23 @@ class DraftedToken(NamedTuple):
     rank: int = 0
 
 
-class AcceptanceTest:
-    """The acceptance of drafts that start at positions of texts.
+@dataclass(frozen=True)
+class Drafters:
+    """Self-drafts that share passes.
 
-    For a greedy target, ``runners`` runners-up are recorded.
+    Args:
+        replacements: those of each mask, or None.
+        tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
     """
 
-    def __init__(self, texts: TextBatch, runners: int) -> None:
-        self.texts, self.sampling, self.runners = texts, texts.sampling, runners
-
-    def __call__(
-        self, logits: Tensor, starts: Sequence[Start], chain: Tensor, place: int
-    ) -> tuple[Tensor, list[DraftedToken]]:
-        """Choose the next token of every draft and compute its acceptance.
-
-        Sampled drafts continue with the texts' own tokens.
-
-        Args:
-            logits: ``[n, V]`` of the drafts.
-            starts: their start positions.
-            chain: ``[n, place + 1]`` int64: the token at the start, then the drafted ones.
-            place: index of the next drafted token, from 0.
-        """
-        seen = None
-        if self.sampling.needs_seen:
-            prefixes = [self.texts.texts[p].tokens[: self.texts.position((p, s))] for p, s in starts]
-            seen = torch.cat([self.texts.seen(torch.cat(parts)) for parts in zip(prefixes, chain, strict=True)])
-        ahead = [(p, s + place + 1) for p, s in starts]
-        text_tokens = self.texts.tokens(ahead)
-        # A few rows at a time: on a CPU, converting all logits to float32 takes as long as everything computed from them.
-        seen_rows = itertools.repeat(None) if seen is None else portions(seen)
-        rows = zip(portions(logits), portions(text_tokens), seen_rows, strict=False)
-        results = [self._score(some.float(), own, before) for some, own, before in rows]
-        confidences, scored, *runner_up_rows = (torch.cat(parts) for parts in zip(*results, strict=True))
-        # NaN stops no draft, in decoding either.
-        confidences = confidences.nan_to_num(nan=1.0)
-        if self.sampling.greedy:
-            accepted = [float(self.texts.agrees(*pair)) for pair in zip(ahead, scored.tolist(), strict=True)]
-        else:
-            target_probs = [self.texts.token_prob(start) for start in ahead]
-            accepted = [min(1.0, q / p) if p > 0 else 1.0 for q, p in zip(scored.tolist(), target_probs, strict=True)]
-        columns: list[list[Any]] = [confidences.tolist(), accepted]
-        if runner_up_rows:
-            probs, tokens = runner_up_rows
-            ranks = [
-                next((rank for rank, token in enumerate(some) if self.texts.agrees(start, token)), self.runners)
-                for start, some in zip(ahead, tokens.tolist(), strict=True)
-            ]
-            columns += [probs.tolist(), ranks]
-        drafted = scored if self.sampling.greedy else text_tokens
-        return drafted, [DraftedToken(*values) for values in zip(*columns, strict=True)]
-
-    def _score(self, logits: Tensor, text_tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, ...]:
-        """Score a few rows ``[n, V]``.
-
-        Returns:
-            Greedy: confidences, drafted tokens, and probabilities and tokens of runners-up if there are any. Sampled:
-            confidences and the draft's probabilities of the text's own tokens.
-        """
-        confidences, chosen = confidence(logits), self.sampling.distribution(logits, seen)
-        if not self.sampling.greedy:
-            return confidences, chosen.gather(1, text_tokens[:, None])[:, 0]
-        if not self.runners:
-            return confidences, chosen
-        return confidences, chosen, *runners_up(self.sampling.penalise(logits, seen), chosen, self.runners)
-
-
-Row = tuple[int, int, int]
-"""Index of a mask, index of a continuation, and the start in it."""
-
-_CHECKED = 8
-"""Starts in the self-check."""
-
-_FEW = 32
-"""A pass takes about as long with fewer rows as with this many, because it is bound by reading the weights."""
-
-_WORTH = 16
-"""With wrong drafts among the rows, a late begin must save at least the time of this many rows."""
-
-_HOPELESS = 1e-4
-"""Sampled texts: a start whose draft is reached with a lower probability is left out of deeper passes."""
-
-
-@dataclass
-class _DraftPasses:
-    """The passes over one pack."""
-
-    texts: TextBatch
-    pack: StartPack
     masks: Sequence[SkipMask]
-    bridges: Sequence[Bridges | None]
+    replacements: Sequence[Replacements | None]
+    tokens: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.cache = self.texts.load(self.pack)
+
+class _Passes:
+    def __init__(self, texts: TextBatch, pack: StartPack, drafters: Drafters) -> None:
+        self.texts, self.pack, self.drafters, self.cache = texts, pack, drafters, texts.load(pack)
         self._passes: list[tuple[Tensor, int]] = []  # draft ids of the rows, and their distance from the start
 
     def run(
@@ -145,13 +75,12 @@ class _DraftPasses:
         """Run the next pass and return the logits ``[R, V]`` after the rows' tokens.
 
         Args:
-            draft_ids: ``[R]`` int64: the drafts of the rows. A row attends to the earlier rows of its draft.
-            tokens: ``[R]`` int64.
             place: distance of these tokens from the starts.
             first: the layer to begin at. Unless it is 0, the text must have these tokens at these positions.
             whole: number of leading rows that begin at layer 0 all the same, because their tokens are not the text's.
         """
         model, starts, cache = self.texts.model, [(p, s) for _, p, s in live], self.cache
+        masks, replacements = self.drafters.masks, self.drafters.replacements
         visible, positions = self.texts.visible(self.pack, starts, draft_ids, self._passes, place)
         mask_ids = torch.tensor([m for m, _, _ in live], device=model.device)
         parts = runs_of([(row < whole, p) for row, (p, _) in enumerate(starts)])
@@ -162,15 +91,15 @@ class _DraftPasses:
             if whole:
                 narrowed = {id(mask): mask[:whole, : base + whole] for mask in visible}
                 whole_parts = [part for part in parts if part[1] <= whole]
-                narrowed_masks = [narrowed[id(mask)] for mask in visible]
-                model.prepare(narrowed_masks, self.masks, mask_ids[:whole], whole_parts, self.bridges)
+                model.prepare([narrowed[id(mask)] for mask in visible], masks, mask_ids[:whole], whole_parts, replacements)
                 hidden = torch.cat((model.states(first, tokens[:whole], positions[:whole], cache), hidden), 1)
             late = first, hidden
             cache.length = base + whole
             # Drafts with a wrong token later attend to these rows in the first layers, too.
             cache.copy_positions(first, self.texts.cache_positions(self.pack, reached))
             cache.length = base
-        logits = model.run(tokens, positions, cache, visible, self.masks, mask_ids, parts, self.bridges, late)
+        model.prepare(visible, masks, mask_ids, parts, replacements)
+        logits = model.run(tokens, positions, cache, late)
         self._passes.append((draft_ids, place))
         cache.length += len(live)
         return logits
@@ -180,13 +109,12 @@ class ParallelDrafts:
     """A drafter from many starts of texts at once.
 
     Args:
-        texts: the target's own texts, with layer inputs.
-        runners: the number of runners-up to record for every drafted token.
+        runners: the number of runners-up to record for every drafted token of a greedy target.
         pack: a pack of these texts, for the self-check whether passes may begin late; None if there is none.
     """
 
     def __init__(self, texts: TextBatch, runners: int, pack: StartPack | None) -> None:
-        self.texts, self.sampling, self._accept = texts, texts.sampling, AcceptanceTest(texts, runners)
+        self.texts, self.sampling, self.runners = texts, texts.sampling, runners
         self._late = pack is not None and self._may_begin_late(pack)
 
     @torch.inference_mode()
@@ -197,7 +125,7 @@ class ParallelDrafts:
         draft_ids = torch.arange(len(live), device=tokens.device)
         logits = []
         for first in (0, layers - 1):
-            passes = _DraftPasses(self.texts, pack, [SkipMask.none(layers)], [None])
+            passes = _Passes(self.texts, pack, Drafters([SkipMask.none(layers)], [None]))
             try:
                 logits.append(passes.run(live, draft_ids, tokens, 0, first))
             except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
@@ -211,9 +139,7 @@ class ParallelDrafts:
     def draft(
         self,
         pack: StartPack,
-        masks: Sequence[SkipMask],
-        bridges: Sequence[Bridges | None],
-        tokens: Tensor | None,
+        drafters: Drafters,
         rows: list[Row],
         depth: int,
         floor: float | None,
@@ -224,21 +150,16 @@ class ParallelDrafts:
         A draft continues while it agrees with the text, and while its confidence is at least ``floor``.
 
         Args:
-            pack: the starts that share the passes.
-            masks: the masks to draft with.
-            bridges: the bridges of each mask, or None.
-            tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
             rows: the drafts, at least one for every mask.
-            depth: the longest draft.
             floor: the confidence that keeps a draft going; None for none.
             only_confident: whether agreement alone does not keep a draft going.
 
         Yields:
             The row, the place in its draft from 0, and the drafted token.
         """
-        passes, texts = _DraftPasses(self.texts, pack, masks, bridges), self.texts.continuations
-        excluded = self._excluded(tokens, rows)
-        skips = (gap.first for mask in masks for gap in mask.gaps)
+        passes, texts = _Passes(self.texts, pack, drafters), self.texts.continuations
+        excluded = None if drafters.tokens is None else self._excluded(drafters.tokens, rows)
+        skips = (gap.first for mask in drafters.masks for gap in mask.gaps)
         first = min(skips, default=self.texts.model.layers - 1) if self._late else 0
         chain = self.texts.tokens([(p, s) for _, p, s in rows])[:, None]
         draft_ids = torch.arange(len(rows), device=chain.device)
@@ -280,10 +201,57 @@ class ParallelDrafts:
         finally:
             passes.cache.length = pack.end
 
-    def _excluded(self, tokens: Tensor | None, rows: Sequence[Row]) -> Tensor | None:
+    def _accept(
+        self, logits: Tensor, starts: Sequence[Start], chain: Tensor, place: int
+    ) -> tuple[Tensor, list[DraftedToken]]:
+        """Choose the next token of every draft and compute its acceptance. Sampled drafts continue with the texts' tokens.
+
+        Args:
+            chain: ``[n, place + 1]`` int64: the token at the start, then the drafted ones.
+            place: index of the next drafted token, from 0.
+        """
+        seen = None
+        if self.sampling.needs_seen:
+            prefixes = [self.texts.texts[p].tokens[: self.texts.position((p, s))] for p, s in starts]
+            seen = torch.cat([self.texts.seen(torch.cat(parts)) for parts in zip(prefixes, chain, strict=True)])
+        ahead = [(p, s + place + 1) for p, s in starts]
+        text_tokens = self.texts.tokens(ahead)
+        # A few rows at a time: on a CPU, converting all logits to float32 takes as long as everything computed from them.
+        seen_rows = itertools.repeat(None) if seen is None else portions(seen)
+        rows = zip(portions(logits), portions(text_tokens), seen_rows, strict=False)
+        results = [self._score(some.float(), own, before) for some, own, before in rows]
+        confidences, scored, *runner_up_rows = (torch.cat(parts) for parts in zip(*results, strict=True))
+        sure = confidences.nan_to_num(nan=1.0).tolist()  # NaN stops no draft, in decoding either
+        if not self.sampling.greedy:
+            ratios = zip(scored.tolist(), map(self.texts.token_prob, ahead), strict=True)
+            accepted = [min(1.0, q / p) if p > 0 else 1.0 for q, p in ratios]
+            return text_tokens, list(map(DraftedToken, sure, accepted))
+        accepted = [float(self.texts.agrees(start, token)) for start, token in zip(ahead, scored.tolist(), strict=True)]
+        if not runner_up_rows:
+            return scored, list(map(DraftedToken, sure, accepted))
+        probs, tokens = (rows.tolist() for rows in runner_up_rows)
+        ranks = [
+            next((rank for rank, token in enumerate(some) if self.texts.agrees(start, token)), self.runners)
+            for start, some in zip(ahead, tokens, strict=True)
+        ]
+        return scored, list(map(DraftedToken, sure, accepted, probs, ranks))
+
+    def _score(self, logits: Tensor, text_tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, ...]:
+        """Score a few rows ``[n, V]``.
+
+        Returns:
+            Greedy: confidences, drafted tokens, and probabilities and tokens of runners-up if there are any. Sampled:
+            confidences and the draft's probabilities of the text's own tokens.
+        """
+        confidences, chosen = confidence(logits), self.sampling.distribution(logits, seen)
+        if not self.sampling.greedy:
+            return confidences, chosen.gather(1, text_tokens[:, None])[:, 0]
+        if not self.runners:
+            return confidences, chosen
+        return confidences, chosen, *runners_up(self.sampling.penalise(logits, seen), chosen, self.runners)
+
+    def _excluded(self, tokens: Tensor, rows: Sequence[Row]) -> Tensor:
         """Return ``[R, V]`` bool: tokens that may not be drafted from a start, neither in ``tokens`` nor in the text."""
-        if tokens is None:
-            return None
         excluded = torch.ones(len(rows), self.texts.vocabulary, dtype=torch.bool, device=self.texts.model.device)
         excluded[:, tokens.to(excluded.device)] = False
         continuations, starts = torch.tensor([[p, s] for _, p, s in rows], device=excluded.device).T

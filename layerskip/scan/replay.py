@@ -22,17 +22,94 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from layerskip.config import StopRule
 from layerskip.decoding.stats import Round
 from layerskip.decoding.stopping import Stopper
 from layerskip.drafters.prompt_lookup import PromptLookup
-from layerskip.scan.trace import CHAIN, Branching, Trace
 from layerskip.texts.continuations import Continuation
+
+
+@dataclass(frozen=True)
+class Branching:
+    """Siblings of the tokens of a chain: the fields of the same names in ``SpeculativeConfig``."""
+
+    siblings: int = 0
+    min_token_prob: float = 0.05
+
+
+CHAIN = Branching()
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The drafts of one mask from every position of a continuation.
+
+    Args:
+        agreed: ``[S]`` int64: length of the drafted prefix that equals the continuation, up to the scan's depth.
+        confidence: ``[S, depth]`` float64: the draft's probability of its most likely token; NaN where not computed.
+        acceptance: ``[S, depth]`` float64: the probability that a drafted token is accepted, given that those before it were
+            and that the continuation is the output; 1 or 0 for greedy decoding.
+        runner_probs: ``[S, depth, K]`` float64: the probabilities of the draft's K runners-up, descending; NaN where not
+            computed.
+        rank: ``[S, depth]`` int64: which runner-up is the continuation's token; K for none, or where not computed.
+    """
+
+    agreed: NDArray[np.int64]
+    confidence: NDArray[np.float64]
+    acceptance: NDArray[np.float64]
+    runner_probs: NDArray[np.float64]
+    rank: NDArray[np.int64]
+    _lists: dict[Branching | None, list[Any]] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def empty(cls, starts: int, depth: int, runners: int = 0) -> Trace:
+        """Return a trace with nothing recorded."""
+        unknown = np.full((starts, depth), np.nan)
+        runner_probs, rank = np.full((starts, depth, runners), np.nan), np.full((starts, depth), runners)
+        return cls(np.zeros(starts, dtype=np.int64), unknown, unknown.copy(), runner_probs, rank)
+
+    @property
+    def depth(self) -> int:
+        """The longest recorded draft."""
+        return int(self.confidence.shape[1])
+
+    def record_confidence(self, start: int, place: int, confidence: float, runner_probs: Sequence[float]) -> None:
+        """Record the draft's confidence in the token at a place from 0, and the probabilities of its K runners-up."""
+        self.confidence[start, place], self.runner_probs[start, place] = confidence, runner_probs
+        self._lists.clear()
+
+    def record_acceptance(self, start: int, place: int, acceptance: float, rank: int) -> None:
+        """Record the acceptance of the token at a place from 0, and which runner-up is the text's token."""
+        self.acceptance[start, place], self.rank[start, place] = acceptance, rank
+        self.agreed[start] += acceptance == 1.0 and self.agreed[start] == place
+        self._lists.clear()
+
+    def as_lists(self) -> list[Any]:
+        """Return ``agreed``, ``confidence`` and ``rank`` as lists, whose items are faster to access."""
+        if None not in self._lists:
+            self._lists[None] = [self.agreed.tolist(), self.confidence.tolist(), self.rank.tolist()]
+        return self._lists[None]
+
+    def total_siblings(self, branching: Branching) -> list[Any]:
+        """Return ``[S, depth + 1]`` as lists: at g, the siblings of the first g drafted tokens together.
+
+        Tokens whose siblings were not computed have the mean number.
+        """
+        if branching.siblings > self.runner_probs.shape[2]:
+            raise ValueError(f"siblings: {branching.siblings} per token, but {self.runner_probs.shape[2]} were scanned")
+        if branching not in self._lists:
+            probs = self.runner_probs[:, :, : branching.siblings]
+            counts = (probs >= branching.min_token_prob).sum(-1)
+            unknown = np.isnan(probs).any(-1)
+            counts[unknown] = round(float(counts[~unknown].mean())) if not unknown.all() else 0
+            self._lists[branching] = np.pad(counts.cumsum(1), ((0, 0), (1, 0))).tolist()
+        return self._lists[branching]
 
 
 @dataclass(frozen=True)
@@ -58,14 +135,12 @@ class Counts:
     trees: float = 0.0
 
     def __add__(self, other: Counts) -> Counts:
-        size = max(len(self.verified), len(other.verified))
-        padded = [c.verified + (0.0,) * (size - len(c.verified)) for c in (self, other)]
         return Counts(
             self.rounds + other.rounds,
             self.drafted + other.drafted,
             self.accepted + other.accepted,
             self.tokens + other.tokens,
-            tuple(one + another for one, another in zip(*padded, strict=True)),
+            tuple(map(sum, itertools.zip_longest(self.verified, other.verified, fillvalue=0.0))),
             self.siblings + other.siblings,
             self.trees + other.trees,
         )
@@ -77,8 +152,8 @@ class Counts:
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Counts:
         """Return the counts of a list from :meth:`to_list`."""
-        rounds, drafted, accepted, tokens, verified, *tree_counts = values
-        return cls(rounds, drafted, accepted, tokens, tuple(verified), *tree_counts)
+        rounds, drafted, accepted, tokens, verified, siblings, trees = values
+        return cls(rounds, drafted, accepted, tokens, tuple(verified), siblings, trees)
 
 
 def replay(
@@ -92,14 +167,9 @@ def replay(
     """Replay greedy decoding and return its rounds. Tokens after an end of sequence are not counted.
 
     Args:
-        continuation: the output to replay.
-        trace: the drafts along it.
-        num_speculative_tokens: at most the trace's depth.
         stopper: the stop rule's state, which adapts during the rounds.
-        unresolved: output. Filled with the starts whose drafts have to be scanned past their first wrong token, because the
-            stop rule needs those confidences, and the confidence threshold at each. While it is not empty, the rounds are a
-            guess.
-        branching: siblings of drafted tokens.
+        unresolved: output. Gets the starts whose drafts have to be scanned past their first wrong token, because the stop
+            rule needs those confidences, with the threshold at each. While it is not empty, the rounds are a guess.
     """
     rounds = []
     agreed, confidences, rank = trace.as_lists()
@@ -110,14 +180,13 @@ def replay(
         drafted = _drafted(confidences[start], length, left == agreed[start], left, stopper)
         if drafted is None:
             unresolved[start], drafted = stopper.threshold, length
-        accepted = min(agreed[start], drafted)
-        if totals is None:
-            rounds.append(_round(drafted, accepted, min(accepted + 1, left)))
-        else:
+        accepted, extra = min(agreed[start], drafted), 0
+        if totals is not None:
             siblings = totals[start]
+            extra = siblings[drafted]
             if accepted < drafted and rank[start][accepted] < siblings[accepted + 1] - siblings[accepted]:
                 accepted += 1
-            rounds.append(_round(drafted, accepted, min(accepted + 1, left), siblings[drafted]))
+        rounds.append(_round(drafted, accepted, min(accepted + 1, left), extra))
         start += rounds[-1].committed
         if start < starts:
             stopper.observe(drafted, accepted)
@@ -137,15 +206,8 @@ def _round(drafted: int, accepted: int, committed: int, siblings: int = 0) -> Ro
 def _drafted(confidences: Sequence[float], length: int, ends: bool, left: int, stopper: Stopper) -> int | None:
     """Return the number of drafted tokens, up to the first after which the stop rule ends the draft, at most ``length``.
 
-    A draft that is right up to the end of the continuation has no tokens counted after it.
-
-    Args:
-        confidences: the draft's confidence in each token; NaN where not computed.
-        ends: whether the draft is right up to the end of the continuation.
-        left: tokens of the continuation from here.
-
-    Returns:
-        None if a confidence that it depends on was not computed.
+    None if it depends on a confidence that was not computed. A draft that is right up to the end of the continuation, which
+    has ``left`` tokens, has no tokens counted after it.
     """
     if stopper.rule.method == "length" or length < 1:
         return max(length, 0)
@@ -195,12 +257,6 @@ def expected_counts(continuation: Continuation, trace: Trace, num_speculative_to
 
     A stop rule sees the confidences along the continuation; those after a rejected token are assumed to be the same. An
     adaptive threshold stays at its initial value.
-
-    Args:
-        continuation: the output.
-        trace: the drafts along it.
-        num_speculative_tokens: at most the trace's depth.
-        stop: the stop rule.
     """
     stopper = Stopper(stop)
     visits = np.zeros(continuation.starts + 1)  # expected rounds from each position

@@ -12,22 +12,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import Form, UnsupportedModel, architecture, as_output, hidden_states
 from layerskip.models.attention import attend_in_parts
-from layerskip.models.bridge import Bridge, Bridges
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import forward
-from layerskip.models.placement import input_device, is_split
-from layerskip.models.skip_view import shared_copy
+from layerskip.models.skip_view import Replacements, shared_copy
+from layerskip.models.weights import input_device, is_split
 
 
 class RowModel:
-    """A target that runs passes over independent rows.
+    """A target that runs passes over independent rows, prepared by :meth:`prepare`.
 
     Raises:
         UnsupportedModel: its sub-layers cannot be skipped, its attention takes no mask by name, or it is on several devices.
@@ -35,7 +34,7 @@ class RowModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         if is_split(model):
-            raise UnsupportedModel("target.device_map: scans need a target on one device")
+            raise UnsupportedModel("target.device: scans need a target on one device")
         self.model, self.architecture = model, architecture(model)
         self.layers = len(self.architecture.blocks)
         self._model_copy = shared_copy(model)
@@ -43,7 +42,7 @@ class RowModel:
         # Set by prepare():
         self._kept: dict[tuple[str, int], Tensor | bool] = {}  # rows that run a sub-layer, or True or False for all
         self._masks: list[Tensor] = []  # attention masks by layer
-        self._bridges: dict[tuple[str, int], list[tuple[Tensor | None, Bridge]]] = {}  # with their rows, None for all
+        self._replacements: dict[tuple[str, int], list[tuple[Tensor | None, nn.Module]]] = {}  # with rows, None for all
         # Set for one pass:
         self._late: tuple[int, Tensor] | None = None  # the layer to begin at, and its input
         self._stop_at: int | None = None  # the layer to stop before
@@ -60,10 +59,8 @@ class RowModel:
         return input_device(self.model)
 
     def _replace_forwards(self) -> None:
-        """Replace the ``forward`` of the copy's layers and sub-layers."""
-        blocks = self._model_copy.get_submodule(self.architecture.path)
         for index, block in enumerate(self.architecture.blocks):
-            layer = blocks.get_submodule(str(index))
+            layer = self._model_copy.get_submodule(f"{self.architecture.path}.{index}")
             layer.forward = self._layer(layer.forward, index, block.form)
             for kind, names in (("attention", block.attention), ("mlp", block.mlp)):
                 for name in names:
@@ -82,12 +79,12 @@ class RowModel:
                 args, kwargs = _with_hidden(args, kwargs, self._late[1])
             if self._kept["attention", index] is False and self._kept["mlp", index] is False:
                 hidden = hidden_states(args, kwargs)
-                return as_output(self._bridged(hidden, ("layers", index), hidden), form)
+                return as_output(self._replaced(hidden, ("layers", index), hidden), form)
             output = original(*args, **kwargs)
-            if ("layers", index) in self._bridges:  # of some of the rows only
+            if ("layers", index) in self._replacements:  # of some of the rows only
                 hidden = output if form is None else output[0]
-                bridged = self._bridged(hidden_states(args, kwargs), ("layers", index), hidden)
-                output = bridged if form is None else (bridged, *output[1:])
+                replaced = self._replaced(hidden_states(args, kwargs), ("layers", index), hidden)
+                output = replaced if form is None else (replaced, *output[1:])
             if self._calls is not None:
                 self._calls[index] = args, kwargs, output if form is None else output[0]
             return output
@@ -104,131 +101,23 @@ class RowModel:
                     kwargs["attention_mask"] = self._masks[index]
                 output = original(*args, **kwargs)
             result = output if form is None else output[0]
-            if kept is not True and kept is not False:
+            if isinstance(kept, Tensor):
                 # torch.where instead of a product: the output of a skipped sub-layer may be infinite.
                 result = torch.where(kept, result, 0.0)
             if leads:
-                result = self._bridged(hidden, (kind, index), result)
+                result = self._replaced(hidden, (kind, index), result)
                 if self._watched == (kind, index):
                     self._watched_states = hidden, result
             return result if form is None else (result, *output[1:])
 
         return forward
 
-    def _bridged(self, hidden: Tensor, place: tuple[str, int], output: Tensor) -> Tensor:
-        """Add the outputs of the bridges at a place, each to its own rows."""
-        for rows, bridge in self._bridges.get(place, ()):
-            added = bridge(hidden)
+    def _replaced(self, hidden: Tensor, place: tuple[str, int], output: Tensor) -> Tensor:
+        """Add the outputs of the replacements at a place, each to its own rows."""
+        for rows, module in self._replacements.get(place, ()):
+            added = module(hidden)
             output = output + (added if rows is None else torch.where(rows, added, 0.0))
         return output
-
-    def layer_functions(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache, visible: Sequence[Tensor]
-    ) -> tuple[list[Callable[[Tensor], Tensor]], list[Tensor]]:
-        """Return every layer as a function of the rows' hidden states ``[1, R, H]``, and the whole model's own states.
-
-        Args:
-            tokens, positions, cache, visible: see :meth:`run`. The functions work while the cache is unchanged.
-
-        Returns:
-            One function per layer, which skips what :meth:`prepare` set last; the states before the first layer, then after
-            each.
-        """
-        self._calls = {}
-        try:
-            self.run(tokens, positions, cache, visible, [SkipMask.none(self.layers)], torch.zeros_like(tokens))
-            calls = [self._calls[index] for index in range(self.layers)]
-        finally:
-            self._calls = None
-        blocks = self._model_copy.get_submodule(self.architecture.path)
-
-        def layer_function(index: int) -> Callable[[Tensor], Tensor]:
-            args, kwargs, _ = calls[index]
-            layer, form = blocks.get_submodule(str(index)), self.architecture.blocks[index].form
-
-            def function(hidden: Tensor) -> Tensor:
-                own_args, own_kwargs = _with_hidden(args, kwargs, hidden)
-                output: Any = layer(*own_args, **own_kwargs)
-                result: Tensor = output if form is None else output[0]
-                return result
-
-            return function
-
-        first = hidden_states(*calls[0][:2])
-        return [layer_function(index) for index in range(self.layers)], [first, *(output for _, _, output in calls)]
-
-    def unsupported(self, reason: str) -> UnsupportedModel:
-        """Return the error that the model cannot be scanned."""
-        return UnsupportedModel(f"{type(self.model).__name__}: cannot be scanned: {reason}")
-
-    def run(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: Cache,
-        visible: Sequence[Tensor],
-        masks: Sequence[SkipMask],
-        mask_ids: Tensor,
-        parts: Sequence[tuple[int, int]] = (),
-        bridges: Sequence[Bridges | None] = (),
-        late: tuple[int, Tensor] | None = None,
-    ) -> Tensor:
-        """Run one pass. It writes the rows' keys and values after ``cache.length``, which stays as it is.
-
-        Args:
-            tokens: ``[R]`` int64.
-            positions: ``[R]`` int64: position of each token in its own text.
-            cache: keys and values before the rows.
-            visible: per layer ``[R, cache.length + R]`` bool; equal layers share one tensor.
-            masks: the skip masks, each for at least one row.
-            mask_ids: ``[R]`` int64: the mask of each row.
-            parts: runs of rows that attend to few of the others' keys, see
-                :func:`~layerskip.models.attention.attend_in_parts`.
-            bridges: the bridges of every mask; empty for none.
-            late: a layer and its input ``[1, R, H]``. The layers before it compute and write nothing.
-
-        Returns:
-            ``[R, V]`` logits.
-        """
-        self.prepare(visible, masks, mask_ids, parts, bridges)
-        self._late = late
-        try:
-            return forward(self._model_copy, tokens, cache, last=tokens.shape[0], positions=positions)
-        finally:
-            self._late = None
-
-    def states(self, layer: int, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Return the input ``[1, R, H]`` of a layer in a pass, with the masks that :meth:`prepare` set last.
-
-        The layer and those after it compute and write nothing. For the other arguments see :meth:`run`.
-
-        Args:
-            layer: index of the layer.
-            tokens: ``[R]`` int64.
-            positions: ``[R]`` int64: position of each token in its own text.
-            cache: keys and values before the rows.
-        """
-        self._stop_at = layer
-        try:
-            forward(self._model_copy, tokens, cache, last=0, positions=positions)
-        finally:
-            self._stop_at = None
-        hidden, self._stopped_at = self._stopped_at, None
-        assert hidden is not None
-        return hidden
-
-    def restrict(self, head: DraftHead) -> None:
-        """Return logits ``[R, v]`` of a draft head's tokens alone from now on."""
-        head.restrict(self._model_copy)
-
-    def watch(self, kind: str, index: int) -> None:
-        """Record input and output of one sub-layer from now on, for :meth:`watched_states`."""
-        self._watched, self._watched_states = (kind, index), None
-
-    def watched_states(self) -> tuple[Tensor, Tensor]:
-        """Return the last input of the watched sub-layer, and its output or that of its bridge, ``[1, R, H]`` each."""
-        assert self._watched_states is not None
-        return self._watched_states
 
     def prepare(
         self,
@@ -236,16 +125,16 @@ class RowModel:
         masks: Sequence[SkipMask],
         mask_ids: Tensor,
         parts: Sequence[tuple[int, int]] = (),
-        bridges: Sequence[Bridges | None] = (),
+        replacements: Sequence[Replacements | None] = (),
     ) -> None:
-        """Set attention masks, skips and bridges of the next passes; for the arguments see :meth:`run`.
+        """Set attention masks, skips and replacements of the next passes.
 
         Args:
-            visible: per layer ``[R, keys]`` bool; equal layers share one tensor.
-            masks: the skip masks, each for at least one row.
+            visible: per layer ``[R, cache.length + R]`` bool; equal layers share one tensor.
             mask_ids: ``[R]`` int64: the mask of each row.
-            parts: runs of rows, see :meth:`run`.
-            bridges: the bridges of every mask; empty for none.
+            parts: runs of rows that attend to few of the others' keys, see
+                :func:`~layerskip.models.attention.attend_in_parts`.
+            replacements: those of every mask; empty for none.
         """
         dtype = self.model.dtype
         converted: dict[int, Tensor] = {}
@@ -263,11 +152,95 @@ class RowModel:
                     self._kept[kind, index] = kept[0]
                 else:
                     self._kept[kind, index] = torch.tensor(kept, device=mask_ids.device)[mask_ids][None, :, None]
-        self._bridges = {}
-        for number, own in enumerate(bridges):
+        self._replacements = {}
+        for number, own in enumerate(replacements):
             rows = None if len(masks) == 1 else (mask_ids == number)[None, :, None]
-            for gap, bridge in () if own is None else own.items():
-                self._bridges.setdefault((gap.kind, gap.first), []).append((rows, bridge))
+            for gap, module in () if own is None else own.items():
+                self._replacements.setdefault((gap.kind, gap.first), []).append((rows, module))
+
+    def run(self, tokens: Tensor, positions: Tensor, cache: Cache, late: tuple[int, Tensor] | None = None) -> Tensor:
+        """Run one pass. It writes the rows' keys and values after ``cache.length``, which stays as it is.
+
+        Args:
+            tokens: ``[R]`` int64.
+            positions: ``[R]`` int64: position of each token in its own text.
+            cache: keys and values before the rows.
+            late: a layer and its input ``[1, R, H]``. The layers before it compute and write nothing.
+
+        Returns:
+            ``[R, V]`` logits.
+        """
+        self._late = late
+        try:
+            return forward(self._model_copy, tokens, cache, last=tokens.shape[0], positions=positions)
+        finally:
+            self._late = None
+
+    def states(self, layer: int, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Return the input ``[1, R, H]`` of a layer in a pass; for the other arguments see :meth:`run`.
+
+        The layer and those after it compute and write nothing.
+        """
+        self._stop_at = layer
+        try:
+            forward(self._model_copy, tokens, cache, last=0, positions=positions)
+        finally:
+            self._stop_at = None
+        hidden, self._stopped_at = self._stopped_at, None
+        assert hidden is not None
+        return hidden
+
+    def layer_functions(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, visible: Sequence[Tensor]
+    ) -> tuple[list[Callable[[Tensor], Tensor]], list[Tensor]]:
+        """Return every layer as a function of the rows' hidden states ``[1, R, H]``, and the whole model's own states.
+
+        For the arguments see :meth:`run` and :meth:`prepare`. The functions work while the cache is unchanged.
+
+        Returns:
+            One function per layer, which skips what :meth:`prepare` set last; the states before the first layer, then after
+            each.
+        """
+        self.prepare(visible, [SkipMask.none(self.layers)], torch.zeros_like(tokens))
+        self._calls = {}
+        try:
+            self.run(tokens, positions, cache)
+            calls = [self._calls[index] for index in range(self.layers)]
+        finally:
+            self._calls = None
+
+        def layer_function(index: int) -> Callable[[Tensor], Tensor]:
+            args, kwargs, _ = calls[index]
+            layer = self._model_copy.get_submodule(f"{self.architecture.path}.{index}")
+            form = self.architecture.blocks[index].form
+
+            def function(hidden: Tensor) -> Tensor:
+                own_args, own_kwargs = _with_hidden(args, kwargs, hidden)
+                output: Any = layer(*own_args, **own_kwargs)
+                result: Tensor = output if form is None else output[0]
+                return result
+
+            return function
+
+        first = hidden_states(*calls[0][:2])
+        return [layer_function(index) for index in range(self.layers)], [first, *(output for _, _, output in calls)]
+
+    def unsupported(self, reason: str) -> UnsupportedModel:
+        """Return the error that the model cannot be scanned."""
+        return UnsupportedModel(f"{type(self.model).__name__}: cannot be scanned: {reason}")
+
+    def restrict(self, head: DraftHead) -> None:
+        """Return logits ``[R, v]`` of a draft head's tokens alone from now on."""
+        head.restrict(self._model_copy)
+
+    def watch(self, kind: str, index: int) -> None:
+        """Record input and output of one sub-layer from now on, for :meth:`watched_states`."""
+        self._watched, self._watched_states = (kind, index), None
+
+    def watched_states(self) -> tuple[Tensor, Tensor]:
+        """Return the last input of the watched sub-layer, and its output or that of its replacement, ``[1, R, H]`` each."""
+        assert self._watched_states is not None
+        return self._watched_states
 
 
 def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -278,5 +251,4 @@ def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) 
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive form of a bool mask."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

@@ -33,13 +33,12 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
 from layerskip.decoding.stopping import Stopper
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import Bridges
+from layerskip.models.skip_view import Replacements
 from layerskip.models.target import Target
-from layerskip.scan.parallel_drafts import ParallelDrafts
-from layerskip.scan.replay import Counts, count, expected_counts, replay
+from layerskip.scan.parallel_drafts import Drafters, ParallelDrafts
+from layerskip.scan.replay import CHAIN, Branching, Counts, Trace, count, expected_counts, replay
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.text_batch import Start, StartPack, TextBatch
-from layerskip.scan.trace import CHAIN, Branching, Trace
 from layerskip.texts.continuations import Continuation
 
 
@@ -52,8 +51,6 @@ def similar_masks(
     Args:
         layers: functions that each run one layer on hidden states ``[1, R, H]``.
         states: the whole model's hidden states, before the first layer and after each; one more than ``layers``.
-        skippable: the layers that may be skipped.
-        maximum: the most skipped layers.
     """
     best: list[tuple[Tensor, tuple[int, ...]]] = [(states[0], ())]
     for index, layer in enumerate(layers):
@@ -76,11 +73,8 @@ def _similarity(hidden: Tensor, whole: Tensor) -> float:
     return float(cosine_similarity(hidden.float(), whole.float(), dim=-1).mean())
 
 
-_MARGIN = 0.1
-"""The margin below an adaptive threshold's current value to which drafts are scanned, because the threshold moves."""
-
-_CHECKED = 8
-"""Starts in the self-check."""
+_MARGIN = 0.1  # below an adaptive threshold's current value to which drafts are scanned, because the threshold moves
+_CHECKED = 8  # starts in the self-check
 
 
 def lowest_threshold(stops: Iterable[StopRule]) -> float | None:
@@ -97,23 +91,15 @@ class Scan:
     """The scan of one mask on all continuations.
 
     Args:
-        mask: the scanned mask.
         traces: the drafts along each continuation.
-        bridges: the mask's bridges; None for none.
+        replacements: the mask's; None for none.
         tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
-
-    Raises:
-        ConfigError: the bridges belong to another mask.
     """
 
     mask: SkipMask
     traces: tuple[Trace, ...]
-    bridges: Bridges | None = None
+    replacements: Replacements | None = None
     tokens: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.bridges is not None:
-            self.bridges.check(self.mask)
 
     @property
     def agreement(self) -> float:
@@ -126,13 +112,9 @@ class Scanner:
     """A scanner of masks over continuations.
 
     Args:
-        target: the model to scan.
         continuations: its continuations, from :func:`~layerskip.texts.continuations.continue_prompts`.
-        sampling: how the continuations were chosen.
-        depth: the longest draft.
-        max_rows: rows per pass, which bounds memory. A pass holds ``[max_rows, V]`` logits and a mask over the keys of its
-            rows. The one cache of all passes has room for ``max_rows * depth`` positions after the continuations of as many
-            starts.
+        max_rows: rows per pass, which bounds memory: a pass holds ``[max_rows, V]`` logits, and the one cache has room for
+            ``max_rows * depth`` positions after the continuations of as many starts.
         runners: the number of runners-up to record for every drafted token, which become siblings. Ignored for sampled
             texts.
         max_bytes: budget for the target's keys, values and layer inputs of the continuations, without that cache.
@@ -158,15 +140,10 @@ class Scanner:
         self.depth, self.max_rows = depth, max_rows
         self.runners = runners if sampling.greedy else 0
         model, vocabulary = RowModel(target.model), target.vocabulary
-        self._texts = TextBatch(model, vocabulary, tuple(continuations), sampling, layer_inputs=True, max_bytes=max_bytes)
+        self._texts = TextBatch(model, vocabulary, continuations, sampling, layer_inputs=True, max_bytes=max_bytes)
         self.continuations = self._texts.continuations
-        starts = [
-            (p, s)
-            for p, continuation in enumerate(self.continuations)
-            for s in range(continuation.starts)
-            if continuation.limit(s) > 0
-        ]
-        self._packs = self._pack(starts)
+        texts = enumerate(self.continuations)
+        self._packs = self._pack([(p, s) for p, text in texts for s in range(text.starts) if text.limit(s) > 0])
         self._drafts = ParallelDrafts(self._texts, self.runners, self._packs[0] if self._packs else None)
 
     def sample(self, rows: int) -> Scanner:
@@ -177,7 +154,6 @@ class Scanner:
         return sampled
 
     def _pack(self, starts: list[Start]) -> list[StartPack]:
-        """Divide starts into packs of at most ``max_rows``."""
         parts = [starts[i : i + self.max_rows] for i in range(0, len(starts), self.max_rows)]
         return [self._texts.pack(part, max(1, self.max_rows // len(part)) * len(part) * self.depth) for part in parts]
 
@@ -209,17 +185,16 @@ class Scanner:
         masks: Sequence[SkipMask],
         depth: int | None = None,
         floor: float | None = None,
-        bridges: Sequence[Bridges | None] | None = None,
+        replacements: Sequence[Replacements | None] | None = None,
         tokens: Tensor | None = None,
     ) -> list[Scan]:
         """Scan masks, as many at once as ``max_rows`` allows.
 
         Args:
-            masks: the masks to scan.
             depth: the longest draft; None for the scanner's.
             floor: greedy drafts are scanned past their first wrong token while their confidence is at least this. The lowest
                 threshold that will be replayed is best: rows in these passes cost less than passes of their own later.
-            bridges: the bridges of each mask; None for no bridges at all.
+            replacements: those of each mask; None for none at all.
             tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
         """
         if not self.sampling.greedy:
@@ -227,14 +202,14 @@ class Scanner:
         depth = self.depth if depth is None else min(depth, self.depth)
         scans = [
             Scan(mask, tuple(Trace.empty(p.starts, depth, self.runners) for p in self.continuations), own, tokens)
-            for mask, own in zip(masks, [None] * len(masks) if bridges is None else bridges, strict=True)
+            for mask, own in zip(masks, [None] * len(masks) if replacements is None else replacements, strict=True)
         ]
         for pack in self._packs:
             at_once = max(1, self.max_rows // len(pack.rows))
             for first in range(0, len(scans), at_once):
                 some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
-                for (m, p, s), place, token in self._drafts.draft(pack, *_drafters(some), rows, depth, floor):
+                for (m, p, s), place, token in self._drafts.draft(pack, _drafters(some), rows, depth, floor):
                     trace = some[m].traces[p]
                     trace.record_confidence(s, place, token.confidence, token.runner_probs)
                     if trace.agreed[s] == place or not self.sampling.greedy:
@@ -244,16 +219,9 @@ class Scanner:
     def counts(
         self, scan: Scan, num_speculative_tokens: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
     ) -> list[Counts]:
-        """Return the counts of decoding every continuation with a scanned mask.
+        """Return the counts of decoding every continuation with a scanned mask; the arguments are those of :meth:`rounds`.
 
-        An adaptive stop rule carries over from each continuation to the next.
-
-        Args:
-            scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
-            num_speculative_tokens: at most the scan's depth.
-            stop: the stop rule.
-            branching: siblings of drafted tokens.
-            warmed: see :meth:`rounds`; without effect for sampled texts.
+        ``warmed`` has no effect for sampled texts.
         """
         if not self.sampling.greedy:
             if branching.siblings:
@@ -265,15 +233,13 @@ class Scanner:
     def rounds(
         self, scan: Scan, num_speculative_tokens: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
     ) -> list[list[Round]]:
-        """Return the rounds of greedy decoding for every continuation, see :func:`~layerskip.scan.replay.replay`.
+        """Return the rounds of greedy decoding for every continuation.
+
+        An adaptive stop rule carries over from each continuation to the next.
 
         Args:
             scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
-            num_speculative_tokens: at most the scan's depth.
-            stop: the stop rule.
-            branching: siblings of drafted tokens.
-            warmed: whether a stop rule that carries over between prompts has already run on all continuations, like one that
-                has been in use. Otherwise it begins with the first one.
+            warmed: whether a stop rule that carries over has already run on all continuations, like one in use.
 
         Raises:
             ValueError: tokens are sampled, or the draft length exceeds the scan's depth.
@@ -310,11 +276,10 @@ class Scanner:
         for pack in self._packs:
             rows = [(0, p, s) for p, s in pack.rows if (p, s) in starts]
             if rows:
-                drafts = self._drafts.draft(pack, *_drafters([scan]), rows, scan.traces[0].depth, floor, only_confident=True)
+                drafts = self._drafts.draft(pack, _drafters([scan]), rows, scan.traces[0].depth, floor, only_confident=True)
                 for (_, p, s), place, token in drafts:
                     scan.traces[p].record_confidence(s, place, token.confidence, token.runner_probs)
 
 
-def _drafters(scans: Sequence[Scan]) -> tuple[list[SkipMask], list[Bridges | None], Tensor | None]:
-    """Return the masks and bridges of scans, and their tokens, which are the same for all."""
-    return [scan.mask for scan in scans], [scan.bridges for scan in scans], scans[0].tokens
+def _drafters(scans: Sequence[Scan]) -> Drafters:
+    return Drafters([scan.mask for scan in scans], [scan.replacements for scan in scans], scans[0].tokens)

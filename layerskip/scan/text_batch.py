@@ -44,7 +44,7 @@ class TextStates:
     Args:
         tokens: ``[n]`` int64: prompt, continuation, and padding up to the requested length.
         cache: the target's keys and values of these tokens.
-        visible: per layer ``[n, n]`` bool or None, see :class:`~layerskip.scan.text_batch.TargetPass`.
+        visible: per layer ``[n, n]`` bool or None, as in :class:`TargetPass`.
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
         token_probs: ``[N]``: its probability of the token itself; empty for greedy decoding.
         top_tokens: its most likely tokens after every token of the continuation; None if not requested.
@@ -73,7 +73,6 @@ class TextCache:
     """The states of texts within a budget, kept because reading a text again takes longer than drafting along it.
 
     Args:
-        max_bytes: budget for their tensors.
         top_k: how many of the target's most likely tokens to keep at every position. Tokens beyond the default have almost
             no probability.
     """
@@ -94,14 +93,13 @@ class TextCache:
 
 
 class TargetPass(NamedTuple):
-    """Results of the pass.
+    """A pass of the target over a text.
 
     Args:
         logits: ``[last, V]``.
         cache: all keys and values; its length is 0.
         visible: per layer which positions attend to which, ``[n, n]`` bool, or None for plain causal attention.
-        layer_inputs: per layer the input hidden states at the last positions, ``[1, recorded, H]``; empty if none were
-            requested.
+        layer_inputs: per layer the input hidden states ``[1, recorded, H]`` at the last positions, if requested.
     """
 
     logits: Tensor
@@ -114,10 +112,8 @@ def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> 
     """Run the target over a text.
 
     Args:
-        rows: the target as a model of independent rows.
-        tokens: ``[n]`` int64.
         last: number of final positions whose logits are returned.
-        recorded: number of final positions whose layer inputs are returned.
+        recorded: number of those whose layer inputs are returned.
 
     Raises:
         UnsupportedModel: an attention sub-layer takes no mask by name, or its mask differs between heads.
@@ -148,13 +144,9 @@ def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> 
     finally:
         for hook in hooks:
             hook.remove()
-    converted: dict[int, Tensor | None] = {}  # by the identity of the model's mask, so that layers go on sharing masks
-    visible = []
-    for index in range(rows.layers):
-        mask = masks[index]
-        if id(mask) not in converted:
-            converted[id(mask)] = None if mask is None else _visible(rows, mask, tokens.shape[0])
-        visible.append(converted[id(mask)])
+    different = {id(mask): mask for mask in masks.values()}
+    converted = {key: None if mask is None else _visible(rows, mask, tokens.shape[0]) for key, mask in different.items()}
+    visible = [converted[id(masks[index])] for index in range(rows.layers)]  # layers go on sharing masks
     return TargetPass(logits, cache, visible, layer_inputs)
 
 
@@ -175,7 +167,6 @@ class StartPack:
     """Starts that share a pass, and the part of a cache that their continuations take.
 
     Args:
-        rows: the starts.
         sizes: per continuation, the number of its positions that the rows may attend to.
         room: positions for drafts after the continuations.
     """
@@ -199,10 +190,7 @@ class TextBatch:
     """Continuations with the target's states.
 
     Args:
-        model: the target as a model of independent rows.
         vocabulary: V, the width of its logits.
-        continuations: continuations of the target.
-        sampling: how they were chosen.
         layer_inputs: whether to keep the input hidden states of every layer.
         text_cache: states of texts read before. It also decides how many of the most likely tokens are kept.
         max_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
@@ -256,7 +244,6 @@ class TextBatch:
         return float(probs[place]) if place < len(probs) else 1.0
 
     def _read(self, continuation: Continuation) -> TextStates:
-        """Run the target over a continuation."""
         missing = continuation.max_new_tokens - len(continuation.tokens)
         tokens = copy_to_device(
             [*continuation.prompt, *continuation.tokens, *continuation.tokens[-1:] * missing], self.model.device
@@ -330,11 +317,7 @@ class TextBatch:
         """Return the attention masks of a pass, per layer ``[R, keys]`` bool, and the rows' positions ``[R]``.
 
         Args:
-            pack: the pack that the cache holds.
-            live: ``R`` starts, one for each row.
             draft_ids: ``[R]`` int64: the drafts of the rows; a row attends to the rows of its own draft.
-            passes: draft ids and ``place`` of the earlier passes, whose rows follow the continuations in the cache.
-            place: distance of the rows from their starts.
         """
         device = self.model.device
         starts = [self.position(start) for start in live]

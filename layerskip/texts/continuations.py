@@ -6,7 +6,6 @@ under a digest of everything that they depend on.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
-from layerskip.files import digest, write_json
+from layerskip.files import digest, read_json, write_json
 from layerskip.models.environment import machine
 from layerskip.models.target import NotFinite, Target
 from layerskip.prompts import PromptItem, PromptSet
@@ -30,9 +29,6 @@ class Continuation:
     """A prompt and the target's own continuation of it.
 
     Args:
-        prompt_id: the prompt; the turns of a conversation share it.
-        category: the prompt's category.
-        prompt: token ids.
         tokens: the continuation; shorter than ``max_new_tokens`` if the sequence ended.
         max_new_tokens: the most tokens of the continuation.
     """
@@ -45,7 +41,6 @@ class Continuation:
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Continuation:
-        """Return a continuation from its fields, with lists for tuples."""
         return cls(**row | {"prompt": tuple(row["prompt"]), "tokens": tuple(row["tokens"])})
 
     @property
@@ -76,9 +71,6 @@ def continue_prompts(
     """Decode the target's continuations of prompts, a conversation turn by turn.
 
     Args:
-        target: the model.
-        prompts: the prompts to continue.
-        sampling: how tokens are chosen.
         max_new_tokens: per prompt and turn.
         seed: of the draws, if tokens are sampled.
         folder: where the continuations of every prompt are stored, one file each, and looked for before decoding.
@@ -89,14 +81,16 @@ def continue_prompts(
     for index, item in enumerate(prompts):
         request = _request(target, item, sampling, max_new_tokens, seed + index)
         file = None if folder is None else folder / f"{digest(request)[:32]}.json"
-        start, stored, spent = time.monotonic(), _load(file), 0.0
+        stored, spent = None if file is None else read_json(file), 0.0
         if stored is None:
+            start = time.monotonic()
             decoded = _decode(target, item, sampling, max_new_tokens, seed + index)
             spent = time.monotonic() - start
-            stored = decoded, spent
-            _save(file, request, decoded, spent)
-        continuations += stored[0]
-        report_cost(f"continuation {digest(request)[:16]}", stored[1], spent)
+            stored = {"asked": request, "continuations": list(map(asdict, decoded)), "seconds": spent}
+            if file is not None:
+                write_json(file, stored)
+        continuations += map(Continuation.from_dict, stored["continuations"])
+        report_cost(f"continuation {digest(request)[:16]}", stored["seconds"], spent)
         on_prompt()
     return tuple(continuations)
 
@@ -124,21 +118,3 @@ def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens
             messages.append({"role": "assistant", "content": target.decode(tokens)})
             messages.append({"role": "user", "content": followup})
     return continuations
-
-
-def _load(file: Path | None) -> tuple[list[Continuation], float] | None:
-    """Return the continuations in a file and the seconds of their decoding; None if it is missing or incomplete."""
-    if file is None or not file.exists():
-        return None
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        rows, seconds = stored["continuations"], float(stored["seconds"])
-    except (ValueError, KeyError):
-        return None
-    return [Continuation.from_dict(row) for row in rows], seconds
-
-
-def _save(file: Path | None, request: dict[str, Any], continuations: list[Continuation], seconds: float) -> None:
-    if file is not None:
-        rows = [asdict(continuation) for continuation in continuations]
-        write_json(file, {"asked": request, "continuations": rows, "seconds": seconds})

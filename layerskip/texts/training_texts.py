@@ -33,12 +33,7 @@ _MAX_PADDING = 2  # times the length of the shortest prompt of a batch
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A text that a target wrote.
-
-    Args:
-        tokens: prompt and answer.
-        begin: the index of the answer's first token.
-    """
+    """A text that a target wrote: prompt and answer, whose first token is at index ``begin``."""
 
     tokens: tuple[int, ...]
     begin: int
@@ -50,11 +45,7 @@ def write_texts(
     """Let the target write texts, without end; the same seed gives the same texts.
 
     Args:
-        target: the model; on a CPU the texts of a batch share the cost of reading its weights.
         sampling: how answers are chosen; prompts are always drawn.
-        max_new_tokens: of an answer.
-        batch: texts per batch.
-        seed: of all draws.
         prompts: prompts that every other text begins like. Without them, or without a tokenizer, the target writes all
             prompts.
 

@@ -196,13 +196,7 @@ def _one_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that has ended.
-
-    Args:
-        overrides: the overrides of its configuration.
-        code: the exit code that it would have as a program.
-        outcome: in one line.
-    """
+    """A job that has ended: its overrides, the exit code that it would have as a program, and one line on its outcome."""
 
     overrides: tuple[str, ...]
     code: int
@@ -210,12 +204,7 @@ class Job:
 
 
 class JobFailed(Exception):
-    """The failure of a job that a launcher ran elsewhere; it carries everything that ends the command that started it.
-
-    Args:
-        code: the exit code of the job.
-        line: what the job printed, in one line.
-    """
+    """The failure of a job that a launcher ran elsewhere, with its exit code and the last line that it printed."""
 
     def __init__(self, code: int, line: str) -> None:
         super().__init__(code, line)  # the arguments alone are pickled

@@ -26,14 +26,7 @@ def check_seed(seed: object) -> None:
 
 
 def check_whole(name: str, value: object, minimum: int = 1, maximum: int | None = None) -> None:
-    """Check an integer and its bounds, both inclusive.
-
-    Args:
-        name: the field's name.
-        value: what the user gave.
-        minimum: the lowest value.
-        maximum: the highest value; None for any.
-    """
+    """Check an integer and its bounds, both inclusive."""
     try:
         check_integer(name, value, minimum, maximum)
     except ConfigError as error:
@@ -41,14 +34,7 @@ def check_whole(name: str, value: object, minimum: int = 1, maximum: int | None 
 
 
 def check_number(name: str, value: object, maximum: float = math.inf, or_zero: bool = False) -> None:
-    """Check a positive number, or 0 if that is allowed, and its inclusive upper bound.
-
-    Args:
-        name: the field's name.
-        value: what the user gave.
-        maximum: the highest value.
-        or_zero: whether 0 is allowed.
-    """
+    """Check a positive number, or 0 if that is allowed, and its inclusive upper bound."""
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if not (0 < number <= maximum or (or_zero and number == 0)):
         wanted = "a number above 0" if maximum == math.inf else f"a number above 0 and up to {maximum:g}"
@@ -68,14 +54,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_list(name: str, value: object, known: Sequence[str] | None = None, or_empty: bool = True) -> None:
-    """Check a list: whether it may be empty, and the values that it may hold, which are any if ``known`` is None.
-
-    Args:
-        name: the field's name.
-        value: what the user gave.
-        known: the values that it may hold; None for any.
-        or_empty: whether it may be empty.
-    """
+    """Check a list: whether it may be empty, and the values that it may hold, which are any if ``known`` is None."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise InputError(f"{name}: {value!r} is not a list, such as [a,b]")
     if not value and not or_empty:
@@ -90,14 +69,12 @@ def check_output_paths(config: DictConfig) -> None:
     if "outputs" in config:
         if not isinstance(config.outputs, (str, int)):  # YAML reads a folder name of digits as a number
             raise InputError(f"outputs: {config.outputs!r} is not the path of a folder")
-        if not isinstance(config.outputs, str):
-            config.outputs = str(config.outputs)
+        config.outputs = str(config.outputs)
         if _free_bytes(check_folder("outputs", config.outputs)) < _MIN_FREE_BYTES:
             needed = _MIN_FREE_BYTES // 2**20
             raise InputError(f"outputs: {config.outputs} has no space left; {needed} MB are needed")
     if config.get("record") is not None:
-        if not isinstance(config.record, str):
-            config.record = str(config.record)
+        config.record = str(config.record)
         if os.path.isdir(config.record):
             raise InputError(f"record: {config.record} is a folder, not a file")
         folder = os.path.dirname(os.path.abspath(config.record))

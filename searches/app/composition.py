@@ -55,7 +55,9 @@ def prepare_overrides(name: str, overrides: Sequence[str]) -> list[str]:
     """
     several = not {"-m", "--multirun", "hydra.mode=MULTIRUN"}.isdisjoint(overrides)
     quoted = [_quote_path(override, several) for override in overrides]
-    return allow_unlisted(quoted, _choose(name, tuple(override for override in quoted if _CHOICE.match(override))))
+    composed = _choose(name, tuple(override for override in quoted if _CHOICE.match(override)))
+    matches = [(override, _OVERRIDE.match(override)) for override in quoted]
+    return [f"++{each}" if match and _is_field(composed, match["key"].split(".")) else each for each, match in matches]
 
 
 def literal(text: str) -> str:
@@ -67,9 +69,7 @@ def literal(text: str) -> str:
 def _quote_path(override: str, several: bool) -> str:
     """Return an override, its value quoted if that is a path, or paths, that Hydra would refuse or read as something else.
 
-    Args:
-        override: an override of any field.
-        several: whether commas separate the jobs of a multirun.
+    With ``several``, commas separate the jobs of a multirun.
     """
     match = _TEXT.fullmatch(override)
     if match is None:
@@ -128,13 +128,9 @@ def store_drafters() -> None:
 
 
 def fields_of(path: str) -> dict[str, Any]:
-    """Return the fields that a configuration may set of a type or function, with their defaults.
+    """Return the fields that a configuration may set of a type or function, by its dotted name, with their defaults.
 
-    Args:
-        path: its dotted name. Types of other libraries have no fields here.
-
-    Returns:
-        ``...`` for a field without a default.
+    A field without a default has ``...``. Types of other libraries have no fields here.
     """
     if not path.startswith(_OWN):
         return {}
@@ -144,28 +140,14 @@ def fields_of(path: str) -> dict[str, Any]:
             return {}
         parameters = inspect.signature(made).parameters.values()
         return {p.name: ... if p.default is p.empty else p.default for p in parameters}
-    found = {}
-    for field in dataclasses.fields(made):
-        if field.init and not field.metadata.get("runtime"):
-            factory = field.default_factory
-            default = factory() if factory is not dataclasses.MISSING else field.default
-            found[field.name] = ... if default is dataclasses.MISSING else default
-    return found
+    fields = [field for field in dataclasses.fields(made) if field.init and not field.metadata.get("runtime")]
+    return {field.name: _default(field) for field in fields}
 
 
-def allow_unlisted(overrides: Sequence[str], composed: DictConfig) -> list[str]:
-    """Mark the overrides of fields that ``conf/`` does not list as additions for Hydra.
-
-    Args:
-        overrides: the overrides of a command line.
-        composed: the program's configuration without them.
-    """
-    found = []
-    for override in overrides:
-        match = _OVERRIDE.match(override)
-        known = match is not None and _is_field(composed, match["key"].split("."))
-        found.append(f"++{override}" if known else override)
-    return found
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return ... if field.default is dataclasses.MISSING else field.default
 
 
 def _is_field(composed: DictConfig, names: Sequence[str]) -> bool:

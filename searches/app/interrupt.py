@@ -23,11 +23,7 @@ _Handler = Callable[[int, FrameType | None], object]
 
 
 class Terminated(KeyboardInterrupt):
-    """The end that SIGTERM or SIGHUP asks for.
-
-    Args:
-        number: the number of the signal.
-    """
+    """The end that SIGTERM or SIGHUP asks for, by the number of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

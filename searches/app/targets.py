@@ -19,36 +19,22 @@ _OVERRIDE = re.compile(r"-|~\w|\+{0,2}[A-Za-z]\w*([./@]\w+)*=")  # or an option,
 def load_local(
     path: str,
     dtype: str = "auto",
-    device: str = "auto",
+    device: str | Mapping[str, Any] = "auto",
     trust_remote_code: bool = False,
     pack_weights: bool | None = None,
-    device_map: str | Mapping[str, Any] | None = None,
     quantization: Any = None,
     compile: str = "auto",
 ) -> Target:
-    """Load a target as :func:`layerskip.load_target` does, from a folder or a ``.gguf`` file, never from the hub.
-
-    Args:
-        path: the folder or the file.
-        dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``.
-        device: ``cpu``, ``cuda``, another device of torch, or ``auto``.
-        trust_remote_code: whether code in the folder may run.
-        pack_weights: whether weights are packed for the CPU; None decides by the machine.
-        device_map: places the weights on several devices; None for ``device``.
-        quantization: how to quantise the weights; None keeps them as they are stored.
-        compile: whether decoder layers are compiled: ``auto`` (on CUDA), ``on`` or ``off``.
-    """
+    """Load a target as :func:`layerskip.load_target` does, from a folder or a ``.gguf`` file, never from the hub."""
     if not os.path.exists(path):
         raise TargetError(f"target.path: there is no folder or file {path}")
-    return load_target(path, None, dtype, device, trust_remote_code, pack_weights, device_map, quantization, compile)
+    return load_target(path, None, dtype, device, trust_remote_code, pack_weights, quantization, compile)
 
 
 def load_exported_target(fields: DictConfig, export: Export) -> Target:
-    """Return the configured model, or else the model that the export names.
+    """Return the model that the part ``target`` of a configuration names, or else that of the export.
 
-    Args:
-        fields: the part ``target`` of a configuration, in which a model is optional.
-        export: the export; its data type is the default.
+    The data type of the export is the default.
     """
     if fields.dtype is None:
         fields.dtype = export.target["dtype"]
@@ -61,7 +47,6 @@ def load_exported_target(fields: DictConfig, export: Export) -> Target:
         dtype=fields.dtype,
         device=fields.device,
         trust_remote_code=fields.trust_remote_code,
-        device_map=fields.device_map,
         compile=fields.get("compile", "auto"),  # an export of commands decodes nothing
         quantization=export.target.get("quantization"),
     )

@@ -1,8 +1,5 @@
 """The interface between a search and the engine that decodes: this library's own decoder, vLLM or a server.
 
-A study, its finals and a verification measure through a :class:`Backend`. It decodes prompts with configurations and without
-drafting, and yields samples that are paired prompt by prompt.
-
 To add one, write a dataclass that extends :class:`Backend`. Its first field is ``target``, with the metadata ``runtime``,
 since no configuration sets it; the others are settings with defaults. A file of ``conf/backend/`` with the back end's name
 names the class. Its tests inherit those of ``tests/searches/backends/contract.py``.
@@ -14,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from layerskip import Measurement, PromptSet, SpeculativeConfig
+from layerskip import PromptSet, SpeculativeConfig
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError, check_list, check_whole
@@ -31,8 +28,6 @@ Row = Mapping[str, Sample]
 
 class BackendError(InputError):
     """A configuration that the engine could not run. The trial fails with the reason, and the study goes on.
-
-    Where nothing can go on without it, a program ends with the reason, as for other settings that cannot be used.
 
     Args:
         reason: one line, such as ``the engine ran out of memory``.
@@ -94,11 +89,10 @@ class Backend(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that samples depend on, except configurations, prompts, task and load.
+        """Return everything that samples depend on, except configurations, prompts, task and load, as plain values.
 
-        It identifies measurements: rows of an interrupted run are used only under the same description, and MLflow shows it.
-        Plain values, such as the engine's name, version and arguments, the model, its data type, and the machine. No time,
-        port or folder that changes from run to run.
+        Rows of an interrupted run are used only under the same description, so it holds no time, port or folder that changes
+        from run to run.
         """
         ...
 
@@ -107,10 +101,7 @@ class Backend(Protocol):
         ...
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
-        """Return the space without choices that make no difference to this engine, such as stop rules that it lacks.
-
-        Kinds that :meth:`supports` refuses were left out before.
-        """
+        """Return a space of supported methods without choices that make no difference to this engine."""
         return space
 
     def compare(
@@ -149,21 +140,10 @@ class Backend(Protocol):
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last comparison beside its samples: start-up seconds, throughput, latencies.
 
-        MLflow logs them with the trial. Names of the configurations' own metrics are plain, those of plain decoding start
-        with ``baseline_``, such as ``throughput`` and ``baseline_throughput``.
+        Names of the configurations' own metrics are plain, those of plain decoding start with ``baseline_``.
         """
         return {}
 
     def close(self) -> None:
         """Stop everything that this back end started. It may be called twice, and after a failure."""
         ...
-
-    def measure(
-        self, config: SpeculativeConfig, prompts: PromptSet, task: Task = Task(), workload: Workload = Workload()
-    ) -> Measurement:
-        """Measure one configuration against plain decoding; arguments and errors are those of :meth:`compare`."""
-        return Measurement.of(self.compare({CANDIDATE: config}, prompts, task, workload), BASELINE, CANDIDATE)
-
-    def baseline(self, prompts: PromptSet, task: Task = Task(), workload: Workload = Workload()) -> Measurement:
-        """Measure plain decoding alone, as both sides of a measurement."""
-        return Measurement.of(self.compare({}, prompts, task, workload), BASELINE, BASELINE)

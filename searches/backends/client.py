@@ -1,12 +1,12 @@
-"""A streaming client of servers with OpenAI's interface for completions, made of the standard library alone.
+"""A streaming client of servers with OpenAI's interface for completions.
 
-Prompts are sent as token ids, so that the server reads exactly what the target would. Times are read as pieces of the answer
-arrive. Servers that report token ids (vLLM's ``return_token_ids``) or running counts are asked to; others are counted by the
-usage that ends each answer.
+Prompts are sent as token ids, so that the server reads exactly what the target would. Servers that report token ids (vLLM's
+``return_token_ids``) or running counts are asked to; others are counted by the usage that ends each answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
@@ -30,14 +30,9 @@ class RequestFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt.
+    """The answer to one prompt, with the number of tokens in each piece.
 
-    Args:
-        text: of the new tokens.
-        tokens: their ids; None if the server does not report them.
-        first_seconds: from the request to the first piece.
-        decode_seconds: from the first piece to the last one.
-        piece_sizes: number of tokens in each piece.
+    ``tokens`` is None if the server reports no ids. Seconds are those to the first piece, and from there to the last one.
     """
 
     text: str
@@ -56,22 +51,14 @@ class Completion:
         """The number of tokens after the first piece."""
         return sum(self.piece_sizes[1:])
 
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Mean seconds of a token after the first piece; None if there is none."""
-        return self.decode_seconds / self.decoded if self.decoded else None
-
 
 class Client:
     """A client of one server. Threads may share it.
 
     Args:
-        url: such as ``http://127.0.0.1:8000``; a final ``/v1`` is the same.
+        url: such as ``http://127.0.0.1:8000``; a final ``/v1`` is the same. Another form raises ``ValueError``.
         limit_seconds: for a whole request.
         headers: sent with every request.
-
-    Raises:
-        ValueError: the URL is none.
     """
 
     def __init__(self, url: str, limit_seconds: float = 300.0, headers: Mapping[str, str] | None = None) -> None:
@@ -102,30 +89,15 @@ class Client:
         return self._model
 
     def get(self, path: str, limit_seconds: float = 10.0) -> str:
-        """Return the body of a page.
-
-        Raises:
-            RequestFailed: there is none.
-        """
-        connection = self._connect(limit_seconds)
-        try:
-            connection.request("GET", self._prefix + path, headers=self._headers)
-            response = connection.getresponse()
+        """Return the body of a page; raise :class:`RequestFailed` if there is none."""
+        with self._response("GET", path, limit_seconds) as response:
             body = response.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed(f"{self.url}{path}: {_reason(error)}") from None
-        finally:
-            connection.close()
         if response.status != 200:
             raise RequestFailed(f"{self.url}{path}: status {response.status}")
         return body
 
     def complete(self, prompt: Sequence[int], task: Task) -> Completion:
-        """Return the continuation of a prompt.
-
-        Args:
-            prompt: token ids.
-            task: how tokens are chosen, how many at most, and the seed.
+        """Return the continuation of token ids.
 
         Raises:
             RequestFailed: the server refuses, stops, sends nothing in time, or its answer makes no sense.
@@ -153,26 +125,34 @@ class Client:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)  # after a failure, requests that were not sent never are
 
-    def _connect(self, limit_seconds: float) -> http.client.HTTPConnection:
-        method = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return method(self._host, self._port, timeout=limit_seconds)
+    @contextlib.contextmanager
+    def _response(
+        self, method: str, path: str, limit_seconds: float, body: str | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield the response to a request; a connection that breaks becomes a :class:`RequestFailed`."""
+        made = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = made(self._host, self._port, timeout=limit_seconds)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            connection.request(method, self._prefix + path, body, headers | self._headers)
+            yield connection.getresponse()
+        except TimeoutError:
+            raise RequestFailed(f"no answer within {limit_seconds:g} seconds") from None
+        except (http.client.RemoteDisconnected, http.client.IncompleteRead, ConnectionError) as error:
+            raise RequestFailed(f"the connection broke ({type(error).__name__})") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestFailed(f"{type(error).__name__}: {error}".strip(": ")) from None
+        finally:
+            connection.close()
 
     def _stream(self, body: Mapping[str, Any], maximum: int) -> Completion:
-        connection = self._connect(self.limit_seconds)
         start = time.perf_counter()
-        try:
-            headers = {"Content-Type": "application/json"} | self._headers
-            connection.request("POST", f"{self._prefix}/v1/completions", json.dumps(body), headers)
-            response = connection.getresponse()
+        with self._response("POST", "/v1/completions", self.limit_seconds, json.dumps(body)) as response:
             if response.status != 200:
                 answer = " ".join(response.read(4096).decode(errors="replace").split())[:_SHOWN]
                 error = _Refused if response.status in (400, 422) else RequestFailed
                 raise error(f"status {response.status}: {answer}")
             return _read(self._events(response, start), start, maximum)
-        except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed(_reason(error, self.limit_seconds)) from None
-        finally:
-            connection.close()
 
     def _events(self, response: http.client.HTTPResponse, start: float) -> Iterator[dict[str, Any]]:
         """Yield the events of a stream up to its end."""
@@ -242,11 +222,3 @@ def _piece(event: dict[str, Any]) -> tuple[str, list[int], int | None, bool]:
         return text, new, None if usage is None else int(usage["completion_tokens"]), stopped
     except (LookupError, TypeError, ValueError, AttributeError):
         raise RequestFailed(f"not a piece of an answer: {json.dumps(event)[:_SHOWN]}") from None
-
-
-def _reason(error: Exception, limit_seconds: float | None = None) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time" if limit_seconds is None else f"no answer within {limit_seconds:g} seconds"
-    if isinstance(error, (http.client.RemoteDisconnected, http.client.IncompleteRead, ConnectionError)):
-        return f"the connection broke ({type(error).__name__})"
-    return f"{type(error).__name__}: {error}".strip(": ")

@@ -22,13 +22,27 @@ from pathlib import Path
 from typing import IO
 
 from searches.backends.backend import BackendError
-from searches.workers.process import start_of
+from searches.workers.pool import start_of
 
 _PREFIX = "layerskip-engine"
 _ENDING_SECONDS = 5.0
+_GRACE_SECONDS = 5.0  # in which an engine that has to end frees what it holds; then it is killed
+_GUARD = Path(__file__).with_name("engine_guard.py")
+_TAIL_BYTES = 65536
+_SHOWN = 200  # characters of an error
+_ERROR = re.compile(r"(?:\(.*?\) )?(?:[A-Z]+ \S+ \S+ \[.*?\] )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt): .*)")
+"""A line that an exception ends with, behind vLLM's names of process and place. Advice may quote an error within a line."""
+_IGNORED = "Exception ignored"  # before what goes wrong while Python deletes objects
+_OUT_OF_MEMORY = re.compile(
+    r"MemoryError|bad_alloc|(?:error|exception|failed|fork)\b.*(?:out of memory|can(?:not|'t) allocate memory"
+    r"|no available memory for the cache blocks|larger than the available kv cache memory)",
+    re.IGNORECASE,
+)
+"""What an engine without memory prints, in contrast to advice for the case."""
+_POLL_SECONDS = 0.1
 
 
-def open_log() -> IO[bytes]:
+def _open_log() -> IO[bytes]:
     """Return an empty file for an engine's output. It is removed already, and vanishes with the processes that hold it."""
     program = os.getpid()
     mark = f"{_PREFIX}.{_namespace()}.{program}.{start_of(program)}."
@@ -37,7 +51,7 @@ def open_log() -> IO[bytes]:
     return log
 
 
-def end_marked(log: IO[bytes]) -> None:
+def _end_marked(log: IO[bytes]) -> None:
     """Kill the processes that write to a log, until there are none."""
     name, limit = os.path.basename(log.name), time.monotonic() + _ENDING_SECONDS
     while (found := [process for process, mark in _marked() if mark == name]) and time.monotonic() < limit:
@@ -45,12 +59,12 @@ def end_marked(log: IO[bytes]) -> None:
         time.sleep(0.02)
 
 
-def end_orphans() -> None:
+def _end_orphans() -> None:
     """Kill the engines of programs that have ended; their guards were killed, too, or would end them just now."""
-    here, orphans = _namespace(), []
+    orphans = []
     for process, mark in _marked():
-        fields = mark.split(".")
-        if len(fields) > 3 and fields[1] == here and fields[2].isdigit() and start_of(int(fields[2])) != fields[3]:
+        _, namespace, program, start, *_ = mark.split(".")
+        if namespace == _namespace() and start_of(int(program)) != start:
             orphans.append(process)
     _kill(orphans)
 
@@ -78,23 +92,6 @@ def _namespace() -> str:
         return str(os.stat("/proc/self/ns/pid").st_ino)
     except OSError:
         return ""
-
-
-GRACE_SECONDS = 5.0
-"""Seconds in which an engine that has to end frees what it holds; then it is killed."""
-_GUARD = Path(__file__).with_name("engine_guard.py")
-_TAIL_BYTES = 65536
-_SHOWN = 200  # characters of an error
-_ERROR = re.compile(r"(?:\(.*?\) )?(?:[A-Z]+ \S+ \S+ \[.*?\] )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt): .*)")
-"""A line that an exception ends with, behind vLLM's names of process and place. Advice may quote an error within a line."""
-_IGNORED = "Exception ignored"  # before what goes wrong while Python deletes objects
-_OUT_OF_MEMORY = re.compile(
-    r"MemoryError|bad_alloc|(?:error|exception|failed|fork)\b.*(?:out of memory|can(?:not|'t) allocate memory"
-    r"|no available memory for the cache blocks|larger than the available kv cache memory)",
-    re.IGNORECASE,
-)
-"""What an engine without memory prints, in contrast to advice for the case."""
-_POLL_SECONDS = 0.1
 
 
 def free_port() -> int:
@@ -126,25 +123,18 @@ class EngineProcess:
 
     A guard (:mod:`searches.backends.engine_guard`) starts it, and ends it at :meth:`stop` or when this process is gone.
     If the guard is killed, the processes are found by their log, at :meth:`stop` or when another engine is started.
-
-    Args:
-        command: of the engine.
-        environment: of the engine.
-        name: of the engine, for reasons.
-        grace_seconds: that it gets to end by itself.
+    Reasons begin with its name. ``grace_seconds`` are those that it gets to end by itself.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], name: str, grace_seconds: float = GRACE_SECONDS
+        self, command: Sequence[str], environment: Mapping[str, str], name: str, grace_seconds: float = _GRACE_SECONDS
     ) -> None:
         self.name, self._grace = name, grace_seconds
-        end_orphans()  # of a program whose guard was killed with it
-        self._log = open_log()
+        _end_orphans()
+        self._log = _open_log()
         self.started = time.monotonic()
-        # Isolated, and without site-packages, as it needs nothing but the standard library.
-        guard = [sys.executable, "-I", "-S", str(_GUARD), str(grace_seconds)]
         self._guard = subprocess.Popen(
-            [*guard, *command],
+            [sys.executable, "-I", str(_GUARD), str(grace_seconds), *command],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -170,7 +160,7 @@ class EngineProcess:
             self._guard.wait(0.5)  # an engine that drops a connection is about to end
         code, tail = self._guard.poll(), self.log_tail()
         if code is not None:
-            reason = f"{self._end(code, tail)}, {reason}{_cause(tail)}"
+            reason = f"{_end(code, tail)}, {reason}{_cause(tail)}"
         elif _OUT_OF_MEMORY.search(tail):
             reason = f"out of memory, {reason}"
         return BackendError(f"{self.name}: {reason}", tail)
@@ -178,12 +168,7 @@ class EngineProcess:
     def wait_until(self, ready: Callable[[], bool], limit_seconds: float) -> float:
         """Wait until the engine is ready; return the seconds since its start.
 
-        Args:
-            ready: whether it is.
-            limit_seconds: after its start; an engine that is not ready by then is stopped.
-
-        Raises:
-            BackendError: it ended, or is not ready in time.
+        One that has ended, or is not ready so many seconds after its start, is stopped, and a :class:`BackendError` raised.
         """
         try:
             while not ready():
@@ -211,20 +196,19 @@ class EngineProcess:
                 os.killpg(self._guard.pid, signal.SIGKILL)  # only what the guard could not end is still in its group
             self._guard.wait()
             if not self._log.closed:
-                end_marked(self._log)
+                _end_marked(self._log)
                 self._log.close()
 
-    @staticmethod
-    def _end(code: int, tail: str) -> str:
-        """Return how an engine ended, in a few words."""
-        if _OUT_OF_MEMORY.search(tail):
-            return f"out of memory (exit code {code})"
-        number = code - 128 if code > 128 else -code
-        if number in (each.value for each in signal.Signals):
-            name = signal.Signals(number).name
-            hint = ", possibly for lack of memory" if number == signal.SIGKILL else ""
-            return f"ended by {name}{hint}"
-        return f"ended with exit code {code}"
+
+def _end(code: int, tail: str) -> str:
+    """Return how an engine ended, in a few words."""
+    if _OUT_OF_MEMORY.search(tail):
+        return f"out of memory (exit code {code})"
+    number = code - 128 if code > 128 else -code
+    if number in (each.value for each in signal.Signals):
+        hint = ", possibly for lack of memory" if number == signal.SIGKILL else ""
+        return f"ended by {signal.Signals(number).name}{hint}"
+    return f"ended with exit code {code}"
 
 
 def _cause(tail: str) -> str:

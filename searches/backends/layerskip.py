@@ -21,11 +21,7 @@ from searches.tracking.names import STARTUP_SECONDS
 
 @dataclass(frozen=True)
 class LayerskipBackend(Backend):
-    """The decoding loop of this library.
-
-    Args:
-        target: the loaded model.
-    """
+    """This library's decoding loop, with the loaded model as ``target``."""
 
     target: Target = field(metadata={"runtime": True})
     name: ClassVar[str] = "layerskip"
@@ -34,15 +30,12 @@ class LayerskipBackend(Backend):
 
     @property
     def exact(self) -> bool:
-        """True if the target computes in float32."""
         return self.target.dtype == "float32"
 
     def describe(self) -> dict[str, Any]:
-        """Return the target, the machine and the version of results."""
         return {"target": self.target.digest, "machine": machine(self.target), "version": RESULTS_VERSION}
 
     def supports(self, method: str) -> str | None:
-        """Return None for every method that has a drafter."""
         return None if method in drafted_methods() else "layerskip has no drafter of this method"
 
     def compare(
@@ -55,12 +48,9 @@ class LayerskipBackend(Backend):
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Decode with each configuration, in a random order for each prompt.
+        """See :meth:`Backend.compare`. Each prompt has its own random order.
 
-        The arguments are those of :meth:`Backend.compare`, the errors also those of :func:`~layerskip.build_drafter`.
-
-        Raises:
-            NotFinite: plain decoding gives NaN or infinite logits.
+        Errors are also those of :func:`~layerskip.build_drafter`, and :class:`NotFinite` of plain decoding.
         """
         if workload.levels != (1,):
             raise InputError("workload.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
@@ -71,15 +61,12 @@ class LayerskipBackend(Backend):
         return _failing_alone(interleave(self.target, prompts, contenders, task, repeats, without, before))
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds of compiling and capturing passes, those of plain decoding included; empty if there were none.
-
-        They count from the first of several comparisons of the same configurations on.
-        """
+        """Return the seconds of compiling and capturing passes since these configurations were first compared, if any."""
         seconds = capture_seconds() - self._compared.get("before", capture_seconds())
         return {STARTUP_SECONDS: seconds} if seconds else {}
 
     def close(self) -> None:
-        """Do nothing, as nothing was started."""
+        """Nothing was started."""
 
 
 def _failing_alone(rows: Iterator[dict[str, Sample]]) -> Iterator[dict[str, Sample]]:

@@ -1,8 +1,12 @@
-"""A server that answers prompts with one configuration, with the rounds that each answer took.
+"""A server that answers prompts with one configuration, with the rounds that each answer took, and its metrics.
 
 Rounds follow from the counters of drafted and accepted tokens that vLLM publishes under ``/metrics``. The names are those of
 vLLM 0.32, ``vllm/v1/spec_decode/metrics.py``. A step in which a request has no draft is not counted there; such steps follow
 from the number of tokens.
+
+Metrics: ``throughput`` is in tokens per second over all requests, ``ttft`` the seconds to the first token, ``tpot`` the
+seconds per token after it, at the median and the 95th percentile. Under several numbers of requests in flight, names end
+with the number, such as ``throughput_at_8``.
 """
 
 from __future__ import annotations
@@ -12,31 +16,31 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from layerskip import SpeculativeConfig
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Request, Sample
 from layerskip.prompts import PromptItem
-from searches.backends.backend import BackendError
+from searches.backends.backend import BASELINE, CANDIDATE, BackendError
 from searches.backends.client import Client, Completion, RequestFailed
 from searches.backends.engine_process import EngineProcess, free_port, held_port
+from searches.tracking.names import STARTUP_SECONDS
 
 _LINE = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
+_PORT_TAKEN = "ddress already in use"  # of Python and of other languages
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts since an engine started.
+    """Counts since an engine started: rounds with a draft, drafted and accepted tokens.
 
-    Args:
-        drafts: rounds with a draft.
-        drafted: tokens drafted in them.
-        accepted: tokens accepted.
-        by_position: entry i: rounds that accepted more than i tokens.
+    Entry i of ``by_position`` counts the rounds that accepted more than i tokens.
     """
 
     drafts: int = 0
@@ -105,40 +109,30 @@ def _even(minimum: Sequence[int], total: int) -> list[int]:
 
 
 def spread(rounds: Sequence[Round], decoded: Sequence[int]) -> list[DecodeStats]:
-    """Deal the rounds of several requests to them, in proportion to their tokens.
+    """Deal the rounds of several requests to them, in proportion to their decoded tokens.
 
     Counters do not tell requests that are served together apart, so only the sum over them is measured.
-
-    Args:
-        rounds: of all requests.
-        decoded: number of tokens of each request.
     """
     mixed = random.Random(0).sample(list(rounds), len(rounds))  # else the first requests would get all accepted drafts
-    total, places, so_far = sum(decoded), [0], 0
-    for tokens in decoded:
-        so_far += tokens
-        places.append(round(len(mixed) * so_far / total) if total else 0)
+    total = sum(decoded)
+    places = [round(len(mixed) * so_far / total) if total else 0 for so_far in itertools.accumulate(decoded, initial=0)]
     return [DecodeStats(tuple(mixed[low:high])) for low, high in itertools.pairwise(places)]
-
-
-_PORT_TAKEN = "ddress already in use"  # of Python and of other languages
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered to a prompt.
-
-    Args:
-        prompt: token ids.
-        completion: the answer.
-        stats: the rounds.
-        concurrency: requests in flight.
-    """
+    """What a server answered to a prompt of token ids, in these rounds, with so many requests in flight."""
 
     prompt: Sequence[int]
     completion: Completion
     stats: DecodeStats
     concurrency: int = 1
+
+    @property
+    def request(self) -> Request:
+        """Its tokens and seconds."""
+        found = self.completion
+        return Request(self.concurrency, found.count, found.decoded, found.first_seconds, found.decode_seconds)
 
     def at_pace(self, factor: float) -> Answer:
         """Return the answer with its seconds of decoding multiplied, to state them at another speed of the machine."""
@@ -147,30 +141,21 @@ class Answer:
 
     def sample(self, item: PromptItem) -> Sample:
         """Return the answer as a sample without a comparison."""
-        found = self.completion
-        request = Request(self.concurrency, found.count, found.decoded, found.first_seconds, found.decode_seconds)
         return Sample(
             prompt_id=item.id,
             category=item.category,
-            tokens=found.count,
-            decoded_tokens=found.decoded,
-            prefill_seconds=found.first_seconds,
-            decode_seconds=found.decode_seconds,
+            tokens=self.request.tokens,
+            decoded_tokens=self.request.decoded_tokens,
+            prefill_seconds=self.request.first_seconds,
+            decode_seconds=self.request.decode_seconds,
             peak_memory_bytes=0,  # the engine's memory is not this process's
             stats=self.stats,
-            requests=(request,),
+            requests=(self.request,),
         )
 
 
 class RunningEngine:
-    """A server, started here or by the user.
-
-    Args:
-        name: of the engine, for errors.
-        client: of the server.
-        process: the engine's process; None if the user started it.
-        startup_seconds: until it was ready; 0.0 if the user started it.
-    """
+    """A server; ``process`` is None if the user started it."""
 
     def __init__(
         self, name: str, client: Client, process: EngineProcess | None = None, startup_seconds: float = 0.0
@@ -225,13 +210,7 @@ class RunningEngine:
     def answer(
         self, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], concurrency: int, config: SpeculativeConfig
     ) -> tuple[list[Answer], float]:
-        """Return the answers to prompts and the seconds that all of them took.
-
-        Args:
-            prompts: token ids.
-            tasks: one for each prompt.
-            concurrency: requests in flight.
-            config: that the engine decodes with.
+        """Return the answers of an engine of this configuration to prompts of token ids, and the seconds that all took.
 
         Raises:
             BackendError: the engine ended, or a request failed.
@@ -251,7 +230,8 @@ class RunningEngine:
         else:
             decoded = [completion.decoded for completion in completions]
             stats = spread(after.since(before).rounds(sum(decoded)), decoded)
-        return [Answer(*parts, concurrency) for parts in zip(prompts, completions, stats, strict=True)], seconds
+        answers = zip(prompts, completions, stats, strict=True)
+        return [Answer(prompt, completion, rounds, concurrency) for prompt, completion, rounds in answers], seconds
 
     def _counters(self, config: SpeculativeConfig) -> Counters | None:
         """Return the counts of drafts so far; None if the server publishes none."""
@@ -272,3 +252,57 @@ def _observed_rounds(completion: Completion, config: SpeculativeConfig) -> Decod
         return DecodeStats((Round(0, 0, 1),) * completion.decoded)
     sizes = [size for size in completion.piece_sizes[1:] if size]
     return DecodeStats(tuple(Round(max(config.num_speculative_tokens, size - 1), size - 1, size) for size in sizes))
+
+
+@dataclass
+class RequestMetrics:
+    """What a comparison decoded: by name the seconds of starting an engine, and requests with the real time they took."""
+
+    startup_seconds: dict[str, float] = field(default_factory=dict)
+    batches: dict[str, list[tuple[list[Request], float]]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the metrics with flat names; those of a single configuration have no prefix."""
+        others = [name for name in self.startup_seconds if name != BASELINE]
+        found: dict[str, float] = {}
+        for name, seconds in self.startup_seconds.items():
+            seconds_of: dict[int, float] = {}
+            batches = self.batches.get(name, [])
+            for requests, taken in batches:
+                seconds_of[requests[0].concurrency] = seconds_of.get(requests[0].concurrency, 0.0) + taken
+            values = {STARTUP_SECONDS: seconds}
+            values |= _by_concurrency([each for requests, _ in batches for each in requests], seconds_of)
+            prefix = "" if name == CANDIDATE or others == [name] else f"{name}_"
+            found |= {f"{prefix}{key}": value for key, value in values.items()}
+        return found
+
+
+def sample_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+    """Return the throughput and the latencies of the requests of samples; empty if they have none.
+
+    With a constant number of requests in flight, the throughput is that number times the tokens of all requests over their
+    seconds (Little's law).
+    """
+    requests = [request for sample in samples for request in sample.requests]
+    seconds: dict[int, float] = {}
+    for each in requests:
+        taken = (each.first_seconds + each.decode_seconds) / each.concurrency
+        seconds[each.concurrency] = seconds.get(each.concurrency, 0.0) + taken
+    return _by_concurrency(requests, seconds)
+
+
+def _by_concurrency(requests: Sequence[Request], seconds: Mapping[int, float]) -> dict[str, float]:
+    """Return metrics of requests, which were served in so many seconds under each number of requests in flight."""
+    found: dict[str, float] = {}
+    for concurrency in seconds:
+        under = [request for request in requests if request.concurrency == concurrency]
+        suffix = f"_at_{concurrency}" if len(seconds) > 1 else ""
+        found[f"throughput{suffix}"] = sum(request.tokens for request in under) / seconds[concurrency]
+        latencies = {
+            "ttft": [request.first_seconds for request in under],
+            "tpot": [request.decode_seconds / request.decoded_tokens for request in under if request.decoded_tokens],
+        }
+        for name, values in latencies.items():
+            for percent in (50, 95) if values else ():
+                found[f"{name}_p{percent}{suffix}"] = float(np.percentile(values, percent))
+    return found

@@ -39,16 +39,12 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
     name, and files of others must not choose these. An export of another engine may be measured on a server that runs this
     engine, such as one that its command started.
 
-    Args:
-        config: with the export's back end as ``backend``; None takes it with its default settings.
-        export: to measure again.
-        target: the loaded model.
-
     Raises:
         InputError: the configuration has another back end or workload, or there is none of this name.
     """
     stored = export.environment.get("backend", {})
-    name, workload = str(stored.get("name", _OWN)), _stored_workload(stored)
+    load = stored.get("workload", {})
+    name, workload = str(stored.get("name", _OWN)), Workload(load.get("concurrency", 1), load.get("goal", "decoding"))
     if config.get("backend") is None:
         file = Path(CONF) / "backend" / f"{name}.yaml"
         if not re.fullmatch(r"\w+", name) or not file.exists():
@@ -69,11 +65,6 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
     return backend, workload
 
 
-def _stored_workload(stored: Any) -> Workload:
-    fields = stored.get("workload", {}) if isinstance(stored, dict) else {}
-    return Workload(fields.get("concurrency", 1), fields.get("goal", "decoding"))
-
-
 def described(backend: Backend, workload: Workload) -> dict[str, Any]:
     """Return what exports and records say about another engine than this library's decoder, as ``backend``."""
     if backend.name == _OWN:
@@ -92,14 +83,14 @@ def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
         if (reason := backend.supports(method)) is not None:
             reasons.setdefault(reason, []).append(method)
     if reasons:
-        parts = [f"{', '.join(methods)} ({reason})" for reason, methods in reasons.items()]
-        print(f"space.methods: left out for backend={backend.name}: {'; '.join(parts)}", flush=True)
+        parts = "; ".join(f"{', '.join(methods)} ({reason})" for reason, methods in reasons.items())
+        print(f"space.methods: left out for backend={backend.name}: {parts}", flush=True)
         left = [method for method in space.available_methods if backend.supports(method) is None]
         if left == ["none"]:
             raise InputError(f"space.methods: backend={backend.name} drafts with none of them")
         space = dataclasses.replace(space, methods=left)
-    if space.bridged and backend.name != _OWN:
-        raise InputError(f"space.bridges, space.draft_heads: backend={backend.name} has none")
+    if backend.name != _OWN:
+        space.refuse_fitted(f"backend={backend.name} has none")
     return backend.restrict(space)
 
 

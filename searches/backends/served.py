@@ -12,16 +12,19 @@ import random
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.config import methods
 from layerskip.measure.losslessness import Losslessness, find_divergence
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
+from layerskip.models.environment import machine
 from layerskip.prompts import PromptItem
 from searches.app.checks import check_number, check_whole
 from searches.backends.backend import BASELINE, Backend, BackendError, Workload
-from searches.backends.metrics import RequestMetrics
-from searches.backends.running_engine import Answer, RunningEngine
+from searches.backends.running_engine import Answer, RequestMetrics, RunningEngine
+from searches.space.search_space import SearchSpace
 
 _PLAIN = SpeculativeConfig()
 _WARMUP_TOKENS = 16
@@ -31,7 +34,7 @@ _Answers = dict[str, list[Answer]]  # of each name, turn by turn
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What is measured: the arguments of :meth:`Backend.compare`, with plain decoding among the entries, and an order."""
+    """The arguments of :meth:`Backend.compare`, with plain decoding among the entries, and an order."""
 
     entries: Mapping[str, SpeculativeConfig]
     prompts: PromptSet
@@ -62,7 +65,7 @@ class ServedBackend(Backend):
         check_whole("backend.engines", self.engines)
         check_number("backend.limit_seconds", self.limit_seconds)
         check_number("backend.start_seconds", self.start_seconds)
-        self._running: dict[SpeculativeConfig, RunningEngine] = {}  # the most recently used one last
+        self._running: dict[SpeculativeConfig, RunningEngine] = {}
         self._metrics = RequestMetrics()
 
     @abstractmethod
@@ -71,17 +74,28 @@ class ServedBackend(Backend):
 
     @property
     def exact(self) -> bool:
-        """False: a difference keeps a configuration from winning, but is no defect of this program."""
         return False
 
+    def describe(self) -> dict[str, Any]:
+        model = {"target": self.target.digest, "dtype": self.target.dtype, "machine": machine(self.target)}
+        return {"engines": self.engines} | model
+
+    def restrict(self, space: SearchSpace) -> SearchSpace:
+        """Return the space without choices that servers do not have: stop rules, matches, datastores and lossy rules.
+
+        Their n-grams are copied from their first match. Heads draft chains: a method keeps its trees only if it has no
+        chains.
+        """
+        trees = any(methods()[method].trees_only for method in space.available_methods)
+        found = replace(space, allow_lossy=False).narrowed(stop=("length",), match=("first",), datastore=())
+        return found if trees else replace(found, trees=False)
+
     def metrics(self) -> dict[str, float]:
-        """Return start-up seconds, throughput and latencies of the last comparison."""
         return self._metrics.to_dict()
 
     def close(self) -> None:
-        """Stop every engine."""
-        while self._running:
-            self._running.popitem()[1].stop()
+        for config in list(self._running):
+            self._forget(config)
 
     def compare(
         self,
@@ -93,7 +107,7 @@ class ServedBackend(Backend):
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Measure configurations and plain decoding; arguments and errors are those of :meth:`Backend.compare`.
+        """See :meth:`Backend.compare`.
 
         If configurations take turns, their times are stated at the speed that plain decoding had beside the first ones.
         """
@@ -142,10 +156,7 @@ class ServedBackend(Backend):
     ) -> Iterator[_Answers]:
         """Yield the answers of names whose engines run together.
 
-        Args:
-            asked: the whole comparison.
-            group: the names.
-            reference: answers of plain decoding by prompt, where it was measured before.
+        ``reference`` holds the answers of plain decoding by prompt, where it was measured before.
         """
         entries, prompts = {name: asked.entries[name] for name in group}, asked.prompts
         learning = {name: config for name, config in entries.items() if config.method == "retrieval"}
@@ -175,12 +186,7 @@ class ServedBackend(Backend):
     ) -> list[_Answers]:
         """Decode prompts turn by turn; all continue from the answers of plain decoding, or of the first entry without it.
 
-        Args:
-            asked: the entries, whose engines run, and how to decode.
-            items: the prompts.
-            begin: place of the first one, which its seed depends on.
-            reference: as for :meth:`_group_rows`.
-            counted: whether the requests count in the metrics.
+        ``begin`` is the place of the first prompt, which its seed depends on. Requests enter the metrics if they count.
         """
         rows: list[_Answers] = [{name: [] for name in asked.entries} for _ in items]
         messages = [item.messages() for item in items]
@@ -189,44 +195,35 @@ class ServedBackend(Backend):
             prompts = [self.target.encode(messages[place], items[place].field) for place in places]
             tasks = [replace(asked.task, seed=asked.task.seed + begin + place) for place in places]
             for name in asked.order.sample(list(asked.entries), len(asked.entries)):
-                answers = self._ask(name, asked, prompts, tasks, counted)
+                config = asked.entries[name]
+                with self._ending(name, config):
+                    answers, seconds = self._running[config].answer(prompts, tasks, asked.concurrency, config)
+                if counted:
+                    self._metrics.batches.setdefault(name, []).append(([answer.request for answer in answers], seconds))
                 for place, answer in zip(places, answers, strict=True):
                     rows[place][name].append(answer)
             for place in places:
-                if turn < len(items[place].followups):
-                    first = reference.get(items[place].id) or rows[place][next(iter(asked.entries))]
-                    messages[place].append({"role": "assistant", "content": first[turn].completion.text})
-                    messages[place].append({"role": "user", "content": items[place].followups[turn]})
+                first = reference.get(items[place].id) or rows[place][next(iter(asked.entries))]
+                messages[place].append({"role": "assistant", "content": first[turn].completion.text})
+                messages[place] += [{"role": "user", "content": text} for text in items[place].followups[turn : turn + 1]]
         return rows
-
-    def _ask(
-        self, name: str, asked: _Comparison, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], counted: bool
-    ) -> list[Answer]:
-        """Return the answers of one engine; one that fails is stopped."""
-        config = asked.entries[name]
-        with self._ending(name, config):
-            answers, seconds = self._running[config].answer(prompts, tasks, asked.concurrency, config)
-        if counted:
-            self._metrics.add(name, asked.concurrency, [answer.completion for answer in answers], seconds)
-        return answers
 
     def _engine(
         self, config: SpeculativeConfig, kept: Collection[SpeculativeConfig], warmup: Sequence[Sequence[int]]
     ) -> RunningEngine:
         """Return the engine of a configuration, started and warm; others that may not run beside it are stopped."""
-        engine = self._running.pop(config, None)
-        if engine is not None and not engine.running:
-            engine.stop()
-            engine = None
-        if engine is None:
+        if config in self._running and not self._running[config].running:
+            self._forget(config)
+        if config not in self._running:
             # Plain decoding is stopped last, as it takes part in every comparison.
             spare = sorted((other for other in self._running if other not in kept), key=lambda other: other == _PLAIN)
             for other in spare[: max(0, len(self._running) + 1 - self.engines)]:
                 self._forget(other)
-            engine = self._running[config] = self._start(config)
-            engine.answer(warmup, [Task(max_new_tokens=_WARMUP_TOKENS)] * len(warmup), len(warmup), config)
-        self._running[config] = engine
-        return engine
+            self._running[config] = self._start(config)
+            tasks = [Task(max_new_tokens=_WARMUP_TOKENS)] * len(warmup)
+            self._running[config].answer(warmup, tasks, len(warmup), config)
+        self._running[config] = self._running.pop(config)  # the most recently used one last
+        return self._running[config]
 
     @contextlib.contextmanager
     def _ending(self, name: str, config: SpeculativeConfig) -> Iterator[None]:
@@ -240,19 +237,12 @@ class ServedBackend(Backend):
 
     def _forget(self, config: SpeculativeConfig) -> None:
         """Stop the engine of a configuration if it runs."""
-        engine = self._running.pop(config, None)
-        if engine is not None:
-            engine.stop()
+        if config in self._running:
+            self._running.pop(config).stop()
 
     def _sample(
-        self,
-        item: PromptItem,
-        name: str,
-        answers: _Answers,
-        task: Task,
-        checks: Mapping[str, Losslessness] | None,
+        self, item: PromptItem, name: str, answers: _Answers, task: Task, checks: Mapping[str, Losslessness] | None
     ) -> Sample:
-        """Return the sample of one name on one prompt."""
         parts = []
         for turn, (expected, answer) in enumerate(zip(answers[BASELINE], answers[name], strict=True)):
             if checks is None:

@@ -1,9 +1,7 @@
 """Any server with OpenAI's interface as the engine that a study measures.
 
 Either a command starts it, with a place for the speculative configuration, or two running servers are named: one decodes
-plainly, the other with the configuration that the user states.
-
-The search space of running servers is plain decoding and the one configuration that the second server drafts with.
+plainly, the other with the configuration that the user states, which is then the whole search space.
 """
 
 from __future__ import annotations
@@ -20,48 +18,36 @@ import optuna
 
 from layerskip import ConfigError, SpeculativeConfig
 from layerskip.engines.deployment import Unsupported
-from layerskip.models.environment import machine
 from searches.app.checks import InputError
 from searches.backends.backend import BackendError
 from searches.backends.client import Client
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
-from searches.backends.vllm import refusal, vllm_config, vllm_space
+from searches.backends.vllm import refusal, vllm_config
 from searches.space.search_space import Params, SearchSpace
+
+_SPECULATIVE = "speculative_config"
+_PLACES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "draft_model", "head", _SPECULATIVE)
+_NEEDED = {"prompt_lookup": "num_speculative_tokens", "draft_model": "draft_model", "eagle": "head", "medusa": "head"}
+"""The place without which a command cannot draft with a method."""
+_KEY = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
 class ServedSpace(SearchSpace):
-    """A space of one configuration beside plain decoding.
-
-    Args:
-        served: the configuration.
-    """
+    """A space of one configuration, ``served``, beside plain decoding."""
 
     served: SpeculativeConfig = field(default=SpeculativeConfig(), metadata={"runtime": True})
 
-    @classmethod
-    def of(cls, space: SearchSpace, served: SpeculativeConfig) -> ServedSpace:
-        """Return the space with nothing but a configuration, if it has its method."""
-        return cls(**{each.name: getattr(space, each.name) for each in fields(SearchSpace)}, served=served)
-
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-        """Return the configuration that a trial proposes."""
         method = trial.suggest_categorical("method", self.available_methods)
         return self.served if method == self.served.method else SpeculativeConfig()
 
     def params(self, config: SpeculativeConfig) -> Params:
-        """Return the choices that lead to a configuration of this method."""
         return {"method": config.method}
 
     def lookups(self) -> list[SpeculativeConfig]:
-        """Return the configuration if it is a prompt lookup; an empty list otherwise."""
         return [self.served] if self.served.method == "prompt_lookup" else []
-
-
-_SPECULATIVE = "speculative_config"
-_PLACES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "draft_model", "head", _SPECULATIVE)
-_KEY = "OPENAI_API_KEY"
 
 
 @dataclass(eq=False)
@@ -111,45 +97,33 @@ class ServerBackend(ServedBackend):
             raise InputError("backend.candidate: state what candidate_url drafts with, such as {method: prompt_lookup}")
 
     def describe(self) -> dict[str, Any]:
-        """Return the commands or addresses, the model and the machine."""
         return {
             "command": self.command,
             "baseline_command": self.baseline_command,
             "urls": [self.baseline_url, self.candidate_url],
             "candidate": dict(self.candidate),
-            "engines": self.engines,
-            "target": self.target.digest,
-            "dtype": self.target.dtype,
-            "machine": machine(self.target),
-        }
+        } | super().describe()
 
     def supports(self, method: str) -> str | None:
-        """Return None for methods that the command has places for, or that the named server drafts with."""
         if method == "none":
             return None
         if not self.command:
             return None if method == self._served.method else f"backend.candidate_url drafts with {self._served.method}"
         if f"{{{_SPECULATIVE}}}" in self.command:
             return refusal(method)
-        needed = {
-            "prompt_lookup": "num_speculative_tokens",
-            "draft_model": "draft_model",
-            "eagle": "head",
-            "medusa": "head",
-        }.get(method)
+        needed = _NEEDED.get(method)
         if needed is None or f"{{{needed}}}" not in self.command:
             return f"backend.command has no place for {method}"
-        others = {"draft_model", "head"} - {needed}
-        return (
-            f"backend.command drafts with another method than {method}"
-            if any(f"{{{o}}}" in self.command for o in others)
-            else None
-        )
+        if any(f"{{{other}}}" in self.command for other in {"draft_model", "head"} - {needed}):
+            return f"backend.command drafts with another method than {method}"
+        return None
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return the space without what servers lack; of a named server, with nothing but its configuration."""
-        space = vllm_space(space)
-        return space if self.command else ServedSpace.of(space, self._served)
+        space = super().restrict(space)
+        if self.command:
+            return space
+        return ServedSpace(**{each.name: getattr(space, each.name) for each in fields(SearchSpace)}, served=self._served)
 
     def _start(self, config: SpeculativeConfig) -> RunningEngine:
         if not self.command:
@@ -164,11 +138,7 @@ class ServerBackend(ServedBackend):
         return RunningEngine.started(self.name, command, os.environ, self._connect, self.start_seconds)
 
     def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
-        """Return the command of a configuration.
-
-        Raises:
-            BackendError: the configuration cannot be written as vLLM's, and the command asks for that.
-        """
+        """Return the command of a configuration; :class:`BackendError` if it asks for vLLM's form and has none."""
         plain = config.method == "none"
         parts = shlex.split(self.baseline_command if plain and self.baseline_command else self.command)
         values: dict[str, Any] = {name: getattr(config, name, "") for name in _PLACES} | {"port": port}

@@ -1,8 +1,6 @@
 """vLLM as the engine that a study measures: each configuration runs in an engine of its own, ``vllm serve``.
 
 The engine's Python may be another one than this program's, as vLLM pins the versions of its dependencies.
-
-The model is written as a folder in the layout of Hugging Face.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,27 +21,21 @@ from huggingface_hub import snapshot_download
 from layerskip import ConfigError, Export, SpeculativeConfig, StopRule, Target
 from layerskip.config import methods
 from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
-from layerskip.engines.vllm import API_SERVER, speculation
+from layerskip.engines.servers import API_SERVER, speculation
 from layerskip.export import attachment_digests
 from layerskip.files import atomic_folder, digest, short_name
 from layerskip.heads.portable import save_portable
 from layerskip.heads.published_eagle import is_published
-from layerskip.models.environment import machine
 from layerskip.models.loading import WHEELS, load_draft
 from searches.app.checks import InputError, check_list
 from searches.backends.backend import BackendError
 from searches.backends.client import Client
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
-from searches.space.search_space import SearchSpace
 
 
 def served_folder(target: Target, folder: Path) -> str:
-    """Return a folder that an engine can load a model from; a model from a GGUF file is saved to one.
-
-    Args:
-        target: the model.
-        folder: saved models are put into it, one folder each, and found there again.
+    """Return a folder that an engine can load a model from; one from a GGUF file is saved once, within ``folder``.
 
     Raises:
         InputError: the model was quantised on loading.
@@ -60,17 +52,8 @@ def served_folder(target: Target, folder: Path) -> str:
     return _written(saved, target.save)
 
 
-def served_head(config: SpeculativeConfig, target: Target, folder: Path) -> str:
-    """Return a folder that vLLM can load a configuration's head from; one of this project's layout is saved to one.
-
-    Args:
-        config: with a head.
-        target: that it drafts for.
-        folder: as for :func:`served_folder`.
-
-    Raises:
-        ConfigError: vLLM has no layout for this head, or it belongs to another target.
-    """
+def _served_head(config: SpeculativeConfig, target: Target, folder: Path) -> str:
+    """Return a folder that vLLM can load a configuration's head from; one of this project's layout is saved once."""
     source = Path(config.head)
     if is_published(source):
         return str(source.resolve())
@@ -87,25 +70,17 @@ def _written(folder: Path, write: Callable[[Path], object]) -> str:
     return str(folder)
 
 
-_KEPT_LAYERS = (
-    "skips no layers; save the kept ones with layerskip.save_draft_checkpoint as one of space.ranges.draft_model.draft_model"
-)
-
-
 def refusal(method: str) -> str | None:
     """Return None if vLLM drafts with a method, else the reason in one line."""
     known = methods().get(method)
     if known is not None and "mask" in known:
-        return f"vLLM {_KEPT_LAYERS}"
+        kept = "save the kept ones with layerskip.save_draft_checkpoint as one of space.ranges.draft_model.draft_model"
+        return f"vLLM skips no layers; {kept}"
     return None if known is not None and known.engine_method else f"vLLM has no counterpart of {method}"
 
 
 def named(config: SpeculativeConfig) -> str:
-    """Return the draft model or the published head of a configuration as it is named.
-
-    Raises:
-        Unsupported: the head is in no layout that vLLM loads.
-    """
+    """Return the draft model or the published head of a configuration as it is named; :class:`Unsupported` for others."""
     if config.head and not is_published(Path(config.head)):
         raise Unsupported(f"config.head: {config.head} has no layout that vLLM loads; searches.export draft= writes it")
     return config.head or config.draft_model
@@ -114,15 +89,10 @@ def named(config: SpeculativeConfig) -> str:
 def vllm_config(
     target: Target, config: SpeculativeConfig, folder: Callable[[SpeculativeConfig], str] = named
 ) -> dict[str, Any]:
-    """Return the speculative configuration of vLLM; empty for plain decoding.
+    """Return the speculative configuration of vLLM for serving a target; empty for plain decoding.
 
-    Args:
-        target: the model that vLLM serves.
-        config: the configuration.
-        folder: returns its draft model or head as vLLM can load it.
-
-    Raises:
-        Unsupported: vLLM cannot do it, or does otherwise.
+    ``folder`` returns the draft model or head as vLLM can load it. Raises :class:`Unsupported` if vLLM cannot do it, or does
+    otherwise.
     """
     if (reason := refusal(config.method)) is not None:
         raise Unsupported(f"config.method: {reason}")
@@ -132,16 +102,6 @@ def vllm_config(
         raise Unsupported("config.draft_head: vLLM's draft models choose from the whole vocabulary")
     way = way_of_drafting(Deployment(Export.describe(target), config), suffix=True)
     return speculation(way, config, lambda: folder(config))
-
-
-def vllm_space(space: SearchSpace) -> SearchSpace:
-    """Return the space without choices that vLLM does not have: stop rules, matches, datastores and lossy rules.
-
-    Its n-grams are copied from their first match. Heads draft chains: a method keeps its trees only if it has no chains.
-    """
-    trees = any(methods()[method].trees_only for method in space.available_methods)
-    found = replace(space, allow_lossy=False).narrowed(stop=("length",), match=("first",), datastore=())
-    return found if trees else replace(found, trees=False)
 
 
 _SERVE = ("vllm.entrypoints.cli.main", "serve")
@@ -178,44 +138,23 @@ class VllmBackend(ServedBackend):
         check_list("backend.args", self.args)
 
     def describe(self) -> dict[str, Any]:
-        """Return the engine's version and arguments, the model and the machine."""
-        return {
-            "versions": self._installed["versions"],
-            "args": [str(argument) for argument in self.args],
-            "env": self._environment(),
-            "engines": self.engines,
-            "target": self.target.digest,
-            "dtype": self.target.dtype,
-            "machine": machine(self.target),
-        }
+        given = {"args": [str(argument) for argument in self.args], "env": self._environment()}
+        return {"versions": self._installed["versions"]} | given | super().describe()
 
     def supports(self, method: str) -> str | None:
-        """Return None for plain decoding, n-grams, suffixes, draft models and heads; else the reason in one line."""
         if method == "retrieval" and not self._installed["arctic_inference"]:
             return "vLLM's suffix decoding needs arctic-inference, which is not installed in backend.python"
         return refusal(method)
 
-    def restrict(self, space: SearchSpace) -> SearchSpace:
-        """Return the space without stop rules, other matches than the first, datastores, trees and lossy rules."""
-        return vllm_space(space)
-
     def command(self, config: SpeculativeConfig, port: int) -> list[str]:
-        """Return the command that starts an engine.
-
-        Raises:
-            Unsupported: vLLM cannot decode with the configuration.
-            ConfigError: its head cannot be written in a layout of vLLM.
-        """
+        """Return the command that starts an engine; raise :class:`Unsupported`, or :class:`ConfigError` of its head."""
         speculation = vllm_config(self.target, config, self._drafting_folder)
-        drafting = ["--speculative-config", json.dumps(speculation)] if speculation else []
-        address = ["--host", "127.0.0.1", "--port", str(port)]
         entry = _SERVE if "vllm" in self._installed["versions"] else (API_SERVER, "--model")
-        return [self._python, "-m", *entry, self._model, *address, *drafting, *self._arguments()]
-
-    def _arguments(self) -> list[str]:
-        # Prompts must be read anew each time, as those that are measured twice would be.
-        own = ["--dtype", self.target.dtype, "--seed", "0", "--no-enable-prefix-caching"]
-        return [*own, *(str(argument) for argument in self.args)]
+        command = [self._python, "-m", *entry, self._model, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--speculative-config", json.dumps(speculation)] if speculation else []
+        # Prompts must be read anew each time: some are measured twice.
+        command += ["--dtype", self.target.dtype, "--seed", "0", "--no-enable-prefix-caching"]
+        return [*command, *map(str, self.args)]
 
     def _environment(self) -> dict[str, str]:
         """Return the variables that engines get beside this program's own."""
@@ -257,6 +196,6 @@ class VllmBackend(ServedBackend):
     def _drafting_folder(self, config: SpeculativeConfig) -> str:
         """Return a draft model or a head as vLLM can load it."""
         if config.head:
-            return served_head(config, self.target, Path(self.folder))
+            return _served_head(config, self.target, Path(self.folder))
         draft = load_draft(self.target, config.draft_model, same_tokenizer=config.method != "cross_tokenizer")
         return served_folder(draft, Path(self.folder))

@@ -26,24 +26,19 @@ from layerskip.config import Costs
 from layerskip.files import short_name
 from layerskip.measure.measure import Decoder
 from searches.app.checks import InputError
-from searches.benchmark.engine_peers import EnginePeer, is_installed
-from searches.benchmark.peers import Peer
+from searches.benchmark.peers import EnginePeer, Peer, is_installed
 from searches.space.search_space import DraftCost
 from searches.study.cascade_costs import CostTimer
-from searches.train.texts import refuse_answers_of
+from searches.training.texts import refuse_answers_of
 
 BASELINE = "plain"
+CONTEXT = 256
+"""Tokens before those by which costs of cascades and the verification of trees are measured."""
 _COSTS = ("verify_cost", "draft_cost")
 
 
 class Contenders(NamedTuple):
-    """Everything that a benchmark measures.
-
-    Args:
-        decoders: decoders by name: ours, transformers' and those of engines.
-        rivals: the peer that each of ours is compared with, by name.
-        configs: our configurations by name.
-    """
+    """All decoders of a benchmark, the peer that each of ours is compared with, and our configurations, each by name."""
 
     decoders: dict[str, Decoder | Peer | EnginePeer]
     rivals: dict[str, str]
@@ -51,11 +46,7 @@ class Contenders(NamedTuple):
 
 
 def check_rows(config: DictConfig) -> None:
-    """Check that all contenders and peers are mappings or null, and that peers have known fields only.
-
-    Raises:
-        InputError: one of them is not.
-    """
+    """Refuse contenders and peers that are neither mappings nor null, and unknown fields of peers."""
     known = {kind: {field.name for field in dataclasses.fields(kind) if field.init} for kind in (Peer, EnginePeer)}
     for group in ("contenders", "peers"):
         for name, row in config[group].items():
@@ -85,7 +76,9 @@ def fill_defaults(config: DictConfig, target: Target) -> None:
         early.exit_layer = layers // 2
 
 
-def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sampling: Sampling) -> Contenders:
+def build_contenders(
+    config: DictConfig, target: Target, prompts: PromptSet, sampling: Sampling, context: int = CONTEXT
+) -> Contenders:
     """Build the contenders of a benchmark. Those that cannot decode with the target are left out with a message.
 
     Args:
@@ -93,6 +86,7 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
         target: the target.
         prompts: prompts of the benchmark; datastores must not contain their answers.
         sampling: sampling of the benchmark.
+        context: tokens before those by which costs of cascades are measured.
 
     Raises:
         InputError: a rival does not exist, or two contenders have the same name.
@@ -103,30 +97,28 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
     if config.draft_mask and config.draft_folder in drafts and not Path(config.draft_folder).exists():
         save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), Path(config.draft_folder))
     decoders: dict[str, Decoder | Peer | EnginePeer] = {}
-    rivals = {BASELINE: "transformers"}
-    configs, cascade_costs = {BASELINE: SpeculativeConfig()}, dict[str, dict[str, Any]]()
+    rivals, configs = {BASELINE: "transformers"}, {BASELINE: SpeculativeConfig()}
+    timer = CostTimer(target, sampling, [context], config.seed)
+    complete = partial(_with_costs, verify_costs=cache(timer.verify_costs), draft_costs=partial(timer.draft_costs, known={}))
+    incomplete: dict[str, Callable[[], SpeculativeConfig]] = {}
     for name, row in own.items():
         fields: dict[str, Any] = dict(OmegaConf.to_container(row, resolve=True))  # type: ignore[arg-type]
-        rival = fields.pop("rival", None)
-        if rival is not None and rival not in config.peers:
-            raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
-        if rival is not None:
+        if (rival := fields.pop("rival", None)) is not None:
+            if rival not in config.peers:
+                raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
             rivals[name] = rival
         costs = {key: cost for key in _COSTS if (cost := fields.pop(key, None)) is not None}
+        configs[name] = SpeculativeConfig.from_dict(fields if "members" in fields else fields | costs)
         if "members" in fields:
-            cascade_costs[name], costs = costs, {}
-        configs[name] = SpeculativeConfig.from_dict(fields | costs)
+            incomplete[name] = partial(complete, configs[name], costs)
         refuse_answers_of(f"contenders.{name}", configs[name], target, prompts)
     if export is not None:
         configs["export"] = export.config
         _report_differences(export, target, sampling)
         refuse_answers_of("config", export.config, target, prompts)
-    timer = CostTimer(target, sampling, [config.tree.context], config.seed)
-    verify_costs, draft_costs = cache(timer.verify_costs), partial(timer.draft_costs, known={})
-    for name, drafting in list(configs.items()):
+    for name in list(configs):
         try:
-            if name in cascade_costs:
-                drafting = configs[name] = _with_costs(drafting, cascade_costs[name], verify_costs, draft_costs)
+            drafting = configs[name] = incomplete[name]() if name in incomplete else configs[name]
             decoders[name] = Decoder.of(target, drafting)
         except UnsupportedModel as error:
             if name == BASELINE:
@@ -134,17 +126,19 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
             print(f"contenders.{name}: left out: {error}")
             del configs[name]
             continue
-        if config.allow_lossy and drafting.lossless and name != BASELINE:
-            for rule in ("threshold", "typical"):
-                lossy = f"{name}_{rule}"
-                if lossy in configs:
-                    raise InputError(f"contenders.{lossy}: allow_lossy=true adds a row of that name for {name}")
-                configs[lossy] = dataclasses.replace(drafting, accept=AcceptRule(rule))
-                decoders[lossy] = Decoder.of(target, configs[lossy])
+        for rule in ("threshold", "typical") if config.allow_lossy and drafting.lossless and name != BASELINE else ():
+            lossy = f"{name}_{rule}"
+            if lossy in configs:
+                raise InputError(f"contenders.{lossy}: allow_lossy=true adds a row of that name for {name}")
+            configs[lossy] = dataclasses.replace(drafting, accept=AcceptRule(rule))
+            decoders[lossy] = Decoder.of(target, configs[lossy])
     try:
         for name, row in peers.items():
+            fields = {str(field): value for field, value in row.items()}
             try:
-                decoders[name] = _peer(target, row, Path(config.outputs) / "engines")
+                engine = "engine" in row
+                folder = Path(config.outputs) / "engines"
+                decoders[name] = EnginePeer(target, folder, **fields) if engine else Peer(target, **fields)
             except UnsupportedModel as error:
                 print(f"peers.{name}: left out: {error}")
     except BaseException:
@@ -161,24 +155,19 @@ def close_engines(decoders: Mapping[str, Decoder | Peer | EnginePeer]) -> None:
             decoder.close()
 
 
-def _peer(target: Target, row: DictConfig, folder: Path) -> Peer | EnginePeer:
-    """Return a decoding method of transformers, or of an engine, which keeps its models in a folder."""
-    fields = {str(name): value for name, value in row.items()}
-    return EnginePeer(target, folder, **fields) if "engine" in row else Peer(target, **fields)
-
-
 def _present(group: DictConfig) -> dict[str, Any]:
     """Return the rows that are not null. Rows without their draft model, head or engine are left out with a message."""
     present, not_installed = {}, []
     for name, row in group.items():
-        if row is not None and "engine" in row and not is_installed(str(row.engine), row.get("python")):
-            not_installed.append(str(name))
+        if row is None:
             continue
-        missing = [] if row is None else [str(part) for part in row if OmegaConf.is_missing(row, str(part))]
-        missing += [part for part in ("draft_model", "head") if row is not None and row.get(part, "") is None]
-        if missing:
+        missing = [str(part) for part in row if OmegaConf.is_missing(row, str(part))]
+        missing += [part for part in ("draft_model", "head") if row.get(part, "") is None]
+        if "engine" in row and not is_installed(str(row.engine), row.get("python")):
+            not_installed.append(str(name))
+        elif missing:
             print(f"{name!s}: left out: it has no {missing[0]}")
-        elif row is not None:
+        else:
             present[str(name)] = row
     if not_installed:
         print(f"{', '.join(not_installed)}: left out: not installed; peers.NAME.python names an interpreter that has it")
@@ -195,10 +184,7 @@ def _report_differences(export: Export, target: Target, sampling: Sampling) -> N
 
 
 def _with_costs(
-    cascade: SpeculativeConfig,
-    given: Mapping[str, Any],
-    verify_costs: Callable[[], Costs],
-    draft_costs: DraftCost,
+    cascade: SpeculativeConfig, given: Mapping[str, Any], verify_costs: Callable[[], Costs], draft_costs: DraftCost
 ) -> SpeculativeConfig:
     """Return a cascade with the costs of drafting and verification: the given ones, otherwise measured ones."""
     costs = dict(given)

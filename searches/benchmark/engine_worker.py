@@ -17,28 +17,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 Decoded = tuple[list[int], list[int]]
-
-
-class Engine(Protocol):
-    """An engine with a model.
-
-    Attributes:
-        version: the version of the engine.
-    """
-
-    version: str
-
-    def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
-        """Return the new tokens of a prompt, and how many of them were known after each round.
-
-        Args:
-            request: ``tokens``, ``max_new_tokens``, ``eos`` and ``repetition_penalty``.
-            on_first: called with the number of tokens that are known first.
-        """
-        ...
+"""The new tokens of a prompt, and how many of them were known after each round."""
 
 
 class OpenVinoGenAi:
@@ -55,21 +37,16 @@ class OpenVinoGenAi:
         schedule = openvino_genai.SchedulerConfig()
         schedule.enable_prefix_caching = False  # every prompt is read whole, as the others read it
         drafting: dict[str, Any] = {"scheduler_config": schedule}
-        self._assist: dict[str, int] = {}
+        self._assist = {} if settings["method"] == "plain" else {"num_assistant_tokens": settings["num_speculative_tokens"]}
         if settings["method"] == "prompt_lookup":
-            drafting["prompt_lookup"] = True
-            self._assist = {
-                "num_assistant_tokens": settings["num_speculative_tokens"],
-                "max_ngram_size": settings["prompt_lookup_max"],
-            }
+            drafting["prompt_lookup"], self._assist["max_ngram_size"] = True, settings["prompt_lookup_max"]
         elif settings["method"] == "assistant":
             drafting["draft_model"] = openvino_genai.draft_model(settings["draft_model"], "CPU", **options)
-            self._assist = {"num_assistant_tokens": settings["num_speculative_tokens"]}
         self._pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", **drafting, **options)
         self.version = str(openvino_genai.__version__)
 
     def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
-        """See :meth:`Engine.decode`."""
+        """Decode ``tokens``; ``on_first`` is called with the number of tokens that are known first."""
         import numpy
 
         lengths: list[int] = []
@@ -106,13 +83,11 @@ class Vllm:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        speculative: dict[str, Any] | None = None
+        speculative: dict[str, Any] = {"num_speculative_tokens": settings["num_speculative_tokens"]}
         if settings["method"] == "prompt_lookup":
-            lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": settings["prompt_lookup_max"]}
-            speculative = {"method": "ngram", "num_speculative_tokens": settings["num_speculative_tokens"], **lookup}
+            speculative |= {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": settings["prompt_lookup_max"]}
         elif settings["method"] == "assistant":
-            speculative = {"method": "draft_model", "num_speculative_tokens": settings["num_speculative_tokens"]}
-            speculative["model"] = settings["draft_model"]
+            speculative |= {"method": "draft_model", "model": settings["draft_model"]}
         arguments = AsyncEngineArgs(
             model=settings["model"],
             dtype=settings["dtype"],
@@ -120,7 +95,7 @@ class Vllm:
             max_num_seqs=1,
             enable_prefix_caching=False,
             generation_config="vllm",
-            speculative_config=speculative,
+            speculative_config=None if settings["method"] == "plain" else speculative,
         )
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._start(AsyncLLM, arguments))
@@ -130,7 +105,6 @@ class Vllm:
         self._engine = engine.from_engine_args(arguments)
 
     def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
-        """See :meth:`Engine.decode`."""
         return self._loop.run_until_complete(self._decode(request, on_first))
 
     async def _decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
@@ -156,7 +130,7 @@ class Vllm:
         return output, lengths
 
 
-ENGINES: dict[str, Callable[[dict[str, Any]], Engine]] = {"openvino_genai": OpenVinoGenAi, "vllm": Vllm}
+ENGINES: dict[str, type[OpenVinoGenAi] | type[Vllm]] = {"openvino_genai": OpenVinoGenAi, "vllm": Vllm}
 
 
 def end_with(program: int) -> None:

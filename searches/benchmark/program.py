@@ -26,9 +26,9 @@ from layerskip.measure.measure import Task, interleave
 from layerskip.measure.measurement import Sample, check_output
 from searches.app.checks import check_flag, check_seed, check_whole
 from searches.app.interrupt import is_interrupt
-from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, close_engines, fill_defaults
-from searches.benchmark.engine_peers import EnginePeer
-from searches.report.tables import empty_note, speedup_cells
+from searches.benchmark.contenders import BASELINE, CONTEXT, build_contenders, check_rows, close_engines, fill_defaults
+from searches.benchmark.peers import EnginePeer
+from searches.report.tables import Row, as_markdown, conditions, empty_note, speedup_cells
 from searches.results import record_header
 from searches.study.objective import MeasureSettings
 from searches.study.plan import check_prompts
@@ -46,7 +46,6 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     check_seed(config.seed)
     check_flag("allow_lossy", config.allow_lossy)
     check_whole("tree.tokens", config.tree.tokens, 0)
-    check_whole("tree.context", config.tree.context)
     check_rows(config)
     target: Target = instantiate(config.target)
     check_prompts(prompts, target, measuring.max_new_tokens)
@@ -67,7 +66,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
             "prompts": {"name": prompts.name, "count": count, "digest": prompts.digest},
             "configs": {name: drafting.to_dict() for name, drafting in configs.items()},
             "results": {
-                name: _result(rows, name, rivals.get(name), _members(name, configs))
+                name: _result(rows, name, rivals.get(name), configs)
                 | {"lossless": name not in configs or configs[name].lossless, "drafter_bytes": memory[name]}
                 for name in decoders
             },
@@ -79,7 +78,9 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         with tqdm(total=len(prompts) * repeats, unit="prompt", disable=None) as bar:
             for row in interleave(target, prompts, decoders, task, repeats):
                 rows.append(row)
-                memory |= {name: _larger(memory[name], decoder.memory_bytes()) for name, decoder in decoders.items()}
+                for name, decoder in decoders.items():
+                    held, now = memory[name], decoder.memory_bytes()
+                    memory[name] = None if held is None or now is None else max(held, now)
                 bar.update()
     except BaseException as error:
         if is_interrupt(error) and rows:
@@ -100,37 +101,34 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     return record
 
 
-def _larger(one: int | None, other: int | None) -> int | None:
-    """Return the larger of two numbers of bytes, None if one is unknown."""
-    return None if one is None or other is None else max(one, other)
-
-
 def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTiming | None:
     """Time the verification of a tree; None if it is disabled or the target cannot verify trees."""
     if not config.tree.tokens:
         return None
     try:
-        return time_tree(target, config.tree.context, config.tree.tokens, sampling, seed=config.seed)
+        return time_tree(target, CONTEXT, config.tree.tokens, sampling, seed=config.seed)
     except UnsupportedModel as error:
         print(f"tree: left out: {error}")
         return None
 
 
-def _members(name: str, configs: Mapping[str, SpeculativeConfig]) -> list[str]:
-    """Return the members of a cascade that are contenders themselves."""
-    return [other for other, config in configs.items() if name in configs and config in configs[name].members]
-
-
-def _result(rows: list[Mapping[str, Sample]], name: str, rival: str | None, members: Sequence[str]) -> dict[str, Any]:
+def _result(
+    rows: list[Mapping[str, Sample]], name: str, rival: str | None, configs: Mapping[str, SpeculativeConfig]
+) -> dict[str, Any]:
+    """Return the metrics of a contender, its speedup over a rival, and over members that are contenders themselves."""
     result = Measurement.of(rows, BASELINE, name).to_dict()
-    seconds = result["prefill_seconds"] + result["decode_seconds"]
-    result["end_to_end_tokens_per_second"] = result["tokens"] / seconds
+    result["end_to_end_tokens_per_second"] = result["tokens"] / (result["prefill_seconds"] + result["decode_seconds"])
     peaks = [peak for row in rows if (peak := row[name].decoding_bytes) is not None]
     result["decoding_bytes"] = max(peaks, default=None)
     if rival is not None:
         result["rival"] = {"name": rival} | _ratio(Measurement.of(rows, rival, name))
-    if members:
-        result["members"] = {other: _ratio_by_category(Measurement.of(rows, other, name)) for other in members}
+    members = configs[name].members if name in configs else ()
+    against = {other: Measurement.of(rows, other, name) for other, config in configs.items() if config in members}
+    if against:
+        result["members"] = {
+            other: _ratio(whole) | {"by_category": {category: _ratio(part) for category, part in whole.by_category.items()}}
+            for other, whole in against.items()
+        }
     return result
 
 
@@ -139,31 +137,10 @@ def _ratio(measurement: Measurement) -> dict[str, float]:
     return {"speedup": measurement.speedup, "low": low, "high": high}
 
 
-def _ratio_by_category(measurement: Measurement) -> dict[str, Any]:
-    return _ratio(measurement) | {
-        "by_category": {category: _ratio(part) for category, part in measurement.by_category.items()}
-    }
-
-
 def table(record: Mapping[str, Any]) -> str:
     """Return a record as Markdown: all prompts first, then by category, then the conditions."""
-    lines = [
-        "| decoding | tokens/s | speedup | 95 % interval | acceptance | tokens/round | drafting | drafter's memory | output "
-        "| speedup over transformers |",
-        "|" + "---|" * 10,
-    ]
     results = record["results"]
-    for name, result in results.items():
-        rival = _interval(result["rival"]) if "rival" in result else ""
-        drafts = record["configs"].get(name, {"method": "none"})["method"] != "none"
-        acceptance = f"{result['acceptance_rate']:.2f}" if drafts else ""
-        draft_share = f"{result['draft_share']:.0%}" if drafts else ""
-        speedup = " | ".join(speedup_cells(result, 2).values())
-        output = result["losslessness"]["verdict"].replace("_", "-") if result["lossless"] else "lossy"
-        lines.append(
-            f"| {name} | {result['tokens_per_second']:.1f} | {speedup} | {acceptance} "
-            f"| {result['mean_acceptance_length']:.2f} | {draft_share} | {_memory(result)} | {output} | {rival} |"
-        )
+    lines = as_markdown([_row(name, result, record["configs"].get(name)) for name, result in results.items()])
     categories = sorted({category for result in results.values() for category in result["speedup_by_category"]})
     marked = {name if result["lossless"] else f"{name} (lossy)": result for name, result in results.items()}
     speedups = {name: result["speedup_by_category"] for name, result in marked.items()}
@@ -181,36 +158,38 @@ def table(record: Mapping[str, Any]) -> str:
             f"Verifying a tree of {timing.tokens} tokens takes {timing.ratio:.2f} times as long as a chain of as many, "
             f"{timing.chain_seconds * 1000:.1f} ms after {timing.context} tokens.",
         ]
-    machine, versions = record["environment"], record["environment"]["versions"]
-    prompts = record["prompts"]
-    engines = "".join(f"{engine} {version}, " for engine, version in record.get("engines", {}).items())
-    lines += [
-        "",
-        f"{record['target']['name']} in {record['target']['dtype']} on {machine['device']} ({machine['device_name']}, "
-        f"{machine['threads']} threads), {prompts['count']} prompts ({prompts['name']}) x {record['repeats']}, "
-        f"{record['max_new_tokens']} new tokens, torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"{engines}{record['date']}.",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", conditions(record)])
+
+
+def _row(name: str, result: Mapping[str, Any], config: Mapping[str, Any] | None) -> Row:
+    """Return the row of a contender in the table of all prompts."""
+    drafts = config is not None and config["method"] != "none"
+    # The memory of the drafter without the target and, on CUDA, the further memory of decoding.
+    peak = "" if result["decoding_bytes"] is None else f", {result['decoding_bytes'] / 2**20:.0f} MB to decode"
+    return {
+        "decoding": name,
+        "tokens/s": f"{result['tokens_per_second']:.1f}",
+        **speedup_cells(result, 2),
+        "acceptance": f"{result['acceptance_rate']:.2f}" if drafts else "",
+        "tokens/round": f"{result['mean_acceptance_length']:.2f}",
+        "drafting": f"{result['draft_share']:.0%}" if drafts else "",
+        "drafter's memory": "" if result["drafter_bytes"] is None else f"+{result['drafter_bytes'] / 2**20:.0f} MB{peak}",
+        "output": result["losslessness"]["verdict"].replace("_", "-") if result["lossless"] else "lossy",
+        "speedup over transformers": _interval(result["rival"]) if "rival" in result else "",
+    }
 
 
 def _interval(ratio: Mapping[str, float]) -> str:
     return f"{ratio['speedup']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
-def _memory(result: Mapping[str, Any]) -> str:
-    """Return the memory of the drafter without the target and, on CUDA, the further memory of decoding."""
-    peak = "" if result["decoding_bytes"] is None else f", {result['decoding_bytes'] / 2**20:.0f} MB to decode"
-    return "" if result["drafter_bytes"] is None else f"+{result['drafter_bytes'] / 2**20:.0f} MB{peak}"
-
-
 def _by_category(title: str, categories: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return a table of one figure per category; nothing without rows."""
-    lines = [
-        f"| {name} | {' | '.join(f'{row[category]:.2f}' if category in row else '' for category in categories)} |"
+    cells = [
+        {title: name} | {each: f"{row[each]:.2f}" if each in row else "" for each in categories}
         for name, row in rows.items()
     ]
-    return ["", f"| {title} | {' | '.join(categories)} |", "|---" * (1 + len(categories)) + "|", *lines] if lines else []
+    return ["", *as_markdown(cells)] if cells else []
 
 
 def _near_ties(results: Mapping[str, Any]) -> list[str]:
@@ -226,14 +205,10 @@ def _near_ties(results: Mapping[str, Any]) -> list[str]:
 
 def _cascades(results: Mapping[str, Any], categories: Sequence[str]) -> list[str]:
     """Return a table of the paired speedup of each cascade over its members; nothing without cascades."""
-    rows = []
-    for name, result in results.items():
-        for member, ratio in result.get("members", {}).items():
-            cells = [_interval(ratio), *(_interval(ratio["by_category"][category]) for category in categories)]
-            rows.append(f"| {name} / {member} | {' | '.join(cells)} |")
-    head = [
-        "",
-        f"| speedup of a cascade over its member | all | {' | '.join(categories)} |",
-        "|---" * (2 + len(categories)) + "|",
+    cells = [
+        {"speedup of a cascade over its member": f"{name} / {member}", "all": _interval(ratio)}
+        | {category: _interval(ratio["by_category"][category]) for category in categories}
+        for name, result in results.items()
+        for member, ratio in result.get("members", {}).items()
     ]
-    return [*head, *rows] if rows else []
+    return ["", *as_markdown(cells)] if cells else []

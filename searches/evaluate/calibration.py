@@ -1,7 +1,5 @@
 """Calibration of winners and intervals on simulated decoders: how often each is wrong where the truth is known.
 
-Usage: ``python -m searches.evaluate.calibration [planted.seeds=100] [field=value]``
-
 Counts three things and compares each with a criterion:
 
 - A configuration against itself: how often the final rule names one of the two a winner.
@@ -40,15 +38,15 @@ from searches.evaluate.simulated import (
     Landscape,
     Machine,
     Prospect,
-    SimulatedBench,
     SimulatedPredictor,
     draw_prompts,
+    simulated_bench,
 )
 from searches.predict.preparation import ScanSettings
 from searches.predict.proposals import propose_all
 from searches.results import RESULTS_VERSION, ResultLog
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench, Row
+from searches.study.bench import BASELINE, Bench, ModelBench, Row
 from searches.study.finals import Finalist, measure_finals, remeasure_drifted
 from searches.study.leaderboard import configuration
 from searches.study.objective import MeasureSettings, Objective
@@ -77,7 +75,7 @@ def calibrate(config: DictConfig) -> None:
         "config": OmegaConf.to_container(config, resolve=True),
         "searches": outcomes,
     }
-    conclude(record, config.outputs, "calibration.json", config.record, counts)
+    conclude(config, "calibration.json", record, counts)
 
 
 def _check(config: DictConfig) -> None:
@@ -91,11 +89,11 @@ def _check(config: DictConfig) -> None:
 
 def compare_with_itself(config: DictConfig) -> Count:
     """Compare a configuration with itself many times, by the rule of finals, and count the winners."""
-    same = SpeculativeConfig.from_dict(OmegaConf.to_container(config.itself.config, resolve=True))  # type: ignore[arg-type]
+    same = _config(config.itself.config)
     # Plain decoding is always measured, as the baseline.
     one, other = (BASELINE, _OTHER) if same.method == "none" else (_ONE, _OTHER)
     entries = {name: same for name in (one, other) if name != BASELINE}
-    bench = _bench(config, config.seed)  # its drift continues from comparison to comparison
+    bench, _ = _bench(config, config.seed)  # its drift continues from comparison to comparison
     winners, times = 0, config.itself.comparisons
     for seed in tqdm(range(config.seed, config.seed + times), unit="comparison", desc="with itself", disable=None):
         rows = _rows(bench, entries, draw_prompts(config.itself.prompts, seed), seed)
@@ -107,30 +105,32 @@ def compare_with_itself(config: DictConfig) -> Count:
 
 def measure_coverage(config: DictConfig) -> list[Count]:
     """Measure configurations on many draws of prompts, and count the intervals that contain the long-run speedup."""
-    if not config.coverage.resamplings:
+    times, minimum, counts = config.coverage.resamplings, config.coverage.minimum, list[Count]()
+    if not times:
         return []
-    bench = _bench(config, config.seed + 1)
-    fields: dict[str, Any] = OmegaConf.to_container(config.coverage.configs, resolve=True)  # type: ignore[assignment]
-    configs = {name: SpeculativeConfig.from_dict(values) for name, values in fields.items()}
-    truths = {name: bench.landscape.speedup(drafting) for name, drafting in configs.items()}
-    times, counts = config.coverage.resamplings, list[Count]()
+    bench, landscape = _bench(config, config.seed + 1)
+    configs = {str(name): _config(values) for name, values in config.coverage.configs.items()}
+    truths = {name: landscape.speedup(drafting) for name, drafting in configs.items()}
     for size in config.coverage.prompts:
         covered = dict.fromkeys(configs, 0)
         for index in tqdm(range(times), unit="resampling", desc=f"coverage, {size} prompts", disable=None):
             seed = config.seed + 1_000_000 + index
             rows = _rows(bench, configs, draw_prompts(size, seed), seed)
-            for name in configs:
+            for name, truth in truths.items():
                 low, high = Measurement.of(rows, BASELINE, name).interval()
-                covered[name] += low <= truths[name] <= high
-        minimum = config.coverage.minimum
-        counts += [
-            Count(f"coverage, {name}, {size} prompts", hits, times, minimum=minimum) for name, hits in covered.items()
-        ]
+                covered[name] += low <= truth <= high
+        names = {f"coverage, {name}, {size} prompts": hits for name, hits in covered.items()}
+        counts += [Count(name, hits, times, minimum=minimum) for name, hits in names.items()]
     return counts
 
 
-def _bench(config: DictConfig, seed: int) -> SimulatedBench:
-    return SimulatedBench(Landscape.draw(config.seed, config.planted.layers), Machine(seed, stalls=config.stalls))
+def _config(fields: DictConfig) -> SpeculativeConfig:
+    return SpeculativeConfig.from_dict(OmegaConf.to_container(fields, resolve=True))  # type: ignore[arg-type]
+
+
+def _bench(config: DictConfig, seed: int) -> tuple[ModelBench, Landscape]:
+    landscape = Landscape.draw(config.seed, config.planted.layers)
+    return simulated_bench(landscape, Machine(seed, stalls=config.stalls)), landscape
 
 
 def _rows(bench: Bench, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, seed: int) -> list[Row]:
@@ -158,11 +158,6 @@ def _plant(config: DictConfig) -> list[Outcome]:
 def search_planted(seed: int, prospect: Prospect, planted: DictConfig) -> Outcome:
     """Search one landscape as a study does, up to the configuration that it would export.
 
-    Args:
-        seed: of the landscape, the prompts and the search.
-        prospect: the kind of landscape.
-        planted: sizes and settings of the search.
-
     Returns:
         Labels and true speedups of the best configuration and of the winner, and the highest true speedup that was measured.
     """
@@ -172,10 +167,9 @@ def search_planted(seed: int, prospect: Prospect, planted: DictConfig) -> Outcom
     measuring: MeasureSettings = instantiate(parts.measure)
     scanning: ScanSettings = instantiate(parts.scan)
     tune, held_out = draw_prompts(planted.prompts, seed).split()
-    bench = SimulatedBench(landscape, Machine(seed))
-    predictor = SimulatedPredictor(
-        landscape, space.values("layer_skip", "num_speculative_tokens"), tune.take(scanning.prompts)
-    )
+    bench = simulated_bench(landscape, Machine(seed))
+    lengths = space.values("layer_skip", "num_speculative_tokens")
+    predictor = SimulatedPredictor(landscape, lengths, tune.take(scanning.prompts))
     study = open_study(f"planted-{seed}", InMemoryStorage(), instantiate(parts.pruner), {})
     study.sampler = instantiate(parts.sampler, seed=seed)
     starts = starting_points(space, propose_all(predictor, space, scanning.proposals))

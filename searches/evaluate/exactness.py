@@ -1,7 +1,5 @@
 """Exactness of scans: every round that a scan predicts against every round of real decoding.
 
-Usage: ``python -m searches.evaluate.exactness [field=value]``
-
 Scans random masks over all tune prompts and decodes with each of them, with every draft length and stop threshold. Compares
 the rounds, their drafted and accepted tokens, and the output with that of plain decoding. The exit code is 4 if anything
 differs, which must not happen in float32. Works on any target that can be scanned.
@@ -78,7 +76,7 @@ def exactness(config: DictConfig) -> None:
     decodings, rounds, drafted, accepted = (sum(row[name] for row in rows) for name in _COUNTED)
     print(f"{decodings} decodings with {rounds} rounds, {drafted} drafted and {accepted} accepted tokens")
     counts = [Count("decodings that differ from their scans", len(differing), decodings, maximum=0)]
-    conclude(record, config.outputs, "exactness.json", config.record, counts)
+    conclude(config, "exactness.json", record, counts)
 
 
 def _check(config: DictConfig) -> None:
@@ -93,21 +91,17 @@ def _check(config: DictConfig) -> None:
 def _compare(scanner: Scanner, mask: SkipMask, settings: Sequence[Setting]) -> dict[str, Any]:
     """Decode every prompt with a mask and every setting; return the counts, and what differs from the scan."""
     (scan,) = scanner.scan([mask], floor=lowest_threshold(stop for _, stop in settings))
-    drafters = {
-        (length, stop): build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop), scanner.target)
-        for length, stop in settings
-    }
-    predicted = {setting: scanner.rounds(scan, *setting) for setting in settings}
     counted, differing = Counter(dict.fromkeys(_COUNTED, 0)), []
-    for index, continuation in enumerate(scanner.continuations):
-        prefill = Prefill.of(scanner.target, continuation.prompt)
-        for (length, stop), drafter in drafters.items():
-            prompt, new = continuation.prompt, continuation.max_new_tokens
-            result = decode(scanner.target, drafter, prompt, scanner.sampling, new, prefill=prefill)
+    prefills = [Prefill.of(scanner.target, continuation.prompt) for continuation in scanner.continuations]
+    for length, stop in settings:
+        drafter = build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop), scanner.target)
+        every = zip(scanner.continuations, prefills, scanner.rounds(scan, length, stop), strict=True)
+        for continuation, prefill, predicted in every:
+            result = decode(scanner.target, drafter, prefill, scanner.sampling, continuation.max_new_tokens)
             rounds, same = list(result.stats.rounds), tuple(result.tokens) == continuation.tokens
             sums = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
             counted.update(dict(zip(_COUNTED, (1, len(rounds), *sums), strict=True)))
-            if rounds != predicted[length, stop][index] or not same:
+            if rounds != predicted or not same:
                 case = {"prompt": continuation.prompt_id, "num_speculative_tokens": length, "threshold": stop.threshold}
                 differing.append(case | {"output": same})
     return dict(counted) | {"differing": differing}
@@ -117,11 +111,7 @@ def random_masks(layers: int, skippable: Sequence[int], count: int, shares: Sequ
     """Draw ``count`` different masks that skip something, or as many as are found.
 
     Args:
-        layers: number of layers.
-        skippable: indices of layers that may be skipped.
-        count: number of masks.
         shares: probabilities of skipping a sub-layer; every mask uses one of them.
-        seed: seed of the draw.
     """
     source, masks = random.Random(seed), dict[SkipMask, None]()
     for _ in range(1000 * count):

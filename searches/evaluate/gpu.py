@@ -1,7 +1,5 @@
 """Decoding on a GPU, measured in at most six minutes and written as one record.
 
-Usage: ``python -m searches.evaluate.gpu [parts=[plain,drafters]] [field=value]``; ``make gpu`` also runs tests and a study.
-
 - ``plain``: plain decoding of the target and of random Llamas of 1B, 3B and 8B, as a share of what the memory bandwidth
   allows, and beside transformers' ``generate``, with its dynamic and its compiled static cache.
 - ``drafters``: every drafter on the target, beside plain decoding; and plain decoding with and without compiled layers.
@@ -19,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import platform
@@ -37,73 +34,51 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.costs.timing import time_tree, time_verification
 from layerskip.device.memory import is_out_of_memory, release_memory, total_bytes
 from layerskip.device.transfer import now
-from layerskip.files import write_json
+from layerskip.files import read_json, write_json
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, compiled_layers
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import capture_seconds
-from layerskip.models.loading import DTYPES
 from layerskip.models.skip_view import decoding_view, shared_copy
 from searches.app.application import BAD_INPUT, run
 from searches.app.checks import check_list, check_number
 from searches.app.composition import literal
 from searches.benchmark.contenders import BASELINE, build_contenders, fill_defaults
 from searches.benchmark.peers import Peer
-from searches.evaluate.criteria import check_fields, table
+from searches.evaluate.criteria import check_fields, random_target
 from searches.results import record_header
 
 Row = dict[str, Any]
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of the copied buffer; beyond any cache
 _COPIES = 20  # of a timing, so that reading the clock does not count
 _PEERS = {"transformers": "plain", "transformers_static": "static"}
-_METRICS = {
-    "tokens_per_second": "{:.1f}",
-    "share_of_floor": "{:.0%}",
-    "over_plain": "{:.2f}",
-    "over_plain_low": "{:.2f}",
-    "over_plain_high": "{:.2f}",
-    "mean_acceptance_length": "{:.2f}",
-    "acceptance_rate": "{:.2f}",
-    "chain_seconds": "{:.3g}",
-    "tree_seconds": "{:.3g}",
-    "chain_over_step": "{:.2f}",
-    "tree_over_step": "{:.2f}",
-    "startup_seconds": "{:.1f}",
-    "capture_seconds": "{:.1f}",
-    "output": "{}",
-}
-"""Figures of rows that tables show, with their formats."""
 
 
 class Part:
-    """A part that is run: its device, and the rows that it has reported.
-
-    Args:
-        config: configuration ``conf/gpu.yaml``.
-        record: gets ``device`` and the rows.
-        name: of the part.
-        path: of the record.
-    """
+    """A part that is run: its device, and the rows that it has reported."""
 
     def __init__(self, config: DictConfig, record: dict[str, Any], name: str, path: Path) -> None:
         self.config, self._record, self._path = config, record, path
         self.target: Target = instantiate(config.target)
         device = self.device = self.target.device
-        record |= record_header("layerskip.gpu/1", self.target)
-        about = {"type": device.type, "device": str(device), "bandwidth": copy_bandwidth(device), "dtype": self.target.dtype}
         cuda = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-        about |= {"name": cuda.name if cuda else platform.machine(), "processors": os.cpu_count()}
-        about["memory_bytes"] = cuda.total_memory if cuda else total_bytes()
-        record["device"], self.bandwidth = about, float(about["bandwidth"])
-        self.rows: dict[str, Row] = {}
-        record["parts"] = {name: {"rows": self.rows}}
+        self.bandwidth, self.rows = copy_bandwidth(device), dict[str, Row]()
+        record |= record_header("layerskip.gpu/1", self.target) | {"parts": {name: {"rows": self.rows}}}
+        record["device"] = {
+            "type": device.type,
+            "device": str(device),
+            "bandwidth": self.bandwidth,
+            "dtype": self.target.dtype,
+            "name": cuda.name if cuda else platform.machine(),
+            "processors": os.cpu_count(),
+            "memory_bytes": cuda.total_memory if cuda else total_bytes(),
+        }
 
     def attempt(self, name: str, measure: Callable[[], Row]) -> None:
         """Measure one row, print it and write the record. An error becomes the row, and what it held is freed."""
@@ -118,11 +93,14 @@ class Part:
         if row is None:
             row = failed
             release_memory()  # after the except block, because the error keeps its frames
-        self.rows[name] = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-        }
-        print(f"{name}: {describe(row)}", flush=True)
+        numbers = {key: value for key, value in row.items() if isinstance(value, float)}
+        row = self.rows[name] = row | {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        print(f"{name}: {', '.join(f'{key} {_shown(value)}' for key, value in row.items())}", flush=True)
         write_json(self._path, self._record)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @torch.inference_mode()
@@ -157,10 +135,7 @@ def floor_of(target: Target) -> Row:
 def floor_tokens_per_second(floor: Mapping[str, float], context: float, bandwidth: float) -> float:
     """Return the tokens per second of plain decoding at which reading alone takes all the time.
 
-    Args:
-        floor: of :func:`floor_of`.
-        context: tokens in the cache, on average.
-        bandwidth: bytes per second.
+    ``context`` is the mean number of tokens in the cache, ``bandwidth`` in bytes per second.
     """
     return bandwidth / (floor["weight_bytes"] + floor["cache_bytes"] * context)
 
@@ -189,24 +164,8 @@ def _model(part: Part, shape: Mapping[str, Any] | None) -> tuple[Target, list[in
     """Return a random Llama, or without a shape the target, with the prompt that it continues."""
     if shape is None:
         return part.target, part.target.encode(next(iter(instantiate(part.config.prompts))).messages())
-    target = random_llama(shape, part.target.dtype, part.device, part.config.seed)
+    target = random_target(shape, part.target.dtype, part.device, part.config.seed)
     return target, [token % target.vocabulary for token in range(part.config.context)]
-
-
-def random_llama(shape: Mapping[str, Any], dtype: str, device: torch.device, seed: int = 0) -> Target:
-    """Make a Llama with random weights directly on a device. It never ends an output by itself.
-
-    Args:
-        shape: fields of transformers' ``LlamaConfig``.
-        dtype: as in :func:`layerskip.load_target`.
-        device: where the weights are made.
-        seed: of the weights.
-    """
-    torch.manual_seed(seed)
-    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, **ends), dtype=DTYPES[dtype])
-    return Target(model.eval(), name="random Llama", pack_weights=False)
 
 
 def _plain(
@@ -214,10 +173,8 @@ def _plain(
 ) -> Row:
     """Return the row of a decoding of a model; ``rates`` holds our tokens/s by model."""
     target, prompt = made()
-    contender: Contender = Decoder.of(target, SpeculativeConfig())
-    if decoding in _PEERS:
-        contender = Peer(target, _PEERS[decoding])
-    task = Task(Sampling(), part.config.measure.max_new_tokens, part.config.seed)
+    ours, task = decoding not in _PEERS, Task(Sampling(), part.config.measure.max_new_tokens, part.config.seed)
+    contender: Contender = Decoder.of(target, SpeculativeConfig()) if ours else Peer(target, _PEERS[decoding])
 
     def timed() -> tuple[int, float]:
         """Decode once; return the tokens after the first one, and their seconds without capturing and compiling."""
@@ -237,21 +194,20 @@ def _plain(
         raise ValueError("measure.max_new_tokens: the output ends after its first token, which is not timed")
     floor, context = floor_of(target), len(prompt) + tokens / len(timings) / 2
     rate, maximum = tokens / seconds, floor_tokens_per_second(floor, context, part.bandwidth)
-    if decoding not in _PEERS:
+    if ours:
         rates[name] = rate
-    row = {
+    return {
+        "model": name,
+        "decoding": decoding,
+        **floor,
         "tokens_per_second": rate,
         "floor_tokens_per_second": maximum,
         "share_of_floor": rate / maximum,
         "context": context,
+        "over_plain": rate / rates[name] if name in rates else None,
+        "startup_seconds": max(0.0, first - usual),
+        "capture_seconds": captured,
     }
-    row["over_plain"] = rate / rates[name] if name in rates else None
-    return (
-        {"model": name, "decoding": decoding}
-        | floor
-        | row
-        | {"startup_seconds": max(0.0, first - usual), "capture_seconds": captured}
-    )
 
 
 def measure_drafters(part: Part) -> None:
@@ -261,7 +217,7 @@ def measure_drafters(part: Part) -> None:
     """
     target, config = part.target, DictConfig(OmegaConf.to_container(part.config))
     prompts: PromptSet = instantiate(part.config.prompts).take(config.measure.prompts)
-    config.update({"config": None, "peers": {}, "allow_lossy": False, "tree": {"context": config.context}})
+    config.update({"config": None, "peers": {}, "allow_lossy": False})
     fill_defaults(config, target)
     if compile_mode(target.model) != "off":
         row, other = ("plain_uncompiled", "off") if compiled_layers(target.model) is not None else ("plain_compiled", "on")
@@ -287,7 +243,7 @@ def _drafter(part: Part, prompts: PromptSet, config: DictConfig, name: str) -> R
         return {"left_out": f"it has no {missing[0]}"}
     alone = config.copy()
     alone.contenders = {name: contender}
-    decoders, _, configs = build_contenders(alone, part.target, prompts, Sampling())
+    decoders, _, configs = build_contenders(alone, part.target, prompts, Sampling(), config.context)
     if name not in decoders:
         return {"left_out": "it cannot draft for this target"}
     return _in_turns(part, prompts, {key: decoders[key] for key in (BASELINE, name)}) | {"config": configs[name].to_dict()}
@@ -301,8 +257,9 @@ def _in_turns(part: Part, prompts: PromptSet, pair: Mapping[str, Contender]) -> 
         pass  # captures and compiles the passes of most widths
     measured = Measurement.of(list(interleave(target, prompts, pair, task, measure.repeats)), BASELINE, name)
     low, high = measured.interval()
+    verdict = measured.lossless.verdict
     context = statistics.mean(len(target.encode(item.messages())) for item in prompts) + measure.max_new_tokens / 2
-    row = {
+    return {
         "tokens_per_second": measured.tokens_per_second,
         "plain_tokens_per_second": measured.baseline_tokens_per_second,
         "over_plain": measured.speedup,
@@ -313,11 +270,10 @@ def _in_turns(part: Part, prompts: PromptSet, pair: Mapping[str, Contender]) -> 
         "acceptance_rate": measured.stats.acceptance_rate,
         "draft_share": measured.draft_share,
         "capture_seconds": capture_seconds() - capturing,
-        "output": measured.lossless.verdict,
+        "output": verdict,
         "losslessness": measured.lossless.to_dict(),
+        **({"error": "its output is not that of plain decoding"} if verdict == "different" else {}),
     }
-    wrong = {"error": "its output is not that of plain decoding"} if measured.lossless.verdict == "different" else {}
-    return row | wrong
 
 
 def measure_verification(part: Part) -> None:
@@ -348,7 +304,10 @@ def measure_gpu(config: DictConfig) -> None:
         InputError: the configuration is wrong.
         SystemExit: a part or one of its rows ended with an error; exit code 1.
     """
-    _check(config)
+    check_list("parts", config.parts, list(PARTS), or_empty=False)
+    for name in PARTS:
+        check_number(f"seconds.{name}", config.seconds[name])
+    check_fields(config, {"context": 1, "tokens": 1})
     path, start = Path(config.record or Path(config.outputs) / "gpu.json"), time.monotonic()
     record: dict[str, Any] = {"parts": {}}
     if len(config.parts) == 1:
@@ -359,14 +318,13 @@ def measure_gpu(config: DictConfig) -> None:
         own.unlink(missing_ok=True)
         print(f"{name}: at most {config.seconds[name]:g} s", flush=True)
         error = _run_alone([*sys.argv[1:], f"parts=[{name}]", f"record={literal(str(own))}"], config.seconds[name])
-        found = json.loads(own.read_text(encoding="utf-8")) if own.exists() else {"parts": {name: {"rows": {}}}}
+        found = read_json(own) or {"parts": {name: {"rows": {}}}}
         own.unlink(missing_ok=True)
         part = found["parts"][name] | {"seconds": time.monotonic() - begun} | ({} if error is None else {"error": error})
         record = found | record | {"parts": record["parts"] | {name: part}}  # the header is that of the first part
         write_json(path, record)
     record |= {"config": OmegaConf.to_container(config, resolve=True), "seconds": time.monotonic() - start}
     write_json(path, record)
-    print("\n".join(tables(record)))
     print(f"wrote {path}")
     if errors := [name for name, part in record["parts"].items() if has_error(part)]:
         print(f"errors in: {', '.join(errors)}")
@@ -396,39 +354,6 @@ def _run_alone(overrides: Sequence[str], seconds: float) -> str | None:
 def has_error(part: Mapping[str, Any]) -> bool:
     """Return whether a part of a record, or one of its rows, has an error."""
     return "error" in part or any("error" in row for row in part["rows"].values())
-
-
-def describe(row: Mapping[str, Any]) -> str:
-    """Return a row in one line."""
-    shown = [f"ERROR: {row['error']}"] if "error" in row else []
-    shown += [f"left out: {row['left_out']}"] if "left_out" in row else []
-    return ", ".join(
-        shown or [f"{name} {text.format(row[name])}" for name, text in _METRICS.items() if row.get(name) is not None]
-    )
-
-
-def tables(record: Mapping[str, Any]) -> list[str]:
-    """Return all parts of a record as lines of Markdown, with what was left out and errors below each."""
-    lines: list[str] = []
-    for name, part in record["parts"].items():
-        bad = [f"{key}: {describe(row)}" for key, row in part["rows"].items() if row.keys() & {"error", "left_out"}]
-        bad += [f"ERROR: {part['error']}"] if "error" in part else []
-        good = {key: row for key, row in part["rows"].items() if not row.keys() & {"error", "left_out"}}
-        shown = [metric for metric in _METRICS if any(row.get(metric) is not None for row in good.values())]
-        cells = [
-            [key, *("" if row.get(metric) is None else _METRICS[metric].format(row[metric]) for metric in shown)]
-            for key, row in good.items()
-        ]
-        lines += ["", *table([name, *(metric.replace("_", " ") for metric in shown)], cells).splitlines()] if good else []
-        lines += ["", *(f"- {name}: {line}" for line in bad)] if bad else []
-    return lines
-
-
-def _check(config: DictConfig) -> None:
-    check_list("parts", config.parts, list(PARTS), or_empty=False)
-    for name in PARTS:
-        check_number(f"seconds.{name}", config.seconds[name])
-    check_fields(config, {"context": 1, "tokens": 1})
 
 
 if __name__ == "__main__":

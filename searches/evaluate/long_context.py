@@ -1,7 +1,5 @@
 """Memory and time of long contexts on small random models, and predictions between measured contexts.
 
-Usage: ``python -m searches.evaluate.long_context [field=value]``
-
 Reads prompts of several lengths and decodes plainly after each. Peak memory is that of all tensors beside the weights, the
 cache included; memory inside kernels is not seen. Then a cost profile of two contexts predicts speedups of layer skipping at
 a third one, from the rounds of real decoding, so that the remaining error is that of the costs. Random weights suffice:
@@ -16,15 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from layerskip import Sampling, SkipMask, SpeculativeConfig, Target, build_drafter
-from layerskip.costs.cost_model import CostProfile
-from layerskip.costs.profile import profile_costs
-from layerskip.decoding.decode import decode
+from layerskip.costs.profile import Repeats, profile_costs
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.stats import DecodeStats
 from layerskip.device.memory import AllocationCounter, release_memory
 from layerskip.device.transfer import now
@@ -32,10 +26,11 @@ from layerskip.models.prefill import Prefill
 from layerskip.scan.replay import count
 from searches.app.application import run
 from searches.app.checks import InputError, check_fraction, check_list
-from searches.evaluate.criteria import Count, check_fields, conclude
+from searches.evaluate.criteria import Count, check_fields, conclude, random_target
+from searches.predict.preparation import PROFILE_ERROR
 from searches.results import record_header
 
-_ERROR = 0.02  # standard error of timed parts, as in a search
+_RECORDED = ("models", "sizes", "new_tokens", "repeats", "num_speculative_tokens")
 
 
 def measure_long_contexts(config: DictConfig) -> None:
@@ -46,32 +41,24 @@ def measure_long_contexts(config: DictConfig) -> None:
     check_list("masks", config.masks, or_empty=False)
     if not min(config.profiled) < config.predicted < max(config.profiled):
         raise InputError(f"predicted: {config.predicted} is not between the contexts of profiled")
-    targets = {name: _random_target(name, fields, config) for name, fields in config.models.items()}
-    rows = {
-        name: [_measured(target, length, config) for length in sorted(config.lengths)] for name, target in targets.items()
+    given: Any = OmegaConf.to_container(config, resolve=True)
+    targets = {
+        name: random_target(given["sizes"] | model, config.dtype, config.device, config.seed, name, pack_weights=True)
+        for name, model in given["models"].items()
     }
+    lengths = sorted(config.lengths)
+    rows = {name: [_measured(target, length, config) for length in lengths] for name, target in targets.items()}
     points = {name: _predictions(target, config) for name, target in targets.items()}
     errors = [abs(point["predicted"] / point["measured"] - 1) for name in points for point in points[name]]
     counts = [Count("greatest error of a predicted speedup", max(errors), maximum=config.max_error)]
     record = record_header("layerskip.long_context/1", next(iter(targets.values()))) | {
-        "models": OmegaConf.to_container(config.models),
-        "sizes": OmegaConf.to_container(config.sizes),
-        "new_tokens": config.new_tokens,
-        "repeats": config.repeats,
+        **{name: given[name] for name in _RECORDED},
         "rows": rows,
         "predicted_context": config.predicted,
-        "profiled_contexts": list(config.profiled),
-        "num_speculative_tokens": config.num_speculative_tokens,
+        "profiled_contexts": given["profiled"],
         "points": points,
     }
-    conclude(record, config.outputs, "long-context.json", config.record, counts)
-
-
-def _random_target(name: str, fields: DictConfig, config: DictConfig) -> Target:
-    settings = AutoConfig.for_model(**instantiate(config.sizes, _convert_="all"), **instantiate(fields, _convert_="all"))
-    torch.manual_seed(config.seed)
-    model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, config.dtype))
-    return Target(model.to(config.device).eval(), name=name)
+    conclude(config, "long-context.json", record, counts)
 
 
 def _prompt(target: Target, length: int, seed: int) -> list[int]:
@@ -101,26 +88,25 @@ def _decoded(
     result = decode(
         target,
         build_drafter(drafting, target),
-        prompt,
+        prefill,
         Sampling(),
         config.new_tokens + 1,
-        on_prefill=lambda _: began.append(now(target.device)),
-        eos_ids=frozenset(),
-        prefill=prefill,
+        stops=Stops(frozenset()),
+        callback=lambda _: began.append(now(target.device)),
     )
     return now(target.device) - began[0], result.stats
 
 
 def _predictions(target: Target, config: DictConfig) -> list[dict[str, Any]]:
     """Return measured and predicted speedups of every mask after a prompt of ``predicted`` tokens."""
-    profile, *others = (
-        profile_costs(target, context, config.num_speculative_tokens, error=_ERROR) for context in sorted(config.profiled)
-    )
-    costs = replace(profile, others=tuple(others)).at(config.predicted + config.new_tokens / 2)
+    length, repeats = config.num_speculative_tokens, Repeats(error=PROFILE_ERROR)
+    contexts = sorted(config.profiled)
+    shortest, *others = (profile_costs(target, context, length, repeats=repeats) for context in contexts)
+    costs = replace(shortest, others=tuple(others)).at(config.predicted + config.new_tokens / 2)
     prompt = _prompt(target, config.predicted, config.seed)
     prefill = Prefill.of(target, prompt)
     contenders = {"": SpeculativeConfig()} | {
-        mask: SpeculativeConfig("layer_skip", config.num_speculative_tokens, mask=mask) for mask in config.masks
+        mask: SpeculativeConfig("layer_skip", length, mask=mask) for mask in config.masks
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     rounds: dict[str, DecodeStats] = {}
@@ -131,22 +117,13 @@ def _predictions(target: Target, config: DictConfig) -> list[dict[str, Any]]:
             if repeat:  # the first repeat warms up
                 seconds[name].append(taken)
     plain = statistics.median(seconds.pop(""))
-
-    def predicted(costs: CostProfile, name: str) -> float:
-        mask = SkipMask.parse(name, target.layers)
-        return costs.speedup(count(rounds[name].rounds), mask, contenders[name].stop)
-
-    points = [
-        {
-            "mask": name,
-            "measured": plain / statistics.median(times),
-            "predicted": predicted(costs, name),
-            "from_shortest": predicted(profile, name),
-        }
-        for name, times in seconds.items()
-    ]
-    for point in points:
-        print(f"{target.name}, {point['mask']}: measured {point['measured']:.3f}, predicted {point['predicted']:.3f}")
+    points = []
+    for name, times in seconds.items():
+        counts, mask, stop = count(rounds[name].rounds), SkipMask.parse(name, target.layers), contenders[name].stop
+        predicted, from_shortest = (profile.speedup(counts, mask, stop) for profile in (costs, shortest))
+        measured = plain / statistics.median(times)
+        print(f"{target.name}, {name}: measured {measured:.3f}, predicted {predicted:.3f}")
+        points.append({"mask": name, "measured": measured, "predicted": predicted, "from_shortest": from_shortest})
     return points
 
 

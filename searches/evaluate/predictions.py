@@ -1,7 +1,5 @@
 """Accuracy of predicted speedups: predictions against real decoding, over many masks and draft lengths.
 
-Usage: ``python -m searches.evaluate.predictions [field=value]``
-
 Scans masks of several kinds, decodes with each of them at several draft lengths on the same prompts, and compares. Reports
 Spearman's rank correlation, because a search needs the order, and the median absolute error. Works on any target that can be
 scanned.
@@ -18,29 +16,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import instantiate
+import numpy as np
 from omegaconf import DictConfig
+from scipy.stats import spearmanr
 from tqdm import tqdm
 
-from layerskip import Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip import Measurement, SkipMask, SpeculativeConfig
 from layerskip.files import digest
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from layerskip.scan.replay import Counts, count
 from searches.app.application import run
 from searches.app.checks import InputError, check_number
-from searches.backends.layerskip import LayerskipBackend
-from searches.evaluate.criteria import Count, check_fields, conclude
+from searches.evaluate.criteria import Count, Parts, check_fields, conclude
 from searches.evaluate.exactness import random_masks
 from searches.predict.mask_search import flip, published_masks
 from searches.predict.mask_search import run as contiguous
-from searches.predict.prediction_error import SCANNED_MASKS, prediction_error
-from searches.predict.predictor import SpeedupPredictor
-from searches.predict.preparation import ScanSettings, prepare_predictor
+from searches.predict.preparation import Preparation
+from searches.predict.scan_predictor import SCANNED_MASKS
 from searches.results import RESULTS_VERSION, ResultLog, record_header
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, ModelBench
-from searches.study.objective import MeasureSettings
+from searches.study.bench import BASELINE
 
 _SHARES = (0.05, 0.1, 0.2, 0.4)  # of sub-layers that random masks skip
 AGAIN = "again"  # plain decoding, measured a second time
@@ -48,31 +44,24 @@ AGAIN = "again"  # plain decoding, measured a second time
 
 def compare_predictions(config: DictConfig) -> None:
     """Compare predictions with measurements and write the record. See ``conf/predictions.yaml``."""
-    _check(config)
-    measuring: MeasureSettings = instantiate(config.measure)
-    scanning: ScanSettings = instantiate(config.scan)
-    sampling: Sampling = instantiate(config.sampling)
-    tune, _ = instantiate(config.prompts).split()
-    prompts: PromptSet = tune.take(measuring.prompts)
-    lengths = sorted(config.lengths)
-    target: Target = instantiate(config.target)
-    space: SearchSpace = instantiate(config.space, layers=target.layers)
-    space = space.narrowed(
-        ["layer_skip"], num_speculative_tokens=(lengths[0], lengths[-1]), stop=("length",), siblings=(0, 0)
-    )
-    if space.bridged:
-        raise InputError(
-            "space.bridges, space.draft_heads: only empty skips are compared; searches.bridges compares bridges"
-        )
+    for name in ("min_correlation", "max_error", "max_trials"):
+        if config[name] is not None:
+            check_number(name, config[name], or_zero=True)
+    check_fields(config, {"masks": 1, "lengths": 1})
+    parts, lengths = Parts(config), sorted(config.lengths)
+    target, prompts, measuring = parts.target, parts.prompts, parts.measuring
+    ends = lengths[0], lengths[-1]
+    space = parts.space.narrowed(["layer_skip"], num_speculative_tokens=ends, stop=("length",), siblings=(0, 0))
     outputs, new = Path(config.outputs), measuring.max_new_tokens
     folder = outputs / "predictions" / digest(RESULTS_VERSION)[:12]
-    predictor = prepare_predictor(target, prompts, sampling, new, space, scanning, outputs, folder, config.seed)
+    preparation = Preparation(target, parts.sampling, outputs)
+    predictor = preparation.predictor(prompts, new, space, parts.scanning, folder, config.seed)
     if predictor is None:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
-    bench = ModelBench(LayerskipBackend(target), sampling, new)
-    identity = [target.digest, prompts.digest, sampling.to_dict(), dataclasses.asdict(measuring), machine(target)]
+    predictor.sharpen()
+    identity = [target.digest, prompts.digest, parts.sampling.to_dict(), dataclasses.asdict(measuring), machine(target)]
     log = ResultLog(folder / f"measured-{digest(identity)[:12]}.jsonl")
-    masks = _masks(predictor, space, config.masks, config.seed)
+    masks = _masks(space, config.masks, config.seed)
     predictor.predict(masks)
     points: list[dict[str, Any]] = []
     trial_seconds: list[float] = []
@@ -80,7 +69,8 @@ def compare_predictions(config: DictConfig) -> None:
         configs = {str(length): SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in lengths}
         name = f"{mask.format()} {lengths}"
         if name not in log:
-            rows = list(bench.compare(configs | {AGAIN: SpeculativeConfig()}, prompts, measuring.repeats, config.seed))
+            both = configs | {AGAIN: SpeculativeConfig()}
+            rows = list(parts.bench.compare(both, prompts, measuring.repeats, config.seed))
             log.add(name, measured_metrics(rows, list(configs)))
         for length, drafting in configs.items():
             speedup, rounds, seconds = log[name][length]
@@ -109,14 +99,23 @@ def compare_predictions(config: DictConfig) -> None:
         Count("median absolute error", errors["median_absolute_error"], maximum=config.max_error),
         Count(f"{SCANNED_MASKS} scans, in trials", scanned.get("trials") or 0.0, maximum=config.max_trials),
     ]
-    conclude(record, config.outputs, "predictions.json", config.record, counts)
+    conclude(config, "predictions.json", record, counts)
 
 
-def _check(config: DictConfig) -> None:
-    for name in ("min_correlation", "max_error", "max_trials"):
-        if config[name] is not None:
-            check_number(name, config[name], or_zero=True)
-    check_fields(config, {"masks": 1, "lengths": 1})
+def prediction_error(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return rank correlation and errors of predictions; errors are relative to the measurements.
+
+    Points have ``predicted``, ``predicted_from_real_rounds`` and ``measured`` speedups.
+    """
+    names = ("predicted", "predicted_from_real_rounds", "measured")
+    predicted, timed, measured = (np.array([point[name] for point in points]) for name in names)
+    errors = predicted / measured - 1
+    return {
+        "spearman": float(spearmanr(predicted, measured).statistic) if len(points) > 2 else 0.0,
+        "median_absolute_error": float(np.median(np.abs(errors))),
+        "mean_error": float(np.mean(errors)),
+        "median_absolute_error_from_real_rounds": float(np.median(np.abs(timed / measured - 1))),
+    }
 
 
 def measured_metrics(rows: Sequence[Mapping[str, Sample]], lengths: Sequence[str]) -> dict[str, list[Any]]:
@@ -135,9 +134,9 @@ def measured_metrics(rows: Sequence[Mapping[str, Sample]], lengths: Sequence[str
     return metrics
 
 
-def _masks(predictor: SpeedupPredictor, space: SearchSpace, count: int, seed: int) -> list[SkipMask]:
+def _masks(space: SearchSpace, count: int, seed: int) -> list[SkipMask]:
     """Return masks of several kinds in turn: empty, single sub-layers, contiguous runs, published and random ones."""
-    source, layers, skippable = random.Random(seed), predictor.layers, list(space.skippable)
+    source, layers, skippable = random.Random(seed), space.layers, list(space.skippable)
     empty = SkipMask.none(layers)
     singles = [flip(empty, kind, layer) for layer in skippable for kind in ("attention", "mlp")]
     runs = [contiguous(layers, first, n) for first in skippable for n in range(2, skippable[-1] - first + 2)]

@@ -1,7 +1,5 @@
 """Race of search strategies for fast skip masks, under one budget of seconds.
 
-Usage: ``python -m searches.evaluate.race [field=value]``
-
 Published strategies and ours search on the same target with the same budget, once per seed. They share everything except the
 search itself. What they claim, the configuration that they would export at a time, is then measured on held-out prompts side
 by side.
@@ -16,37 +14,34 @@ import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
 import optuna
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.trial import create_trial
 from tqdm import tqdm
 
-from layerskip import Measurement, PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
+from layerskip import Measurement, SkipMask, SpeculativeConfig, StopRule
 from layerskip.files import digest
 from layerskip.models.environment import machine
 from searches.app.application import run
 from searches.app.checks import InputError, check_list, check_number, check_seed
-from searches.backends.layerskip import LayerskipBackend
-from searches.evaluate.criteria import Count, conclude
+from searches.evaluate.criteria import Count, Parts, conclude
 from searches.predict.predictor import Prediction
-from searches.predict.preparation import ScanSettings, open_scanner, prepare_predictor
+from searches.predict.preparation import Preparation
 from searches.predict.proposals import propose
 from searches.results import RESULTS_VERSION, ResultLog, record_header
-from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench, ModelBench, Row
+from searches.study.bench import BASELINE
 from searches.study.gaussian_process import GaussianProcess
-from searches.study.objective import MeasureSettings
 from searches.study.plan import drop_unsupported
 
 _OURS, _CANDIDATE = "ours", "candidate"
 _SUBLAYERS = ("attention", "mlp")
+_SCREENED_ROWS = 128  # positions on which swift scores masks, as our search does
 _HELD_OUT_SEED = 1_000_003
 # SWIFT: share of sub-layers that a mask skips, masks between two Bayesian steps, and masks in all.
 _SKIP_RATIO, _BAYESIAN_EVERY, _MAX_MASKS = 0.45, 25, 1000
@@ -60,44 +55,50 @@ class TimeUp(Exception):
     """A strategy's budget that is spent."""
 
 
+@dataclass
 class Race:
-    """State of one strategy in a race.
+    """State of one strategy in a race, which begins when it is made.
 
     Args:
-        bench: measures configurations.
-        prompts: tune prompts of every measurement, which are also those of predictions.
-        space: which layers may be skipped, for strategies that protect some, and the draft lengths.
+        parts: what all strategies share.
+        preparation: of this strategy's own continuations and profiles.
         seconds: budget; all time counts.
         seed: seed of the strategy.
-        propose: prepares a predictor for our strategy and returns its proposals, best first.
-        screen: prepares only what screens masks.
-        clock: returns the current time in seconds.
 
     Attributes:
         claims: time and configuration of each claim.
         measured: number of measurements.
     """
 
-    def __init__(
-        self,
-        bench: Bench,
-        prompts: PromptSet,
-        space: SearchSpace,
-        seconds: float,
-        seed: int,
-        propose: Callable[[Race], Sequence[Prediction]],
-        screen: Callable[[], Screen],
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self.bench, self.prompts, self.space, self.seconds, self.seed = bench, prompts, space, seconds, seed
-        self.propose, self.screen, self._clock, self._start = propose, screen, clock, clock()
-        self.claims: list[tuple[float, SpeculativeConfig]] = []
-        self.measured, self._best = 0, 0.0
+    parts: Parts
+    preparation: Preparation
+    seconds: float
+    seed: int
+    clock: Callable[[], float] = monotonic
+    claims: list[tuple[float, SpeculativeConfig]] = field(default_factory=list, init=False)
+    measured: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.space, self._start, self._best = self.parts.space, self.clock(), 0.0
+
+    def propose(self) -> Sequence[Prediction]:
+        """Prepare a predictor and return its proposals, best first. The best so far is claimed meanwhile."""
+        parts, folder = self.parts, self.preparation.outputs / "scans"
+        new_tokens, proposals = parts.measuring.max_new_tokens, parts.scanning.proposals
+        own = self.preparation.predictor(parts.prompts, new_tokens, self.space, parts.scanning, folder, self.seed)
+        return propose(_scannable(own), self.space, proposals, self.check_budget, on_best=self.claim)
+
+    def screen(self) -> Screen:
+        """Prepare only what screens masks."""
+        new_tokens = self.parts.measuring.max_new_tokens
+        scanner = _scannable(self.preparation.scanner(self.parts.prompts, new_tokens, self.space, self.seed))
+        sample = scanner.sample(_SCREENED_ROWS)
+        return lambda masks: [scan.agreement for scan in sample.scan(masks, depth=1)]
 
     @property
     def spent(self) -> float:
         """Seconds since the start."""
-        return self._clock() - self._start
+        return self.clock() - self._start
 
     def measure(self, config: SpeculativeConfig) -> float:
         """Return the measured speedup of a configuration over plain decoding, and claim it if it is the best so far.
@@ -105,8 +106,8 @@ class Race:
         Raises:
             TimeUp: the budget is spent; a measurement that exceeds it does not count.
         """
-        rows: list[Row] = []
-        for row in self.bench.compare({_CANDIDATE: config}, self.prompts, 1, self.seed + self.measured):
+        rows = []
+        for row in self.parts.bench.compare({_CANDIDATE: config}, self.parts.prompts, 1, self.seed + self.measured):
             rows.append(row)
             self.check_budget()
         self.measured += 1
@@ -126,6 +127,11 @@ class Race:
         if self.spent > self.seconds:
             raise TimeUp
 
+    def longest_draft(self, mask: SkipMask, stop: StopRule) -> SpeculativeConfig:
+        """Return the configuration of a mask whose drafts only a stop rule ends."""
+        _, length = self.space.values("layer_skip", "num_speculative_tokens")
+        return SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop)
+
 
 def draft_verify(race: Race) -> None:
     """Search 2L numbers with a Gaussian process and a cut at one half, with the adaptive stop threshold.
@@ -133,16 +139,12 @@ def draft_verify(race: Race) -> None:
     Source: Draft & Verify, arXiv 2309.08168, section 3.2.
     """
     study = optuna.create_study(direction="maximize", sampler=GaussianProcess(n_startup_trials=10, seed=race.seed))
-    layers, stop = range(race.space.layers), StopRule("adaptive", 0.6)
+    layers = range(race.space.layers)
     while True:
         trial = study.ask()
         flags = [[trial.suggest_float(f"{method}_{i}", 0.0, 1.0) > 0.5 for i in layers] for method in _SUBLAYERS]
-        study.tell(
-            trial,
-            race.measure(
-                _layer_skip(SkipMask(*map(tuple, flags)), race.space.values("layer_skip", "num_speculative_tokens")[1], stop)
-            ),
-        )
+        mask = SkipMask(*map(tuple, flags))
+        study.tell(trial, race.measure(race.longest_draft(mask, StopRule("adaptive", 0.6))))
 
 
 def swift(race: Race) -> None:
@@ -175,9 +177,7 @@ def swift(race: Race) -> None:
             study.add_trial(create_trial(params=values, distributions=ranges, value=score))
         if score > best:
             best = score
-            race.claim(
-                _layer_skip(mask, race.space.values("layer_skip", "num_speculative_tokens")[1], StopRule("threshold", 0.8))
-            )
+            race.claim(race.longest_draft(mask, StopRule("threshold", 0.8)))
 
 
 def ours(race: Race) -> None:
@@ -185,75 +185,50 @@ def ours(race: Race) -> None:
 
     Claims the best screened mask so far, then the one with the best prediction, then the fastest measured one.
     """
-    proposals = race.propose(race)
+    proposals = race.propose()
     race.claim(proposals[0].config)
     for prediction in proposals:
         race.measure(prediction.config)
 
 
-STRATEGIES: dict[str, Callable[[Race], None]] = {
-    "draft_verify": draft_verify,
-    "swift": swift,
-    _OURS: ours,
-}
+STRATEGIES: dict[str, Callable[[Race], None]] = {"draft_verify": draft_verify, "swift": swift, _OURS: ours}
 """Functions that search until they are finished or their race raises :class:`TimeUp`."""
-
-
-def _layer_skip(mask: SkipMask, length: int, stop: StopRule) -> SpeculativeConfig:
-    return SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop)
 
 
 def race_strategies(config: DictConfig) -> None:
     """Race strategies and write the record. See ``conf/race.yaml``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     _check(config)
-    measuring: MeasureSettings = instantiate(config.measure)
-    scanning: ScanSettings = instantiate(config.scan)
-    sampling: Sampling = instantiate(config.sampling)
-    tune, held_out = instantiate(config.prompts).split()
-    prompts, held_out = tune.take(measuring.prompts), held_out.take(measuring.held_out_prompts)
-    target: Target = instantiate(config.target)
-    space = drop_unsupported(instantiate(config.space, layers=target.layers), target)
-    if space.bridged:
-        raise InputError("space.bridges, space.draft_heads: only empty skips race; searches.bridges compares bridges")
-    bench = ModelBench(LayerskipBackend(target), sampling, measuring.max_new_tokens)
+    parts = Parts(config)
+    parts.space = drop_unsupported(parts.space, parts.target)
     settings = [OmegaConf.to_container(config[part], resolve=True) for part in ("measure", "scan", "sampling", "space")]
-    identity = [target.digest, prompts.digest, held_out.digest, settings, machine(target)]
+    identity: list[Any] = [parts.target.digest, parts.prompts.digest, parts.held_out.digest, settings, machine(parts.target)]
     identity += [config.seconds, RESULTS_VERSION]
     log = ResultLog(Path(config.outputs) / f"race-{digest(identity)[:12]}.jsonl")
-    parts = {"target": target, "prompts": prompts, "sampling": sampling, "max_new_tokens": measuring.max_new_tokens}
-    parts |= {"space": space, "settings": scanning}
     keys = [(seed, name) for seed in config.seeds for name in config.strategies]
     for seed, name in tqdm(keys, unit="search", disable=None):
-        if f"{name} {seed}" in log:
-            continue
-        # Every race prepares its own continuations and profiles.
-        with tempfile.TemporaryDirectory(prefix="layerskip-race-", ignore_cleanup_errors=True) as folder:
-            own = parts | {"outputs": Path(folder), "seed": seed}
-            race = Race(bench, prompts, space, config.seconds, seed, partial(_propose, own), partial(_screen, own))
-            with suppress(TimeUp):
-                STRATEGIES[name](race)
-            claims = [[when, claimed.to_dict()] for when, claimed in race.claims]
-            log.add(f"{name} {seed}", {"claims": claims, "measured": race.measured, "spent": race.spent})
+        if f"{name} {seed}" not in log:
+            log.add(f"{name} {seed}", _search(parts, STRATEGIES[name], config.seconds, seed))
     searches = []
     for seed, name in keys:
         found = log[f"{name} {seed}"]
         curve = [
-            {"seconds": when, "config": fields, "held_out_speedup": _held_out_speedup(fields, bench, held_out, log)}
+            {"seconds": when, "config": fields, "held_out_speedup": _held_out_speedup(fields, parts, log)}
             for when, fields in _thinned(found["claims"])
         ]
         whole = {"strategy": name, "seed": seed, "measured": found["measured"], "spent": found["spent"]}
         searches.append(whole | {"curve": curve})
     rows = verdict(searches, config.seconds)
-    record = record_header("layerskip.compare/2", target) | {
-        "prompts": {"tune": len(prompts), "scanned": len(prompts), "held_out": len(held_out)},
-        "max_new_tokens": measuring.max_new_tokens,
+    scanned = len(parts.prompts)
+    record = record_header("layerskip.compare/2", parts.target) | {
+        "prompts": {"tune": scanned, "scanned": scanned, "held_out": len(parts.held_out)},
+        "max_new_tokens": parts.measuring.max_new_tokens,
         "seconds": config.seconds,
         "scan": OmegaConf.to_container(config.scan),
         "searches": searches,
         "verdict": rows,
     }
-    conclude(record, config.outputs, "race.json", config.record, _counts(rows, config.max_share))
+    conclude(config, "race.json", record, _counts(rows, config.max_share))
 
 
 def _check(config: DictConfig) -> None:
@@ -270,14 +245,14 @@ def _check(config: DictConfig) -> None:
             )
 
 
-def _propose(parts: Mapping[str, Any], race: Race) -> list[Prediction]:
-    predictor = _scannable(prepare_predictor(**parts, folder=parts["outputs"] / "scans"))
-    return propose(predictor, race.space, parts["settings"].proposals, race.check_budget, on_best=race.claim)
-
-
-def _screen(parts: Mapping[str, Any]) -> Screen:
-    sample = _scannable(open_scanner(**parts)).sample(parts["settings"].screened_rows)
-    return lambda masks: [scan.agreement for scan in sample.scan(masks, depth=1)]
+def _search(parts: Parts, strategy: Callable[[Race], None], seconds: float, seed: int) -> dict[str, Any]:
+    """Run one strategy and return its claims."""
+    with tempfile.TemporaryDirectory(prefix="layerskip-race-", ignore_cleanup_errors=True) as folder:
+        race = Race(parts, Preparation(parts.target, parts.sampling, Path(folder)), seconds, seed)
+        with suppress(TimeUp):
+            strategy(race)
+        claims = [[when, claimed.to_dict()] for when, claimed in race.claims]
+        return {"claims": claims, "measured": race.measured, "spent": race.spent}
 
 
 def _scannable(scanner: T | None) -> T:
@@ -287,24 +262,20 @@ def _scannable(scanner: T | None) -> T:
 
 
 def _thinned(claims: Sequence[Any]) -> list[Any]:
-    """Return the first claim, the middle one and the last."""
     return [claims[place] for place in sorted({0, (len(claims) - 1) // 2, len(claims) - 1})] if claims else []
 
 
-def _held_out_speedup(fields: Mapping[str, Any], bench: Bench, prompts: PromptSet, log: ResultLog) -> float:
+def _held_out_speedup(fields: Mapping[str, Any], parts: Parts, log: ResultLog) -> float:
     name = f"held out {sorted(fields.items())}"
     if name not in log:
-        rows = list(bench.compare({_CANDIDATE: SpeculativeConfig.from_dict(fields)}, prompts, 1, _HELD_OUT_SEED))
+        configs = {_CANDIDATE: SpeculativeConfig.from_dict(fields)}
+        rows = list(parts.bench.compare(configs, parts.held_out, 1, _HELD_OUT_SEED))
         log.add(name, Measurement.of(rows, BASELINE, _CANDIDATE).speedup)
     return float(log[name])
 
 
 def verdict(searches: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:
     """Return when ours reached the final held-out speedup of every other search with the same seed.
-
-    Args:
-        searches: the searches of a record.
-        seconds: budget of a search.
 
     Returns:
         One row per other search that claimed something. ``share_of_its_seconds`` is relative to the time of the other
@@ -329,9 +300,8 @@ def _counts(rows: Sequence[Mapping[str, Any]], maximum: float | None) -> list[Co
     for row in rows:
         share = row["share_of_its_seconds"]
         name = f"seconds of ours, of those of {row['strategy']} with seed {row['seed']} ({row['held_out_speedup']:.3f} x)"
-        counts.append(
-            Count(f"{name}, never as fast" if share is None else name, 1.0 if share is None else share, maximum=maximum)
-        )
+        never = share is None
+        counts.append(Count(f"{name}, never as fast" if never else name, 1.0 if never else share, maximum=maximum))
     return counts
 
 

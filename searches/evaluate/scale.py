@@ -1,7 +1,5 @@
 """Workers on one study: how much faster several are, and what is left of a study whose workers are killed.
 
-Usage: ``python -m searches.evaluate.scale [only=[one,four]] [field=value]``
-
 Workers are processes of the real program on a real PostgreSQL. Their back end is simulated and sleeps in place of decoding,
 so that sixteen of them run on few cores and the best configuration is known. A scenario runs one study. While it runs,
 workers are killed with SIGKILL at random moments and replaced. Afterwards the trials, the MLflow runs, the rows of the
@@ -37,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from layerskip import SpeculativeConfig, load_target
 from layerskip.files import digest
 from searches.app.application import run
-from searches.app.checks import InputError, check_list, check_number, check_whole
+from searches.app.checks import InputError, check_list, check_number
 from searches.app.composition import literal
 from searches.evaluate.calibration import CLOSE
 from searches.evaluate.criteria import Count, check_fields, conclude
@@ -46,6 +44,7 @@ from searches.results import RESULTS_VERSION, ResultLog, record_header
 from searches.study.storage import open_database
 
 _SIZES = {"layers": 6, "drawn_prompts": 10, "trial_prompts": 10, "survivor_prompts": 10, "held_out_prompts": 10}
+_SCENARIO = {"workers": 1, "n_trials": 1, "kills": 0}
 _POLL_SECONDS = 0.2
 
 
@@ -69,7 +68,7 @@ def measure_scale(config: DictConfig) -> None:
         counts += judge(name, rows)
         print(f"{name}: {rows[name]['seconds']:.1f} s, {rows[name]['winner'].get('label', 'no winner')}", flush=True)
     record |= {"config": OmegaConf.to_container(config, resolve=True), "scenarios": rows}
-    conclude(record, config.outputs, "scale.json", config.record, counts)
+    conclude(config, "scale.json", record, counts)
 
 
 def _scenarios(config: DictConfig) -> list[str]:
@@ -79,13 +78,11 @@ def _scenarios(config: DictConfig) -> list[str]:
         check_list("only", config.only, [str(name) for name in config.scenarios], or_empty=False)
     names = [str(name) for name in config.scenarios if config.only is None or name in config.only]
     for place, name in enumerate(names):
-        scenario = config.scenarios[name]
-        for field, minimum in (("workers", 1), ("n_trials", 1), ("kills", 0)):
-            check_whole(f"scenarios.{name}.{field}", scenario[field], minimum)
+        check_fields(config, {f"scenarios.{name}.{field}": least for field, least in _SCENARIO.items()})
         for field in ("trial_seconds", "limit_seconds"):
-            check_number(f"scenarios.{name}.{field}", scenario[field])
-        if scenario.like is not None and scenario.like not in names[:place]:
-            raise InputError(f"scenarios.{name}.like: {scenario.like} is none of the scenarios that run before it")
+            check_number(f"scenarios.{name}.{field}", config.scenarios[name][field])
+        if (like := config.scenarios[name].like) is not None and like not in names[:place]:
+            raise InputError(f"scenarios.{name}.like: {like} is none of the scenarios that run before it")
     return names
 
 
@@ -103,11 +100,6 @@ def save_random_model(folder: Path, layers: int) -> None:
 
 def run_scenario(name: str, config: DictConfig, outputs: Path) -> dict[str, Any]:
     """Run the workers of a scenario until all have ended, and return what is left of its study.
-
-    Args:
-        name: of the scenario and its study.
-        config: configuration ``conf/scale.yaml``.
-        outputs: folder of everything that is written, with the model.
 
     Raises:
         RuntimeError: they did not end within the scenario's limit.
@@ -149,7 +141,6 @@ def _states(study: optuna.Study) -> dict[str, int]:
 
 
 def _overrides(name: str, config: DictConfig, outputs: Path, landscape: Landscape, storage: str) -> list[str]:
-    """Return the command line of a worker."""
     steps, scenario = 2 * config.trial_prompts * (statistics.fmean(TOKENS) + PREFILL_STEPS), config.scenarios[name]
     return [
         *config.worker,

@@ -1,16 +1,15 @@
-"""Simulated decoders whose costs, acceptance and best configuration are known: a bench, a back end and a predictor.
+"""Simulated decoders whose costs, acceptance and best configuration are known: a back end and a predictor.
 
 A :class:`Landscape` has costs of all parts and a loss of acceptance for every skipped sub-layer. A drafted token is right
 with a probability that falls with these losses and with the difficulty of the prompt. Drafts end at their length, so stop
-rules have no effect. Only such a known optimum shows whether a search finds the best configuration. The bench decodes round
-by round on a machine whose clock is noisy and drifts, as real decoders are measured.
+rules have no effect. Only such a known optimum shows whether a search finds the best configuration. The back end decodes
+round by round on a machine whose clock is noisy and drifts, as real decoders are measured.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import math
 import random
 import time
@@ -21,16 +20,16 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip import ConfigError, DecodeStats, PromptSet, Round, SkipMask, SpeculativeConfig, Target
+from layerskip import ConfigError, DecodeStats, PromptSet, Round, Sampling, SkipMask, SpeculativeConfig, Target
 from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
 from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
 from searches.backends.backend import Backend, Workload
-from searches.predict.predictor import SCREENED_TOGETHER, Prediction, SpeedupPredictor
+from searches.predict.predictor import SCREENED_TOGETHER, Prediction
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench
+from searches.study.bench import BASELINE, ModelBench
 
 Floats = NDArray[np.float64]
 
@@ -69,12 +68,8 @@ def draw_prompts(count: int, seed: int) -> PromptSet:
 def expected_counts(drafts: Floats, accepted: Floats, length: int) -> tuple[Floats, Floats]:
     """Return the expected numbers of rounds and of drafted tokens of a prompt, averaged over :data:`TOKENS`.
 
-    Rounds form a Markov chain over the number of tokens that are left to decode, so no sampling is needed.
-
-    Args:
-        drafts: probabilities that a round drafts anything, of any shape.
-        accepted: probabilities that a drafted token is accepted, of the same shape.
-        length: draft length.
+    Rounds form a Markov chain over the number of tokens that are left to decode, so no sampling is needed. ``drafts`` and
+    ``accepted`` are probabilities of one shape: that a round drafts anything, and that a drafted token is accepted.
     """
     visits = np.zeros((max(TOKENS) + 1, *drafts.shape))
     rounds, drafted = np.zeros(drafts.shape), np.zeros(drafts.shape)
@@ -98,10 +93,8 @@ class Landscape:
     """Costs and acceptance of a simulated decoder.
 
     Args:
-        seed: seed of the luck of its prompts.
         profile: cost of every part. Layers cost the same, and every drafted token adds the same seconds to verification.
         attention_losses: loss of acceptance by skipping the attention of each layer, on a log scale.
-        mlp_losses: loss of acceptance by skipping the MLP of each layer, on a log scale.
         copying: added to the copying of all prompts, on a logit scale.
     """
 
@@ -115,11 +108,8 @@ class Landscape:
     def draw(cls, seed: int, layers: int = 16, prospect: Prospect = "hopeful") -> Landscape:
         """Draw a landscape that resembles trained models: outer layers matter most.
 
-        Args:
-            seed: seed of the draw.
-            layers: number of layers of the target.
-            prospect: ``hopeful``: something beats plain decoding. ``close``: much comes near plain decoding, and little or
-                nothing beats it. ``hopeless``: nothing beats it, because drafts are mostly wrong and verification is slow.
+        In a ``hopeful`` one, something beats plain decoding. In a ``close`` one, much comes near it, and little or nothing
+        beats it. In a ``hopeless`` one nothing does, because drafts are mostly wrong and verification is slow.
         """
         loss_factor, slopes, (copied, spread) = _PROSPECTS[prospect]
         random = np.random.default_rng([seed, PROSPECTS.index(prospect)])
@@ -140,8 +130,8 @@ class Landscape:
             round_seconds=0.0,
             verify_seconds=tuple(step * (1 + slope * drafted) for drafted in range(17)),
         )
-        copying = random.normal(copied, spread)
-        return cls(seed, profile, tuple(losses[0].tolist()), tuple(losses[1].tolist()), float(copying))
+        attention_losses, mlp_losses = (tuple(kind.tolist()) for kind in losses)
+        return cls(seed, profile, attention_losses, mlp_losses, float(random.normal(copied, spread)))
 
     @property
     def layers(self) -> int:
@@ -171,10 +161,9 @@ class Landscape:
             loss = self.loss(SkipMask.parse(config.mask, self.layers))
             return np.array([np.ones_like(difficulty), np.exp(-loss * difficulty)])
         if config.method == "prompt_lookup":
-            drafts = (
-                (0.2 + 0.75 * copying) * 0.85 ** (config.prompt_lookup_min - 1) * (0.95 if config.match == "first" else 1.0)
-            )
-            reliability = 1.5 - 0.5**config.prompt_lookup_max + 0.15 * (config.prompt_lookup_min - 1)
+            longer, first = config.prompt_lookup_min - 1, 0.95 if config.match == "first" else 1.0
+            drafts = (0.2 + 0.75 * copying) * 0.85**longer * first
+            reliability = 1.5 - 0.5**config.prompt_lookup_max + 0.15 * longer
             return np.array([drafts, 0.95 * copying ** (1 / reliability)])
         raise ConfigError(f"method: a simulated decoder has no {config.method}")
 
@@ -204,11 +193,12 @@ class Landscape:
         configs = space.lookups()
         if "layer_skip" in space.available_methods:
             shortest, longest = space.values("layer_skip", "num_speculative_tokens")
+            kinds = (self.attention_losses, self.mlp_losses)
+            attention, mlp = (sorted(space.skippable, key=losses.__getitem__) for losses in kinds)
+            each = range(len(space.skippable) + 1)
+            masks = [SkipMask.of(self.layers, set(attention[:a]), set(mlp[:m])).format() for a in each for m in each]
             lengths = range(shortest, longest + 1)
-            minimum, each = space.skippable, range(len(space.skippable) + 1)
-            attention, mlp = (sorted(minimum, key=losses.__getitem__) for losses in (self.attention_losses, self.mlp_losses))
-            masks = [SkipMask.of(self.layers, set(attention[:a]), set(mlp[:m])) for a, m in itertools.product(each, each)]
-            configs += [SpeculativeConfig("layer_skip", n, mask=mask.format()) for mask in masks for n in lengths]
+            configs += [SpeculativeConfig("layer_skip", n, mask=mask) for mask in masks for n in lengths]
         found = [(SpeculativeConfig(), 1.0)]
         for length in {config.num_speculative_tokens for config in configs}:
             group = [config for config in configs if config.num_speculative_tokens == length]
@@ -220,9 +210,7 @@ class Machine:
     """Noisy clock of a simulated machine. Timings have independent errors and a common drift.
 
     Args:
-        seed: seed of all errors.
         noise: standard deviation of the independent error of a timing, on a log scale.
-        drift: standard deviation of the error that neighbouring timings share, on a log scale.
         persistence: correlation of the drift of one timing with that of the next.
         stalls: share of timings that other work on the machine makes 1.8 times as long.
     """
@@ -243,183 +231,23 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class SimulatedBench(Bench):
-    """Bench that measures a simulated decoder.
-
-    Args:
-        landscape: costs and acceptance of the decoder.
-        machine: the clock; its drift continues from one comparison to the next.
-    """
-
-    landscape: Landscape
-    machine: Machine
-    exact: ClassVar[bool] = True
-    conditions: ClassVar[Any] = None
-
-    def compare(
-        self,
-        configs: Mapping[str, SpeculativeConfig],
-        prompts: PromptSet,
-        repeats: int,
-        seed: int,
-        without: Collection[str] = (),
-        before: PromptSet | None = None,
-    ) -> Iterator[dict[str, Sample]]:
-        """Decode every prompt with every configuration, in a new random order; the arguments are those of the protocol."""
-        entries = {BASELINE: SpeculativeConfig(), **configs}
-        order = random.Random(seed)
-        for repeat in range(repeats):
-            for item in prompts:
-                names = [name for name in entries if name not in without]
-                order.shuffle(names)
-                row = {name: self._decode(item, entries[name]) for name in names}
-                yield {name: replace(row[name], lossless=Losslessness(int(not repeat))) for name in entries if name in row}
-
-    def _decode(self, item: PromptItem, config: SpeculativeConfig) -> Sample:
-        tokens, costs = self.landscape.tokens(item), self.landscape.profile.verify_seconds
-        rounds = draw_rounds(self.landscape, item, config)
-        seconds = sum(self.landscape.draft_seconds(config) * r.drafted + costs[r.drafted] for r in rounds)
-        return Sample(
-            item.id,
-            item.category,
-            tokens + 1,  # prefill gives the first token
-            tokens,
-            self.machine.time(PREFILL_STEPS * costs[0]),
-            self.machine.time(seconds),
-            _MEMORY,
-            DecodeStats(tuple(rounds)),
-        )
-
-
-def draw_rounds(landscape: Landscape, item: PromptItem, config: SpeculativeConfig) -> list[Round]:
-    """Return the rounds of decoding a prompt: always the same for one configuration, and similar for similar ones.
-
-    Luck belongs to the position of a token in the output, so a better draft is right wherever a worse one is.
-    """
-    tokens = landscape.tokens(item)
-    if config.method == "none":
-        return [Round(0, 0, 1)] * tokens
-    luck, matched = _draws(landscape.seed, item.id, tokens)
-    drafts, accepted_rate = _odds(landscape, config)[:, list(CATEGORIES).index(item.category)]
-    right = luck < accepted_rate
-    rounds = []
-    start = 0
-    while start < tokens:
-        drafted = min(config.num_speculative_tokens, tokens - start - 1) if matched[start] < drafts else 0
-        wrong = np.flatnonzero(~right[start : start + drafted])
-        accepted = int(wrong[0]) if wrong.size else drafted
-        rounds.append(Round(drafted, accepted, accepted + 1))
-        start += accepted + 1
-    return rounds
-
-
-@functools.lru_cache(4096)
-def _odds(landscape: Landscape, config: SpeculativeConfig) -> Floats:
-    """Return :meth:`Landscape.odds`; cached, because every prompt needs them."""
-    return landscape.odds(config)
-
-
-@functools.lru_cache(4096)
-def _draws(seed: int, prompt_id: str, tokens: int) -> Floats:
-    """Return ``[2, tokens]`` uniform draws of a prompt, shared by all configurations."""
-    words = hashlib.sha256(prompt_id.encode()).digest()[8:16]
-    return np.random.default_rng([seed, *words]).random((2, tokens))
-
-
-class SimulatedPredictor(SpeedupPredictor):
-    """Predictor of a simulated decoder's speedups as from scans: from the rounds of a few prompts, with an error in costs.
-
-    Errors are correlated between similar masks, as if the cost of a sub-layer had been mismeasured. A search that trusts the
-    predictor blindly inherits that error.
-
-    Args:
-        landscape: costs and acceptance of the decoder.
-        lengths: the shortest and the longest draft.
-        prompts: prompts whose rounds are replayed. The best configuration of these is not the best of all prompts.
-        error: standard deviation of the error of a prediction, on a log scale. Similar masks have similar errors.
-        bias: mean error of all masks that skip anything, on the same scale.
-    """
-
-    screened_together = SCREENED_TOGETHER
-
-    def __init__(
-        self, landscape: Landscape, lengths: Sequence[int], prompts: PromptSet, error: float = 0.02, bias: float = 0.02
-    ) -> None:
-        self._landscape, self._error, self._bias = landscape, error, bias
-        self._lengths = range(lengths[0], lengths[1] + 1)
-        self._prompts = prompts
-        self._sublayer_errors = np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))
-
-    @property
-    def layers(self) -> int:
-        """Number of decoder layers."""
-        return self._landscape.layers
-
-    @property
-    def prompts(self) -> frozenset[str]:
-        """The ids of replayed prompts."""
-        return frozenset(item.id for item in self._prompts)
-
-    @property
-    def profile(self) -> CostProfile:
-        """The true costs; ``error`` and ``bias`` stand for the errors of a measured profile."""
-        return self._landscape.profile
-
-    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
-        """Return how often the first drafted token of each mask is right on the prompts."""
-        difficulty = np.array([CATEGORIES[item.category][0] for item in self._prompts])
-        return [float(np.mean(np.exp(-self._landscape.loss(mask) * difficulty))) for mask in masks]
-
-    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
-        """Predict each mask with its best draft length."""
-        predictions = []
-        for mask, agreement in zip(masks, self.agreements(masks), strict=True):
-            configs = [SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in self._lengths]
-            best = max(configs, key=self.speedup)
-            predictions.append(Prediction(best, self.speedup(best), agreement))
-        return predictions
-
-    def can_predict(self, config: SpeculativeConfig) -> bool:
-        """Return whether this is lossless layer skipping or prompt lookup without siblings."""
-        return config.method in ("layer_skip", "prompt_lookup") and not config.siblings and config.lossless
-
-    def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return no extras: skips are empty."""
-        return NO_EXTRAS
-
-    def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a configuration has neither bridges nor a draft head."""
-        return not config.bridge and not config.draft_head
-
-    def speedup(self, config: SpeculativeConfig) -> float:
-        """Predict the speedup of one configuration over plain decoding."""
-        costs, draft_seconds = self.profile.verify_seconds, self._landscape.draft_seconds(config)
-        rounds = [r for item in self._prompts for r in draw_rounds(self._landscape, item, config)]
-        plain = sum(map(self._landscape.tokens, self._prompts)) * costs[0]
-        return plain / sum(draft_seconds * r.drafted + costs[r.drafted] for r in rounds) * self._error_factor(config)
-
-    def _error_factor(self, config: SpeculativeConfig) -> float:
-        mask = SkipMask.parse(config.mask, self.layers)
-        skipped = np.array([mask.attention, mask.mlp], float)
-        if not skipped.any():
-            return 1.0
-        error = float((self._sublayer_errors * skipped).sum()) / math.sqrt(skipped.sum())
-        return math.exp(self._bias + self._error * error)
-
-
-@dataclass(frozen=True)
 class SimulatedBackend(Backend):
-    """A back end that decodes nothing: it sleeps for the seconds of a simulated decoder, which needs no processor.
+    """A back end that decodes nothing. It may sleep for the seconds of a simulated decoder, which needs no processor.
 
     Args:
-        target: gives the number of layers.
-        seed: of the landscape.
+        target: gives the number of layers of a landscape that is drawn.
+        seed: of that landscape.
         pace: real seconds of sleep per simulated second.
+        landscape: costs and acceptance of the decoder; None draws them.
+        machine: the clock, whose drift continues from one comparison to the next. None makes one from the seed of every
+            task alone, so that a trial measures the same in any process.
     """
 
-    target: Target = field(metadata={"runtime": True})
+    target: Target | None = field(default=None, metadata={"runtime": True})
     seed: int = 0
-    pace: float = 1.0
+    pace: float = 0.0
+    landscape: Landscape | None = None
+    machine: Machine | None = None
     name: ClassVar[str] = "simulated"
     exact: ClassVar[bool] = True
 
@@ -445,14 +273,143 @@ class SimulatedBackend(Backend):
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Sleep, and yield simulated samples; the arguments are those of :meth:`Backend.compare`.
-
-        The errors of the clock depend on the task's seed alone, so that a trial measures the same in any process.
-        """
-        landscape = Landscape.draw(self.seed, self.target.layers)
-        for row in SimulatedBench(landscape, Machine(task.seed)).compare(configs, prompts, repeats, task.seed, without):
-            time.sleep(self.pace * sum(sample.prefill_seconds + sample.decode_seconds for sample in row.values()))
-            yield row
+        """Decode every prompt with every configuration, in a new random order; see :meth:`Backend.compare`."""
+        landscape, machine = self.landscape, self.machine or Machine(task.seed)
+        if landscape is None:
+            assert self.target is not None
+            landscape = Landscape.draw(self.seed, self.target.layers)
+        entries = {BASELINE: SpeculativeConfig(), **configs}
+        order = random.Random(task.seed)
+        for repeat in range(repeats):
+            for item in prompts:
+                names = [name for name in entries if name not in without]
+                order.shuffle(names)
+                row = {name: _decode(landscape, machine, item, entries[name]) for name in names}
+                time.sleep(self.pace * sum(sample.prefill_seconds + sample.decode_seconds for sample in row.values()))
+                yield {name: replace(row[name], lossless=Losslessness(int(not repeat))) for name in entries if name in row}
 
     def close(self) -> None:
         """Do nothing, because nothing was started."""
+
+
+def simulated_bench(landscape: Landscape, machine: Machine) -> ModelBench:
+    """Return a bench that measures a simulated decoder."""
+    return ModelBench(SimulatedBackend(landscape=landscape, machine=machine), Sampling(), max(TOKENS))
+
+
+def _decode(landscape: Landscape, machine: Machine, item: PromptItem, config: SpeculativeConfig) -> Sample:
+    tokens, costs = landscape.tokens(item), landscape.profile.verify_seconds
+    rounds = draw_rounds(landscape, item, config)
+    seconds = sum(landscape.draft_seconds(config) * r.drafted + costs[r.drafted] for r in rounds)
+    return Sample(
+        prompt_id=item.id,
+        category=item.category,
+        tokens=tokens + 1,  # prefill gives the first token
+        decoded_tokens=tokens,
+        prefill_seconds=machine.time(PREFILL_STEPS * costs[0]),
+        decode_seconds=machine.time(seconds),
+        peak_memory_bytes=_MEMORY,
+        stats=DecodeStats(tuple(rounds)),
+    )
+
+
+def draw_rounds(landscape: Landscape, item: PromptItem, config: SpeculativeConfig) -> list[Round]:
+    """Return the rounds of decoding a prompt: always the same for one configuration, and similar for similar ones.
+
+    Luck belongs to the position of a token in the output, so a better draft is right wherever a worse one is.
+    """
+    tokens = landscape.tokens(item)
+    if config.method == "none":
+        return [Round(0, 0, 1)] * tokens
+    luck, matched = _draws(landscape.seed, item.id, tokens)
+    drafts, accepted_rate = _odds(landscape, config)[:, list(CATEGORIES).index(item.category)]
+    right, rounds, start = luck < accepted_rate, list[Round](), 0
+    while start < tokens:
+        drafted = min(config.num_speculative_tokens, tokens - start - 1) if matched[start] < drafts else 0
+        wrong = np.flatnonzero(~right[start : start + drafted])
+        accepted = int(wrong[0]) if wrong.size else drafted
+        rounds.append(Round(drafted, accepted, accepted + 1))
+        start += accepted + 1
+    return rounds
+
+
+@functools.lru_cache(4096)
+def _odds(landscape: Landscape, config: SpeculativeConfig) -> Floats:
+    """Return :meth:`Landscape.odds`; cached, because every prompt needs them."""
+    return landscape.odds(config)
+
+
+@functools.lru_cache(4096)
+def _draws(seed: int, prompt_id: str, tokens: int) -> Floats:
+    """Return ``[2, tokens]`` uniform draws of a prompt, shared by all configurations."""
+    words = hashlib.sha256(prompt_id.encode()).digest()[8:16]
+    return np.random.default_rng([seed, *words]).random((2, tokens))
+
+
+class SimulatedPredictor:
+    """Predictor of a simulated decoder's speedups as from scans: from the rounds of a few prompts, with an error in costs.
+
+    Errors are correlated between similar masks, as if the cost of a sub-layer had been mismeasured. A search that trusts the
+    predictor blindly inherits that error.
+
+    Args:
+        landscape: costs and acceptance of the decoder. The profile is the true one; ``error`` and ``bias`` stand for the
+            errors of a measured one.
+        prompts: prompts whose rounds are replayed. The best configuration of these is not the best of all prompts.
+        error: standard deviation of the error of a prediction, on a log scale.
+    """
+
+    screened_together = SCREENED_TOGETHER
+
+    def __init__(
+        self, landscape: Landscape, lengths: Sequence[int], prompts: PromptSet, error: float = 0.02, bias: float = 0.02
+    ) -> None:
+        self._landscape, self._error, self._bias = landscape, error, bias
+        self.layers, self.profile = landscape.layers, landscape.profile
+        self._lengths = range(lengths[0], lengths[1] + 1)
+        self._prompts, self.prompts = prompts, frozenset(item.id for item in prompts)
+        self._sublayer_errors = np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))
+
+    def sharpen(self) -> None:
+        """Do nothing, because the costs are known."""
+
+    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
+        """Return how often the first drafted token of each mask is right on the prompts."""
+        difficulty = np.array([CATEGORIES[item.category][0] for item in self._prompts])
+        return [float(np.mean(np.exp(-self._landscape.loss(mask) * difficulty))) for mask in masks]
+
+    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+        """Predict each mask with its best draft length."""
+        predictions = []
+        for mask, agreement in zip(masks, self.agreements(masks), strict=True):
+            configs = [SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in self._lengths]
+            best = max(configs, key=self.speedup)
+            predictions.append(Prediction(best, self.speedup(best), agreement))
+        return predictions
+
+    def can_predict(self, config: SpeculativeConfig) -> bool:
+        """Return whether this is lossless layer skipping or prompt lookup without siblings."""
+        return config.method in ("layer_skip", "prompt_lookup") and not config.siblings and config.lossless
+
+    def extras(self, mask: SkipMask) -> DraftExtras:
+        """Return no extras: skips are empty."""
+        return NO_EXTRAS
+
+    def matches(self, config: SpeculativeConfig) -> bool:
+        """Return whether a configuration drafts without fitted parts."""
+        return not config.fitted
+
+    def speedup(self, config: SpeculativeConfig) -> float:
+        """Predict the speedup of one configuration over plain decoding."""
+        costs, draft_seconds = self.profile.verify_seconds, self._landscape.draft_seconds(config)
+        rounds = [r for item in self._prompts for r in draw_rounds(self._landscape, item, config)]
+        plain = sum(map(self._landscape.tokens, self._prompts)) * costs[0]
+        return plain / sum(draft_seconds * r.drafted + costs[r.drafted] for r in rounds) * self._error_factor(config)
+
+    def _error_factor(self, config: SpeculativeConfig) -> float:
+        mask = SkipMask.parse(config.mask, self.layers)
+        skipped = np.array([mask.attention, mask.mlp], float)
+        if not skipped.any():
+            return 1.0
+        error = float((self._sublayer_errors * skipped).sum()) / math.sqrt(skipped.sum())
+        return math.exp(self._bias + self._error * error)

@@ -27,18 +27,11 @@ _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
 _LOSS_STEP = 0.005  # resolution of log agreement in a knapsack
 
-Runs = dict[tuple[int, int], float]
-"""Expected speedups of contiguous runs of whole layers, by first layer and end (exclusive)."""
-
 
 class MaskSearch:
     """Search that screens masks, each once, within a budget.
 
     Args:
-        predictor: estimates agreement and costs.
-        space: the layers that may be skipped, and the draft lengths.
-        budget: the number of masks that may be screened.
-        on_mask: called after each screened mask.
         on_best: called with every configuration that is the best so far.
         is_over: returns whether time has run out; nothing is screened then.
 
@@ -46,6 +39,7 @@ class MaskSearch:
         left: the number of masks that may still be screened.
         scores: the expected speedup of every screened mask.
         agreements: how often its first drafted token is the target's.
+        runs: the expected speedups of contiguous runs of whole layers, by first layer and end (exclusive).
     """
 
     def __init__(
@@ -60,6 +54,7 @@ class MaskSearch:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
+        self.runs: dict[tuple[int, int], float] = {}
         self._lengths, self.left = space.values("layer_skip", "num_speculative_tokens"), budget
         self._on_mask, self._on_best, self._is_over = on_mask, on_best, is_over
 
@@ -92,23 +87,23 @@ class MaskSearch:
         """The screened mask with the greatest expected speedup."""
         return max(self.scores, key=lambda mask: self.scores[mask])
 
+    def best_masks(self, maximum: int) -> list[SkipMask]:
+        """Return the screened masks with the greatest expected speedups, best first."""
+        return sorted(self.scores, key=lambda mask: -self.scores[mask])[:maximum]
+
     def explore(self, also: Sequence[SkipMask] = ()) -> Iterator[SkipMask]:
         """Screen candidates of every kind, and further masks; yield the best so far after each part but the last."""
         self.screen([SkipMask.none(self.layers)])  # alone, since a small budget may allow no more
         self.screen(self.single(*part) for part in self.sublayers())
-        self.screen(_knapsacks(self))
+        self.screen(self._knapsacks())
         yield self.best
         self.screen(also)
         self.screen(published_masks(self.layers, self.skippable))
-        _screen_all_runs(self)
+        self._screen_all_runs()
         yield self.best
-        _add_greedily(self)
+        self._add_greedily()
         yield self.best
-        _improve_best(self)
-
-    def best_masks(self, maximum: int) -> list[SkipMask]:
-        """Return the screened masks with the greatest expected speedups, best first."""
-        return sorted(self.scores, key=lambda mask: -self.scores[mask])[:maximum]
+        self._improve_best()
 
     def single(self, kind: str, layer: int) -> SkipMask:
         """Return the mask that skips one sub-layer."""
@@ -125,20 +120,109 @@ class MaskSearch:
         """
         skipped = [part for part in self.sublayers() if getattr(mask, part[0])[part[1]]]
         kept = [part for part in self.sublayers() if part not in skipped]
-        cheapest = sorted(kept, key=lambda part: self.loss_per_second(*part))[:_SHORTLIST]
-        dearest = sorted(skipped, key=lambda part: -self.loss_per_second(*part))[:_SHORTLIST]
+        cheapest = sorted(kept, key=self._loss_per_second)[:_SHORTLIST]
+        dearest = sorted(skipped, key=lambda part: -self._loss_per_second(part))[:_SHORTLIST]
         pairs = itertools.combinations([*dearest, *cheapest], 2)
         return [flip(mask, *part) for part in self.sublayers()] + [flip(flip(mask, *one), *other) for one, other in pairs]
 
-    def loss_per_second(self, kind: str, layer: int) -> float:
-        """Return the loss of one skipped sub-layer per second that it saves."""
-        saved = self.predictor.profile.saved_seconds(kind)[layer]
-        return self.loss(kind, layer) / saved if saved > 0 else math.inf
+    def screen_runs(self, new: Iterable[tuple[int, int]], reserve: int = 0) -> None:
+        """Screen contiguous runs of whole layers, given by first layer and exclusive end.
 
-    def loss(self, kind: str, layer: int) -> float:
+        Runs that reach into protected layers are left out, and so are those that ``reserve`` masks of the budget are kept
+        from.
+        """
+        begin, end = self.skippable[0], self.skippable[-1] + 1
+        new = [(a, b) for a, b in dict.fromkeys(new) if begin <= a < b <= end and (a, b) not in self.runs]
+        new = new[: max(0, self.left - reserve)]
+        self.runs.update(zip(new, self.screen(run(self.layers, a, b - a) for a, b in new), strict=True))
+
+    def move_ends(self, reserve: int = 0) -> None:
+        """Move the ends of the best runs by one layer until none improves."""
+        for _, (first, last) in sorted(((score, ends) for ends, score in self.runs.items()), reverse=True)[:_BEST_RUNS]:
+            best = None
+            while (first, last) != best:
+                best = first, last
+                moved = [(first + i, last + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+                self.screen_runs(moved, reserve)
+                first, last = max((ends for ends in moved if ends in self.runs), key=lambda ends: self.runs[ends])
+
+    def _screen_all_runs(self) -> None:
+        """Screen all contiguous runs of whole layers, if the budget covers them and two further masks per sub-layer.
+
+        A smaller budget covers runs of doubling lengths from spaced starts, and the best of them with their ends moved. A
+        long run may pay off when none of its parts does, so no run is left out because shorter ones score low. Starts far
+        apart come first, so that a budget that does not cover all of them has covered the whole depth.
+        """
+        end = self.skippable[-1] + 1
+        every = [(first, last) for first in self.skippable for last in range(first + 1, end + 1)]
+        if len(every) <= self.left - 2 * len(self.sublayers()):
+            self.screen_runs(every)
+            return
+        reserve = self.left // 2  # for the parts that follow
+        for offset in (0, 4, 2, 6):
+            for first in self.skippable[offset::8]:
+                doubled = ((first, min(end, first + 2**power)) for power in range(1, (end - first).bit_length() + 1))
+                self.screen_runs(doubled, reserve)
+        self.move_ends(self.left // 2)
+
+    def _knapsacks(self) -> list[SkipMask]:
+        """Return, for several budgets of lost agreement, the sub-layers that save most time within it if losses add up.
+
+        KnapSpec (arXiv 2602.20217) also weighs sub-layers by their time at a context, but runs them: for every sum of saved
+        time it keeps the hidden states most similar to the whole model's. Here nothing more is run. The weight of a
+        sub-layer is its loss when it is skipped alone, and the value is its time.
+        """
+        items = self.sublayers()
+        weights = [max(0, round(self._loss(part) / _LOSS_STEP)) for part in items]
+        capacity = round(-math.log(1 - max(_BUDGETS)) / _LOSS_STEP)
+        best = np.zeros(capacity + 1)
+        taken = np.zeros((len(items), capacity + 1), dtype=bool)
+        for number, (weight, part) in enumerate(zip(weights, items, strict=True)):
+            if weight > capacity:
+                continue
+            with_it = np.concatenate((np.full(weight, -np.inf), best[: capacity + 1 - weight] + self._saved_seconds(part)))
+            taken[number] = with_it > best
+            best = np.maximum(best, with_it)
+        masks = []
+        for budget in _BUDGETS:
+            left, mask = round(-math.log(1 - budget) / _LOSS_STEP), SkipMask.none(self.layers)
+            for number in reversed(range(len(items))):
+                if taken[number, left]:
+                    mask, left = flip(mask, *items[number]), left - weights[number]
+            masks.append(mask)
+        return masks
+
+    def _add_greedily(self) -> None:
+        """Skip one more sub-layer at a time: the best of the few remaining ones with the least loss per second."""
+        order = sorted(self.sublayers(), key=self._loss_per_second)
+        mask = SkipMask.none(self.layers)
+        best, misses = 0.0, 0
+        while order and misses < _PATIENCE and self.left:
+            candidates = order[:_SHORTLIST]
+            scores = self.screen([flip(mask, *part) for part in candidates])
+            score, chosen = max(zip(scores, candidates, strict=True))
+            misses = 0 if score > best else misses + 1
+            best = max(best, score)
+            mask = flip(mask, *chosen)
+            order.remove(chosen)
+
+    def _improve_best(self) -> None:
+        before = None
+        while self.left and self.best != before:
+            before = self.best
+            self.screen(self.neighbours(before))
+
+    def _saved_seconds(self, part: tuple[str, int]) -> float:
+        kind, layer = part
+        return float(getattr(self.predictor.profile, f"{kind}_seconds")[layer])
+
+    def _loss(self, part: tuple[str, int]) -> float:
         """Return the log agreement that one skipped sub-layer loses. Losses add up if sub-layers do not interact."""
-        agreement = self.agreements.get(self.single(kind, layer), 0.0)
-        return -math.log(max(agreement, 1e-6))
+        return -math.log(max(self.agreements.get(self.single(*part), 0.0), 1e-6))
+
+    def _loss_per_second(self, part: tuple[str, int]) -> float:
+        saved = self._saved_seconds(part)
+        return self._loss(part) / saved if saved > 0 else math.inf
 
 
 def expected_speedup(
@@ -146,13 +230,8 @@ def expected_speedup(
 ) -> tuple[float, int]:
     """Return the best expected speedup over draft lengths, and the shortest draft length that comes close to it.
 
-    Every drafted token is assumed to be accepted with the same probability.
-
-    Args:
-        predictor: gives the costs.
-        mask: of the draft.
-        agreement: the probability that a drafted token is accepted.
-        lengths: the shortest and the longest draft.
+    Every drafted token is assumed to be accepted with the probability ``agreement``. ``lengths`` are the shortest and the
+    longest draft.
 
     Source: Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost
     of verification.
@@ -171,10 +250,8 @@ def published_masks(layers: int, skippable: Sequence[int]) -> list[SkipMask]:
     """Return the masks of published systems rescaled to a number of layers, without the protected layers."""
     text = resources.files("searches").joinpath("data/published_masks.json").read_text(encoding="utf-8")
     rescaled = [SkipMask.parse(row["mask"], row["layers"]).rescale(layers) for row in json.loads(text)["masks"]]
-    attention, mlp = (
-        [{i for i in skippable if getattr(mask, kind)[i]} for mask in rescaled] for kind in ("attention", "mlp")
-    )
-    return [SkipMask.of(layers, *skipped) for skipped in zip(attention, mlp, strict=True)]
+    kinds = [[{i for i in skippable if flags[i]} for flags in (mask.attention, mask.mlp)] for mask in rescaled]
+    return [SkipMask.of(layers, attention, mlp) for attention, mlp in kinds]
 
 
 def flip(mask: SkipMask, kind: str, layer: int) -> SkipMask:
@@ -188,104 +265,3 @@ def run(layers: int, first: int, length: int) -> SkipMask:
     """Return the mask that skips ``length`` whole layers from ``first`` on."""
     flags = tuple(first <= layer < first + length for layer in range(layers))
     return SkipMask(flags, flags)
-
-
-def _screen_all_runs(search: MaskSearch) -> None:
-    """Screen all contiguous runs of whole layers, if the budget covers them and two further masks per sub-layer.
-
-    A smaller budget covers runs of doubling lengths from spaced starts, and the best of them with their ends moved. A long
-    run may pay off when none of its parts does, so no run is left out because shorter ones score low. Starts far apart come
-    first, so that a budget that does not cover all of them has covered the whole depth.
-    """
-    end = search.skippable[-1] + 1
-    runs: Runs = {}
-    every = [(first, last) for first in search.skippable for last in range(first + 1, end + 1)]
-    if len(every) <= search.left - 2 * len(search.sublayers()):
-        screen_runs(search, runs, every)
-        return
-    reserve = search.left // 2  # for the parts that follow
-    for offset in (0, 4, 2, 6):
-        for first in search.skippable[offset::8]:
-            doubled = ((first, min(end, first + 2**power)) for power in range(1, (end - first).bit_length() + 1))
-            screen_runs(search, runs, doubled, reserve)
-    move_ends(search, runs, search.left // 2)
-
-
-def screen_runs(search: MaskSearch, runs: Runs, new: Iterable[tuple[int, int]], reserve: int = 0) -> None:
-    """Screen contiguous runs of whole layers.
-
-    Args:
-        search: screens the masks.
-        runs: the expected speedups of runs; extended by the new ones.
-        new: first layers and exclusive ends to screen; runs that reach into protected layers are left out.
-        reserve: the part of the budget to leave unspent.
-    """
-    begin, end = search.skippable[0], search.skippable[-1] + 1
-    new = [(a, b) for a, b in dict.fromkeys(new) if begin <= a < b <= end and (a, b) not in runs]
-    new = new[: max(0, search.left - reserve)]
-    runs.update(zip(new, search.screen(run(search.layers, a, b - a) for a, b in new), strict=True))
-
-
-def move_ends(search: MaskSearch, runs: Runs, reserve: int = 0) -> None:
-    """Move the ends of the best runs by one layer until none improves; arguments are those of :func:`screen_runs`."""
-    for _, (first, last) in sorted(((score, ends) for ends, score in runs.items()), reverse=True)[:_BEST_RUNS]:
-        best = None
-        while (first, last) != best:
-            best = first, last
-            moved = [(first + i, last + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
-            screen_runs(search, runs, moved, reserve)
-            first, last = max((ends for ends in moved if ends in runs), key=lambda ends: runs[ends])
-
-
-def _knapsacks(search: MaskSearch) -> list[SkipMask]:
-    """Return, for several budgets of lost agreement, the sub-layers that save most time within it if losses add up.
-
-    KnapSpec (arXiv 2602.20217) also weighs sub-layers by their time at a context, but runs them: for every sum of saved time
-    it keeps the hidden states most similar to the whole model's. Here nothing more is run. The weight of a sub-layer is its
-    loss when it is skipped alone, and the value is its time.
-    """
-    items = [(kind, layer, search.loss(kind, layer)) for kind, layer in search.sublayers()]
-    weights = [max(0, round(loss / _LOSS_STEP)) for _, _, loss in items]
-    capacity = round(-math.log(1 - max(_BUDGETS)) / _LOSS_STEP)
-    values = [search.predictor.profile.saved_seconds(kind)[layer] for kind, layer, _ in items]
-    best = np.zeros(capacity + 1)
-    taken = np.zeros((len(items), capacity + 1), dtype=bool)
-    for number, (weight, value) in enumerate(zip(weights, values, strict=True)):
-        if weight > capacity:
-            continue
-        with_it = np.concatenate((np.full(weight, -np.inf), best[: capacity + 1 - weight] + value))
-        taken[number] = with_it > best
-        best = np.maximum(best, with_it)
-    masks = []
-    for budget in _BUDGETS:
-        left, mask = round(-math.log(1 - budget) / _LOSS_STEP), SkipMask.none(search.layers)
-        for number in reversed(range(len(items))):
-            if taken[number, left]:
-                kind, layer, _ = items[number]
-                mask, left = flip(mask, kind, layer), left - weights[number]
-        masks.append(mask)
-    return masks
-
-
-def _add_greedily(search: MaskSearch) -> None:
-    """Skip one more sub-layer at a time: the best of the few remaining ones with the least loss per second."""
-    order = sorted(search.sublayers(), key=lambda part: search.loss_per_second(*part))
-    mask = SkipMask.none(search.layers)
-    best, misses = 0.0, 0
-    while order and misses < _PATIENCE and search.left:
-        candidates = order[:_SHORTLIST]
-        scores = search.screen([flip(mask, *part) for part in candidates])
-        score, chosen = max(zip(scores, candidates, strict=True))
-        misses = 0 if score > best else misses + 1
-        best = max(best, score)
-        mask = flip(mask, *chosen)
-        order.remove(chosen)
-
-
-def _improve_best(search: MaskSearch) -> None:
-    """Screen the neighbours of the best mask until none is better."""
-    while search.left:
-        before = search.best
-        search.screen(search.neighbours(before))
-        if search.best == before:
-            return

@@ -1,15 +1,15 @@
-"""The interface of speedup predictors, and the draft lengths, stop rules and siblings that they choose from."""
+"""The interface of speedup predictors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from layerskip import SkipMask, SpeculativeConfig, StopRule
+from layerskip import SkipMask, SpeculativeConfig
 from layerskip.costs.cost_model import CostProfile, DraftExtras
-from layerskip.scan.scan import lowest_threshold
-from layerskip.scan.trace import Branching
+
+SCREENED_TOGETHER = 8  # by one process
 
 
 @dataclass(frozen=True)
@@ -25,24 +25,6 @@ class Prediction:
     config: SpeculativeConfig
     speedup: float
     agreement: float
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What ends a search for masks early.
-
-    Args:
-        is_over: returns whether time has run out.
-        to_beat: the measured speedup below which masks are of no use; 0 if nothing was measured.
-        report: takes a sentence on what was left out.
-    """
-
-    is_over: Callable[[], bool] = lambda: False
-    to_beat: float = 0.0
-    report: Callable[[str], object] = lambda _: None
-
-
-SCREENED_TOGETHER = 8  # by one process
 
 
 class SpeedupPredictor(Protocol):
@@ -81,47 +63,7 @@ class SpeedupPredictor(Protocol):
         """Predict the speedup of a configuration for which :meth:`can_predict` is true."""
 
     def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the bridges and the draft head of a mask's draft, as costs count them."""
+        """Return the extras of a mask's draft, as costs count them."""
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft has the bridges and the draft head that predictions assume."""
-
-
-DraftChoice = tuple[int, StopRule, Branching]
-
-
-@dataclass(frozen=True)
-class DraftChoices:
-    """The draft lengths, stop rules and numbers of siblings to choose from.
-
-    Args:
-        lengths: the shortest and the longest draft.
-        stops: the stop rules.
-        siblings: numbers of alternatives to each drafted token.
-    """
-
-    lengths: tuple[int, int]
-    stops: tuple[StopRule, ...] = (StopRule(),)
-    siblings: tuple[int, ...] = (0,)
-
-    @property
-    def floor(self) -> float | None:
-        """The confidence down to which scans follow drafts for these stop rules; None if no rule needs it."""
-        return lowest_threshold(self.stops)
-
-    def combinations(self, depth: int, verified: int) -> Iterator[tuple[int, DraftChoice]]:
-        """Yield every combination, with the index of its stop rule.
-
-        Long drafts and low thresholds come first, because what a scan follows for them covers the others.
-
-        Args:
-            depth: the longest draft of a scan.
-            verified: the most tokens for which verification was measured.
-        """
-        shortest, longest = self.lengths
-        rules = sorted(enumerate(self.stops), key=lambda pair: pair[1].threshold)
-        for length in range(min(longest, depth), shortest - 1, -1):
-            for number, stop in rules:
-                for siblings in self.siblings:
-                    if length * (1 + siblings) <= verified:
-                        yield number, (length, stop, Branching(siblings))
+        """Return whether a self-draft is one of those that are predicted."""

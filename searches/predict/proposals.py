@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 
 from layerskip import SkipMask, SpeculativeConfig
 from searches.app.checks import check_whole
-from searches.predict.mask_search import MaskSearch, Runs, move_ends, screen_runs
-from searches.predict.predictor import Limits, Prediction, SpeedupPredictor
+from searches.predict.mask_search import MaskSearch
+from searches.predict.predictor import Prediction, SpeedupPredictor
 from searches.space.search_space import SearchSpace
 
+_LOOKUPS = 3  # best prompt lookups that become trials
 _NEIGHBOURS = 4  # neighbours of the best mask that are scanned before its neighbours are listed again
 _EARLY_SCANS = 3  # the inverse of the largest share of scans that may come before the search has ended
-_EARLY_LAYERS = 2  # first layers of the runs that are bridged
+_EARLY_LAYERS = 2  # first layers of the runs that are replaced
 _STEPS = (8, 4, 2)  # between the lengths of those runs
 _SPACING = 6  # layers between the starts of other runs, and between single sub-layers
 _POWERS = range(8)  # of two: lengths of other runs, up to the last layer
@@ -27,7 +28,19 @@ _MARGIN = 0.3
 """Log speedup by which screening may underestimate the best mask: few positions, runs of agreement, siblings, stop rules."""
 
 
-NO_LIMITS = Limits()
+@dataclass(frozen=True)
+class Limits:
+    """What ends a search for masks early.
+
+    Args:
+        is_over: returns whether time has run out.
+        to_beat: the measured speedup below which masks are of no use; 0 if nothing was measured.
+        report: takes a sentence on what was left out.
+    """
+
+    is_over: Callable[[], bool] = lambda: False
+    to_beat: float = 0.0
+    report: Callable[[str], object] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -39,16 +52,14 @@ class ProposalSettings:
             further masks for each sub-layer that may be skipped, at least 200.
         scanned: the most of them to scan in full.
         enqueued: the number of best masks that become trials.
-        lookups: the number of best prompt lookups that become trials.
     """
 
     screened: int | None = None
     scanned: int = 12
     enqueued: int = 6
-    lookups: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("screened", "scanned", "enqueued", "lookups"):
+        for name in ("screened", "scanned", "enqueued"):
             value = getattr(self, name)
             if value is not None or name != "screened":
                 check_whole(f"scan.proposals.{name}", value)
@@ -66,16 +77,11 @@ def propose(
     on_mask: Callable[[], object] = lambda: None,
     also: Sequence[SkipMask] = (),
     on_best: Callable[[SpeculativeConfig], None] | None = None,
-    limits: Limits = NO_LIMITS,
+    limits: Limits = Limits(),
 ) -> list[Prediction]:
     """Propose the masks with the greatest predicted speedups, best first.
 
     Args:
-        predictor: predicts speedups.
-        space: the search space.
-        settings: how many masks are screened and scanned.
-        on_mask: called after each screened mask.
-        also: further masks to screen.
         on_best: called with the best configuration after each scan, and with one that screening expects to be faster. If it
             is given, some scans come early, after each part of the search.
         limits: what ends the search early. The costs are measured well only if a mask may be of use.
@@ -87,9 +93,13 @@ def propose(
         if not scans.predictions or search.scores[search.best] > scans.predictions[scans.best].speedup:
             on_better(config)
 
+    def may_win() -> bool:
+        """Return whether a mask may be faster than the leader, errors of screening included."""
+        return search.scores[search.best] * math.exp(_MARGIN) >= limits.to_beat
+
     search = MaskSearch(predictor, space, settings.budget(space), on_mask, on_screened, limits.is_over)
     for part, best in enumerate(search.explore(also), 1):
-        if part >= _PARTS and not limits.is_over() and not _may_win(search, limits):
+        if part >= _PARTS and not limits.is_over() and not may_win():
             limits.report(
                 f"{len(search.scores)} masks screened: the best is expected at {search.scores[best]:.2f} x. As the leader "
                 f"has {limits.to_beat:.2f} x, none is scanned or tried"
@@ -99,100 +109,12 @@ def propose(
             scans.add([best])
     if limits.is_over():
         limits.report(f"its share of the budget ended after {len(search.scores)} masks were screened")
-        if not _may_win(search, limits):
+        if not may_win():
             return []
     else:
         predictor.sharpen()
         search.rescore()
     return _refined(search, scans, settings)
-
-
-def propose_bridged(
-    predictor: SpeedupPredictor,
-    space: SearchSpace,
-    settings: ProposalSettings,
-    on_mask: Callable[[], object] = lambda: None,
-    limits: Limits = NO_LIMITS,
-) -> list[Prediction]:
-    """Propose the masks with the greatest predicted speedups with bridges, best first.
-
-    One long early run with one bridge is faster than scattered skips, whatever these reach without bridges. So the search
-    screens runs of every other length from the first layers that may be skipped. That held for the models that were
-    examined; for others, it screens later runs and single sub-layers far apart, too. Then it moves the ends of the best
-    runs. The space's own masks are screened first.
-
-    Args:
-        predictor: predicts speedups.
-        space: the search space.
-        settings: how many masks are screened and scanned.
-        on_mask: called after each screened mask.
-        limits: what ends the search early.
-    """
-    predictor.sharpen()
-    search = MaskSearch(predictor, space, settings.budget(space), on_mask, is_over=limits.is_over)
-    search.screen(SkipMask.parse(mask, space.layers) for mask in space.masks)
-    end, runs = space.skippable[-1] + 1, Runs()
-    # Lengths far apart come first, so that a small budget covers long runs, too.
-    lengths = dict.fromkeys(length for step in _STEPS for length in range(_STEPS[-1], end, step))
-    early = ((first, first + length) for length in lengths for first in space.skippable[:_EARLY_LAYERS])
-    reserve = search.left // 2
-    screen_runs(search, runs, early, reserve)
-    others = space.skippable[::_SPACING]
-    screen_runs(search, runs, ((first, min(end, first + 2**power)) for power in _POWERS for first in others), reserve // 2)
-    search.screen(search.single(sublayer, layer) for layer in others for sublayer in ("attention", "mlp"))
-    move_ends(search, runs)
-    return _best_first(predictor.predict(search.best_masks(settings.scanned)), settings)
-
-
-def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace, maximum: int) -> list[Prediction]:
-    """Propose the prompt lookups with the greatest predicted speedups, best first. Their drafts depend on the text alone."""
-    configs = [config for config in space.lookups() if predictor.can_predict(config)]
-    predictions = [Prediction(config, predictor.speedup(config), 0.0) for config in configs]
-    return sorted(predictions, key=lambda prediction: -prediction.speedup)[:maximum]
-
-
-def propose_all(
-    predictor: SpeedupPredictor,
-    space: SearchSpace,
-    settings: ProposalSettings,
-    on_mask: Callable[[], object] = lambda: None,
-    also: Sequence[SkipMask] = (),
-    bridged: Sequence[SpeedupPredictor] = (),
-    narrowed: Sequence[SpeedupPredictor] = (),
-    limits: Limits = NO_LIMITS,
-) -> list[SpeculativeConfig]:
-    """Propose the configurations that a study tries first: lookups, then masks, best first.
-
-    Lookups come first because they are many times faster where the text repeats itself.
-
-    Args:
-        predictor: predicts masks without bridges, and lookups.
-        space: the search space.
-        settings: how many configurations are screened, scanned and proposed.
-        on_mask: called after each screened mask.
-        also: further masks to screen.
-        bridged: predictors of masks with bridges.
-        narrowed: predictors of masks without bridges that draft from a reduced vocabulary.
-        limits: what ends the search early.
-    """
-    with_bridges = [found for other in bridged for found in propose_bridged(other, space, settings, on_mask, limits)]
-    with_head = [found for other in narrowed for found in propose(other, space, settings, on_mask, also, limits=limits)]
-    plain = propose(predictor, space, settings, on_mask, also, limits=limits)
-    # Equally many of each group, because prediction errors may differ between groups.
-    every = (*plain, *_best_first(with_bridges, settings), *_best_first(with_head, settings))
-    ranked = sorted(every, key=lambda prediction: -prediction.speedup)
-    configs = [prediction.config for prediction in (*propose_lookups(predictor, space, settings.lookups), *ranked)]
-    siblings = space.values("layer_skip", "siblings")[1]
-    if plain and siblings:
-        branching = replace(plain[0].config, siblings=siblings)
-        if not predictor.can_predict(branching):  # trees that cannot be predicted are tried with the best mask
-            configs.insert(configs.index(plain[0].config) + 1, branching)
-    return configs
-
-
-def _may_win(search: MaskSearch, limits: Limits) -> bool:
-    """Return whether a mask may be faster than the leader, errors of screening included."""
-    return search.scores[search.best] * math.exp(_MARGIN) >= limits.to_beat
 
 
 def _refined(search: MaskSearch, scans: _Scans, settings: ProposalSettings) -> list[Prediction]:
@@ -211,7 +133,7 @@ def _refined(search: MaskSearch, scans: _Scans, settings: ProposalSettings) -> l
         if not new:
             break
         scans.add(new)
-    return _best_first(scans.predictions.values(), settings)
+    return _best_first(scans.predictions.values(), settings.enqueued)
 
 
 class _Scans:
@@ -245,5 +167,75 @@ class _Scans:
             self._on_best(self.predictions[self.best].config)
 
 
-def _best_first(predictions: Iterable[Prediction], settings: ProposalSettings) -> list[Prediction]:
-    return sorted(predictions, key=lambda prediction: -prediction.speedup)[: settings.enqueued]
+def propose_runs(
+    predictor: SpeedupPredictor,
+    space: SearchSpace,
+    settings: ProposalSettings,
+    on_mask: Callable[[], object] = lambda: None,
+    limits: Limits = Limits(),
+) -> list[Prediction]:
+    """Propose the masks with the greatest predicted speedups when their skips are filled, best first.
+
+    One long early run with one replacement is faster than scattered skips, whatever these reach when empty. So the search
+    screens runs of every other length from the first layers that may be skipped. That held for the models that were
+    examined; for others, it screens later runs and single sub-layers far apart, too. Then it moves the ends of the best
+    runs. The space's own masks are screened first.
+    """
+    predictor.sharpen()
+    search = MaskSearch(predictor, space, settings.budget(space), on_mask, is_over=limits.is_over)
+    search.screen(SkipMask.parse(mask, space.layers) for mask in space.masks)
+    end = space.skippable[-1] + 1
+    # Lengths far apart come first, so that a small budget covers long runs, too.
+    lengths = dict.fromkeys(length for step in _STEPS for length in range(_STEPS[-1], end, step))
+    reserve = search.left // 2
+    search.screen_runs(((first, first + length) for length in lengths for first in space.skippable[:_EARLY_LAYERS]), reserve)
+    others = space.skippable[::_SPACING]
+    search.screen_runs(((first, min(end, first + 2**power)) for power in _POWERS for first in others), reserve // 2)
+    search.screen(search.single(sublayer, layer) for layer in others for sublayer in ("attention", "mlp"))
+    search.move_ends()
+    return _best_first(predictor.predict(search.best_masks(settings.scanned)), settings.enqueued)
+
+
+def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace, maximum: int = _LOOKUPS) -> list[Prediction]:
+    """Propose the prompt lookups with the greatest predicted speedups, best first. Their drafts depend on the text alone."""
+    configs = [config for config in space.lookups() if predictor.can_predict(config)]
+    return _best_first([Prediction(config, predictor.speedup(config), 0.0) for config in configs], maximum)
+
+
+def propose_all(
+    predictor: SpeedupPredictor,
+    space: SearchSpace,
+    settings: ProposalSettings,
+    on_mask: Callable[[], object] = lambda: None,
+    also: Sequence[SkipMask] = (),
+    filled: Sequence[SpeedupPredictor] = (),
+    narrowed: Sequence[SpeedupPredictor] = (),
+    limits: Limits = Limits(),
+) -> list[SpeculativeConfig]:
+    """Propose the configurations that a study tries first: lookups, then masks, best first.
+
+    Lookups come first because they are many times faster where the text repeats itself. Other arguments are those of
+    :func:`propose`.
+
+    Args:
+        predictor: predicts masks with empty skips, and lookups.
+        filled: predictors of masks whose skips are not empty.
+        narrowed: predictors of masks with empty skips that draft from a reduced vocabulary.
+    """
+    with_replacements = [found for other in filled for found in propose_runs(other, space, settings, on_mask, limits)]
+    with_head = [found for other in narrowed for found in propose(other, space, settings, on_mask, also, limits=limits)]
+    plain = propose(predictor, space, settings, on_mask, also, limits=limits)
+    # Equally many of each group, because prediction errors may differ between groups.
+    groups = [plain, *(_best_first(group, settings.enqueued) for group in (with_replacements, with_head))]
+    ranked = _best_first([found for group in groups for found in group])
+    configs = [prediction.config for prediction in (*propose_lookups(predictor, space), *ranked)]
+    siblings = space.values("layer_skip", "siblings")[1]
+    if plain and siblings:
+        branching = replace(plain[0].config, siblings=siblings)
+        if not predictor.can_predict(branching):  # trees that cannot be predicted are tried with the best mask
+            configs.insert(configs.index(plain[0].config) + 1, branching)
+    return configs
+
+
+def _best_first(predictions: Iterable[Prediction], maximum: int | None = None) -> list[Prediction]:
+    return sorted(predictions, key=lambda prediction: -prediction.speedup)[:maximum]

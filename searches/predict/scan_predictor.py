@@ -1,17 +1,20 @@
 """Speedups predicted from scans and a cost profile, before anything is decoded with a mask.
 
-Every prediction is stored in a file, mask by mask, so that an interrupted search repeats none of them.
+Every prediction is stored in a file, mask by mask, so that an interrupted search repeats none of them. Masks are scanned in
+batches, each of which one of a study's workers makes for all of them.
 
-Masks are scanned in batches, each of which one of a study's workers makes for all of them.
+The costs of attention depend on the context, the positions in the cache. They are timed where the continuations are, and
+every continuation is predicted with the costs of its own context.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +25,102 @@ from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
-from layerskip.models.bridge import Bridges, load_bridges
-from layerskip.scan.replay import Counts, count, replay_lookup
-from layerskip.scan.scan import Scan, Scanner
-from layerskip.scan.trace import Branching
-from searches.predict.contexts import ContextCosts
-from searches.predict.predictor import SCREENED_TOGETHER, DraftChoice, DraftChoices, Prediction
+from layerskip.models.skip_view import Replacements
+from layerskip.scan.replay import Branching, Counts, count, replay_lookup
+from layerskip.scan.scan import Scan, Scanner, lowest_threshold
+from layerskip.texts.continuations import Continuation
+from searches.predict.predictor import SCREENED_TOGETHER, Prediction
 from searches.predict.stability import Stability, stability
 from searches.results import ResultLog
-from searches.space.bridge_spec import BridgeSpec
-from searches.train.bridge_store import BridgeStore, training_record
 from searches.workers.pool import ALONE, Workers
 
-SHARED_TOGETHER = 256  # masks that several workers screen together, so that all have some
+SCANNED_MASKS = 64  # masks whose scans are expressed in whole trials
+_SHARED_TOGETHER = 256  # masks that several workers screen together, so that all have some
+_SCREENED_ROWS = 128  # positions on which masks are screened
 _ROWS_PER_MASK = 256  # fewer rows of a pass are not worth sharing among masks
+_CACHED_SCANS = 64  # scans kept in memory for further stop rules
+_STEP = 64  # timed contexts are rounded to multiples of it, so that similar prompt sets share a cost profile
+_SHORT = 1024  # up to it, attention is a small part of all costs
+_FAR_APART = 2  # the factor between contexts that are timed apart
+
+DraftChoice = tuple[int, StopRule, Branching]
+
+
+@dataclass(frozen=True)
+class DraftChoices:
+    """The draft lengths, stop rules and numbers of siblings to choose from.
+
+    Args:
+        lengths: the shortest and the longest draft.
+        siblings: numbers of alternatives to each drafted token.
+    """
+
+    lengths: tuple[int, int]
+    stops: tuple[StopRule, ...] = (StopRule(),)
+    siblings: tuple[int, ...] = (0,)
+
+    @property
+    def floor(self) -> float | None:
+        """The confidence down to which scans follow drafts for these stop rules; None if no rule needs it."""
+        return lowest_threshold(self.stops)
+
+    def combinations(self, depth: int, verified: int) -> Iterator[tuple[int, DraftChoice]]:
+        """Yield every combination, with the index of its stop rule.
+
+        Long drafts and low thresholds come first, because what a scan follows for them covers the others.
+
+        Args:
+            verified: the most tokens for which verification was measured.
+        """
+        shortest, longest = self.lengths
+        rules = sorted(enumerate(self.stops), key=lambda pair: pair[1].threshold)
+        for length in range(min(longest, depth), shortest - 1, -1):
+            for number, stop in rules:
+                for siblings in self.siblings:
+                    if length * (1 + siblings) <= verified:
+                        yield number, (length, stop, Branching(siblings))
+
+
+def mean_context(continuation: Continuation) -> float:
+    """Return the mean number of positions in the cache while a continuation is decoded."""
+    return len(continuation.prompt) + len(continuation.tokens) / 2
+
+
+def spread_contexts(contexts: Sequence[float]) -> list[int]:
+    """Return the contexts at which costs are timed, rising: the mean of short or similar ones.
+
+    Others are timed at the longest, the median and the shortest context, as far as these are far apart. Three contexts also
+    follow sliding windows, whose cost stops growing.
+    """
+    shortest, median, longest = min(contexts), statistics.median(contexts), max(contexts)
+    chosen = [statistics.fmean(contexts)]
+    if longest > max(_SHORT, _FAR_APART * shortest):
+        middle = [median] if longest > _FAR_APART * median and median > _FAR_APART * shortest else []
+        chosen = [shortest, *middle, longest]
+    return [_STEP * max(1, round(context / _STEP)) for context in chosen]
+
+
+class ContextCosts:
+    """The costs of decoding each of some continuations.
+
+    Attributes:
+        profiles: the profile at the context of each continuation.
+        average: their mean over all tokens; ``profile`` itself if it has one context.
+    """
+
+    def __init__(self, profile: CostProfile, continuations: Sequence[Continuation]) -> None:
+        self.profile, self.average = profile, profile
+        self.profiles = [profile.at(mean_context(continuation)) for continuation in continuations]
+        if profile.others:
+            self.average = CostProfile.mean(self.profiles, [continuation.starts for continuation in continuations])
+
+    def speedup(self, parts: Sequence[Counts], seconds: Callable[[CostProfile, Counts], float]) -> float:
+        """Return the speedup over plain decoding; 1.0 if nothing is decoded."""
+        pairs = [(self.average, sum(parts, Counts()))]
+        if self.profile.others:
+            pairs = list(zip(self.profiles, parts, strict=True))
+        plain = sum(counts.tokens * profile.verify_seconds[0] for profile, counts in pairs)
+        return plain / sum(seconds(profile, counts) for profile, counts in pairs) if plain else 1.0
 
 
 def masks_at_once(rows: int) -> int:
@@ -43,102 +128,44 @@ def masks_at_once(rows: int) -> int:
     return max(1, rows // _ROWS_PER_MASK)
 
 
-def share_scans(
-    pool: Workers,
-    identity: Sequence[str],
-    masks: Sequence[SkipMask],
-    rows: int,
-    log: ResultLog,
-    scan: Callable[[Sequence[SkipMask]], dict[str, Any]],
-) -> Iterator[tuple[SkipMask, Any]]:
-    """Yield the results of the masks that a log lacks, batch by batch.
-
-    Args:
-        pool: the workers.
-        identity: everything that the results depend on, except the masks.
-        masks: the masks.
-        rows: of a pass.
-        log: of earlier results, by mask.
-        scan: returns the results of a batch, by mask.
-    """
-    new, size = [mask for mask in dict.fromkeys(masks) if mask.format() not in log], masks_at_once(rows)
-    batches = [new[first : first + size] for first in range(0, len(new), size)]
-    named = {digest([*identity, *(mask.format() for mask in batch)])[:32]: batch for batch in batches}
-    for name, results in pool.share_all(named, lambda name: scan(named[name])):
-        for mask in named[name]:
-            yield mask, results[mask.format()]
-
-
-class BridgedDrafts:
-    """Drafts of masks with one bridge spec.
-
-    Args:
-        bridge_spec: the bridges and the draft head of every mask.
-        bridge_store: the source of bridges and draft heads; None if the spec has none.
+class EmptyDrafts:
+    """Drafts of masks with empty skips and the whole vocabulary. A subclass fills the gaps, or reduces the vocabulary.
 
     Attributes:
         tokens: ``[K]`` int64, the tokens of the draft head; None for the whole vocabulary.
+        fills_gaps: whether anything replaces the skipped sub-layers.
     """
 
-    def __init__(self, bridge_spec: BridgeSpec, bridge_store: BridgeStore | None) -> None:
-        self.bridge_spec, self._store = bridge_spec, bridge_store
-        self.tokens: Tensor | None = None if bridge_store is None else bridge_store.tokens(bridge_spec.tokens)
+    tokens: Tensor | None = None
+    fills_gaps = False
 
-    def folders(self, mask: SkipMask) -> tuple[str, str]:
-        """Return the folders of a mask's bridges and of the draft head; empty if there are none."""
-        if self._store is None:
-            return "", ""
-        return self._store.bridge(mask, self.bridge_spec), self._store.head(self.bridge_spec.tokens)
+    def fields(self, mask: SkipMask) -> dict[str, Any]:
+        """Return the fields of a configuration that drafts so, in addition to the mask."""
+        return {}
 
-    def scan(
-        self, scanner: Scanner, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None
-    ) -> list[Scan]:
-        """Scan masks with their bridges; arguments are those of :meth:`~layerskip.scan.scan.Scanner.scan`.
-
-        Args:
-            scanner: of continuations.
-            masks: to scan.
-            depth: of drafts; None for the scanner's.
-            floor: confidence down to which drafts are followed; None for all.
-        """
-        store, bridges = self._store, None
-        if store is not None:
-            bridges = [store.load(store.bridge(mask, self.bridge_spec), mask) for mask in masks]
-        return scanner.scan(masks, depth=depth, floor=floor, bridges=bridges, tokens=self.tokens)
+    def replacements(self, masks: Sequence[SkipMask]) -> Sequence[Replacements | None] | None:
+        """Return what replaces the skipped sub-layers of each mask; None for nothing at all."""
+        return None
 
     def reproducible(self, mask: SkipMask) -> bool:
-        """Return whether another process would scan the mask alike, since no bridges are missing for lack of memory."""
-        return self._store is None or not self._store.failed(mask, self.bridge_spec)
+        """Return whether another process would scan the mask alike, since nothing is missing for lack of memory."""
+        return True
 
     def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the bridges and the draft head of a mask's draft, as costs count them."""
-        return NO_EXTRAS if self._store is None else self._store.extras(mask, self.bridge_spec)
-
-    def trained_extras(self, bridges: Bridges) -> DraftExtras:
-        """Return the costs of a mask's draft with bridges that were trained since."""
-        return DraftExtras.of(bridges.shape, 0 if self._store is None else self._store.left_out(self.bridge_spec.tokens))
+        """Return the extras of a mask's draft, as costs count them."""
+        return NO_EXTRAS
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft's bridges and draft head are those of the spec."""
-        if self._store is None or not (config.bridge or config.draft_head):
-            return self.bridge_spec == BridgeSpec() and not config.bridge and not config.draft_head
-        return self._store.bridge_spec(config) == self.bridge_spec
-
-
-_CACHED_SCANS = 64  # scans kept in memory for further stop rules
+        """Return whether a self-draft is one of these drafts."""
+        return not config.fitted
 
 
 class ScanPredictor:
     """A :class:`~searches.predict.predictor.SpeedupPredictor` that scans masks.
 
     Args:
-        scanner: of the tune prompts' continuations.
-        screen: of few of their positions, for :meth:`agreements`.
-        profile: the costs, at one or several contexts.
-        choices: the draft lengths, stop rules and siblings to predict.
         folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
-        bridge_spec: the bridges and the draft head of every mask; None for none.
-        bridge_store: the source of bridges and draft heads; None for none.
+        drafts: what masks draft with.
         pool: the workers that share the predictions through their storage instead of the folder.
         costs: measures the costs well; None if ``profile`` is good enough.
 
@@ -150,20 +177,17 @@ class ScanPredictor:
     def __init__(
         self,
         scanner: Scanner,
-        screen: Scanner,
         profile: CostProfile,
         choices: DraftChoices,
         folder: Path,
-        bridge_spec: BridgeSpec | None = None,
-        bridge_store: BridgeStore | None = None,
+        drafts: EmptyDrafts | None = None,
         pool: Workers = ALONE,
         costs: Callable[[], CostProfile] | None = None,
     ) -> None:
-        self.bridge_spec = bridge_spec or BridgeSpec()
-        self._drafts = BridgedDrafts(self.bridge_spec, bridge_store)
+        self.drafts = drafts or EmptyDrafts()
         self._folder, self._pool = folder, pool
-        self.screened_together = SCREENED_TOGETHER if pool.alone else SHARED_TOGETHER
-        self._scanner, self._screen, self._choices = scanner, screen, choices
+        self.screened_together = SCREENED_TOGETHER if pool.alone else _SHARED_TOGETHER
+        self._scanner, self._screen, self._choices = scanner, scanner.sample(_SCREENED_ROWS), choices
         self._measure_costs = costs
         self._set_costs(profile)
         names = ("agreements", "counts", "others", "similar", "trained")
@@ -208,7 +232,7 @@ class ScanPredictor:
 
         def scan(batch: Sequence[SkipMask]) -> dict[str, float]:
             start = time.monotonic()
-            found = {each.mask.format(): each.agreement for each in self._drafts.scan(self._screen, batch, depth=1)}
+            found = {each.mask.format(): each.agreement for each in self._scan(self._screen, batch, depth=1)}
             self.screening_seconds += time.monotonic() - start
             return found
 
@@ -217,8 +241,21 @@ class ScanPredictor:
 
     def predict(self, masks: Iterable[SkipMask]) -> list[Prediction]:
         """Scan new masks, and predict the speedup of each mask with its best draft length, stop rule and siblings."""
+
+        def scan(batch: Sequence[SkipMask]) -> dict[str, dict[str, Any]]:
+            start, found = time.monotonic(), {}
+            scans = self._scan(self._scanner, batch, floor=self._choices.floor)
+            seconds = (time.monotonic() - start) / len(batch)
+            for each in scans:
+                start = time.monotonic()
+                counts = self._all_counts(each)
+                self._cache(each)
+                mask_seconds = seconds + time.monotonic() - start
+                found[each.mask.format()] = {"agreement": each.agreement, "counts": counts, "seconds": mask_seconds}
+            return found
+
         masks = list(masks)
-        self._scan(masks)
+        self._share("counts", masks, self._counts, scan)
         return [self._best(mask) for mask in masks]
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
@@ -226,17 +263,15 @@ class ScanPredictor:
 
         False for an adaptive stop rule with sampled tokens: replays hold the threshold constant, and decoding moves it.
         """
-        longest = {"prompt_lookup": self.profile.longest, "layer_skip": min(self._scanner.depth, self.profile.longest)}
-        if config.method == "layer_skip" and not (self.matches(config) and config.siblings <= self._scanner.runners):
+        length, longest = config.num_speculative_tokens, self.profile.longest
+        if config.method == "layer_skip":
+            scanned = length <= self._scanner.depth and config.siblings <= self._scanner.runners
+            if not (scanned and self.matches(config)):
+                return False
+        elif config.method != "prompt_lookup":
             return False
-        if config.stop.method == "adaptive" and not self._scanner.sampling.greedy:
-            return False
-        verified = config.num_speculative_tokens * (1 + config.siblings)
-        return (
-            config.lossless
-            and config.num_speculative_tokens <= longest.get(config.method, 0)
-            and verified <= self.profile.longest
-        )
+        moves = config.stop.method == "adaptive" and not self._scanner.sampling.greedy
+        return config.lossless and not moves and length * (1 + config.siblings) <= longest
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict a configuration's speedup from the counts of its rounds; scans its mask if it is new."""
@@ -246,56 +281,50 @@ class ScanPredictor:
             )
             counts = [count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations]
             return self._costs.speedup(counts, CostProfile.lookup_seconds)
-        mask = SkipMask.parse(config.mask, self.layers)
+        mask, choice = SkipMask.parse(config.mask, self.layers), _choice(config)
         known = self._parse(self._counts[mask.format()]["counts"]) if mask.format() in self._counts else {}
-        choice = config.num_speculative_tokens, config.stop, Branching(config.siblings, config.min_token_prob)
-        counts = known[choice] if choice in known else self._count(mask, *choice)
+        counts = known[choice] if choice in known else self._count(mask, choice)
         return self._choice_speedup(counts, choice, mask, self.extras(mask))
 
     def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the bridges and the draft head of a mask's draft, as costs count them."""
-        return self._drafts.extras(mask)
+        """Return the extras of a mask's draft, as costs count them."""
+        return self.drafts.extras(mask)
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft's bridges and draft head are those of the bridge spec."""
-        return self._drafts.matches(config)
+        """Return whether a self-draft is one of those that are predicted."""
+        return self.drafts.matches(config)
 
-    def tuned(self, config: SpeculativeConfig) -> SpeculativeConfig:
+    def tuned(
+        self, config: SpeculativeConfig, name: str, replacements: Replacements, extras: DraftExtras
+    ) -> SpeculativeConfig:
         """Return a predictable configuration with the best draft length, stop rule and siblings, its own ones included.
 
-        Its bridges may have been trained since.
+        Args:
+            name: a digest of its replacements.
+            replacements: what it drafts with in place of those of this predictor's drafts.
+            extras: of its draft.
         """
-        mask, folder = SkipMask.parse(config.mask, self.layers), Path(config.bridge)
-        own = config.num_speculative_tokens, config.stop, Branching(config.siblings, config.min_token_prob)
-        bridges = load_bridges(folder, self._scanner.target, mask)
-        name = digest(
-            [folder.name, training_record(folder), config.num_speculative_tokens, config.stop.to_dict(), astuple(own[2])]
-        )
+        mask, own = SkipMask.parse(config.mask, self.layers), _choice(config)
+        name = digest([name, own[0], own[1].to_dict(), astuple(own[2])])
         if name not in self._trained:
-            (scan,) = self._scanner.scan([mask], bridges=[bridges], tokens=self._drafts.tokens)
-            counts = self._scanner.counts(scan, *own, warmed=True)
-            self._trained.add(name, [self._all_counts(scan), [each.to_list() for each in counts]])
+            (scan,) = self._scanner.scan([mask], replacements=[replacements], tokens=self.drafts.tokens)
+            self._trained.add(name, [self._all_counts(scan), self._choice_counts(scan, own)])
         others, own_counts = self._trained[name]
-        every = self._parse(others) | {own: _read_counts(own_counts)}
-        (length, stop, branching), _ = self._fastest(every, mask, self._drafts.trained_extras(bridges))
+        (length, stop, branching), _ = self._fastest(self._parse(others) | {own: _read_counts(own_counts)}, mask, extras)
         siblings, minimum = astuple(branching)
         return replace(config, num_speculative_tokens=length, stop=stop, siblings=siblings, min_token_prob=minimum)
 
-    def bridged(self, bridge_spec: BridgeSpec, bridge_store: BridgeStore) -> ScanPredictor:
-        """Return a predictor for another bridge spec that shares the texts and their passes."""
-        bridge = f"{bridge_spec.bridge}{bridge_spec.width or ''}"
-        folder = self._folder / f"{bridge}-{bridge_spec.rank}-{bridge_spec.tokens}-{bridge_store.digest[:12]}"
-        parts = self._scanner, self._screen, self._costs.profile, self._choices
-        return ScanPredictor(*parts, folder, bridge_spec, bridge_store, self._pool, self._measure_costs)
+    def with_drafts(self, drafts: EmptyDrafts, name: str) -> ScanPredictor:
+        """Return a predictor for other drafts that shares the texts and their passes; ``name`` is that of its folder."""
+        return ScanPredictor(
+            self._scanner, self._costs.profile, self._choices, self._folder / name, drafts, self._pool, self._measure_costs
+        )
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""
-        found = np.full((2, self.layers), np.nan)
-        for row, sublayer in enumerate(("attention", "mlp")):
-            for layer in range(self.layers):
-                if f"{sublayer}:{layer}" in self._agreements:
-                    found[row, layer] = self._agreements[f"{sublayer}:{layer}"]
-        return found
+        names = [[f"{kind}:{layer}" for layer in range(self.layers)] for kind in ("attention", "mlp")]
+        known = {name: self._agreements[name] for name in self._agreements}
+        return np.array([[known.get(name, math.nan) for name in row] for row in names])
 
     def best_mask(self) -> SkipMask | None:
         """Return the scanned mask with the greatest predicted speedup of those that skip anything; None if there is none."""
@@ -308,11 +337,10 @@ class ScanPredictor:
             return None
         seconds, baseline = [], []
         for mask in masks:
-            best = self._best(mask).config
-            branching = Branching(best.siblings)
-            counts = self._parse(self._counts[mask.format()]["counts"])[best.num_speculative_tokens, best.stop, branching]
+            length, stop, branching = _choice(self._best(mask).config)
+            counts = self._parse(self._counts[mask.format()]["counts"])[length, stop, branching]
             pairs, extras = list(zip(self._costs.profiles, counts, strict=True)), self.extras(mask)
-            seconds.append([profile.seconds(part, mask, best.stop, extras, branching) for profile, part in pairs])
+            seconds.append([profile.seconds(part, mask, stop, extras, branching) for profile, part in pairs])
             baseline = [part.tokens * profile.verify_seconds[0] for profile, part in pairs]
         return stability(masks, np.array(seconds), np.array(baseline), sublayers)
 
@@ -328,41 +356,32 @@ class ScanPredictor:
         return [SkipMask.parse(text, self.layers) for text in self._similar[name]]
 
     def _scanned_masks(self) -> list[SkipMask]:
-        """Return the scanned masks that skip anything."""
         return [mask for text in self._counts if (mask := SkipMask.parse(text, self.layers)).skipped]
 
-    def _scan(self, masks: Sequence[SkipMask]) -> None:
-        def scan(batch: Sequence[SkipMask]) -> dict[str, dict[str, Any]]:
-            start, found = time.monotonic(), {}
-            scans = self._drafts.scan(self._scanner, batch, floor=self._choices.floor)
-            seconds = (time.monotonic() - start) / len(batch)
-            for each in scans:
-                start = time.monotonic()
-                counts = self._all_counts(each)
-                self._cache(each)
-                mask_seconds = seconds + time.monotonic() - start
-                found[each.mask.format()] = {"agreement": each.agreement, "counts": counts, "seconds": mask_seconds}
-            return found
-
-        self._share("counts", masks, self._counts, scan)
+    def _scan(self, scanner: Scanner, masks: Sequence[SkipMask], **options: Any) -> list[Scan]:
+        return scanner.scan(masks, replacements=self.drafts.replacements(masks), tokens=self.drafts.tokens, **options)
 
     def _share(
-        self, stage: str, masks: Sequence[SkipMask], log: ResultLog, scan: Callable[[Sequence[SkipMask]], dict[str, Any]]
+        self, stage: str, masks: Sequence[SkipMask], log: ResultLog, scan: Callable[[Sequence[SkipMask]], Mapping[str, Any]]
     ) -> None:
-        """Add the results of the masks that a log lacks, batch by batch."""
+        """Add the results of the masks that a log lacks, batch by batch; ``scan`` returns those of a batch, by mask."""
+        new, size = [mask for mask in dict.fromkeys(masks) if mask.format() not in log], masks_at_once(self.max_rows)
+        batches = [new[first : first + size] for first in range(0, len(new), size)]
         identity = stage, *self._folder.parts[-2:]
-        for mask, result in share_scans(self._pool, identity, masks, self.max_rows, log, scan):
-            log.add(mask.format(), result, self._drafts.reproducible(mask))
+        named = {digest([*identity, *(mask.format() for mask in batch)])[:32]: batch for batch in batches}
+        for name, results in self._pool.share_all(named, lambda name: scan(named[name])):
+            for mask in named[name]:
+                log.add(mask.format(), results[mask.format()], self.drafts.reproducible(mask))
 
-    def _count(self, mask: SkipMask, num_speculative_tokens: int, stop: StopRule, branching: Branching) -> list[Counts]:
+    def _count(self, mask: SkipMask, choice: DraftChoice) -> list[Counts]:
         """Return each continuation's counts of a choice that is not among those every mask is combined with."""
-        name = json.dumps([mask.format(), num_speculative_tokens, stop.to_dict(), *astuple(branching)])
+        length, stop, branching = choice
+        name = json.dumps([mask.format(), length, stop.to_dict(), *astuple(branching)])
         if name not in self._others:
             if mask not in self._scans:
-                (scan,) = self._drafts.scan(self._scanner, [mask])
+                (scan,) = self._scan(self._scanner, [mask])
                 self._cache(scan)
-            counts = self._scanner.counts(self._scans[mask], num_speculative_tokens, stop, branching, warmed=True)
-            self._others.add(name, [each.to_list() for each in counts], self._drafts.reproducible(mask))
+            self._others.add(name, self._choice_counts(self._scans[mask], choice), self.drafts.reproducible(mask))
         return _read_counts(self._others[name])
 
     def _cache(self, scan: Scan) -> None:
@@ -370,43 +389,43 @@ class ScanPredictor:
         while len(self._scans) > _CACHED_SCANS:
             del self._scans[next(iter(self._scans))]
 
+    def _choice_counts(self, scan: Scan, choice: DraftChoice) -> list[list[Any]]:
+        """Return the counts of each continuation as lists, with warmed stop rules as in a trial."""
+        length, stop, branching = choice
+        return [each.to_list() for each in self._scanner.counts(scan, length, stop, branching, warmed=True)]
+
     def _all_counts(self, scan: Scan) -> list[list[Any]]:
         """Return for every choice: draft length, index of its stop rule, siblings, and the counts of each continuation."""
-        found = []
-        for rule, (length, stop, branching) in self._choices.combinations(self._scanner.depth, self.profile.longest):
-            counts = self._scanner.counts(scan, length, stop, branching, warmed=True)  # as in a trial
-            found.append([length, rule, branching.siblings, [each.to_list() for each in counts]])
-        return found
+        choices = self._choices.combinations(self._scanner.depth, self.profile.longest)
+        return [[one[0], rule, one[2].siblings, self._choice_counts(scan, one)] for rule, one in choices]
 
     def _parse(self, rows: Sequence[Sequence[Any]]) -> dict[DraftChoice, list[Counts]]:
         """Return the counts of each continuation for every choice, from the rows of :meth:`_all_counts`."""
-        return {
-            (length, self._choices.stops[rule], Branching(siblings)): [Counts.from_list(part) for part in parts]
-            for length, rule, siblings, parts in rows
-        }
+        stops = self._choices.stops
+        return {(length, stops[rule], Branching(siblings)): _read_counts(parts) for length, rule, siblings, parts in rows}
 
     def _best(self, mask: SkipMask) -> Prediction:
         known = self._counts[mask.format()]
         (length, stop, branching), speedup = self._fastest(self._parse(known["counts"]), mask, self.extras(mask))
-        bridge, head = self._drafts.folders(mask)
         config = SpeculativeConfig(
-            "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, bridge=bridge, draft_head=head
+            "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, **self.drafts.fields(mask)
         )
         return Prediction(config, speedup, float(known["agreement"]))
 
     def _fastest(
         self, counts: Mapping[DraftChoice, Sequence[Counts]], mask: SkipMask, extras: DraftExtras
     ) -> tuple[DraftChoice, float]:
-        """Return a mask's best choice and its predicted speedup."""
         speedups = {choice: self._choice_speedup(parts, choice, mask, extras) for choice, parts in counts.items()}
         return max(speedups.items(), key=lambda pair: pair[1])
 
     def _choice_speedup(self, parts: Sequence[Counts], choice: DraftChoice, mask: SkipMask, extras: DraftExtras) -> float:
-        return self._costs.speedup(
-            parts, lambda profile, counts: profile.seconds(counts, mask, choice[1], extras, choice[2])
-        )
+        _, stop, branching = choice
+        return self._costs.speedup(parts, lambda profile, counts: profile.seconds(counts, mask, stop, extras, branching))
+
+
+def _choice(config: SpeculativeConfig) -> DraftChoice:
+    return config.num_speculative_tokens, config.stop, Branching(config.siblings, config.min_token_prob)
 
 
 def _read_counts(stored: Sequence[Any]) -> list[Counts]:
-    """Return the counts of each continuation from their stored values."""
     return [Counts.from_list(part) for part in stored]

@@ -53,11 +53,8 @@ def stability(
     """Rank masks on resampled continuations.
 
     Args:
-        masks: the M masks.
         seconds: ``[M, P]``, the predicted seconds of each mask at its best for each of P continuations.
         baseline: ``[P]``, the seconds of plain decoding.
-        sublayers: the number of sub-layers that may be skipped.
-        resamples: the number of resamples.
     """
     drawn = np.random.default_rng(0).integers(len(baseline), size=(resamples, len(baseline)))
     speedups = baseline[drawn].sum(1) / seconds[:, drawn].sum(2)
@@ -75,8 +72,6 @@ def seed_stability(folder: Path, settings: Mapping[str, Any], mask: SkipMask, su
     Args:
         folder: of the study.
         settings: everything that changes its measurements, ``seed`` among them.
-        mask: the one that it chose.
-        sublayers: the number of sub-layers that may be skipped.
 
     Returns:
         None if no other seed has chosen yet.

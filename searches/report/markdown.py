@@ -11,7 +11,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from layerskip.measure.measurement import MIN_RESAMPLED
-from searches.predict.prediction_error import SCANNED_MASKS
+from searches.predict.scan_predictor import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
 from searches.report.tables import (
     Row,
@@ -20,23 +20,21 @@ from searches.report.tables import (
     empty_note,
     finals_requests,
     finals_rows,
-    join_rows,
     levels,
     measured,
     named_row,
     output_state,
     pareto_front,
-    request_rows,
     trial_requests,
     trial_rows,
+    with_requests,
 )
-from searches.study.budget import left_out
+from searches.study.budget import FITS, KEPT_SECONDS, SHARED, left_out, recorded_seconds
 from searches.study.finals import Finalist, Finals, measured_prompts
 from searches.study.leaderboard import is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
 from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
-from searches.study.time_ledger import FITS, KEPT_SECONDS, SHARED, recorded_seconds
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, METRICS, STARTUP_SECONDS, WORKER
 
 _MIN_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
@@ -49,24 +47,17 @@ def summary(
     seeds: SeedStability | None = None,
     scan_seconds: float | None = None,
 ) -> str:
-    """Return the report: the cost of the search, the verdict, the finalists on held-out prompts, and the best trials.
-
-    The arguments are those of :func:`study_notes`.
-    """
+    """Return the report: notes, verdict, finalists, best trials. The arguments are those of :func:`study_notes`."""
     trials = finished(study)
     shown = [*study_notes(study, finals, stability, seeds, scan_seconds), *([verdict(finals)] if finals is not None else [])]
     lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
     if finals is not None:
-        lines += [
-            "## Finalists (held-out prompts)",
-            "",
-            *as_markdown(finals_rows(finals)),
-            *empty_note(finals.baseline),
-            *_finals_loads(finals),
-            "",
-            *winner_notes(study, finals),
-            "",
-        ]
+        rows, loads = finals_rows(finals), finals_requests(finals)
+        lines += ["## Finalists (held-out prompts)", "", *as_markdown(rows), *empty_note(finals.baseline)]
+        names: list[Row] = [{"configuration": row["configuration"]} for row in rows]
+        for level in levels(loads):
+            lines += _request_table("held-out prompts", level, with_requests(names, loads, level))
+        lines += ["", *winner_notes(study, finals), ""]
     best = trial_rows(best_trials(trials))
     lines += ["## Best trials (tune prompts)", "", *(as_markdown(best) if best else ["None was measured to the end."])]
     lines += request_tables(measured(trials))
@@ -124,7 +115,7 @@ def study_notes(
             "or of starting an engine, on average. No speedup includes them."
         )
     if len(trials) > 1:
-        notes.append(f"Optuna, MLflow and Hydra took {overhead_seconds(trials):.2f} seconds per trial.")
+        notes.append(f"Optuna, MLflow and Hydra took {_overhead_seconds(trials):.2f} seconds per trial.")
     if drifted := sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials):
         notes.append(f"The machine's speed changed on {drifted} prompts, which were measured again.")
     if finals is not None and finals.left_out:
@@ -151,15 +142,13 @@ def search_seconds(study: optuna.Study, finals: Finals) -> float:
     return float(preparation_seconds(study) + shared + trials + finals.seconds)
 
 
-def overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
+def _overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
     """Return the median time from the end of a trial to the start of the worker's next."""
     gaps = []
-    started = ((trial, trial.datetime_start) for trial in trials)
-    starts = sorted((str(trial.user_attrs.get(WORKER)), start, trial.number) for trial, start in started if start)
-    seconds = {trial.number: trial.user_attrs.get("seconds", 0.0) for trial in trials}
-    for (worker, before, number), (following, after, _) in itertools.pairwise(starts):
+    started = [(str(t.user_attrs.get(WORKER)), t.datetime_start, t) for t in trials if t.datetime_start is not None]
+    for (worker, before, trial), (following, after, _) in itertools.pairwise(sorted(started, key=lambda each: each[:2])):
         if worker == following:
-            gaps.append((after - before).total_seconds() - seconds[number])
+            gaps.append((after - before).total_seconds() - trial.user_attrs.get("seconds", 0.0))
     return max(0.0, statistics.median(gaps)) if gaps else 0.0
 
 
@@ -237,22 +226,10 @@ def verdict(finals: Finals) -> str:
     )
 
 
-def _finals_loads(finals: Finals) -> list[str]:
-    """Return a table of plain decoding and the finalists for each number of requests in flight; none without metrics."""
-    loads, lines = finals_requests(finals), list[str]()
-    names: list[Row] = [{"configuration": row["configuration"]} for row in finals_rows(finals)]
-    for level in levels(loads):
-        lines += _request_table("held-out prompts", level, join_rows(names, request_rows(loads, level)))
-    return lines
-
-
 def request_tables(trials: Sequence[FrozenTrial]) -> list[str]:
-    """Return a table for each number of requests in flight; none if the back end does not report these metrics.
+    """Return a table for each number of requests in flight, of the trials that none exceeds in throughput and latency.
 
-    It holds the trials that no other one exceeds in throughput and latency.
-
-    Args:
-        trials: measured to the end.
+    There is none if the back end does not report these metrics. The given trials were measured to the end.
     """
     loads = {trial.number: trial_requests(trial) for trial in trials if is_lossless(trial.user_attrs["measurement"])}
     names = {trial.number: named_row(trial) for trial in trials}
@@ -260,8 +237,8 @@ def request_tables(trials: Sequence[FrozenTrial]) -> list[str]:
     for level in levels(loads.values()):
         front = pareto_front({n: (x.get(f"throughput{level}"), x.get(f"tpot_p50{level}")) for n, x in loads.items()})
         if front:
-            shown = request_rows([loads[number] for number in front], level)
-            lines += _request_table("Pareto front", level, join_rows([names[number] for number in front], shown))
+            rows = with_requests([names[number] for number in front], [loads[number] for number in front], level)
+            lines += _request_table("Pareto front", level, rows)
     return lines
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import shlex
-import string
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -16,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import optuna
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 from numpy.typing import NDArray
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
@@ -35,7 +35,6 @@ from searches.report.tables import (
     trial_requests,
     trial_rows,
 )
-from searches.report.timeline import timeline, timeline_notes
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, ranking
 from searches.study.study import SETTINGS, finished
@@ -45,48 +44,7 @@ from searches.workers.pool import ALONE, Workers
 PAGE = "report.html"
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 _SECONDS = 60.0  # between two writes; each takes a fraction of a second and writes five megabytes
-_PLOTLY = "@plotly@"
-_REFRESH = '<meta http-equiv="refresh" content="60">'
-_EMPTY = '<p class="empty">Nothing measured yet.</p>'
-_HELD_OUT = "Held-out prompts, 95 % intervals. A stroke is the speedup in the search. Dotted: plain decoding."
-_WORKLOAD = "Bar: from the median to the 95th percentile. Star: plain decoding. Dashed: the Pareto front of medians."
-_BEST = "Speedups are those on the tune prompts that every trial decodes, over all trials of the configuration."
-_CODE = """import layerskip
-
-target = layerskip.load_target({target!r})
-export = layerskip.Export.load({export!r}, target)
-drafter = layerskip.build_drafter(export.config, target)  # keep one drafter for all requests
-result = layerskip.generate(target, "Why is the sky blue?", export.config, drafter=drafter, max_new_tokens=64)
-print(result.text)
-
-# The same inside transformers' generate:
-method = export.custom_generate(target.tokenizer)
-messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
-inputs = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-output = target.model.generate(**inputs.to(target.device), custom_generate=method, max_new_tokens=64)
-"""
-_CHARTS = {
-    "history": ("Search history", "Tune prompts, 95 % intervals. Cross: stopped early. Line: the best so far.", "wide"),
-    "acceptance": ("Speedup against acceptance", "Dashed: the Pareto front of trials measured to the end.", ""),
-    "memory": ("Speedup against memory", "Peak of the GPU, or of the process on a CPU. Dashed: the Pareto front.", ""),
-    charts.TOKEN: ("Throughput against time per token", "", ""),
-    charts.FIRST: ("Throughput against time to the first token", "", ""),
-    "predictions": ("Predicted against measured", "Predictions were made before the trials ran. Dotted: equal.", ""),
-    "skips": (
-        "Skipped sub-layers",
-        "By layer: the mean speedup of the trials that skipped a sub-layer. Grey: none did.",
-        "low wide",
-    ),
-    "scans": (
-        "Scanned sub-layers",
-        "By layer: how often the first drafted token is right with one skipped. Grey: unknown.",
-        "low wide",
-    ),
-    "timeline": ("Timeline", "", "fitted wide"),
-}
-"""Title, text and shape of each chart, in the order of the page; empty texts depend on the study."""
-_ALWAYS = "history"
-"""The chart that has a place although it has nothing to draw yet."""
+_LOAD = "Bar: from the median to the 95th percentile. Star: plain decoding. Dashed: the Pareto front of medians."
 
 
 @dataclass(frozen=True)
@@ -114,170 +72,125 @@ class Page:
     singles: NDArray[np.float64] | None = None
 
 
+@dataclass(frozen=True)
+class _Chart:
+    """A figure, None while there is nothing to draw, the identifier of its place, and the title and classes of its card."""
+
+    name: str
+    figure: go.Figure | None
+    title: str
+    text: str
+    shape: str = ""
+
+
 def write_page(path: Path, study: optuna.Study, page: Page) -> None:
     """Write the page atomically, so that a reader never sees a part of it."""
+    written, done = datetime.now().astimezone(), finished(study)
+    settings, best = study.user_attrs.get(SETTINGS, {}), best_trials(done)
+    drawn = list(_charts(study, page, written, settings.get("workload.concurrency", 1)))
+    text = "Held-out prompts, 95 % intervals. A stroke is the speedup in the search. Dotted: plain decoding."
+    finalists = _Chart("held-out", charts.held_out(page.finals), "Finalists", text, "fitted wide")
+    wins = page.finals is not None and page.finals.winner.config.method != "none"
+    export = str(path.with_name("best.json"))
+    target = str(settings.get("target.path") or settings.get("target.name") or "the searched model")
+    names = {name: name.replace("_", " ") for name in charts.methods({configuration(trial).method for trial in done})}
     template = (resources.files("searches") / "data" / "report.html").read_text(encoding="utf-8")
-    now = datetime.now().astimezone()
-    figures = _figures(study, page, now)
-    before, after = template.split(_PLOTLY)
     values = {
-        "title": html.escape(study.study_name),
-        "refresh": _REFRESH if page.state == RUNNING else "",
-        "badge": page.state,
-        "status": html.escape(": ".join(filter(None, (page.state, page.stage)))),
-        "progress": _progress(study, page),
-        "written": now.isoformat(),
-        "written_text": f"{now:%Y-%m-%d %H:%M:%S %Z}",
-        "live": json.dumps(page.state == RUNNING),
-        "content": _content(study, page, figures, path, now),
-        "figures": _as_json(figures),
+        "page": page,
+        "live": page.state == RUNNING,
+        "title": study.study_name,
+        "progress": _progress(study, page, done),
+        "written": written,
+        "notes": _notes(study, page),
+        "finalists": finalists,
+        "finals_table": _finals_table(page.finals),
+        "winner": page.finals.winner.config.label() if page.finals is not None and wins else "",
+        "engine": settings.get("backend.name"),
+        "target": repr(target),
+        "export": repr(export),
+        "path": shlex.quote(export),
+        "legend": [("no drafting" if name == "none" else text, charts.color_of(name)) for name, text in names.items()],
+        "charts": [chart for chart in drawn if chart.figure is not None or chart.name == "history"],
+        "best_table": _best_table(best),
+        "plotly": Markup(get_plotlyjs()),
+        "figures": _as_json([*drawn, finalists]),
     }
-    with atomic_write(path) as partial, partial.open("w", encoding="utf-8") as file:
-        file.write(string.Template(before).substitute(values))
-        file.write(get_plotlyjs())
-        file.write(string.Template(after).substitute(values))
+    with atomic_write(path) as partial:
+        environment = Environment(autoescape=True, undefined=StrictUndefined)
+        partial.write_text(environment.from_string(template).render(values), encoding="utf-8")
 
 
-def _progress(study: optuna.Study, page: Page) -> str:
+def _progress(study: optuna.Study, page: Page, done: Sequence[FrozenTrial]) -> str:
     """Return the number of finished trials, of those that run now, and the type of the workers' devices."""
-    done = finished(study)
     parts = [f"{len(done)} of {page.trials} trials finished"]
     if page.state == RUNNING and (now := study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))):
         parts.append(f"{len(now)} running")
-    parts += sorted({str(trial.user_attrs[DEVICE]) for trial in done if DEVICE in trial.user_attrs})
-    return html.escape(", ".join(parts))
+    return ", ".join(parts + sorted({str(trial.user_attrs[DEVICE]) for trial in done if DEVICE in trial.user_attrs}))
 
 
-def _figures(study: optuna.Study, page: Page, now: datetime) -> dict[str, go.Figure]:
-    """Return the figures that have something to draw, by the identifier of their place on the page."""
+def _charts(study: optuna.Study, page: Page, now: datetime, concurrency: int) -> Iterator[_Chart]:
+    """Yield the charts in the order of the page."""
     measured = charts.points(finished(study))
-    drawn = {
-        "history": charts.history(measured),
-        "acceptance": charts.acceptance(measured),
-        "memory": charts.memory(measured),
-        "predictions": charts.predictions(measured),
-        "skips": charts.skipped_by_trials(measured, page.layers),
-        "scans": charts.agreement_of_scans(page.singles),
-        "timeline": timeline(study.get_trials(deepcopy=False), now),
-        "held-out": charts.held_out(page.finals),
-    }
-    for level in levels(point.requests for point in measured):
-        for latency in (charts.TOKEN, charts.FIRST):
-            drawn[f"{latency}{level}"] = charts.throughput(measured, latency, level)
-    return {name: figure for name, figure in drawn.items() if figure is not None}
+    text = "Tune prompts, 95 % intervals. Cross: stopped early. Line: the best so far."
+    yield _Chart("history", charts.history(measured), "Search history", text, "wide")
+    text = "Dashed: the Pareto front of trials measured to the end."
+    yield _Chart("acceptance", charts.acceptance(measured), "Speedup against acceptance", text)
+    text = "Peak of the GPU, or of the process on a CPU. Dashed: the Pareto front."
+    yield _Chart("memory", charts.memory(measured), "Speedup against memory", text)
+    for latency, what in ((charts.TOKEN, "per token"), (charts.FIRST, "to the first token")):
+        for level in levels(point.requests for point in measured):
+            text = f"Requests in flight: {level.removeprefix('_at_') or concurrency}. {_LOAD}"
+            figure = charts.throughput(measured, latency, level)
+            yield _Chart(f"{latency}{level}", figure, f"Throughput against time {what}", text)
+    text = "Predictions were made before the trials ran. Dotted: equal."
+    yield _Chart("predictions", charts.predictions(measured), "Predicted against measured", text)
+    figure = charts.skipped_by_trials(measured, page.layers)
+    text = "By layer: the mean speedup of the trials that skipped a sub-layer. Grey: none did."
+    yield _Chart("skips", figure, "Skipped sub-layers", text, "low wide")
+    text = "By layer: how often the first drafted token is right with one skipped. Grey: unknown."
+    yield _Chart("scans", charts.agreement_of_scans(page.singles), "Scanned sub-layers", text, "low wide")
+    figure, text = charts.timeline(study.get_trials(deepcopy=False), now)
+    yield _Chart("timeline", figure, "Timeline", text, "fitted wide")
 
 
-def _as_json(figures: Mapping[str, go.Figure]) -> str:
+def _as_json(drawn: Iterable[_Chart]) -> Markup:
     """Return the figures as JSON in which no tag of the page ends; plotly writes null for NaN and infinities."""
-    shown = ",".join(f"{json.dumps(name)}:{figure.to_json()}" for name, figure in figures.items())
-    return f"{{{shown}}}".replace("<", "\\u003c")
+    shown = ",".join(f"{json.dumps(each.name)}:{each.figure.to_json()}" for each in drawn if each.figure is not None)
+    return Markup(f"{{{shown}}}".replace("<", "\\u003c"))
 
 
-def _content(study: optuna.Study, page: Page, figures: Mapping[str, go.Figure], path: Path, now: datetime) -> str:
-    """Return the cards of the page."""
-    requests = study.user_attrs.get(SETTINGS, {}).get("workload.concurrency", 1)
-    cards = []
-    for kind, (title, text, shape) in _CHARTS.items():
-        for name in [name for name in figures if name.partition("_at_")[0] == kind] or [_ALWAYS] * (kind == _ALWAYS):
-            if kind == "timeline":
-                text = timeline_notes(study.get_trials(deepcopy=False), now)
-            elif kind in (charts.TOKEN, charts.FIRST):
-                text = f"Requests in flight: {name.partition('_at_')[2] or requests}. {_WORKLOAD}"
-            cards.append(_chart(figures, name, title, text, shape))
-    finals = use = ""
-    if page.finals is not None:
-        use = f'<section class="card use"><h2>Use the winner</h2>{_usage(study, page.finals, path)}</section>'
-        chart = _chart(figures, "held-out", "Finalists", _HELD_OUT, "fitted wide")
-        finals = f'<div class="grid">{chart}<section class="card wide">{_finals_table(page.finals)}</section></div>'
-    return "\n".join(
-        (
-            _verdict(study, page),
-            finals,
-            use,
-            _legend(study),
-            f'<div class="grid">{"".join(cards)}</div>',
-            f'<section class="card"><h2>Best trials</h2><p>{_BEST}</p>{_best_table(study) or _EMPTY}</section>',
-        )
-    )
-
-
-def _chart(figures: Mapping[str, go.Figure], name: str, title: str, text: str, shape: str) -> str:
-    """Return the card of a chart; ``shape`` names its classes."""
-    place = f'<div class="chart" id="{name}"></div>' if name in figures else _EMPTY
-    return f'<section class="card {shape}"><h2>{title}</h2><p>{text}</p>{place}</section>'
-
-
-def _verdict(study: optuna.Study, page: Page) -> str:
+def _notes(study: optuna.Study, page: Page) -> list[str]:
     """Return the verdict, or the leader so far, and the notes."""
-    notes = list(page.notes)
     if page.finals is not None:
-        first = verdict(page.finals)
-        notes += winner_notes(study, page.finals)
-    else:
-        first = "No configuration that drafts was measured to the end yet."
-        for leader in ranking(study)[:1]:
-            first = f"Best so far: {leader.config.label()}, {leader.speedup:.2f} x plain decoding on tune prompts."
-    if page.state == RUNNING:
-        notes.append("The finals follow the last trial. They choose the winner and write best.json.")
-    shown = "".join(f"<p>{html.escape(note)}</p>" for note in (first, *notes))
-    reason = f'<section class="card reason"><p>{html.escape(page.reason)}</p></section>' if page.reason else ""
-    return f'{reason}<section class="card verdict">{shown}</section>'
+        return [verdict(page.finals), *page.notes, *winner_notes(study, page.finals)]
+    first = "No configuration that drafts was measured to the end yet."
+    for leader in ranking(study)[:1]:
+        first = f"Best so far: {leader.config.label()}, {leader.speedup:.2f} x plain decoding on tune prompts."
+    later = ["The finals follow the last trial. They choose the winner and write best.json."]
+    return [first, *page.notes, *(later if page.state == RUNNING else [])]
 
 
-def _legend(study: optuna.Study) -> str:
-    """Return the colours of the drafters, which all charts share."""
-    found = {configuration(trial).method for trial in finished(study)}
-    names = {method: "no drafting" if method == "none" else method.replace("_", " ") for method in charts.methods(found)}
-    items = (
-        f'<li><i style="background:{charts.color_of(method)}"></i>{html.escape(name)}</li>' for method, name in names.items()
-    )
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
-def _finals_table(finals: Finals) -> str:
+def _finals_table(finals: Finals | None) -> Markup:
     """Return the table of plain decoding and the finalists."""
+    if finals is None:
+        return Markup("")
     rows = finals_rows(finals)
     names = [{name: row[name] for name in ("configuration", "verdict")} for row in rows]
-    return as_html_with_requests(rows, names, finals_requests(finals))
+    return Markup(as_html_with_requests(rows, names, finals_requests(finals)))
 
 
-def _best_table(study: optuna.Study) -> str:
+def _best_table(trials: Sequence[FrozenTrial]) -> Markup:
     """Return the table of the best trials, and one for each of several numbers of requests; empty if none was measured."""
-    trials = best_trials(finished(study))
     rows = [{"configuration": row["configuration"]} | row for row in trial_rows(trials)]
     names = [{name: row[name] for name in ("configuration", "trial")} for row in rows]
-    return as_html_with_requests(rows, names, [trial_requests(trial) for trial in trials]) if rows else ""
-
-
-def _usage(study: optuna.Study, finals: Finals, path: Path) -> str:
-    """Return how the winner is used; ``path`` is that of the page."""
-    if finals.winner.config.method == "none":
-        return "<p>Plain decoding wins: use the model as it is. best.json holds the evidence.</p>"
-    settings, export = study.user_attrs.get(SETTINGS, {}), str(path.with_name("best.json"))
-    parts = [f"<p>best.json holds {html.escape(finals.winner.config.label())}.</p>"]
-    if (engine := settings.get("backend.name")) is None:
-        target = str(settings.get("target.path") or settings.get("target.name") or "the searched model")
-        parts += [_block(_CODE.format(target=target, export=export)), "<p>Commands of other engines:</p>"]
-    else:
-        parts.append(f"<p>It was measured with {html.escape(str(engine))}. Commands of engines:</p>")
-    parts.append(_block(f"python -m searches.export {shlex.quote(export)}"))
-    parts.append("<p>Check it on another day, with the overrides of the search for target and prompts:</p>")
-    return "".join([*parts, _block(f"python -m searches.verify {shlex.quote(export)}")])
-
-
-def _block(code: str) -> str:
-    return f"<pre><code>{html.escape(code)}</code></pre>"
+    requests = [trial_requests(trial) for trial in trials]
+    return Markup(as_html_with_requests(rows, names, requests) if rows else "")
 
 
 class LiveView:
     """Writer of the page of a running study. A page that cannot be written stops no study.
 
-    Args:
-        study: the opened study.
-        folder: of the study.
-        layers: the number of decoder layers of the target.
-        trials: the number of finished trials at the end.
-        pool: the workers of the study, of which the first writes the page until one measures the finals.
+    ``pool`` holds the workers of the study, of which the first writes the page until one measures the finals.
 
     Attributes:
         singles: ``[2, layers]``, the agreement with one sub-layer skipped, once scans have found it.
@@ -289,12 +202,7 @@ class LiveView:
         self.singles: NDArray[np.float64] | None = None
 
     def begin(self, stage: str, is_alone: bool = False) -> None:
-        """Write the page at the start of a stage of the study, which it names.
-
-        Args:
-            stage: names the stage.
-            is_alone: whether this worker alone does what is left, while the others wait for it.
-        """
+        """Write the page at the start of a stage. ``is_alone``: this worker does what is left while the others wait."""
         self._stage, self._writes = stage, is_alone
         self._write(RUNNING)
 

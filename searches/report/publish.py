@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import shlex
 from collections.abc import Mapping
@@ -10,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import numpy as np
 import optuna
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from plotly import graph_objects as go
 
 from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
 from layerskip.export import PROVISIONAL, attached_folders
@@ -20,9 +26,9 @@ from searches.connections import without_password
 from searches.predict.scan_predictor import ScanPredictor
 from searches.predict.stability import SeedStability, seed_stability
 from searches.progress import say
+from searches.report import charts
 from searches.report.markdown import search_seconds, study_notes, summary, verdict
 from searches.report.page import FINISHED, PAGE, Page, write_page
-from searches.report.picture import draw
 from searches.report.tables import best_trials
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, leading, ranking
@@ -30,17 +36,12 @@ from searches.study.plan import Plan
 from searches.study.study import SETTINGS, finished
 from searches.tracking.tracker import Tracker
 
+_MARKERS = {"circle": "o", "x-thin-open": "x", "line-ns-open": "|"}
+
 
 @dataclass(frozen=True)
 class Publisher:
-    """Writer of a study's results.
-
-    Args:
-        plan: of the study.
-        study: the study.
-        tracker: takes the files and figures.
-        folder: of the study, for the files.
-    """
+    """Writer of a study's results into its folder and to the tracker."""
 
     plan: Plan
     study: optuna.Study
@@ -48,13 +49,9 @@ class Publisher:
     folder: Path
 
     def publish(self, finals: Finals, predictor: ScanPredictor | None, held_out: PromptSet, log: bool = True) -> None:
-        """Write the export and the report of the finished study, log them, and print the report.
+        """Write the export and the report of the finished study, log them unless another worker does, and print the report.
 
-        Args:
-            finals: the results on held-out prompts.
-            predictor: predicts masks without bridges; None if none were scanned.
-            held_out: the measured held-out prompts.
-            log: whether files and figures are logged.
+        ``predictor`` is None if no masks were scanned.
         """
         plan, study, folder, winner = self.plan, self.study, self.folder, finals.winner
         seconds = search_seconds(study, finals)
@@ -66,7 +63,7 @@ class Publisher:
         seeds = self._compare_seeds(predictor)
         text = summary(study, finals, stability, seeds, scan_seconds)
         (folder / "report.md").write_text(text, encoding="utf-8")
-        draw(study, finals, plan.target.layers, folder / "report.png", singles)
+        _draw(study, finals, plan.target.layers, folder / "report.png", singles)
         notes = study_notes(study, finals, stability, seeds, scan_seconds)
         page = Page(plan.target.layers, plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
         write_page(folder / PAGE, study, page)
@@ -77,13 +74,9 @@ class Publisher:
         say(f"  mlflow ui --backend-store-uri {shlex.quote(without_password(self.tracker.uri))}")
 
     def publish_provisional(self, prompts: PromptSet, seconds: float) -> bool:
-        """Write the export of the running study's leader, marked as provisional; a confirmed one of the same study stays.
+        """Write the export of the running study's leader after so many seconds, marked as provisional.
 
-        Returns whether it was written.
-
-        Args:
-            prompts: tune prompts, of which trials decoded some.
-            seconds: that the search took so far.
+        A confirmed one of the same study stays. Returns whether it was written.
         """
         path = self.folder / "best.json"
         with contextlib.suppress(OSError, ValueError, LookupError, AttributeError):  # one that cannot be read is replaced
@@ -96,12 +89,7 @@ class Publisher:
         return True
 
     def log(self, finals: Finals, again: bool = True) -> None:
-        """Log the files and the figures of the finished study, and its winner with the trial that stands for it.
-
-        Args:
-            finals: the results on held-out prompts.
-            again: whether results that were logged completely are logged again.
-        """
+        """Log the files and the figures of the finished study, also ``again`` those that were logged completely."""
         names = ("report.md", "report.png", PAGE, "best.json")
         files: list[tuple[Path, str | None]] = [(self.folder / name, None) for name in names]
         for place in attached_folders(self.folder / "best.json"):
@@ -113,12 +101,7 @@ class Publisher:
         self.tracker.conclude(finals.winner.config.label(), verdict(finals), winner, metrics, files, again)
 
     def _export(
-        self,
-        config: SpeculativeConfig,
-        figures: Mapping[str, Any],
-        prompts: PromptSet,
-        seconds: float,
-        **marks: bool,
+        self, config: SpeculativeConfig, figures: Mapping[str, Any], prompts: PromptSet, seconds: float, **marks: bool
     ) -> Export:
         """Return the export of a configuration with its figures on some prompts, after so many seconds of search."""
         plan, study = self.plan, self.study
@@ -154,3 +137,55 @@ def _winning_trial(study: optuna.Study, winner: SpeculativeConfig) -> int | None
 
 def _drafts_with(config: SpeculativeConfig) -> list[tuple[str, str]]:
     return [(part.method, part.mask) for part in config.members or (config,)]
+
+
+def _draw(study: optuna.Study, finals: Finals, layers: int, path: Path, singles: np.ndarray | None) -> None:
+    """Save charts of ``report.html`` to one picture by matplotlib, because plotly needs a browser for a picture.
+
+    The agreements of scans, ``singles``, are drawn if no trial skipped anything.
+    """
+    measured = charts.points(finished(study))
+    drawn = {
+        "Search history (tune prompts)": charts.history(measured),
+        "Speedup against acceptance": charts.acceptance(measured),
+        "Skipped sub-layers, by layer": charts.skipped_by_trials(measured, layers) or charts.agreement_of_scans(singles),
+        "Held-out speedup, 95 % interval (bar: in the search)": charts.held_out(finals),
+    }
+    figure = Figure(figsize=(14, 9), layout="constrained")
+    for axes, (title, chart) in zip(figure.subplots(2, 2).flat, drawn.items(), strict=True):
+        axes.set_title(title)
+        if chart is not None:
+            _copy(chart, axes)
+    if measured:
+        figure.axes[0].legend(fontsize=8)
+    figure.suptitle(f"Study {study.study_name}")
+    figure.savefig(path, dpi=110)
+
+
+def _copy(chart: go.Figure, axes: Axes) -> None:
+    """Draw a chart: markers with error bars, lines in steps, a map of sub-layers, lines and notes."""
+    layout = chart.layout
+    axes.set(xlabel=layout.xaxis.title.text, ylabel=layout.yaxis.title.text)
+    for trace in chart.data:
+        if trace.type == "heatmap":
+            colors = matplotlib.colormaps["viridis"].with_extremes(bad="0.9")
+            image = axes.imshow(np.array(trace.z, dtype=float), aspect="auto", cmap=colors)
+            axes.set_yticks(range(len(trace.y)), trace.y)
+            axes.figure.colorbar(image, ax=axes, label=trace.colorbar.title.text)
+        elif trace.mode == "lines":
+            axes.step(trace.x, trace.y, where="post", color=trace.line.color, lw=1, label=trace.name)
+        else:
+            bars = {"xerr": trace.error_x, "yerr": trace.error_y}
+            style: dict[str, Any] = {
+                axis: [bar.arrayminus, bar.array] for axis, bar in bars.items() if bar.array is not None
+            }
+            style |= {"fmt": _MARKERS[trace.marker.symbol or "circle"], "color": trace.marker.color, "elinewidth": 1}
+            axes.errorbar(trace.x, trace.y, label=html.unescape(trace.name), **style)
+    for shape in layout.shapes:  # the speed of plain decoding
+        axes.axline((shape.x0, shape.y0), (shape.x1, shape.y1), color="0.6", lw=0.8)
+    for note in layout.annotations:
+        text = html.unescape(note.text.replace("<br>", "\n"))
+        axes.text(note.x, note.y, text, transform=axes.get_yaxis_transform(), fontsize=8, va="center")
+    if layout.yaxis.visible is False:
+        axes.set_yticks([])
+        axes.set_ylim(*layout.yaxis.range)

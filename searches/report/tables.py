@@ -54,6 +54,17 @@ def empty_note(metrics: Mapping[str, Any]) -> list[str]:
     return ["", f"The outputs of {counts} prompts end with their first token. Speedups leave them out."]
 
 
+def conditions(record: Mapping[str, Any]) -> str:
+    """Return the target, machine, prompts and versions of a record, and its date."""
+    target, where, prompts = record["target"], record["environment"], record["prompts"]
+    engines = "".join(f"{engine} {version}, " for engine, version in record.get("engines", {}).items())
+    return (
+        f"{target['name']} in {target['dtype']} on {where['device']} ({where['device_name']}, {where['threads']} threads), "
+        f"{prompts['count']} prompts ({prompts['name']}) x {record['repeats']}, {record['max_new_tokens']} new tokens, "
+        f"torch {where['versions']['torch']}, transformers {where['versions']['transformers']}, {engines}{record['date']}."
+    )
+
+
 def finals_rows(finals: Finals) -> list[Row]:
     """Return plain decoding and the finalists on held-out prompts."""
     plain = "wins" if finals.winner.config.method == "none" else "reference"
@@ -127,26 +138,22 @@ def _rates(metrics: Mapping[str, Any]) -> Row:
 
 
 def levels(loads: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the ends of the names of the metrics: one for each number of requests in flight, empty for a single one."""
+    """Return the ends of the names of metrics: one for each number of requests in flight, empty for a single one."""
     ends = {name.removeprefix("throughput") for workload in loads for name in workload if name.startswith("throughput")}
     return sorted(ends, key=lambda end: (len(end), end))
 
 
-def request_rows(loads: Sequence[Mapping[str, float]], level: str) -> list[Row]:
-    """Return an engine's metrics under one of :func:`levels`; a metric that no row has is no column."""
-    shown = {name: each for name, each in _REQUEST_COLUMNS.items() if any(name + level in workload for workload in loads)}
+def with_requests(rows: Sequence[Row], loads: Sequence[Mapping[str, float]], level: str) -> list[Row]:
+    """Return rows with an engine's metrics under one of :func:`levels`; a metric that no row has is no column."""
+    shown = {name: each for name, each in _REQUEST_COLUMNS.items() if any(name + level in load for load in loads)}
     return [
-        {
-            title: form.format(factor * workload[name + level]) if name + level in workload else ""
+        row
+        | {
+            title: form.format(factor * load[name + level]) if name + level in load else ""
             for name, (title, form, factor) in shown.items()
         }
-        for workload in loads
+        for row, load in zip(rows, loads, strict=True)
     ]
-
-
-def join_rows(rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
-    """Return rows with the columns of others to the right."""
-    return [row | other for row, other in zip(rows, others, strict=True)]
 
 
 def pareto_front(points: Mapping[int, tuple[float | None, float | None]]) -> list[int]:
@@ -155,14 +162,12 @@ def pareto_front(points: Mapping[int, tuple[float | None, float | None]]) -> lis
     Args:
         points: by name, a number of which more is better and one of which less is better. Those that lack one are left out.
     """
-    known = {name: (more, -less) for name, (more, less) in points.items() if more is not None and less is not None}
-    return [
-        name
-        for name in sorted(known, key=lambda name: known[name], reverse=True)
-        if not any(
-            other != known[name] and all(a >= b for a, b in zip(other, known[name], strict=True)) for other in known.values()
-        )
-    ]
+    known = {name: (-more, less) for name, (more, less) in points.items() if more is not None and less is not None}
+    front: list[int] = []
+    for name in sorted(known, key=lambda name: known[name]):
+        if not front or known[name][1] < known[front[-1]][1] or known[name] == known[front[-1]]:
+            front.append(name)
+    return front
 
 
 def as_markdown(rows: Sequence[Row]) -> list[str]:
@@ -186,13 +191,10 @@ def as_html(rows: Sequence[Row]) -> str:
 def as_html_with_requests(rows: Sequence[Row], names: Sequence[Row], loads: Sequence[Mapping[str, float]]) -> str:
     """Return a table with an engine's metrics as further columns; those of several numbers of requests in further tables.
 
-    Args:
-        rows: of the table.
-        names: the cells that name each row.
-        loads: the metrics of each row; empty if there are none.
+    ``names`` are the cells that name each row there, ``loads`` the metrics of each row, which are empty if there are none.
     """
-    tables = [as_html(join_rows(rows, request_rows(loads, "")))]
+    tables = [as_html(with_requests(rows, loads, ""))]
     for level in filter(None, levels(loads)):
-        further = as_html(join_rows(names, request_rows(loads, level)))
+        further = as_html(with_requests(names, loads, level))
         tables.append(f"<p>Requests in flight: {level.removeprefix('_at_')}.</p>{further}")
     return "".join(tables)

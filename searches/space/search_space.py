@@ -18,23 +18,14 @@ import optuna
 from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig, StopRule
 from layerskip.config import Costs, Field, Method, methods
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_whole
-from searches.space.bridge_spec import BRIDGES, RANKED, BridgeSource, BridgeSpec
+from searches.bridges.spec import BRIDGES, RANKED, BridgeSource, BridgeSpec
 
 Params = dict[str, int | float | str]
 _THRESHOLDS = (0.1, 0.9, 0.05)  # lowest, highest, step
 
 
 def check_values(name: str, field: Field, values: Any) -> None:
-    """Check the values that a user gives a field: two ends of a range, or a list of choices.
-
-    Args:
-        name: the override's name.
-        field: its declaration.
-        values: what the user gave.
-
-    Raises:
-        InputError: they do not fit.
-    """
+    """Check the values that a user gives a field: two ends of a range, or a list of choices."""
     if field.range is None:
         check_list(name, values, field.choices or None, or_empty=field.path)
         return
@@ -49,14 +40,7 @@ def check_values(name: str, field: Field, values: Any) -> None:
 
 
 def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values: Sequence[Any]) -> Any:
-    """Return the value that a trial chooses.
-
-    Args:
-        trial: the trial.
-        name: the parameter's name.
-        field: the declaration.
-        values: two ends of a range, or the choices.
-    """
+    """Return the value that a trial chooses for a parameter, among the choices or between the two ends of a range."""
     if field.range is None:
         value = values[0] if len(values) == 1 else trial.suggest_categorical(name, tuple(values))
         if not isinstance(field.default, StopRule):
@@ -101,11 +85,6 @@ def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
     if _may_be_chains(field, values) and value == field.chains:
         return value
     return min(max(value, values[0]), values[1])
-
-
-def every_value(field: Field, values: Sequence[Any]) -> Sequence[Any]:
-    """Return all values of a whole number, or the choices."""
-    return values if field.range is None else range(values[0], values[1] + 1)
 
 
 def _may_be_chains(field: Field, values: Sequence[Any]) -> bool:
@@ -227,8 +206,7 @@ class SearchSpace:
         widths: the widths of the MLPs of ``mlp`` bridges.
         draft_heads: sizes of the vocabulary that self-drafts and draft models choose from; 0 is the whole vocabulary.
         allow_lossy: whether acceptance rules that change the output are searched and may win.
-        trees: whether the target can verify trees. Otherwise methods that draft only trees are left out, and others draft
-            chains.
+        trees: whether the target can verify trees.
         verify_cost: the cost of verification in cascades; empty if it was not measured.
         draft_cost: the cost of drafting by members of cascades; None if it is not measured.
         bridge_store: the source of bridges and draft heads; without it there are none.
@@ -244,7 +222,7 @@ class SearchSpace:
     ranks: Sequence[int] = (0,)
     widths: Sequence[int] = (512,)
     draft_heads: Sequence[int] = (0,)
-    allow_lossy: bool = False
+    allow_lossy: bool = field(default=False, metadata=_RUNTIME)
     trees: bool = field(default=True, metadata=_RUNTIME)
     verify_cost: Costs = field(default=(), metadata=_RUNTIME)
     draft_cost: DraftCost | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
@@ -304,19 +282,19 @@ class SearchSpace:
         return tuple(method for method in self.available_methods if methods()[method].second)
 
     @property
-    def bridged(self) -> bool:
+    def fitted(self) -> bool:
         """True if drafts may have bridges or a reduced vocabulary."""
         chosen = [methods()[method] for method in self.available_methods]
         reduced = any(self.draft_heads) and any("draft_head" in method for method in chosen)
         return reduced or (set(self.bridges) != {"none"} and any("bridge" in method for method in chosen))
 
-    def values(self, method: str, name: str) -> tuple[Any, ...]:
-        """Return what a field is chosen from: the lowest and highest value of a number, or all choices.
+    def refuse_fitted(self, reason: str) -> None:
+        """Refuse a space whose drafts may have bridges or a reduced vocabulary, for a reason."""
+        if self.fitted:
+            raise InputError(f"space.bridges, space.draft_heads: {reason}")
 
-        Args:
-            method: its name.
-            name: a field that its drafter declares with a range, with choices or as a path.
-        """
+    def values(self, method: str, name: str) -> tuple[Any, ...]:
+        """Return what a field of a method is chosen from: the lowest and highest value of a number, or all choices."""
         return self._values(methods()[method], methods()[method][name])
 
     def _values(self, method: Method, declared: Field) -> tuple[Any, ...]:
@@ -332,12 +310,7 @@ class SearchSpace:
         return found
 
     def narrowed(self, methods_of: Collection[str] | None = None, **values: Sequence[Any]) -> SearchSpace:
-        """Return the space with other ranges or choices of some fields.
-
-        Args:
-            methods_of: the methods whose fields change; None for all methods that have such a field.
-            values: the values by field.
-        """
+        """Return the space with other ranges or choices of some fields, of some methods or of all that have them."""
         ranges = {method: dict(fields) for method, fields in self.ranges.items()}
         for method in methods().values():
             for each in searched_fields(method) if methods_of is None or method.name in methods_of else ():
@@ -430,7 +403,9 @@ class SearchSpace:
             return []
         fields = searched_fields(methods()[LOOKUP])
         found = []
-        for values in itertools.product(*(every_value(each, self.values(LOOKUP, each.name)) for each in fields)):
+        among = [(each, self.values(LOOKUP, each.name)) for each in fields]
+        every = [values if each.range is None else range(values[0], values[1] + 1) for each, values in among]
+        for values in itertools.product(*every):
             chosen = dict(zip((each.name for each in fields), values, strict=True))
             if all(chosen[each.name] >= chosen[each.at_least] for each in fields if each.at_least):
                 found.append(SpeculativeConfig.of(LOOKUP, chosen))
@@ -443,14 +418,9 @@ class SearchSpace:
 
 
 def _fill(method: Method, values: dict[str, Any], choose: Callable[[Field], Any]) -> SpeculativeConfig:
-    """Return a configuration of a method.
+    """Return a configuration of a method, with known values and chosen ones, which are added to them.
 
     Fields that are read only with some values of others come last.
-
-    Args:
-        method: the declaration.
-        values: the values that are known; chosen ones are added.
-        choose: returns the value of a field.
     """
     fields = sorted(searched_fields(method), key=lambda each: each.used is not Field.used)
     for each in fields:

@@ -2,22 +2,36 @@
 
 A search sees samples, paired prompt by prompt with plain decoding. They come from a back end that runs a model, or from a
 simulated decoder.
+
+Samples of a window in which the machine was slower or faster than usual have drifted. Plain decoding is measured with every
+candidate, and all samples of a prompt form a row. A slow window slows down the whole row; a stall slows down one sample. If
+stalls of plain decoding alone were measured again, its time would drop while candidates kept their stalls, and every speedup
+would be biased. A row is therefore judged by the mean over all its samples, and replaced as a whole. A window as long as a
+trial slows down all its rows alike. It shows in plain decoding on the same prompts in earlier trials.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+import statistics
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, Protocol
 
+from optuna.trial import FrozenTrial
+from scipy.stats import theilslopes
+
 from layerskip import PromptSet, Sampling, SpeculativeConfig
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
-from searches.backends.backend import BASELINE, Backend, BackendError, Row, Workload
+from searches.backends.backend import BASELINE as BASELINE
+from searches.backends.backend import Backend, BackendError, Workload
+from searches.backends.backend import Row as Row
 from searches.results import ResultLog
 
-__all__ = ["BASELINE", "Bench", "ModelBench", "Row", "logged_row", "logged_seconds", "resumed_rows", "surviving_rows"]
+_RECENT = 3  # trials; a machine that stays slower is the usual one after two
+_FEWEST = 3  # rows of a window, of which one may have stalled
 
 
 class Bench(Protocol):
@@ -40,18 +54,15 @@ class Bench(Protocol):
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Measure configurations and plain decoding, interleaved.
+        """Measure configurations and plain decoding, interleaved; yield after each prompt one sample per name.
 
         Args:
-            configs: by name; none of them is called ``baseline``.
+            configs: by name; the name ``baseline`` is plain decoding's.
             prompts: at least one.
             repeats: how often every prompt is decoded.
             seed: of the sampled tokens and of the order of configurations.
             without: configurations that are no longer measured; it may grow from prompt to prompt.
             before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
-
-        Yields:
-            After each prompt one sample per name, ``baseline`` included.
         """
 
     def metrics(self) -> Mapping[str, float]:
@@ -61,14 +72,7 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class ModelBench:
-    """Bench of a real model.
-
-    Args:
-        backend: runs it.
-        sampling: of its tokens.
-        max_new_tokens: per prompt and turn.
-        workload: requests in flight, and what a speedup compares.
-    """
+    """Bench of a real model, which a back end runs with a sampling and a number of new tokens per prompt and turn."""
 
     backend: Backend
     sampling: Sampling
@@ -94,7 +98,7 @@ class ModelBench:
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Decode with each configuration; the arguments are those of :meth:`Bench.compare`.
+        """Decode with each configuration; see :meth:`Bench.compare`.
 
         Raises:
             BackendError: see :meth:`~searches.backends.backend.Backend.compare`.
@@ -112,32 +116,26 @@ def _whole_requests(row: Row) -> dict[str, Sample]:
     """Return samples whose decoding is the whole request.
 
     With a constant number of requests in flight, the engine's throughput is that number times the tokens of a request over
-    its seconds (Little's law), so that the ratio of these rates is the ratio of throughputs.
+    its seconds (Little's law), so that the ratio of these rates is the ratio of throughputs. A sample whose outputs all
+    end with their first token has no rate.
     """
     return {
-        name: replace(sample, decoded_tokens=_lasting(sample), decode_seconds=sample.prefill_seconds + sample.decode_seconds)
+        name: replace(
+            sample,
+            decoded_tokens=sample.tokens if sample.tokens > max(1, len(sample.requests)) else 0,
+            decode_seconds=sample.prefill_seconds + sample.decode_seconds,
+        )
         for name, sample in row.items()
     }
-
-
-def _lasting(sample: Sample) -> int:
-    """Return the number of tokens; 0 if every output of the sample ended with its first token."""
-    return sample.tokens if sample.tokens > max(1, len(sample.requests)) else 0
 
 
 def resumed_rows(
     measure: Callable[..., Iterator[Row]], prompts: PromptSet, log: ResultLog, prefix: str, before: PromptSet | None = None
 ) -> Iterator[Row]:
-    """Yield one row per prompt, in order; only rows that are not in the log are measured.
+    """Yield one row per prompt, in order; only rows that are not in the log are measured, and added to it.
 
-    Drafters that learn from prompt to prompt decode the logged prompts first, unmeasured.
-
-    Args:
-        measure: called as ``measure(prompts, before=prompts)``, returns the rows of the first prompts.
-        prompts: each is decoded once.
-        log: rows of an interrupted run; takes the new ones.
-        prefix: distinguishes these rows in the log from others of the same prompts.
-        before: prompts that drafters which learn decode before the logged ones.
+    Drafters that learn decode the prompts ``before`` and the logged ones first, unmeasured. ``measure(prompts, before=...)``
+    returns rows. The prefix distinguishes these rows in the log from others of the same prompts.
     """
     known, missing = (
         PromptSet(tuple(item for item in prompts if (f"{prefix} {item.id}" in log) is logged)) for logged in (True, False)
@@ -157,8 +155,7 @@ def surviving_rows(
 ) -> Iterator[dict[str, Sample]]:
     """Yield the rows of :meth:`Bench.compare`; when a configuration fails, continue without it from the same prompt.
 
-    Raises:
-        BackendError: plain decoding fails.
+    A failure of plain decoding is raised as the back end's error.
     """
     done = 0
     while done < len(prompts):
@@ -185,3 +182,60 @@ def logged_row(measured: Iterator[Row], log: ResultLog, name: str) -> Row:
 def logged_seconds(log: ResultLog) -> float:
     """Return the seconds that measuring the rows of a log took, including the check of their outputs."""
     return sum(float(log[name]["seconds"]) for name in log)
+
+
+def drifted_rows(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[bool]:
+    """Return for each row, which is of one prompt, whether the machine had drifted while it was measured.
+
+    ``drift`` is the tolerated share by which seconds per round may differ from what the other rows predict, in the geometric
+    mean over the row.
+    """
+    offsets: list[list[float]] = [[] for _ in rows]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        places = [place for place, row in enumerate(rows) if name in row and row[name].stats.rounds]
+        for place, offset in zip(places, _offsets([rows[place][name] for place in places]), strict=True):
+            offsets[place].append(offset)
+    return [bool(row) and abs(statistics.fmean(row)) > math.log1p(drift) for row in offsets]
+
+
+def drifted_since(trials: Sequence[FrozenTrial], rows: Sequence[Mapping[str, Sample]], drift: float) -> bool:
+    """Return whether the machine has drifted between the latest of some trials, in order, and the rows of a trial.
+
+    ``drift`` is the tolerated share by which plain decoding's tokens/s may differ, in the median over rows.
+    """
+    earlier: dict[str, list[float]] = {}
+    for trial in [trial for trial in trials if "table" in trial.user_attrs][-_RECENT:]:
+        table = trial.user_attrs["table"]
+        for prompt, rate in zip(table["prompt_id"], table["baseline_tokens_per_second"], strict=True):
+            if rate:
+                earlier.setdefault(prompt, []).append(rate)
+    offsets = [
+        math.log(plain.decoded_tokens / plain.decode_seconds / statistics.median(earlier[plain.prompt_id]))
+        for plain in [row[BASELINE] for row in rows]
+        if plain.prompt_id in earlier and plain.decoded_tokens
+    ]
+    return len(offsets) >= _FEWEST and abs(statistics.median(offsets)) > math.log1p(drift)
+
+
+def _offsets(samples: Sequence[Sample]) -> list[float]:
+    """Return the log ratio of each sample's seconds per round to the expected ones.
+
+    Drafting is left out: a cascade may draft at a high cost on one prompt and for nothing on the next. A round is slower
+    after a long prompt, whose length shows in the prefill. It is also slower if it verifies more tokens; a lookup finds many
+    on one prompt and few on another.
+    """
+    seconds = [(sample.decode_seconds - sample.draft_seconds) / len(sample.stats.rounds) for sample in samples]
+    prefill = [sample.prefill_seconds for sample in samples]
+    verified = [statistics.fmean(round_.drafted for round_ in sample.stats.rounds) for sample in samples]
+    expected = _fit(prefill, seconds)
+    rest = [own - usual for own, usual in zip(seconds, expected, strict=True)]
+    expected = [usual + extra for usual, extra in zip(expected, _fit(verified, rest), strict=True)]
+    return [math.log(own / usual) if own > 0 and usual > 0 else 0.0 for own, usual in zip(seconds, expected, strict=True)]
+
+
+def _fit(xs: Sequence[float], ys: Sequence[float]) -> list[float]:
+    """Return the fitted ``ys`` of a Theil-Sen line, which few outliers do not move; their median if all ``xs`` are equal."""
+    if len(set(xs)) > 1:
+        slope, intercept, *_ = theilslopes(ys, xs)
+        return [float(intercept + slope * x) for x in xs]
+    return [statistics.median(ys)] * len(ys) if ys else []

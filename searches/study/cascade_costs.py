@@ -24,14 +24,7 @@ Configs = Sequence[SpeculativeConfig]
 
 @dataclass(frozen=True)
 class CostTimer:
-    """Measurement of costs in steps of plain decoding.
-
-    Args:
-        target: the target.
-        sampling: of the target's tokens.
-        contexts: numbers of tokens before the timed ones, rising.
-        seed: of the random tokens.
-    """
+    """Measurement of costs in steps of plain decoding, after rising numbers of tokens (``contexts``)."""
 
     target: Target
     sampling: Sampling
@@ -69,10 +62,7 @@ def draft_cost(
 ) -> DraftCost:
     """Return a function from a cascade's members to their drafting costs, which are measured on first use and stored.
 
-    Args:
-        study: keeps them.
-        measure: measures them.
-        claim: lets one worker at a time measure and store.
+    ``claim`` lets one worker at a time measure and store.
     """
     if _DRAFT_COST not in study.user_attrs:
         study.set_user_attr(_DRAFT_COST, {})

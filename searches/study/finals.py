@@ -31,10 +31,9 @@ from layerskip.config import methods
 from layerskip.export import attachment_digests
 from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED
-from searches.backends.metrics import sample_metrics
+from searches.backends.running_engine import sample_metrics
 from searches.results import ResultLog
-from searches.study.bench import BASELINE, Bench, Row, logged_row, logged_seconds, resumed_rows, surviving_rows
-from searches.study.drift import drifted_rows
+from searches.study.bench import BASELINE, Bench, Row, drifted_rows, logged_row, logged_seconds, resumed_rows, surviving_rows
 from searches.study.leaderboard import FINISHED, LeaderboardEntry, contenders, drafters, is_lossless
 from searches.study.objective import MeasureSettings
 from searches.tracking.names import METRICS
@@ -56,12 +55,12 @@ class Finalist:
     """A configuration and its results on held-out prompts.
 
     Args:
-        config: the configuration.
-        search_speedup: its speedup in the search, pooled over its trials.
-        held_out: its metrics, as :meth:`layerskip.Measurement.to_dict` returns them; under ``metrics`` those of an engine.
-        low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
-        ties: whether it cannot be distinguished from the fastest and seems about as fast.
-        stayed: whether it was measured to the end.
+    config: the configuration.
+    search_speedup: pooled over its trials.
+    held_out: the metrics of :meth:`layerskip.Measurement.to_dict`; under ``metrics`` those of an engine.
+    low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
+    ties: whether it cannot be distinguished from the fastest and seems about as fast.
+    stayed: whether it was measured to the end.
     """
 
     config: SpeculativeConfig
@@ -84,16 +83,12 @@ class Finalist:
 
     @property
     def complexity(self) -> tuple[int, int, bool, int, int, int]:
-        """Sort key that decides ties.
-
-        It is the method, the number of drafters, whether they have bridges or draft heads, the number of skipped
-        sub-layers, siblings, and draft length.
-        """
+        """Sort key that decides ties: the simplest comes first."""
         parts = self.config.members or (self.config,)
         return (
             max(methods()[part.method].rank for part in parts),
             len(parts),
-            any(part.bridge or part.draft_head for part in parts),
+            any(part.fitted for part in parts),
             sum(sum(mask.count_skipped(part.mask)) for part in parts),
             max(part.siblings for part in parts),
             max(part.num_speculative_tokens for part in parts),
@@ -108,7 +103,7 @@ class Finals:
         finalists: fastest first.
         baseline: metrics of plain decoding.
         seconds: that measuring took.
-        drifted: number of rows that drifted by more than ``measure.drift`` and were measured again.
+        drifted: number of rows with drift, which were measured again.
         unsteady: number of these that drifted again.
         left_out: what was not measured because time ran out, as a sentence; empty if nothing.
     """
@@ -130,21 +125,16 @@ class Finals:
 
 
 def measured_prompts(metrics: Mapping[str, Any]) -> int:
-    """Return the number of prompts that a speedup rests on.
-
-    An output that ends with its first token, which the prefill gives, has no speed; speedups leave it out.
-    """
-    return int(metrics["prompts"] - metrics.get("empty_prompts", 0))  # earlier versions did not count the latter
+    """Return the number of prompts that a speedup rests on: those whose output goes on after the prefill's token."""
+    return int(metrics["prompts"] - metrics.get("empty_prompts", 0))
 
 
 @dataclass(frozen=True)
 class RunControl:
     """What a long measurement leaves behind and ends by.
 
-    Args:
-        folder: keeps rows as they are measured, so that an interrupted call resumes; None keeps nothing.
-        on_prompt: called after each prompt.
-        seconds_left: returns the seconds that measuring may still take; rows of an interrupted call cost none.
+    Its folder keeps rows as they are measured, so that an interrupted call resumes. ``seconds_left`` returns the seconds
+    that measuring may still take; ``on_prompt`` is called after each prompt.
     """
 
     folder: Path | None = None
@@ -167,14 +157,8 @@ def measure_finals(
 ) -> Finals:
     """Measure the contenders of a study, and further ones, on held-out prompts; see :func:`measure_held_out`.
 
-    Args:
-        study: with finished trials.
-        bench: measures them.
-        prompts: held-out prompts, with categories in turn.
-        settings: of measuring, the number of finalists included.
-        seed: of the study.
-        control: its folder and its end. If few seconds are left, fewer configurations are measured.
-        also: further entries, with the speedups of the configurations that they were made from.
+    If few seconds are left, fewer configurations are measured. ``also`` are further entries, with the speedups of the
+    configurations that they were made from.
     """
     chosen, left_out = [*contenders(study, settings.finalists), *also], ""
     name = _AFFORDABLE.format(len(study.get_trials(deepcopy=False, states=FINISHED)))
@@ -204,31 +188,24 @@ def measure_held_out(
     control: RunControl = RunControl(),
     drop_slower: bool = True,
 ) -> tuple[Finals, list[Row]]:
-    """Measure configurations on held-out prompts.
+    """Measure configurations on held-out prompts; return the results and the rows that they were computed from.
 
     Args:
-        configs: by name.
-        expected: speedup of each configuration in the search.
-        bench: measures them.
-        prompts: with categories in turn, as :meth:`~layerskip.PromptSet.take` returns them, since the leader of the first
-            category may not lead in all.
-        settings: of measuring.
-        seed: of the study.
-        control: its folder and its end.
-        drop_slower: whether configurations that are significantly slower than the leader are dropped.
-
-    Returns:
-        The results and the rows that they were computed from.
+    configs: by name.
+    expected: speedup of each configuration in the search.
+    bench: measures them.
+    prompts: with categories in turn, since the leader of the first category may not lead in all.
+    settings: of measuring.
+    seed: of the study.
+    control: its folder and its end.
+    drop_slower: whether configurations that are significantly slower than the leader are dropped.
     """
-    asked: list[Any] = [
-        [[config.to_dict(), attachment_digests(config)] for config in configs.values()],
-        prompts.digest,
-        seed,
-    ]
-    asked += [bench.conditions, *([] if drop_slower else ["all to the end"])]
+    identities = [[config.to_dict(), attachment_digests(config)] for config in configs.values()]
+    asked = [identities, prompts.digest, seed, bench.conditions, *([] if drop_slower else ["all to the end"])]
     log = ResultLog(None if control.folder is None else control.folder / _LOG.format(digest(asked)[:12]))
     rows: list[Row] = []
-    left, dropped, tested, ended = dict(configs), set[str](), 0, ""
+    left, dropped, tested = dict(configs), set[str](), 0
+    ended, is_clear = "", False
     for repeat in range(settings.held_out_repeats):
         measure = partial(surviving_rows, bench, left, seed=_held_out_seed(seed, repeat), without=dropped)
         measured = resumed_rows(measure, prompts, log, str(repeat))
@@ -245,19 +222,20 @@ def measure_held_out(
             enough = drop_slower and len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
             if enough and (is_last or (number % _BLOCK == 0 and len(rows) >= _GROWTH * tested)):
                 tested = len(rows)
-                dropped |= {name for name in left if _is_slower_than_leader(rows, left, name)}
+                leader = _leader(rows, left)
+                dropped |= {name for name in left if name != leader and _is_slower(rows, leader, name)}
                 left = {name: config for name, config in left.items() if name not in dropped}
                 if settings.indifference is not None and _is_clear(rows, left, settings.indifference):
-                    ended = "clear"
+                    is_clear = True
                     break
-        if ended or (drop_slower and _is_settled(rows, left)):
+        if ended or is_clear or (drop_slower and _is_settled(rows, left)):
             break
     again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log, control.is_over)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
-    finalists, baseline = judge_rows(rows, configs, expected, left), _with_metrics(Measurement.of(rows, BASELINE, BASELINE))
+    baseline = _with_metrics(Measurement.of(rows, BASELINE, BASELINE))
     unsteady = sum(drifted for place, drifted in enumerate(drifted_rows(rows, settings.drift)) if place in again)
-    left_out = "" if ended == "clear" else ended
-    return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady, left_out), rows
+    finalists = _judge_rows(rows, configs, expected, left)
+    return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady, ended), rows
 
 
 def remeasure_drifted(
@@ -270,19 +248,10 @@ def remeasure_drifted(
     log: ResultLog,
     is_over: Callable[[], bool] = lambda: False,
 ) -> dict[int, Row]:
-    """Measure once more the rows with drift, and return the new ones by their places.
+    """Measure the rows with drift once more, which are one per prompt, repeat by repeat; return the new ones by their place.
 
-    Drafters that learn first decode the prompts before, as many as in a trial.
-
-    Args:
-        bench: measures them.
-        configs: by name.
-        rows: one per prompt, repeat by repeat.
-        prompts: of the rows.
-        settings: the tolerated drift.
-        seed: of the study.
-        log: takes the new rows.
-        is_over: returns whether time has run out; then no row is measured.
+    Drafters that learn first decode the prompts before, as many as in a trial. The log takes the new rows. None is measured
+    once ``is_over`` returns that time has run out.
     """
     again: dict[int, Row] = {}
     for place, drifted in enumerate(drifted_rows(rows, settings.drift)):
@@ -300,17 +269,10 @@ def _held_out_seed(seed: int, repeat: int) -> int:
     return seed + _SEED + 7919 * repeat
 
 
-def judge_rows(
+def _judge_rows(
     rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], expected: Mapping[str, float], left: Collection[str]
 ) -> tuple[Finalist, ...]:
-    """Return the finalists with their results, fastest first.
-
-    Args:
-        rows: each holds plain decoding and the configurations that were measured on a prompt.
-        configs: by name.
-        expected: speedup of each configuration in the search.
-        left: names of the configurations that were measured to the end.
-    """
+    """Return the finalists with their results, fastest first; those that are ``left`` were measured to the end."""
     measured = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in configs}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = {
@@ -335,12 +297,11 @@ def _with_metrics(measured: Measurement) -> dict[str, Any]:
     return measured.to_dict() | ({METRICS: metrics} if metrics else {})
 
 
-def _is_slower_than_leader(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], name: str) -> bool:
-    """Return whether a configuration is significantly slower than the fastest of those that kept the output."""
-    measured = {other: Measurement.of(rows, BASELINE, other) for other in configs}
-    changed = {other: measured[other].lossless.verdict == "different" and configs[other].lossless for other in configs}
-    leader = max(configs, key=lambda other: (not changed[other], measured[other].speedup))
-    return name != leader and _is_slower(rows, leader, name)
+def _leader(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig]) -> str:
+    """Return the fastest of those that kept the output, or else of all."""
+    measured = {name: Measurement.of(rows, BASELINE, name) for name in configs}
+    changed = {name: measured[name].lossless.verdict == "different" and configs[name].lossless for name in configs}
+    return max(configs, key=lambda name: (not changed[name], measured[name].speedup), default=BASELINE)
 
 
 def _is_settled(rows: Sequence[Row], left: Collection[str]) -> bool:
@@ -371,7 +332,7 @@ def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:
         return len(entries)
     spent, count = 0.0, 0
     for entry in entries:
-        each = list(entry.seconds.values()) or [(0.0, 0.0, 1)]  # trained bridges, which no trial has measured
+        each = list(entry.seconds.values()) or [(0.0, 0.0, 1)]  # trained after the trials, so no trial has measured
         own, plain = (sum(times[i] / times[2] for times in each) / len(each) for i in (0, 1))
         spent += own + (0.0 if count else plain)
         if count and _OTHER_WORK * spent * _ENOUGH_PROMPTS > seconds:

@@ -7,7 +7,6 @@ again and again otherwise. Running trials of other workers count, too: ``GPSampl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import optuna
@@ -18,7 +17,6 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from searches.tracking.names import PREDICTED
 
 _METHOD = "method"  # the parameter that chooses the branch; some studies do not have it
-_Valued = tuple[float, FrozenTrial]  # a speedup and its trial
 
 
 class GaussianProcess(optuna.samplers.BaseSampler):
@@ -44,86 +42,63 @@ class GaussianProcess(optuna.samplers.BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """Sample from the Gaussian process; return nothing while there are too few trials."""
-        valued = _valued(study)
-        method = _leading_method(valued)
-        known = _of_method(valued, method)
+        method = _leading_method(study)
+        known = _trials_of(study, method)
         if not search_space or len(known) < self._startup:
             return {}
-        running = _running_trials(study, trial, method, search_space.keys())
+        running = [
+            _without_branch(other, None)
+            for other in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+            if other.number != trial.number
+            and other.params.get(_METHOD) == method
+            and search_space.keys() <= other.params.keys()
+        ]
         process = optuna.samplers.GPSampler(seed=self._seed + trial.number, n_startup_trials=0)
         one_method = optuna.create_study(direction=study.direction, sampler=process)
-        one_method.add_trials([*known, *running])
+        one_method.add_trials([*known, *(other for other in running if other is not None)])
         chosen: dict[str, Any] = one_method.ask().relative_params
         return {name: chosen[name] for name in search_space if name in chosen}
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Sample with TPE.
-
-        Args:
-            study: the study.
-            trial: the trial that asks.
-            param_name: of the parameter.
-            param_distribution: of the parameter.
-        """
+        """Sample a parameter with TPE."""
         return self._tpe.sample_independent(study, trial, param_name, param_distribution)
 
 
 def trials_of_leading_method(study: optuna.Study) -> list[FrozenTrial]:
     """Return the trials of the method with the best trial, with their measured or predicted speedups as values."""
-    valued = _valued(study)
-    return _of_method(valued, _leading_method(valued))
+    return _trials_of(study, _leading_method(study))
 
 
-def _of_method(valued: Sequence[_Valued], method: str | None) -> list[FrozenTrial]:
-    """Return copies of the trials of a method, with their speedups as values."""
-    converted = (_without_branch(trial, value) for value, trial in valued if trial.params.get(_METHOD) == method)
+def _trials_of(study: optuna.Study, method: str | None) -> list[FrozenTrial]:
+    converted = (_without_branch(trial, value) for value, trial in _valued(study) if trial.params.get(_METHOD) == method)
     return [trial for trial in converted if trial is not None]
 
 
-def _leading_method(valued: Sequence[_Valued]) -> str | None:
+def _leading_method(study: optuna.Study) -> str | None:
     """Return the method of the best trial, a measured one if there is any; None without trials, or without methods."""
-    best = max(valued, key=lambda pair: (pair[1].state == TrialState.COMPLETE, pair[0]), default=None)
+    best = max(_valued(study), key=lambda pair: (pair[1].state == TrialState.COMPLETE, pair[0]), default=None)
     return None if best is None else best[1].params.get(_METHOD)
 
 
-def _valued(study: optuna.Study) -> list[_Valued]:
-    """Return the finished trials that have a measured or predicted speedup, with that speedup."""
-    valued = []
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
-        value = trial.value if trial.state == TrialState.COMPLETE else trial.user_attrs.get(PREDICTED)
-        if value is not None and trial.params:
-            valued.append((float(value), trial))
-    return valued
-
-
-def _running_trials(
-    study: optuna.Study, asking: FrozenTrial, method: str | None, names: Collection[str]
-) -> list[FrozenTrial]:
-    """Return the running trials of a method that have all of some parameters, except the one that asks."""
-    running = [
-        _without_branch(trial, None)
-        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        if trial.number != asking.number and trial.params.get(_METHOD) == method and set(names) <= trial.params.keys()
-    ]
-    return [trial for trial in running if trial is not None]
+def _valued(study: optuna.Study) -> list[tuple[float, FrozenTrial]]:
+    """Return the measured or predicted speedups of the finished trials that have one."""
+    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+    valued = (
+        (trial.value if trial.state == TrialState.COMPLETE else trial.user_attrs.get(PREDICTED), trial) for trial in trials
+    )
+    return [(float(value), trial) for value, trial in valued if value is not None and trial.params]
 
 
 def _without_branch(trial: FrozenTrial, value: float | None) -> FrozenTrial | None:
     """Return a copy of a trial without its method; None if a scan chose a value that is not among the sampler's choices.
 
-    Args:
-        trial: the trial.
-        value: of the copy; None for a trial that runs.
+    ``value=None`` makes a copy that runs.
     """
-    params, distributions = _without_method(trial.params), _without_method(trial.distributions)
+    params, distributions = ({k: v for k, v in part.items() if k != _METHOD} for part in (trial.params, trial.distributions))
     state = TrialState.RUNNING if value is None else TrialState.COMPLETE
     try:
         return create_trial(state=state, params=params, distributions=distributions, value=value)
     except ValueError:
         return None
-
-
-def _without_method(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in parameters.items() if name != _METHOD}

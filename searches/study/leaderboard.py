@@ -32,17 +32,16 @@ class LeaderboardEntry:
     """All measurements of one configuration.
 
     Args:
-        config: the configuration.
-        complete: number of trials that measured it to the end.
-        lossless: whether all of them kept the output.
-        first: number of the first trial with this configuration.
-        last: number of the last trial with it, measured or not.
-        seconds: by prompt: seconds of decoding, seconds that plain decoding would have taken at the speed of the same pairs,
-            and the number of replicates; the first two are sums over the replicates.
-        failures: number of trials that the engine could not run.
-        predicted: the prediction of its speedup by the last complete trial that has one; None without one.
-        predicted_by: the number of that trial; -1 without one.
-        latest: the latest complete trial with a measurement; None without one.
+    config: the configuration.
+    complete: number of trials that measured it to the end.
+    lossless: whether all of them kept the output.
+    first: number of the first trial with this configuration.
+    last: number of the last trial with it, measured or not.
+    seconds: by prompt, sums over the replicates: of decoding, and of plain decoding at the speed of the same pairs; and the
+        number of replicates.
+    failures: number of trials that the engine could not run.
+    predicted: the prediction of its speedup by a complete trial; None without one.
+    latest: the latest complete trial with a measurement; None without one.
     """
 
     config: SpeculativeConfig
@@ -53,13 +52,7 @@ class LeaderboardEntry:
     seconds: dict[str, tuple[float, float, int]] = field(default_factory=dict)
     failures: int = 0
     predicted: float | None = None
-    predicted_by: int = -1
     latest: FrozenTrial | None = field(default=None, compare=False)
-
-    @property
-    def keeps_output(self) -> bool:
-        """True if the configuration kept the output, or is lossy by choice."""
-        return self.lossless or not self.config.lossless
 
     @property
     def speedup(self) -> float:
@@ -129,18 +122,18 @@ class Leaderboard:
         return max(1.0, leader.speedup_on(leader.seconds.keys() & prompts or leader.seconds))
 
     def update(self, trials: Sequence[FrozenTrial]) -> None:
-        """Pool the trials that have finished since the last update.
-
-        Args:
-            trials: all finished trials, by number.
-        """
+        """Pool the trials that have finished since the last update, from all finished trials, by number."""
         if len(trials) == len(self._pooled):
             return
         self.trials = trials
         for trial in trials:
             if trial.number not in self._pooled:
                 self._pool(trial)
-        eligible = [e for e in self.entries.values() if e.complete and e.keeps_output and e.config.method != "none"]
+        eligible = [
+            entry
+            for entry in self.entries.values()
+            if entry.complete and (entry.lossless or not entry.config.lossless) and entry.config.method != "none"
+        ]
         eligible.sort(key=lambda entry: entry.first)  # without a common prompt two tie
         self.ranking = sorted(eligible, key=functools.cmp_to_key(_compare), reverse=True)
         self.leader = next(iter(self.ranking), None)
@@ -148,16 +141,16 @@ class Leaderboard:
     def _pool(self, trial: FrozenTrial) -> None:
         self._pooled.add(trial.number)
         config = self.suggested.pop(trial.number, None) or configuration(trial)
+        is_complete = trial.state == TrialState.COMPLETE
         entry = self.entries.setdefault(config, LeaderboardEntry(config, first=trial.number))
         entry.first, entry.last = min(entry.first, trial.number), max(entry.last, trial.number)
         entry.failures += str(trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
-        predicted = trial.user_attrs.get(PREDICTED) if trial.state == TrialState.COMPLETE else None
-        if predicted and trial.number > entry.predicted_by:
-            entry.predicted, entry.predicted_by = predicted, trial.number
+        if is_complete:
+            entry.predicted = trial.user_attrs.get(PREDICTED) or entry.predicted
         if "table" in trial.user_attrs:
             entry.add(trial.user_attrs["table"])
             entry.lossless &= trial.user_attrs["measurement"]["losslessness"]["verdict"] != "different"
-            if trial.state == TrialState.COMPLETE:
+            if is_complete:
                 entry.complete += 1
                 if entry.latest is None or entry.latest.number < trial.number:
                     entry.latest = trial
@@ -217,20 +210,23 @@ def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
 
 def drafters(entry: LeaderboardEntry) -> tuple[str, ...]:
     """Return the method of an entry, and those of a cascade's members."""
-    config = entry.config
-    return config.method, *(member.method for member in config.members)
+    return entry.config.method, *(member.method for member in entry.config.members)
 
 
 def _is_near(entry: LeaderboardEntry, leader: LeaderboardEntry) -> bool:
-    common = entry.seconds.keys() & leader.seconds.keys()
-    return entry.speedup_on(common) >= (1 - _NEAR) * leader.speedup_on(common)
+    own, best = _on_common_prompts(entry, leader)
+    return own >= (1 - _NEAR) * best
 
 
 def _compare(one: LeaderboardEntry, other: LeaderboardEntry) -> int:
     """Return 1, 0 or -1 as the first entry is faster, equal or slower on the prompts that both decoded."""
-    common = one.seconds.keys() & other.seconds.keys()
-    own, others = one.speedup_on(common), other.speedup_on(common)
+    own, others = _on_common_prompts(one, other)
     return (own > others) - (own < others)
+
+
+def _on_common_prompts(*entries: LeaderboardEntry) -> list[float]:
+    common = set.intersection(*(set(entry.seconds) for entry in entries))
+    return [entry.speedup_on(common) for entry in entries]
 
 
 def trial_line(trial: FrozenTrial) -> str:

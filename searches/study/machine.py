@@ -17,7 +17,7 @@ from layerskip.costs.timing import VerifyPass
 from layerskip.device.memory import total_bytes
 from layerskip.device.transfer import now
 from layerskip.models.environment import machine
-from layerskip.models.loading import dtype_reason
+from layerskip.models.loading import choose_dtype
 
 _TEST_SECONDS = 0.4
 _BUSY = 0.9  # share of the cores' time below which others use them
@@ -29,20 +29,18 @@ _THREADS_SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def describe(target: Target, dtype: str) -> str:
-    """Return one line on the processor or GPU, its instruction set, threads and memory, and the data type with its reason.
+    """Return one line on the processor or GPU, its instruction set, threads and memory, and why the data type is used.
 
-    Args:
-        target: the loaded target.
-        dtype: as configured.
+    ``dtype`` is the configured one.
     """
     about = machine(target)
     where = str(about["device_name"])
     if about["device"] == "cpu":
         isa = torch.backends.cpu.get_cpu_capability()
-        where += f" ({isa}, {cores()} cores, threads: {about['threads']})"
+        where += f" ({isa}, {len(usable_cores())} cores, threads: {about['threads']})"
     on_card = target.device.type == "cuda"
     memory = torch.cuda.get_device_properties(target.device).total_memory if on_card else total_bytes()
-    reason = dtype_reason(dtype, target.device)
+    _, reason = choose_dtype(dtype, target.device)
     return f"machine: {where}, {memory / 2**30:.0f} GiB of memory; {target.dtype}, because {reason}"
 
 
@@ -51,19 +49,19 @@ def busy_line() -> str | None:
 
     One thread for each core computes for a while. Without others, these threads get all the time of all cores.
     """
-    share = _share_of_cores(cores(), _TEST_SECONDS)
+    share = _share_of_cores(len(usable_cores()), _TEST_SECONDS)
     if share >= _BUSY:
         return None
     load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return (
-        f"busy: this program gets {share:.0%} of the time of {cores()} cores{load}; "
+        f"busy: this program gets {share:.0%} of the time of {len(usable_cores())} cores{load}; "
         "figures are noisy, intervals will be wide"
     )
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores() -> list[int]:
+    """Return the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _share_of_cores(threads: int, seconds: float) -> float:
@@ -88,9 +86,7 @@ def set_threads(target: Target, wanted: int | None) -> str | None:
     Passes over one token and over several are timed with all threads, all but one, and half of them. Barriers wait for the
     slowest thread, so one busy core slows all threads down.
 
-    Args:
-        target: the loaded target.
-        wanted: number of threads; None measures, unless an environment variable sets it or the target is on another device.
+    ``wanted=None`` measures, unless an environment variable sets the number or the target is on another device.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import optuna
@@ -20,12 +20,11 @@ from layerskip.measure.measurement import check_output, pair_speedup
 from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.backends.backend import CANDIDATE, BackendError
-from searches.backends.metrics import sample_metrics
+from searches.backends.running_engine import sample_metrics
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench, Row
-from searches.study.drift import drifted_rows, drifted_since
+from searches.study.bench import BASELINE, Bench, Row, drifted_rows, drifted_since
 from searches.study.leaderboard import Leaderboard, LeaderboardEntry, leaderboard
-from searches.study.pruning import BoundEstimator, SpeedupBound
+from searches.study.pruning import BoundEstimator
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
 
 MEASURING_SECONDS = "measuring_seconds"
@@ -53,7 +52,6 @@ class MeasureSettings:
         prompts: tune prompts per trial, taken from the categories in turn; None takes all.
         survivor_prompts: tune prompts of a trial that is level with the leader; None takes all.
         repeats: how often a trial decodes each of them.
-        survivor_repeats: further repeats of a trial that is still level.
         drift: tolerated share by which the speed of the machine may change. A prompt is measured again if it differs by more
             from what the other prompts predict. All prompts of a trial are measured again if plain decoding differs by more
             from earlier trials.
@@ -70,7 +68,6 @@ class MeasureSettings:
     prompts: int | None = 6
     survivor_prompts: int | None = 9
     repeats: int = 1
-    survivor_repeats: int = 1
     drift: float = 0.3
     held_out_prompts: int | None = None
     held_out_repeats: int = 1
@@ -85,27 +82,19 @@ class MeasureSettings:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name not in ("drift", "indifference") and (value is not None or not field.name.endswith("prompts")):
-                check_whole(f"measure.{field.name}", value, 0 if field.name in ("survivor_repeats", "warmup") else 1)
+                check_whole(f"measure.{field.name}", value, 0 if field.name == "warmup" else 1)
 
 
 class Objective:
-    """Objective that measures the configuration that a trial suggests.
+    """Objective that measures the configuration that a trial suggests, on tune prompts from the ``first_prompt``-th on.
 
-    Args:
-        bench: measures it.
-        space: the search space.
-        prompts: tune prompts.
-        settings: of measuring.
-        seed: of the study.
-        on_prompt: called after each prompt.
-        bounds: bounds suggestions, so that those that cannot win are pruned; None decodes all.
-        first_prompt: place of the first tune prompt of trials.
+    ``bounds`` bounds suggestions, so that those that cannot win are pruned; None decodes all.
 
     Attributes:
-        first: the prompts that every trial decodes.
-        further: those that only trials which are level with the leader decode.
-        warmup: prompts that drafters which learn decode before, unmeasured.
-        compared: rows of configurations that were measured together, in place of the measurement of their first trial.
+    first: the prompts that every trial decodes.
+    further: those that only trials which are level with the leader decode.
+    warmup: prompts that drafters which learn decode before, unmeasured.
+    compared: rows of configurations that were measured together, in place of the measurement of their first trial.
     """
 
     def __init__(
@@ -119,10 +108,9 @@ class Objective:
         bounds: BoundEstimator | None = None,
         first_prompt: int = 0,
     ) -> None:
-        self.bounds = bounds
-        self.compared: dict[SpeculativeConfig, list[Row]] = {}
-        self.bench, self.space, self.prompts = bench, space, prompts
+        self.bench, self.space, self.bounds = bench, space, bounds
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
+        self.compared: dict[SpeculativeConfig, list[Row]] = {}
         self.first = prompts.take(settings.prompts, first_prompt)
         self._first_ids = frozenset(item.id for item in self.first)
         survivors = prompts.take(settings.survivor_prompts, first_prompt)
@@ -140,46 +128,41 @@ class Objective:
             BackendError: the engine has run no trial so far.
             OutputChanged, PromptError: a float32 output differs from the baseline's; every output ends with its first token.
         """
-        start = time.monotonic()  # the space fits bridges of a suggestion, unless they exist
+        start = time.monotonic()  # the space fits parts of a suggestion, unless they exist
         config = self.space.suggest(trial)
         trial.set_user_attr("config", config.to_dict())
         refuse(trial, config)
         board = leaderboard(trial.study)
         board.suggested[trial.number] = config
         known = board.entries.get(config, LeaderboardEntry(config))
-        reason: str | None = None
-        if known.failures >= _REPLICATES:
-            reason = f"{ENGINE_FAILED} {_REPLICATES} times before"
-        elif self._is_measured_enough(known, board):
-            reason = _KNOWN
-        elif not known.seconds and (bound := self._bound(trial.study, config)) is not None:
-            trial.set_user_attr(PREDICTED, bound.predicted)
-            reason = bound.reason() if bound.cannot_win else None
-        if reason is not None:
-            self._record(trial, config, Measurement((), ()), reason, time.monotonic() - start)
-            if reason == _KNOWN:
-                return known.speedup_on(self._first_ids)
-            raise optuna.TrialPruned(reason)
         race = _Race(self, trial, config, board)
-        reason = self._measure(race)
+        reason = self._known_outcome(trial, known, board)
+        if reason is None:
+            reason = self._measure(race)
         measurement = Measurement.of(race.rows, BASELINE, CANDIDATE)
         if reason is None:
             check_output(measurement.baseline)
         self._record(trial, config, measurement, reason, time.monotonic() - start)
-        if reason is not None:
+        if reason not in (None, _KNOWN):
             raise optuna.TrialPruned(reason)
         return race.entry(known).speedup_on(self._first_ids)
 
-    def _is_measured_enough(self, known: LeaderboardEntry, board: Leaderboard) -> bool:
-        """Return whether a configuration needs no further trial; the leader is measured again and again."""
-        leads = board.leader is not None and board.leader.config == known.config
+    def _known_outcome(self, trial: optuna.Trial, known: LeaderboardEntry, board: Leaderboard) -> str | None:
+        """Return why a configuration is not measured: it failed, was measured often enough, or cannot win."""
+        if known.failures >= _REPLICATES:
+            return f"{ENGINE_FAILED} {_REPLICATES} times before"
+        leads = board.leader is not None and board.leader.config == known.config  # which is measured again and again
         enough = _REPLICATES if known.config.method != "none" else 1  # every other trial measures plain decoding, too
-        return known.complete >= enough and not leads
-
-    def _bound(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
-        """Return the bound of a suggestion; None if there is none, or memory does not suffice to compute it."""
+        if known.complete >= enough and not leads:
+            return _KNOWN
         bounds = self.bounds
-        return None if bounds is None else within_memory(lambda: bounds.estimate(study, config))
+        if bounds is None or known.seconds:
+            return None
+        bound = within_memory(lambda: bounds.estimate(trial.study, known.config))
+        if bound is None:
+            return None
+        trial.set_user_attr(PREDICTED, bound.predicted)
+        return bound.reason() if bound.cannot_win else None
 
     def _measure(self, race: _Race) -> str | None:
         """Measure a trial; return the reason why it ended early, or None if it was measured to the end.
@@ -188,9 +171,12 @@ class Objective:
             BackendError: the engine has run no trial so far.
         """
         trial, begun = race.trial, time.monotonic()
-        compared = self.compared.pop(race.config, None)
-        if compared is not None:  # measured, and timed, with others
-            race.take(compared)
+        if (compared := self.compared.pop(race.config, None)) is not None:  # measured, and timed, with others
+            race.rows += compared
+            for number, row in enumerate(compared):
+                trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
+            if metrics := sample_metrics([row[CANDIDATE] for row in compared]):
+                trial.set_user_attr(METRICS, metrics)
             return None
         try:
             reason = race.run()
@@ -233,72 +219,53 @@ class Objective:
 class _Race:
     """The measurement of one trial, prompt by prompt, against plain decoding and the leader so far.
 
-    Args:
-        objective: measures it.
-        trial: takes what is known after each prompt.
-        config: the configuration.
-        board: the leaderboard, which other workers' trials may change meanwhile.
-
-    Attributes:
-        rows: the samples so far, one row per prompt and repeat.
+    The leaderboard may change meanwhile, by trials of other workers. ``rows`` are the samples so far.
     """
 
     def __init__(self, objective: Objective, trial: optuna.Trial, config: SpeculativeConfig, board: Leaderboard) -> None:
         self.trial, self.config, self.board = trial, config, board
         self.rows: list[Row] = []
-        self._objective, self._settings = objective, objective.settings
+        self._objective = objective
         self._remeasured: set[int] = set()  # places of rows
+        # No two trials share a seed, else replicates would repeat the same draws.
+        self._seed = objective.seed + _SEED_STEP * (trial.number + 1)
 
     def entry(self, known: LeaderboardEntry | None = None) -> LeaderboardEntry:
         """Return the rows so far as an entry of the leaderboard, pooled with those that are ``known``."""
         entry = LeaderboardEntry(self.config, seconds=dict(known.seconds) if known is not None else {})
-        entry.add_pairs([(row[BASELINE], row[CANDIDATE]) for row in self.rows])
+        entry.add_pairs((row[BASELINE], row[CANDIDATE]) for row in self.rows)
         return entry
 
-    def take(self, compared: Sequence[Row]) -> None:
-        """Take the rows of a comparison with other configurations."""
-        self.rows += compared
-        for number, row in enumerate(compared):
-            self.trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
-        if metrics := sample_metrics([row[CANDIDATE] for row in compared]):
-            self.trial.set_user_attr(METRICS, metrics)
-
     def run(self) -> str | None:
-        """Measure a few prompts first; if the trial is level with the leader, more of them, and all again.
+        """Measure a few prompts first, and more of them if the trial is level with the leader.
 
         Returns the reason for stopping early, or None for a trial that was measured to the end.
         """
-        objective, settings = self._objective, self._settings
-        survives = self.config.method != "none"  # every other trial measures plain decoding, too
-        more = objective.further if survives else ()
-        few, maximum = len(objective.first.items), len(objective.first.items) + len(more)
-        prompts = PromptSet((*objective.first.items, *more))
-        for repeat in range(settings.repeats + settings.survivor_repeats):
-            if repeat >= settings.repeats and not (survives and self._is_level()):
-                break
-            # No two trials share a seed, else replicates would repeat the same draws.
-            part = _Part(prompts, len(self.rows), objective.seed + _SEED_STEP * (self.trial.number + 1) + len(self.rows))
-            # One comparison for all prompts, as some drafters learn from prompt to prompt.
-            measured = objective.bench.compare({CANDIDATE: self.config}, prompts, 1, part.seed, (), objective.warmup)
-            for number, row in enumerate(measured, 1):
-                self.rows.append(row)
-                objective.on_prompt()
-                # One step for each prompt of each repeat: the pruner compares trials at the same step.
-                self.trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), repeat * maximum + number - 1)
-                is_last, is_first_snapshot = number == len(prompts.items), repeat == 0 and number == few
-                slower = not is_last and self.trial.should_prune() and self._is_slower()
-                if slower or is_last or is_first_snapshot:
-                    if metrics := dict(objective.bench.metrics()):
-                        self.trial.set_user_attr(METRICS, metrics)
-                    self._remeasure_drifted(part)
-                if is_first_snapshot:
-                    if more and not self._is_level():
-                        survives = False
-                        break
-                elif slower and self._is_slower():
-                    return "slower than the best so far"
-            prompts = PromptSet(prompts.items[: len(self.rows) - part.begin])
+        objective = self._objective
+        more = objective.further if self.config.method != "none" else ()  # every other trial measures plain decoding, too
+        items, few, repeats = (*objective.first.items, *more), len(objective.first.items), objective.settings.repeats
+        prompts, decodings = PromptSet(items), repeats * len(items)
+        # One comparison for all prompts, as some drafters learn from prompt to prompt.
+        for row in self._compare(prompts, repeats, self._seed, objective.warmup):
+            # The pruner compares trials at the same step.
+            self.trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), len(self.rows))
+            self.rows.append(row)
+            objective.on_prompt()
+            is_last, is_first_look = len(self.rows) == decodings, len(self.rows) == few
+            slower = not is_last and self.trial.should_prune() and self._is_slower()
+            if slower or is_last or is_first_look:
+                if metrics := dict(objective.bench.metrics()):
+                    self.trial.set_user_attr(METRICS, metrics)
+                self._remeasure_drifted(prompts)
+            if is_first_look:
+                if more and not self._is_level():
+                    break
+            elif slower and self._is_slower():
+                return "slower than the best so far"
         return None
+
+    def _compare(self, prompts: PromptSet, repeats: int, seed: int, before: PromptSet) -> Iterator[Row]:
+        return self._objective.bench.compare({CANDIDATE: self.config}, prompts, repeats, seed, (), before)
 
     def _is_level(self) -> bool:
         """Return whether a trial is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
@@ -327,27 +294,14 @@ class _Race:
         measured = Measurement.of(against_leader, BASELINE, CANDIDATE)
         return bool(against_leader) and measured.interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0
 
-    def _remeasure_drifted(self, part: _Part) -> None:
-        """Measure the rows of a comparison with drift again, each once.
-
-        Drafters that learn first decode as many prompts as before any trial.
-        """
-        trial, objective, settings = self.trial, self._objective, self._settings
-        all_drifted = drifted_since(self.board.trials, self.rows[part.begin :], settings.drift)
-        for place, drifted in enumerate(drifted_rows(self.rows, settings.drift)[part.begin :]):
-            if (drifted or all_drifted) and part.begin + place not in self._remeasured:
-                self._remeasured.add(part.begin + place)
+    def _remeasure_drifted(self, prompts: PromptSet) -> None:
+        """Measure rows with drift again, each once. Drafters that learn first decode as many prompts as before any trial."""
+        trial, objective, settings = self.trial, self._objective, self._objective.settings
+        all_drifted = drifted_since(self.board.trials, self.rows, settings.drift)
+        for place, drifted in enumerate(drifted_rows(self.rows, settings.drift)):
+            if (drifted or all_drifted) and place not in self._remeasured:
+                self._remeasured.add(place)
                 trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
-                earlier = PromptSet((*objective.warmup, *part.prompts.items[:place])[-settings.warmup or None :])
-                one = PromptSet((part.prompts.items[place],))
-                compared = objective.bench.compare({CANDIDATE: self.config}, one, 1, part.seed + place, (), earlier)
-                (self.rows[part.begin + place],) = compared
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One comparison of a trial: its prompts, the place of its first row, and its seed."""
-
-    prompts: PromptSet
-    begin: int
-    seed: int
+                number = place % len(prompts)
+                earlier = PromptSet((*objective.warmup, *prompts.items[:number])[-settings.warmup or None :])
+                (self.rows[place],) = self._compare(PromptSet((prompts.items[number],)), 1, self._seed + place, earlier)

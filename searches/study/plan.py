@@ -27,36 +27,21 @@ from searches.app.checks import InputError, check_list, check_seed
 from searches.backends.backend import Backend, Workload
 from searches.backends.layerskip import LayerskipBackend
 from searches.backends.selection import make_backend, supported_space
+from searches.bridges.store import BridgeStore, BridgingSettings
 from searches.predict.preparation import ScanSettings
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
 from searches.study.study import StudySettings
-from searches.train.bridge_store import BridgeStore, BridgingSettings
-from searches.train.texts import check_draft_vocabulary, opening_texts, refuse_answers
+from searches.training.texts import check_draft_vocabulary, opening_texts, refuse_answers
 
-_BRIDGED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
+_FITTED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
 _WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "workload", "worker")
 """Parts of the configuration that do not change the results of trials, or that :func:`describe` describes itself."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every part of a study's configuration, built.
-
-    Args:
-        settings: of the study.
-        measuring: settings of trials and finals.
-        scanning: settings of scans.
-        sampling: of the target's tokens.
-        target: the loaded target.
-        backend: the engine that decodes.
-        workload: requests in flight while it is measured.
-        prompts: all prompts, tune and held-out.
-        space: the search space, without methods that the target or the back end does not support.
-        bridge_store: the source of bridges and draft heads; None without any.
-        seed: of the study.
-        outputs: folder of all results.
-    """
+    """Every part of a study's configuration, built: all prompts, and the space without methods that it cannot run."""
 
     settings: StudySettings
     measuring: MeasureSettings
@@ -86,7 +71,7 @@ class Plan:
             measuring = replace(measuring, drift=math.inf)
         check_prompts(prompts, target, measuring.max_new_tokens)
         _resolve(config)
-        space = instantiate(config.space, layers=target.layers)
+        space = instantiate(config.space, layers=target.layers, allow_lossy=config.allow_lossy)
         _print_left_out(space)
         if isinstance(backend, LayerskipBackend):
             space = drop_unsupported(space, target)
@@ -95,8 +80,8 @@ class Plan:
         bridging: BridgingSettings = instantiate(config.bridging)  # refuses bad fields even if the space has no bridges
         like = opening_texts("bridging.begin_like", bridging.begin_like, prompts)
         store: BridgeStore | None = None
-        if space.bridged:
-            _check_bridged(space, target)
+        if space.fitted:
+            _check_fitted(space, target)
             width = max(space.widths, default=0) if "mlp" in space.bridges else 0
             store = BridgeStore(target, sampling, bridging, Path(config.outputs), config.seed, like, width)
             space = replace(space, bridge_store=store)
@@ -203,7 +188,7 @@ def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
     return space
 
 
-def _check_bridged(space: SearchSpace, target: Target) -> None:
+def _check_fitted(space: SearchSpace, target: Target) -> None:
     """Check the sizes of bridges and draft heads against the models."""
     for rank in space.ranks:
         if rank > target.hidden:
@@ -215,28 +200,23 @@ def _check_bridged(space: SearchSpace, target: Target) -> None:
 
 
 def describe(
-    config: DictConfig, target: Target, prompts: PromptSet, bridged: bool = False, backend: Backend | None = None
+    config: DictConfig, target: Target, prompts: PromptSet, fitted: bool = False, backend: Backend | None = None
 ) -> dict[str, Any]:
     """Return everything that changes the measurements of a trial, flat and with plain values.
 
-    Args:
-        config: the composed configuration.
-        target: the loaded target.
-        prompts: all prompts of the study.
-        bridged: whether drafts may have bridges or draft heads.
-        backend: the engine that decodes; None for this library's decoder.
+    ``prompts`` are all prompts of the study. ``fitted`` tells whether drafts may have bridges or draft heads. Without a
+    back end, this library's decoder is described.
     """
     engine = None if isinstance(backend, LayerskipBackend) else backend
     parts = {k: v for k, v in _plain(config).items() if k not in _WITHOUT_EFFECT}
     if engine is not None:
         parts |= {"backend": {"name": engine.name, **engine.describe()}, "workload": _plain(config.get("workload"))}
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
-    if not bridged:  # what has no effect
-        flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_BRIDGED))}
+    if not fitted:  # what has no effect
+        flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_FITTED))}
     flat.pop("target.pack_weights", None)  # what came of it counts
     if uses_packing(target.model):
         flat["target.packed_weights"] = True
-    flat.pop("scan.text_bytes", None)  # the name of the scans' folder depends on what it leaves out
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}
     return flat | {
         "target.digest": target.digest,
@@ -255,12 +235,7 @@ def describe(
 def _path_digest(method: str, field: str, name: str, target: Target, loads: bool) -> str:
     """Return the digest of what a field names, such as the weights of a head.
 
-    Args:
-        method: of drafter.
-        field: ``datastore``, ``draft`` or the name of a folder of weights.
-        name: the value.
-        target: the loaded target.
-        loads: whether this program loads draft models, rather than an engine.
+    ``loads`` tells whether this program loads draft models, rather than an engine.
     """
     if field == "datastore":
         return str(Datastore.load(name, target).about["digest"])

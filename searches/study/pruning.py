@@ -29,12 +29,9 @@ _DEVIATIONS = 2.0
 
 @dataclass(frozen=True)
 class SpeedupBound:
-    """The prediction for a suggestion, with its upper bound.
+    """The prediction for a suggestion, with its upper bound, prediction errors included, and the leader's speedup.
 
-    Args:
-        predicted: predicted speedup; None if costs alone rule the suggestion out or its stop rule was not scanned.
-        upper: the highest speedup that the suggestion may reach, prediction errors included.
-        to_beat: the leader's speedup.
+    There is no prediction if costs alone rule the suggestion out or its stop rule was not scanned.
     """
 
     predicted: float | None
@@ -52,23 +49,17 @@ class SpeedupBound:
 
 
 class BoundEstimator:
-    """Estimator of the highest speedup of a suggestion; ``others`` predict masks with bridges or draft heads."""
+    """Estimator of the highest speedup of a suggestion; ``others`` predict other drafts of masks."""
 
     def __init__(self, predictor: SpeedupPredictor, others: Sequence[SpeedupPredictor] = ()) -> None:
         self._predictors = (predictor, *others)
 
     def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
-        """Bound the speedup of a suggestion.
+        """Bound the speedup of a suggestion; return None if nothing is predicted for its drafter.
 
-        Prompts differ more than configurations do. Predictions are therefore compared with measurements on the same prompts,
-        as far as trials decode them.
-
-        Args:
-            study: its finished trials give the errors of earlier predictions and the speedup to beat.
-            config: the suggestion.
-
-        Returns:
-            The bound; None if nothing is predicted for its drafter.
+        The study's finished trials give the errors of earlier predictions and the speedup to beat. Prompts differ more than
+        configurations do. Predictions are therefore compared with measurements on the same prompts, as far as trials decode
+        them.
         """
         predictor = next((predictor for predictor in self._predictors if predictor.matches(config)), None)
         predictable = predictor is not None and predictor.can_predict(config)
@@ -96,8 +87,7 @@ class BoundEstimator:
 def calibrated_error(entries: Iterable[LeaderboardEntry], prompts: Collection[str], method: str) -> float:
     """Return how far the measured speedup of a configuration may exceed its prediction, as a log ratio.
 
-    Only configurations of the same method count: a prompt lookup runs no model, and its rounds are known without a scan.
-    Those that decoded none of the predictions' prompts are left out.
+    Only configurations of the same method count that decoded some of the predictions' prompts.
     """
     errors = [
         math.log(entry.speedup_on(prompts) / entry.predicted)

@@ -29,12 +29,12 @@ from layerskip import SpeculativeConfig
 from searches.app.checks import InputError, check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.space.search_space import SearchSpace
+from searches.study.budget import TimeLedger, record_shared_seconds, total_seconds_here
 from searches.study.leaderboard import FINISHED, leaderboard
-from searches.study.objective import MEASURING_SECONDS, Objective, Refusal
-from searches.study.time_ledger import TimeLedger, record_shared_seconds, total_seconds_here
+from searches.study.objective import MEASURING_SECONDS, Objective
 from searches.tracking.names import RETRY_OF
 from searches.workers.board import Snapshot
-from searches.workers.pool import ALONE, Alone, Workers
+from searches.workers.pool import ALONE, WorkerPool, Workers
 from searches.workers.slots import Slot, close_slots, take_slot
 
 OVERHEAD_SECONDS = "between_seconds"
@@ -44,10 +44,11 @@ STUDY_ID = "id"
 """User attribute: the identifier of a study, which differs from that of another study of the same name."""
 DUPLICATE_OF = "duplicate_of"
 """User attribute of a failed trial: the number of the running trial that measured the same configuration."""
-_LOSSES = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
-_MIN_TRIALS = 2  # however little time is left: the first may be plain decoding
 PREPARATION_SECONDS = "preparation_seconds"
 """User attribute of a study: the seconds of profiling, scans and texts."""
+_LOSSES = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
+_REMEASURE = 8  # trials after which the leader is measured again
+_MIN_TRIALS = 2  # however little time is left: the first may be plain decoding
 _DUPLICATES = 3  # in a row, after which a worker measures a configuration that another one measures
 
 
@@ -62,7 +63,6 @@ class StudySettings:
             workers, into the study's folder. Several processes can work on a study in a database at the same time.
         max_seconds: of the whole search, those of interrupted runs included. Each stage ends at its share, and says what it
             left out; None sets no limit.
-        remeasure: number of trials after which the leader is measured again.
         workers: number of worker processes to start on this machine, ``auto`` for one per visible GPU; None for this
             process alone.
         devices: ``mixed`` lets devices of other types join the study, with results of their own; None refuses them.
@@ -73,14 +73,12 @@ class StudySettings:
     n_trials: int = 32
     storage: str | None = None
     max_seconds: float | None = None
-    remeasure: int = 8
     workers: int | str | None = None
     devices: str | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
         check_whole("study.n_trials", self.n_trials)
-        check_whole("study.remeasure", self.remeasure)
         if self.max_seconds is not None:
             check_number("study.max_seconds", self.max_seconds, or_zero=True)
         if self.threads is not None:
@@ -99,13 +97,7 @@ class StudySettings:
 def open_study(
     name: str, storage: BaseStorage, pruner: optuna.pruners.BasePruner, settings: Mapping[str, Any]
 ) -> optuna.Study:
-    """Create a study, or resume it if its settings are the same.
-
-    Args:
-        name: of the study.
-        storage: holds the study.
-        pruner: stops trials early.
-        settings: everything that changes results, as flat plain values.
+    """Create a study, or resume it if its settings, everything that changes results as flat plain values, are the same.
 
     Raises:
         InputError: the study exists with other settings; the message names the first that differs.
@@ -132,8 +124,8 @@ def open_study(
 def with_stored_methods(space: SearchSpace, study: optuna.Study) -> SearchSpace:
     """Return the space with the methods that the study's earlier trials chose from.
 
-    Optuna does not allow the choices of a parameter to change. A study of an earlier version, which had fewer methods,
-    therefore continues without the new ones.
+    Optuna does not allow the choices of a parameter to change. A study that began before a drafter was registered therefore
+    continues without it.
     """
     for trial in study.get_trials(deepcopy=False):
         before = trial.distributions.get("method")
@@ -149,7 +141,7 @@ def counting_preparation(study: optuna.Study, ledgers: Sequence[TimeLedger] = ()
     The seconds of shared artifacts, which the ledgers count, are left out, and those of waiting for other workers. Each
     worker adds up its own.
     """
-    name = PREPARATION_SECONDS if isinstance(pool, Alone) else f"{PREPARATION_SECONDS}:{pool.name}"
+    name = PREPARATION_SECONDS if not isinstance(pool, WorkerPool) else f"{PREPARATION_SECONDS}:{pool.name}"
     start, before, waited = time.monotonic(), total_seconds_here(ledgers), pool.waited_seconds
     try:
         yield
@@ -180,37 +172,67 @@ def run_trials(
     pool: Workers = ALONE,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> None:
-    """Run trials until the study has enough finished ones.
+    """Run trials until the study has enough finished ones; an interrupted one is marked as failed, and repeated later.
 
     Args:
-        study: with its sampler and pruner.
-        objective: measures a trial.
-        settings: the number of trials.
-        on_trial: called after each finished trial.
-        starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
-            that measurements of the leader come in between.
-        ledgers: count shared artifacts that trials make.
-        pool: the workers of the study.
-        seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
-
-    Raises:
-        KeyboardInterrupt: the running trial is marked as failed; :func:`repair` queues it again.
+    study: with its sampler and pruner.
+    objective: measures a trial.
+    settings: the number of trials.
+    on_trial: called after each finished trial.
+    starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
+        that measurements of the leader come in between.
+    ledgers: count shared artifacts that trials make.
+    pool: the workers of the study.
+    seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
     """
     ended = time.monotonic()
     remaining, duplicates = iter(starts), 0
 
-    def queue() -> None:
-        _requeue_leader(study, objective.space, settings.remeasure)
-        while not _waiting(study) and (config := next(remaining, None)) is not None:
+    def ask() -> optuna.Trial:
+        _requeue_leader(study, objective.space)
+        waiting = partial(study.get_trials, deepcopy=False, states=(TrialState.WAITING,))
+        while not waiting() and (config := next(remaining, None)) is not None:
             study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
+        return study.ask()
+
+    def run(slot: Slot) -> FrozenTrial | None:
+        """Run one trial; return it, or None if another worker has it now."""
+        nonlocal ended
+        trial: optuna.Trial | None = None
+        state, value, started = TrialState.FAIL, None, time.monotonic()
+        try:
+            with defer_interrupt():
+                trial = ask()
+                started = time.monotonic()
+                pool.sign(trial)
+                trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
+                slot.begin(trial)
+            with record_shared_seconds(trial, ledgers):
+                value = objective(trial, _refuse_duplicate) if duplicates < _DUPLICATES else objective(trial)
+            state = TrialState.COMPLETE
+        except optuna.TrialPruned:
+            state = TrialState.PRUNED
+        except _Duplicate:
+            pass
+        except UpdateFinishedTrialError:  # this worker was presumed dead
+            assert trial is not None
+            print(f"trial {trial.number}: another worker repeats it, as this one was not seen for a while", flush=True)
+        except BaseException:
+            with defer_interrupt(), contextlib.suppress(UpdateFinishedTrialError):
+                if trial is not None:
+                    trial.set_user_attr("seconds", time.monotonic() - started)
+                    finish_trial(study, trial, TrialState.FAIL)
+            raise
+        assert trial is not None  # an error before it existed was raised above
+        ended = time.monotonic()
+        return finish_trial(study, trial, state, value)
 
     while len(finished(study)) < _MIN_TRIALS or seconds_left() > _usual_seconds(study):
         slot = take_slot(pool, study, settings.n_trials, partial(repair, study, pool))
         if slot is None:
             break
         with slot:
-            refuse = _refuse_duplicate if duplicates < _DUPLICATES else _accept
-            done, ended = _run_trial(study, objective, queue, slot, ledgers, pool, refuse, ended)
+            done = run(slot)
             duplicates = duplicates + 1 if done is not None and DUPLICATE_OF in done.user_attrs else 0
             if done is not None and done.state in FINISHED:
                 on_trial(done)
@@ -222,48 +244,6 @@ def _usual_seconds(study: optuna.Study) -> float:
     """Return the mean seconds of the trials that were measured, each apart; 0 without any."""
     measured = [trial.user_attrs[MEASURING_SECONDS] for trial in finished(study) if MEASURING_SECONDS in trial.user_attrs]
     return statistics.fmean(measured) if measured else 0.0
-
-
-def _run_trial(
-    study: optuna.Study,
-    objective: Objective,
-    queue: Callable[[], None],
-    slot: Slot,
-    ledgers: Sequence[TimeLedger],
-    pool: Workers,
-    refuse: Refusal,
-    ended: float,
-) -> tuple[FrozenTrial | None, float]:
-    """Run one trial; return it, None if another worker has it now, and the time of its end."""
-    trial: optuna.Trial | None = None
-    state, value, started = TrialState.FAIL, None, time.monotonic()
-    try:
-        with defer_interrupt():
-            queue()
-            trial = study.ask()
-            started = time.monotonic()
-            pool.sign(trial)
-            trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
-            slot.begin(trial)
-        with record_shared_seconds(trial, ledgers):
-            value = objective(trial, refuse)
-        state = TrialState.COMPLETE
-    except optuna.TrialPruned:
-        state = TrialState.PRUNED
-    except _Duplicate:
-        pass
-    except UpdateFinishedTrialError:  # this worker was presumed dead
-        assert trial is not None
-        print(f"trial {trial.number}: another worker repeats it, as this one was not seen for a while", flush=True)
-    except BaseException:
-        with defer_interrupt(), contextlib.suppress(UpdateFinishedTrialError):
-            if trial is not None:
-                trial.set_user_attr("seconds", time.monotonic() - started)
-                finish_trial(study, trial, TrialState.FAIL)
-        raise
-    assert trial is not None  # an error before it existed was raised above
-    ended = time.monotonic()
-    return finish_trial(study, trial, state, value), ended
 
 
 class _Duplicate(Exception):
@@ -282,23 +262,15 @@ def _refuse_duplicate(trial: optuna.Trial, config: SpeculativeConfig) -> None:
             raise _Duplicate
 
 
-def _accept(trial: optuna.Trial, config: SpeculativeConfig) -> None:
-    """Accept any configuration."""
-
-
-def _requeue_leader(study: optuna.Study, space: SearchSpace, every: int) -> None:
+def _requeue_leader(study: optuna.Study, space: SearchSpace) -> None:
     """Queue the leader again when due. Its replicates are pooled, so that it does not lead by luck."""
     board = leaderboard(study)
-    if board.leader is None or board.trials_since_leader() <= every:
+    if board.leader is None or board.trials_since_leader() <= _REMEASURE:
         return
     params = space.params(board.leader.config)
     pending = study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING))
     if all(trial.system_attrs.get("fixed_params") != params for trial in pending):
         study.enqueue_trial(params)
-
-
-def _waiting(study: optuna.Study) -> list[FrozenTrial]:
-    return study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
 
 
 def requeue_unfinished(study: optuna.Study, pool: Workers = ALONE) -> None:
@@ -308,13 +280,9 @@ def requeue_unfinished(study: optuna.Study, pool: Workers = ALONE) -> None:
 
 
 def repair(study: optuna.Study, pool: Workers, trials: Sequence[FrozenTrial], snapshot: Snapshot | None = None) -> bool:
-    """Repair some trials as :func:`requeue_unfinished` does; return whether there was anything to do.
+    """Repair trials as :func:`requeue_unfinished` does; return whether there was anything to do.
 
-    Args:
-        study: the study.
-        pool: its workers.
-        trials: all its trials.
-        snapshot: of the pool, taken after the trials were read; None takes one if needed.
+    The snapshot of the pool was taken after all trials were read; None takes one if needed.
     """
     if fail_orphans(study, pool.orphans(trials, snapshot)):
         return True
@@ -325,7 +293,8 @@ def repair(study: optuna.Study, pool: Workers, trials: Sequence[FrozenTrial], sn
             # A trial that was killed while it was sampled has only its enqueued parameters.
             choices = trial.params if "config" in trial.user_attrs else trial.system_attrs.get("fixed_params")
             if choices and _losses(trials, trial) >= _LOSSES:
-                pool.share(f"given up {trial.number}", partial(_print_given_up, trial.number))
+                line = f"trial {trial.number}: not repeated, as its worker was lost {_LOSSES} times in a row"
+                pool.share(f"given up {trial.number}", partial(print, line, flush=True))
             elif choices:
                 pool.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices))
                 found = True
@@ -348,10 +317,6 @@ def _losses(trials: Sequence[FrozenTrial], last: FrozenTrial) -> int:
             break
         trial = trials[trial.user_attrs[RETRY_OF]]
     return count
-
-
-def _print_given_up(number: int) -> None:
-    print(f"trial {number}: not repeated, as its worker was lost {_LOSSES} times in a row", flush=True)
 
 
 def _retry(study: optuna.Study, number: int, choices: dict[str, Any]) -> None:

@@ -29,8 +29,8 @@ from searches.app.checks import InputError
 from searches.app.interrupt import INTERRUPTED, interrupt_code
 from searches.progress import Progress, say
 from searches.study.leaderboard import leader_line, trial_line
-from searches.study.opening import JOINED, storage_url
-from searches.study.storage import open_database
+from searches.study.machine import usable_cores
+from searches.study.storage import JOINED, open_database, storage_url
 from searches.study.study import StudySettings, finished
 
 _POLL_SECONDS = 1.0
@@ -42,12 +42,7 @@ _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 @dataclass(frozen=True)
 class Place:
-    """The part of the machine that a worker uses.
-
-    Args:
-        variables: of its environment.
-        cores: its processor cores; None for all.
-    """
+    """The part of the machine that a worker uses: variables of its environment, and processor cores, or all."""
 
     variables: dict[str, str]
     cores: tuple[int, ...] | None = None
@@ -56,16 +51,11 @@ class Place:
 def places(workers: int | str, device: str) -> list[Place]:
     """Return the places of workers: one visible GPU each, or an equal share of the cores on a machine without.
 
-    Args:
-        workers: the number of workers; ``auto`` for one per GPU, or one on a CPU.
-        device: of the target, as the configuration names it.
-
-    Raises:
-        InputError: there are fewer GPUs or cores than workers.
+    ``auto`` is one worker per GPU, or one on a CPU. More workers than GPUs or cores are an :class:`InputError`.
     """
     gpus = [] if device == "cpu" else _visible_gpus()
     count = (len(gpus) or 1) if workers == "auto" else int(workers)
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = usable_cores()
     parts, name = (gpus, "visible GPUs") if gpus else (cores, "processor cores")
     if count > len(parts):
         raise InputError(f"study.workers: {count} is more than the {len(parts)} {name}, which workers must not share")
@@ -101,17 +91,7 @@ def supervise(config: DictConfig) -> None:
 
 
 class LocalWorkers:
-    """The processes of the workers.
-
-    Args:
-        overrides: of the command line, without those that start workers.
-        found: the places, one for each worker.
-        outputs: folder of all results.
-        settings: of the study.
-
-    Attributes:
-        folder: of the study, once a worker has joined it.
-    """
+    """The processes of the workers. Their logs move into the folder of the study once a worker has joined it."""
 
     def __init__(self, overrides: Sequence[str], found: Sequence[Place], outputs: Path, settings: StudySettings) -> None:
         self._settings, self._outputs = settings, outputs
@@ -212,12 +192,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _prepare_worker(cores: Sequence[int] | None, supervisor: int) -> None:
-    """Prepare the process of a worker, before its program starts.
-
-    Args:
-        cores: the processor cores that it may use; None for all.
-        supervisor: id of the process that started it.
-    """
+    """Prepare the process of a worker before its program starts: its cores, Ctrl-C, and the end of its supervisor."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a script's shell lets what it starts in the background ignore Ctrl-C
     if cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)

@@ -31,12 +31,9 @@ _PAUSE = 0.5  # seconds between two attempts at the end
 
 
 def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowClient, str, str]:
-    """Open an experiment, and create it if it does not exist; processes that start at the same time create one.
+    """Open an experiment of a store, None for a SQLite store in ``folder``; both are created if they do not exist.
 
-    Args:
-        uri: the URI of the tracking store; None creates a SQLite store in ``folder``.
-        folder: the folder of a store that is created.
-        name: the name of the experiment.
+    Processes that start at the same time create one.
 
     Returns:
         The client, the URI of the store, and the identifier of the experiment.
@@ -59,8 +56,7 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
                 try:
-                    created = client.create_experiment(name, artifact_location=artifacts)
-                    return client, uri, str(created)
+                    return client, uri, str(client.create_experiment(name, artifact_location=artifacts))
                 except MlflowException:
                     experiment = client.get_experiment_by_name(name)  # another process may have created it
                     if experiment is None:
@@ -96,11 +92,7 @@ def _file_of(uri: str) -> Path | None:
 def _move_artifacts(file: Path, artifacts: str) -> None:
     """Correct the places of artifacts in the store of an outputs folder that was moved or copied since it was written.
 
-    MLflow stores them as absolute URIs, and would write into the folder of that time.
-
-    Args:
-        file: the file of the store.
-        artifacts: the URI of the folder that they are in now.
+    MLflow stores them as absolute URIs, and would write into the folder of that time. ``artifacts`` is their URI now.
     """
     with contextlib.closing(sqlite3.connect(file)) as database, database:
         rows = database.execute(
@@ -135,11 +127,7 @@ def _create_database(file: Path) -> None:
 
 
 class Outbox:
-    """The writes that a store has not taken yet. An error of the store is printed once, not raised.
-
-    Args:
-        uri: the URI of the store.
-    """
+    """The writes that a store has not taken yet. An error of the store is printed once, not raised."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -152,11 +140,9 @@ class Outbox:
         self._writes[key] = write
 
     def send(self, patience: float | None = None) -> None:
-        """Try all writes.
+        """Try all writes, and wait ``patience`` seconds for the end of an outage.
 
-        Args:
-            patience: seconds of an outage for whose end is waited; None tries once, and leaves a store alone for a while
-                that took long to fail.
+        None tries once, and leaves a store alone for a while that took long to fail.
         """
         if patience is None and time.monotonic() < self._next_attempt:
             return

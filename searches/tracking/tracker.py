@@ -14,15 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Metric, RunTag
+from mlflow.entities import RunTag
 from optuna.trial import FrozenTrial
 
 from searches.app.interrupt import defer_interrupt, is_interrupt
-from searches.tracking.run import PARENT, Store, StudyRun, metrics_now
+from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, metrics_now
 from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
-from searches.tracking.trial_runs import MEASURED, NOT_MEASURED, TrialRuns
 
-_FIT_METRICS = ("fit_seconds", "agreement_empty", "agreement_bridged")
+_FIT_SECONDS, _AGREEMENT = "fit_seconds", "agreement_"  # the metrics of a fit, the second one a prefix
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
 _BEST = "best"
 _TRIALS = "trials"  # the metric of the study's run that is written last
@@ -34,7 +33,7 @@ class Tracker:
     Args:
         uri: the URI of the tracking store; None creates a SQLite store in ``folder``.
         folder: the folder of a store that is created.
-        experiment: the name of the experiment; it is created if it does not exist.
+        experiment: its name; it is created if it does not exist.
 
     Raises:
         InputError: the store cannot be opened, or the experiment was deleted.
@@ -70,8 +69,7 @@ class Tracker:
         """
         given = {key: str(value)[:500] for key, value in params.items()}
         own = {key: str(value) for key, value in tags.items()}
-        metrics = NOT_MEASURED if role == "study" else {}
-        self._run = StudyRun(self._store, name, identity, role, given, own, metrics, parent)
+        self._run = StudyRun(self._store, name, identity, role, given, own, parent)
         self._trials = TrialRuns(self._store, self._run)
         self._send({"metrics": self._run.log_left} if self._run.left else {})
         for left in self._store.left(identity):
@@ -93,33 +91,34 @@ class Tracker:
         self._send({("trial", trial.number): partial(self._trials.write, trial)})
 
     def log(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        """Log metrics of the study's run.
-
-        Args:
-            metrics: by name.
-            step: the step of the metrics.
-        """
+        """Log metrics of the study's run."""
         self._run.left += metrics_now(metrics, step)
         self._send({"metrics": self._run.log_left})
         self._run.keep_left()  # for the next start, because the training that they are of may have ended by then
 
     def log_fits(self, fits: Sequence[Mapping[str, Any]]) -> None:
-        """Log fits of bridges: metrics with one step per fit, and a table of the fits in ``fits.json``.
+        """Log fits: metrics with one step per fit, and a table of the fits in ``fits.json``.
 
         Args:
-            fits: all fits so far, always in the same order: ``fit_seconds``, ``agreement_empty``, ``agreement_bridged`` and
-                fields that describe the fit. Logged fits are not logged again. An empty one keeps its step.
+            fits: all fits so far, always in the same order: ``fit_seconds``, fields that begin with ``agreement_``, and
+                others that describe the fit. Logged fits are not logged again. An empty one keeps its step.
         """
-        self._send({"fits": partial(self._log_fits, self._run, fits)})
+        run, client = self._run, self._store.client
 
-    def _log_fits(self, run: StudyRun, fits: Sequence[Mapping[str, Any]]) -> None:
-        client, run_id = self._store.client, run.current()
-        logged = {metric.step for metric in client.get_metric_history(run_id, _FIT_METRICS[0])}
-        new = [(step, fit) for step, fit in enumerate(fits) if fit and step not in logged]
-        values = [metric for step, fit in new for metric in metrics_now({name: fit[name] for name in _FIT_METRICS}, step)]
-        if new:
-            client.log_text(run_id, json.dumps(fits, indent=1), "fits.json")  # first: logged fits are not looked at again
-        self._store.log(run_id, values)
+        def write() -> None:
+            run_id = run.current()
+            logged = {metric.step for metric in client.get_metric_history(run_id, _FIT_SECONDS)}
+            new = [(step, fit) for step, fit in enumerate(fits) if fit and step not in logged]
+            measured = [
+                {name: value for name, value in fit.items() if name == _FIT_SECONDS or name.startswith(_AGREEMENT)}
+                for _, fit in new
+            ]
+            values = [each for (step, _), fit in zip(new, measured, strict=True) for each in metrics_now(fit, step)]
+            if new:
+                client.log_text(run_id, json.dumps(fits, indent=1), "fits.json")  # first, as logged fits are left out
+            self._store.log(run_id, values)
+
+        self._send({"fits": write})
 
     def conclude(
         self,
@@ -135,37 +134,29 @@ class Tracker:
         Args:
             winner: its configuration.
             sentence: the verdict.
-            trial: the number of the trial that stands for the winner; None if no trial does. Earlier winners lose the tag.
+            trial: the number of the winner's trial; None if it has none. Earlier winners lose the tag.
             metrics: the metrics of the study's run, with the number of ``trials``.
             files: artifacts of the study's run, and the folders for them.
             again: whether a complete result of as many trials is replaced.
         """
-        values = metrics_now(metrics)
-        tags = {"winner": winner, "verdict": sentence, _NOTE: sentence}
-        self._send({"result": partial(self._conclude, self._run, tags, trial, values, files, again)})
+        run, logged = self._run, metrics_now(metrics)
 
-    def _conclude(
-        self,
-        run: StudyRun,
-        tags: Mapping[str, str],
-        trial: int | None,
-        metrics: Sequence[Metric],
-        files: Sequence[tuple[Path, str | None]],
-        again: bool,
-    ) -> None:
-        client, run_id = self._store.client, run.current()
-        if not again and client.get_run(run_id).data.metrics.get(_TRIALS) in [m.value for m in metrics if m.key == _TRIALS]:
-            return
-        for path, folder in files:
-            client.log_artifact(run_id, str(path), folder)
-        client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
-        of_study = f"tags.study_id = '{run.identity}' and tags."
-        for best in self._store.search(f"{of_study}{_BEST} = 'true'"):
-            client.delete_tag(best.info.run_id, _BEST)
-        if trial is not None:
-            for best in self._store.search(f"{of_study}trial_number = '{trial}'"):
+        def write() -> None:
+            client, run_id = self._store.client, run.current()
+            if not again and client.get_run(run_id).data.metrics.get(_TRIALS) == metrics[_TRIALS]:
+                return
+            for path, folder in files:
+                client.log_artifact(run_id, str(path), folder)
+            tags = {"winner": winner, "verdict": sentence, _NOTE: sentence}
+            client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+            of_study = f"tags.study_id = '{run.identity}' and tags."
+            for best in self._store.search(f"{of_study}{_BEST} = 'true'"):
+                client.delete_tag(best.info.run_id, _BEST)
+            for best in [] if trial is None else self._store.search(f"{of_study}trial_number = '{trial}'"):
                 client.set_tag(best.info.run_id, _BEST, "true")
-        self._store.log(run_id, metrics)  # last: they show that nothing is missing
+            self._store.log(run_id, logged)  # last: they show that nothing is missing
+
+        self._send({"result": write})
 
     def log_text(self, text: str, name: str) -> None:
         """Log a text as an artifact of the study's run."""
@@ -179,11 +170,7 @@ class Tracker:
 
     @contextlib.contextmanager
     def closing(self, leave: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Close the study's run after a block, also if it raises.
-
-        Args:
-            leave: called if it raises; returns whether others still work on the study, whose run then stays open.
-        """
+        """Close the study's run after a block, also if it raises, unless others work on the study (``leave``)."""
         try:
             yield
         except BaseException as error:
@@ -194,12 +181,7 @@ class Tracker:
         self.finish(patience=PATIENCE if self._run.parent is None else None)
 
     def finish(self, status: str = "FINISHED", patience: float | None = None) -> None:
-        """Close the study's run as ``FINISHED``, ``KILLED`` (interrupted) or ``FAILED``.
-
-        Args:
-            status: how the study ended.
-            patience: seconds of an outage for whose end is waited; None waits for none.
-        """
+        """Close the study's run as ``FINISHED``, ``KILLED`` or ``FAILED``; wait ``patience`` seconds for an outage's end."""
         run = self._run
         self._send({"status": lambda: self._store.client.set_terminated(run.current(), status)}, patience)
 
@@ -213,25 +195,21 @@ class Tracker:
     @defer_interrupt()
     def log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
         """Write the runs of a benchmark, one run and one nested run per contender, unless the store fails."""
+        client, store = self._store.client, self._store
+        tags = {"role": "benchmark", "date": record["date"]} | {k: str(v) for k, v in record["environment"].items()}
+        params = {key: str(record["target"][key]) for key in ("name", "dtype")}
         try:
-            self._log_benchmark(record, texts, file)
+            run_id = store.create("benchmark", tags)
+            for name, result in record["results"].items():
+                child = store.create(name, {PARENT: run_id, "role": "contender", "contender": name})
+                metrics = {key: result[key] for key in (*MEASURED, "drafter_bytes") if result[key] is not None}
+                store.log(child, metrics_now(metrics), params | {"lossless": str(result["lossless"])})
+                client.set_terminated(child)
+            for name, text in texts.items():
+                client.log_text(run_id, text, name)
+            client.log_artifact(run_id, str(file))
+            client.set_terminated(run_id)
         except Exception as error:
             if not is_of_store(error):
                 raise
             print(f"tracking.uri: the benchmark is incomplete in the store: {reason(error, self.uri)}", flush=True)
-
-    def _log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
-        client, store = self._store.client, self._store
-        tags = {"role": "benchmark", "date": record["date"]} | {k: str(v) for k, v in record["environment"].items()}
-        run_id = store.create("benchmark", tags)
-        params = {key: str(record["target"][key]) for key in ("name", "dtype")}
-        for name, result in record["results"].items():
-            child = store.create(name, {PARENT: run_id, "role": "contender", "contender": name})
-            metrics = {metric: result[metric] for metric in MEASURED}
-            metrics |= {} if result["drafter_bytes"] is None else {"drafter_bytes": result["drafter_bytes"]}
-            store.log(child, metrics_now(metrics), params | {"lossless": str(result["lossless"])})
-            client.set_terminated(child)
-        for name, text in texts.items():
-            client.log_text(run_id, text, name)
-        client.log_artifact(run_id, str(file))
-        client.set_terminated(run_id)

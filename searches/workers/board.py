@@ -33,12 +33,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a worker saw.
-
-    Args:
-        rows: all rows, in the order of their creation.
-        live: the numbers of the rows of workers that are alive.
-    """
+    """What a worker saw: all rows, in the order of their creation, and the numbers of those of workers that are alive."""
 
     rows: list[Row]
     live: frozenset[int]
@@ -49,11 +44,9 @@ class Snapshot:
 
 
 class Board:
-    """Rows of one study. A row is ``RUNNING`` until it is finished as ``COMPLETE`` or ``FAIL``.
+    """Rows of one study, which are the trials of a study of this name with ``-workers`` behind it.
 
-    Args:
-        storage: the storage of the study.
-        name: the study's name; its rows are the trials of a study of this name with ``-workers`` behind it.
+    A row is ``RUNNING`` until it is finished as ``COMPLETE`` or ``FAIL``.
     """
 
     def __init__(self, storage: BaseStorage, name: str) -> None:
@@ -72,11 +65,7 @@ class Board:
         return [Row(trial._trial_id, trial.state, trial.user_attrs) for trial in trials]
 
     def set(self, number: int, name: str, value: Any) -> None:
-        """Set an attribute of a row.
-
-        Raises:
-            UpdateFinishedTrialError: the row is finished.
-        """
+        """Set an attribute of a row; raise UpdateFinishedTrialError if the row is finished."""
         self._storage.set_trial_user_attr(number, name, value)
 
     def finish(self, number: int, state: TrialState) -> bool:
@@ -88,19 +77,17 @@ class Board:
             return False
         return True
 
-    def publish(self, number: int, value: Any) -> None:
-        """Complete a row with a plain value of any length.
-
-        Raises:
-            UpdateFinishedTrialError: the row is finished.
-        """
+    def publish(self, number: int, value: Any) -> bool:
+        """Complete a row with a plain value of any length; return False if it was finished before."""
         text = json.dumps(value)
         parts = [text[first : first + _PART] for first in range(0, len(text), _PART)]
-        for place, part in enumerate(parts):
-            self.set(number, f"part {place}", part)
-        self.set(number, _PARTS, len(parts))
-        if not self.finish(number, TrialState.COMPLETE):
-            raise UpdateFinishedTrialError
+        try:
+            for place, part in enumerate(parts):
+                self.set(number, f"part {place}", part)
+            self.set(number, _PARTS, len(parts))
+        except UpdateFinishedTrialError:
+            return False
+        return self.finish(number, TrialState.COMPLETE)
 
 
 def published(row: Row) -> bool:

@@ -9,12 +9,14 @@ are finished, and joins again.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Self
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
@@ -22,11 +24,9 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from searches.app.interrupt import defer_interrupt
-from searches.connections import is_unreachable
+from searches.connections import RetryingStorage, is_unreachable
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import Board, Row, Snapshot, of_kind, published, value_of
-from searches.workers.process import has_ended, this_process
-from searches.workers.retrying_storage import RetryingStorage
 
 BEAT_SECONDS = 10.0
 PATIENCE = 6  # beats of the observer
@@ -38,19 +38,69 @@ class LeaseLost(Exception):
     """The end of a claim whose worker was presumed dead; another worker has it now."""
 
 
-class WorkerPool:
+class Alone:
+    """A process that works on a study alone, and what several workers of a study agree on; a context."""
+
+    alone = True
+    seed = 0
+    waited_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> bool:
+        """Leave the study, and return whether other workers may still be there; of all that leave, the last finds none."""
+        return False
+
+    def leads(self) -> bool:
+        """Return whether this is the worker that joined first of those that are alive."""
+        return True
+
+    def sign(self, trial: optuna.Trial) -> None:
+        """Store with a trial that this worker runs it."""
+
+    def orphans(
+        self, trials: Iterable[FrozenTrial], snapshot: Snapshot | None = None, is_idle: bool = False
+    ) -> list[FrozenTrial]:
+        """Return the running trials whose worker is dead; without other workers those that a killed process left.
+
+        The snapshot was taken after the trials were read, so that it shows their workers; None takes one. ``is_idle`` tells
+        that no worker that is alive runs a trial.
+        """
+        return [trial for trial in trials if trial.state == TrialState.RUNNING]
+
+    @contextlib.contextmanager
+    def claim(self, name: str) -> Iterator[None]:
+        """Wait until no other worker holds a claim of this name, then hold it."""
+        yield
+
+    def share(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return the plain value of some work that one of the workers does, once for the study.
+
+        If the work raises :class:`LeaseLost`, another worker does it.
+        """
+        return work()
+
+    def share_all(self, names: Iterable[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the value of each piece of work as they become known; those that no other worker does first."""
+        for name in names:
+            yield name, work(name)
+
+    def check(self, name: str) -> None:
+        """Check that this worker holds the claim of a name; raise :class:`LeaseLost` if it was presumed dead."""
+
+
+Workers = Alone
+ALONE = Alone()
+
+
+class WorkerPool(Alone):
     """A worker among the others of its study; a context that it joins and leaves.
 
-    Args:
-        storage: the storage of the study.
-        study: the name of the study.
-        device: the type of this worker's device.
-        beat_seconds: between two beats.
-        patience: beats without a sign of another worker after which it is presumed dead.
-
-    Attributes:
-        worker: the number of the worker's row. A worker that was presumed dead gets another one.
-        waited_seconds: that this worker waited for others.
+    A worker is presumed dead after ``patience`` beats of an observer without a sign of it, and then gets another number.
     """
 
     alone = False
@@ -71,16 +121,12 @@ class WorkerPool:
         self._seen: dict[object, tuple[object, int]] = {}  # what was seen, and the own beat at which it was first seen so
         self.waited_seconds = 0.0
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> Self:
         self._join()
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.leave()
-
     def leave(self) -> bool:
-        """Leave the study, and return whether other workers may still be there; of all that leave, the last finds none."""
         self._ended.set()
         self._thread.join(self._beat_seconds)  # a beat may wait for the storage
         try:
@@ -98,7 +144,7 @@ class WorkerPool:
         return f"{self._process['host']}/{self.worker}"
 
     @property
-    def seed(self) -> int:
+    def seed(self) -> int:  # type: ignore[override]
         """A number that differs from those of the other workers, for the sampler."""
         return _SEED_STEP * (self.worker % _SEED_STEP)
 
@@ -118,11 +164,9 @@ class WorkerPool:
         return Snapshot(rows, live)
 
     def leads(self) -> bool:
-        """Return whether this is the worker that joined first of those that are alive."""
         return self.worker == min(self.snapshot().live, default=self.worker)
 
     def sign(self, trial: optuna.Trial) -> None:
-        """Store with a trial that this worker runs it, unless it was created so."""
         for name, value in self._signature().items():
             if trial.user_attrs.get(name) != value:
                 trial.set_user_attr(name, value)
@@ -130,16 +174,8 @@ class WorkerPool:
     def orphans(
         self, trials: Iterable[FrozenTrial], snapshot: Snapshot | None = None, is_idle: bool = False
     ) -> list[FrozenTrial]:
-        """Return the running trials whose worker is dead.
-
-        A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
-        as a dead worker.
-
-        Args:
-            trials: to choose from.
-            snapshot: taken after the trials were read, so that it shows their workers; None takes one.
-            is_idle: whether no worker that is alive runs a trial, so that trials without a signature count at once.
-        """
+        # A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
+        # as a dead worker.
         running = [trial for trial in trials if trial.state == TrialState.RUNNING]
         live = (snapshot or self.snapshot()).live if running else frozenset()
         found = []
@@ -154,7 +190,6 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def claim(self, name: str) -> Iterator[None]:
-        """Wait until no other worker holds a claim of this name, then hold it."""
         row = None
         while row is None:
             row = self.board.add(kind="claim", name=name, worker=self.worker)
@@ -171,12 +206,6 @@ class WorkerPool:
             self.board.finish(row, TrialState.COMPLETE)
 
     def share(self, name: str, work: Callable[[], Any]) -> Any:
-        """Return the plain value of some work that one of the workers does, once for the study.
-
-        Args:
-            name: the name of the work.
-            work: returns the value. If it raises :class:`LeaseLost`, another worker does it.
-        """
         while True:
             value = self._first_value(of_kind(self.snapshot().rows, "claim", name))
             if value is not None:
@@ -186,14 +215,13 @@ class WorkerPool:
                 value = self._wait_in_line(name, row)
                 if value is not None:
                     return value[0]
-                self._work(row, work)
+                self.board.publish(row, work())  # refused if this worker was presumed dead
             except LeaseLost:
                 continue
             finally:
                 self.board.finish(row, TrialState.FAIL)
 
     def share_all(self, names: Iterable[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the value of each piece of work as they become known; those that no other worker does first."""
         left = list[str]()
         for name in names:
             snapshot = self.snapshot()
@@ -206,16 +234,9 @@ class WorkerPool:
             yield name, self.share(name, partial(work, name))
 
     def check(self, name: str) -> None:
-        """Check that this worker holds the claim of a name.
-
-        Raises:
-            LeaseLost: it was presumed dead.
-        """
         snapshot = self.snapshot()
-        if not any(
-            snapshot.is_held(row) and row.user_attrs["worker"] == self.worker
-            for row in of_kind(snapshot.rows, "claim", name)
-        ):
+        claims = of_kind(snapshot.rows, "claim", name)
+        if not any(snapshot.is_held(row) and row.user_attrs["worker"] == self.worker for row in claims):
             raise LeaseLost(name)
 
     def wait(self, done: Callable[[], bool]) -> None:
@@ -229,19 +250,8 @@ class WorkerPool:
             pause = min(1.5 * pause, _LONGEST_PAUSE)
         self.waited_seconds += time.monotonic() - start
 
-    def _work(self, row: int, work: Callable[[], Any]) -> None:
-        value = work()
-        try:
-            self.board.publish(row, value)
-        except UpdateFinishedTrialError:
-            raise LeaseLost from None
-
     def _wait_in_line(self, name: str, row: int) -> tuple[Any] | None:
-        """Wait until a row is the first of its name; return the published value if there is one before.
-
-        Raises:
-            LeaseLost: the row is finished, because its worker was presumed dead.
-        """
+        """Wait until a row is the first of its name, or lost; return the published value if there is one before."""
         found: list[tuple[Any]] = []
 
         def is_first() -> bool:
@@ -298,53 +308,32 @@ class WorkerPool:
                     self.board.finish(row.number, TrialState.FAIL)
 
 
-class Alone:
-    """A process that works on a study alone. Its methods are those of :class:`WorkerPool`."""
+def this_process() -> dict[str, Any]:
+    """Return the identity of this process: ``host``, ``pid``, ``started``, and ``machine``, which is empty if unknown.
 
-    alone = True
-    seed = 0
-    waited_seconds = 0.0
-
-    def __enter__(self) -> Alone:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def sign(self, trial: optuna.Trial) -> None:
-        """Leave the trial as it is."""
-
-    def orphans(
-        self, trials: Iterable[FrozenTrial], snapshot: Snapshot | None = None, is_idle: bool = False
-    ) -> list[FrozenTrial]:
-        """Return all running trials: a killed process left them."""
-        return [trial for trial in trials if trial.state == TrialState.RUNNING]
-
-    def leads(self) -> bool:
-        """Return True."""
-        return True
-
-    def leave(self) -> bool:
-        """Return False, because nobody else is there."""
-        return False
-
-    @contextlib.contextmanager
-    def claim(self, name: str) -> Iterator[None]:
-        """Hold the claim at once."""
-        yield
-
-    def share(self, name: str, work: Callable[[], Any]) -> Any:
-        """Do the work."""
-        return work()
-
-    def share_all(self, names: Iterable[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
-        """Do all work, one piece after the other."""
-        for name in names:
-            yield name, work(name)
-
-    def check(self, name: str) -> None:
-        """Return, because nobody else can have the claim."""
+    ``machine`` holds the start of the kernel and the namespace of process numbers: containers may share a host's name.
+    """
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": start_of(os.getpid()), "machine": _machine()}
 
 
-Workers = WorkerPool | Alone
-ALONE = Alone()
+def has_ended(identity: Mapping[str, Any]) -> bool:
+    """Return True if a process of this machine has ended; False if it runs, or cannot be seen from here."""
+    machine = _machine()
+    return bool(machine) and identity["machine"] == machine and start_of(identity["pid"]) != identity["started"]
+
+
+@cache
+def _machine() -> str:
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def start_of(pid: int) -> str:
+    """Return the start of a process in clock ticks since the machine's; empty if it has ended, or without ``/proc``."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]  # fields 3 (state) and 22 (start time) of proc(5)

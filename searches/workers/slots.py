@@ -8,13 +8,12 @@ finished, and waits otherwise. The state of the trial decides: it changes once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from searches.workers.board import Board, Snapshot, of_kind
-from searches.workers.pool import Alone, WorkerPool, Workers
+from searches.workers.pool import WorkerPool, Workers
 
 _CLOSED = "closed"
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -22,12 +21,7 @@ Repair = Callable[[Sequence[FrozenTrial], Snapshot], bool]
 
 
 class Slot:
-    """The right to run one trial; a context that closes it.
-
-    Args:
-        board: holds its row; None if no other process takes slots.
-        number: the number of the row.
-    """
+    """The right to run one trial; a context that closes it. Its row is on a board, if other processes take slots."""
 
     def __init__(self, board: Board | None = None, number: int = -1) -> None:
         self._board, self.number = board, number
@@ -40,16 +34,12 @@ class Slot:
     def __enter__(self) -> Slot:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._board is not None:
             self._board.finish(self.number, TrialState.COMPLETE)  # whether it counts, its trial tells
 
     def begin(self, trial: optuna.Trial) -> None:
-        """Store the trial of the slot, before it is measured.
-
-        Raises:
-            UpdateFinishedTrialError: the slot is closed, because its worker was presumed dead.
-        """
+        """Store the trial of the slot, before it is measured; raise UpdateFinishedTrialError if its worker seemed dead."""
         if self._board is not None:
             self._board.set(self.number, "trial", trial.number)
 
@@ -57,13 +47,10 @@ class Slot:
 def take_slot(pool: Workers, study: optuna.Study, wanted: int, repair: Repair = lambda *_: False) -> Slot | None:
     """Take the next slot of a study; return None once it has the wanted number of finished trials, or is closed.
 
-    Args:
-        pool: this worker among the others.
-        study: the study. Its finished trials without a slot, from before it had workers, count.
-        wanted: number of finished trials.
-        repair: called with the trials and a snapshot that was taken after them; returns whether it changed any trial.
+    Finished trials without a slot, from before the study had workers, count. ``repair`` is called with the trials and a
+    snapshot that was taken after them; it returns whether it changed any trial.
     """
-    if isinstance(pool, Alone):
+    if not isinstance(pool, WorkerPool):
         return Slot() if len(study.get_trials(deepcopy=False, states=FINISHED)) < wanted else None
     slot, counted = Slot.add(pool), wanted
 
@@ -86,23 +73,23 @@ def take_slot(pool: Workers, study: optuna.Study, wanted: int, repair: Repair = 
     try:
         pool.wait(is_decided)
     except BaseException:
-        slot.__exit__(None, None, None)
+        slot.__exit__()
         raise
     if counted < wanted:
         return slot
-    slot.__exit__(None, None, None)
+    slot.__exit__()
     return None
 
 
 def close_slots(pool: Workers) -> None:
     """Let no worker take a further slot while this one is there, because the time for trials is over."""
-    if not isinstance(pool, Alone):
+    if isinstance(pool, WorkerPool):
         pool.board.add(kind=_CLOSED, worker=pool.worker)
 
 
 def wait_for_slots(pool: Workers) -> None:
     """Wait until no other worker that is alive runs a trial, or records one."""
-    if isinstance(pool, Alone):
+    if not isinstance(pool, WorkerPool):
         return
 
     def is_idle() -> bool:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from layerskip.bridges import fit as bridge_fit
+from layerskip.bridges.bridge import Bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.mask import Gap, SkipMask
-from layerskip.models.bridge import Bridges
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
-from layerskip.scan.row_model import RowModel
 from tests.accelerator import DEVICE
 from tests.drafters.bridges import bridge_shape, drawn_continuations
 from tests.families import build
@@ -129,53 +125,3 @@ def test_the_agreement_of_a_fit_is_that_of_real_drafts(family: str, mask: str) -
                 drafted = view(input_ids=tokens[:, -1:], past_key_values=cache).logits[0, -1].argmax()
             right += int(drafted) == continuations[p].tokens[s + 1]
         assert agreement == right / len(last)
-
-
-def test_bridges_are_judged_in_the_targets_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fitted bridges are in float32."""
-    target = Target(build("llama").to(torch.bfloat16))
-    calibration = Calibration(target, drawn_continuations(target), 2**24)
-    run, judged = RowModel.run, list[torch.dtype]()
-
-    def note(self: RowModel, *args: Any, bridges: list[Bridges | None], **kwargs: Any) -> torch.Tensor:
-        judged.extend(parameter.dtype for some in bridges if some is not None for parameter in some.parameters())
-        return run(self, *args, bridges=bridges, **kwargs)
-
-    monkeypatch.setattr(RowModel, "run", note)
-    fit = calibration.fit(bridge_shape(target, "layers:1-2"))
-    assert set(judged) == {torch.bfloat16}
-    assert {parameter.dtype for parameter in fit.bridges.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("mask", "rows"),
-    [
-        ("layers:1;layers:3", 576),
-        ("layers:1;attention:3,4,5,6,7,8", 576 * 8 // 25),
-        ("layers:1;mlp:2,3,4,5,6,7,8,9,10,11", 128),
-    ],
-)
-def test_masks_with_many_gaps_are_fitted_to_fewer_rows(mask: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows are spread over all that are not held out, at least four per hidden state element.
-
-    They are identified by the states of transformers' own pass.
-    """
-    read, regress = list[torch.Tensor](), bridge_fit.regress
-    monkeypatch.setattr(bridge_fit, "regress", lambda bridge, seen, *rest: read.append(seen) or regress(bridge, seen, *rest))
-    target = Target(build("llama", num_hidden_layers=12))
-    continuations = drawn_continuations(target, count=48)
-    fit = Calibration(target, continuations, 2**26, max_rows=16).fit(bridge_shape(target, mask))
-    states = []
-    for continuation in continuations:
-        tokens = torch.tensor([[*continuation.prompt, *continuation.tokens]], device=DEVICE)
-        with torch.no_grad():
-            found = target.model(input_ids=tokens, output_hidden_states=True).hidden_states[1][0]
-        states.append(found[len(continuation.prompt) : tokens.shape[1] - 1])
-    every = torch.cat(states)
-    assert len(every) == 720  # of which 144 are held out
-    places = [int((every - row).norm(dim=-1).argmin()) for row in read[0]]
-    assert torch.allclose(every[places], read[0], atol=1e-4)
-    assert min(places) < 16
-    assert 576 - 2 * 576 / (rows / 16) < max(places) < 576
-    assert rows <= fit.rows < rows + 16
-    assert fit.rows * 0.9 <= len(read[0]) == len(set(places)) <= fit.rows  # except for a few outliers

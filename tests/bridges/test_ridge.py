@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from layerskip.bridges.bridge import Bridge, BridgeShape
 from layerskip.bridges.fit import _regress
 from layerskip.bridges.ridge import regress
-from layerskip.models.bridge import Bridge, BridgeShape
 
 HIDDEN, ROWS = 8, 60
 SHAPE = BridgeShape("layers:1-2", 4, HIDDEN, "linear")

@@ -39,13 +39,10 @@ def target(passes: list[Any], monkeypatch: pytest.MonkeyPatch) -> Target:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
 def test_a_token_of_a_chain_costs_one_pass(target: Target, sampling: Sampling) -> None:
     """One pass is also the cost of a step. The draft length has no effect."""
+    assert time_drafting(target, LOOKUP, 9) == 0.0
     for length in (1, 3, 20):
         config = SpeculativeConfig("layer_skip", length, mask="layers:1")
         assert time_drafting(target, config, 9, sampling) == 1.0
-
-
-def test_a_lookup_costs_nothing(target: Target) -> None:
-    assert time_drafting(target, LOOKUP, 9) == 0.0
 
 
 def test_equal_members_are_timed_once(target: Target) -> None:
@@ -61,10 +58,7 @@ def test_equal_members_are_timed_once(target: Target) -> None:
     assert len(known) == 2
     assert draft_costs(target, (LOOKUP, LOOKUP), [9], known=known) == ()
     assert len(known) == 2
-    assert draft_costs(target, (LOOKUP, SpeculativeConfig("lookahead", 2)), [9]) == (
-        0.0,
-        0.0,
-    )  # not a lookup, so it has an entry
+    assert draft_costs(target, (LOOKUP, SpeculativeConfig("lookahead", 2)), [9]) == (0.0, 0.0)  # the latter has an entry
 
 
 def test_members_are_timed_at_every_context(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,23 +12,22 @@ import pytest
 from torch import Tensor, nn
 
 from layerskip import Sampling, SkipMask, StopRule, Target
+from layerskip.bridges.bridge import Bridge
 from layerskip.costs import profile as profiling
 from layerskip.costs import timing
 from layerskip.costs.cost_model import CostProfile, in_steps
-from layerskip.costs.profile import profile_costs
+from layerskip.costs.profile import Repeats, profile_costs
 from layerskip.costs.timing import time_tree, time_verification
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.tree import TreeModel
 from layerskip.drafters import layer_skip
 from layerskip.drafters.chain import SiblingCollector
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.models.architecture import architecture
-from layerskip.models.bridge import Bridge
 from layerskip.models.cache import KVCache, _Layer
-from layerskip.models.output_rows import OutputRows
+from layerskip.models.draft_head import OutputRows
 from layerskip.models.skip_view import skip_view
-from layerskip.scan.replay import count
-from layerskip.scan.trace import Branching
+from layerskip.scan.replay import Branching, count
 from tests.families import build
 
 LONGEST = 4
@@ -46,8 +45,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch, self.seconds = monkeypatch, 0.0
-        for module in (profiling, timing):
-            monkeypatch.setattr(module, "now", lambda device: self.seconds)
+        monkeypatch.setattr(timing, "now", lambda device: self.seconds)
 
     def charge(self, holder: Any, name: str, price: Callable[..., float]) -> None:
         """Make every call of a function advance the clock by ``price`` of its arguments."""
@@ -88,7 +86,7 @@ def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[
 
 def _bridge_price(bridge: Bridge, _: Tensor) -> float:
     looks = bridge.shape.kind != "mean"
-    return BRIDGE + MAP * looks + NUMBER * bridge.shape.parameter_count / bridge.shape.bridge_count
+    return BRIDGE + MAP * looks + NUMBER * bridge.shape.parameter_count / bridge.shape.size["modules"]
 
 
 def _output_price(width: int, rows: Tensor) -> float:
@@ -129,12 +127,12 @@ def test_a_profile_recovers_the_cost_of_every_part(
         round_seconds=ROUND,
         verify_seconds=tuple(plain + ROW * (1 + drafted) for drafted in range(LONGEST + 1)),
     )
-    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
-    with_extras = replace(expected, bridge_seconds=BRIDGE, map_seconds=MAP, number_seconds=NUMBER, token_seconds=TOKEN)
-    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), with_extras)
+    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=Repeats(1)), expected)
+    with_extras = replace(expected, module_seconds=BRIDGE, map_seconds=MAP, number_seconds=NUMBER, token_seconds=TOKEN)
+    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=Repeats(1), bridged=True), with_extras)
     # Fewer bridges, as for a wide model.
     monkeypatch.setattr(profiling, "_TIMED_PARAMETERS", 2 * target.hidden**2)
-    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), with_extras)
+    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=Repeats(1), bridged=True), with_extras)
 
 
 def test_a_noisy_machine_is_timed_until_its_medians_are_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +141,7 @@ def test_a_noisy_machine_is_timed_until_its_medians_are_accurate(monkeypatch: py
         clock, draws, done = Clock(monkeypatch), random.Random(0), []
         target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
         clock.charge(timing, "verify", lambda *_: noise * draws.random())
-        profile_costs(target, 12, LONGEST, repeats=4, error=error, on_repeat=lambda: done.append(1))
+        profile_costs(target, 12, LONGEST, repeats=Repeats(4, error, lambda: done.append(1)))
         return len(done) - 1  # the first repeat warms up
 
     assert repeats(0.0, 0.02) == repeats(60.0, math.inf) == 4
@@ -158,7 +156,7 @@ def test_predicted_seconds_of_counts_equal_the_decodings(siblings: int, monkeypa
     target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
     clock.charge(SiblingCollector, "collect", lambda *_: SNAPSHOT)
     clock.charge(TreeModel, "run", lambda *_: TREE)
-    profile = profile_costs(target, 12, 2 * 6, repeats=1, branching=True)
+    profile = profile_costs(target, 12, 2 * 6, repeats=Repeats(1), branching=True)
     assert (profile.siblings_seconds, profile.tree_seconds) == (pytest.approx(SNAPSHOT), pytest.approx(TREE))
     mask, branching = SkipMask.parse("mlp:1", target.layers), Branching(siblings, 0.3)
     drafter = LayerSkip(skip_view(target.model, mask), 6, StopRule(), branching.siblings, branching.min_token_prob)
@@ -169,8 +167,8 @@ def test_predicted_seconds_of_counts_equal_the_decodings(siblings: int, monkeypa
         [5, 6, 7],
         Sampling(),
         40,
-        on_prefill=lambda _: began.append(clock.seconds),
-        eos_ids=frozenset(),
+        stops=Stops(frozenset()),
+        callback=lambda _: began.append(clock.seconds),
     )
     drafts = [each for each in found.stats.rounds if each.drafted]
     assert {each.depth is None for each in drafts} == ({True, False} if siblings else {True})
@@ -189,7 +187,9 @@ def test_costs_between_two_contexts_are_those_measured_there(monkeypatch: pytest
         return KEYS * (min(length, 3) if layer is layer._owner.layers[0] else length)
 
     clock.charge(_Layer, "update", keys)
-    short, between, middle, beyond, long = (profile_costs(target, 64 * many, LONGEST, repeats=1) for many in (1, 2, 3, 5, 8))
+    short, between, middle, beyond, long = (
+        profile_costs(target, 64 * many, LONGEST, repeats=Repeats(1)) for many in (1, 2, 3, 5, 8)
+    )
     assert long.attention_seconds == pytest.approx((3.0 + 3 * KEYS, *(4.5 + 8 * KEYS,) * 3))
     profile = replace(short, others=(middle, long))
     _assert_close(profile.at(128), between)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import re
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig
 
 from layerskip import Sampling, SpeculativeConfig, Target, TargetError, generate, measure
 from layerskip.decoding import checkpoint_settings
@@ -93,22 +91,6 @@ def test_fields_that_can_change_greedy_tokens_are_refused_by_name(target: Target
 
 def test_every_field_of_the_installed_transformers_is_known() -> None:
     assert not KNOWN - HARMLESS.keys() - CHANGING.keys() - FURTHER.keys() - ELSEWHERE - {"repetition_penalty"}
-
-
-def test_every_field_that_makes_a_processor_is_refused(target: Target) -> None:
-    source = inspect.getsource(GenerationMixin._get_logits_processor)
-    before, _, after = source.partition("if generation_config.do_sample:")
-    after = after[after.index("# Watermarking") :]  # in between are those of sampling
-    fields = {*re.findall(r"generation_config\.([a-z]\w+)", before + after)}
-    fields -= {"repetition_penalty", "use_cache", "max_length", "num_beams"}
-    assert len(fields) >= 15
-    for name in sorted(fields):
-        other = Target(target.model)
-        before_it = getattr(other.model.generation_config, name)
-        _set(other, name, "on")
-        with pytest.raises(TargetError, match=rf"generation_config\.{name}='on'"):
-            check_settings(other, Sampling())
-        _set(other, name, before_it)
 
 
 def test_the_default_values_of_generate_are_accepted(target: Target) -> None:

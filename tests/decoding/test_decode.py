@@ -10,52 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter, NoDraft
+from layerskip.config import SpeculativeConfig
+from layerskip.decoding.decode import Stops, decode
+from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
-from layerskip.drafters.draft_model import DraftModel
-from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.registry import build_drafter
-from layerskip.heads.eagle import EagleHead, EagleShape
-from layerskip.heads.readout import Readout
 from layerskip.models.prefill import Prefill
-from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
+from tests.drafters.contract import target_of
+from tests.drafters.members import SECONDS, member_of
 from tests.families import SKIPPABLE, build
 
 GREEDY = Sampling()
 PROMPT = [3, 4, 5, 3, 4, 5, 3, 4]
-METHODS = ("none", "layer_skip", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "draft_model", "cascade")
+METHODS = ("none", *SECONDS, "draft_model", "cascade")
 
 
 @pytest.fixture(scope="module")
 def target() -> Target:
     """A model without an end-of-sequence token."""
-    return Target(build("llama", 1, vocab_size=12, eos_token_id=None))
-
-
-def _drafter(method: str, target: Target) -> Drafter:
-    if method == "draft_model":
-        model = build("llama", 2, vocab_size=target.vocabulary, num_hidden_layers=2)
-        return DraftModel(decoding_view(model), 2, 3, StopRule())
-    if method == "eagle":
-        torch.manual_seed(0)
-        head = EagleHead(EagleShape.of(target)).to(DEVICE).eval()
-        return Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
-    fields = {
-        "none": {},
-        "prompt_lookup": {},
-        "retrieval": {"min_token_prob": 0.0},
-        "lookahead": {"window": 2, "num_speculative_tokens": 2},
-        "token_recycling": {"min_token_prob": 0.0},
-        "cascade": {
-            "members": [{"method": "prompt_lookup", "prompt_lookup_min": 3}, {"method": "layer_skip", "mask": "mlp:2"}]
-        },
-        "layer_skip": {"mask": "attention:1;mlp:2", "num_speculative_tokens": 3},
-    }[method]
-    return build_drafter(SpeculativeConfig.from_dict({"method": method} | fields), target)
+    return target_of("llama")
 
 
 def _generate(target: Target, prompt: list[int], **options: Any) -> list[int]:
@@ -86,7 +61,7 @@ def test_a_stop_predicate_sees_every_token_and_ends_the_output(target: Target, m
             seen.append(list(tokens))
             return len(tokens) == len(PROMPT) + length
 
-        result = decode(target, _drafter(method, target), PROMPT, GREEDY, 16, stops=stops)
+        result = decode(target, member_of(method, target), PROMPT, GREEDY, 16, stops=Stops(criterion=stops))
         assert (result.tokens, result.finish) == (plain.tokens[:length], "stop")
         assert seen == [PROMPT + plain.tokens[: i + 1] for i in range(length)]
 
@@ -100,24 +75,13 @@ def test_an_end_token_takes_precedence_over_a_stop_and_a_stop_over_the_limit(tar
         def stops(seen: list[int]) -> bool:
             return stopping and len(seen) == len(PROMPT) + first
 
-        result = decode(target, NoDraft(), PROMPT, GREEDY, first, stops=stops, eos_ids=eos_ids)
+        result = decode(target, NoDraft(), PROMPT, GREEDY, first, stops=Stops(eos_ids, stops))
         assert result.tokens == tokens[:first]
         return result.finish
 
     assert finish(ends, True) == finish(ends, False) == "eos"
     assert finish(frozenset(), True) == "stop"
     assert finish(frozenset(), False) == "length"
-
-
-def test_end_tokens_default_to_those_of_the_target() -> None:
-    model = build("llama", 1, vocab_size=12, eos_token_id=None)
-    plain = _generate(Target(model), PROMPT, max_new_tokens=8)
-    end, other = plain[3], next(token for token in range(12) if token not in plain)
-    model.generation_config.eos_token_id = [other, end]
-    target, cut = Target(model), plain[: plain.index(end) + 1]
-    assert decode(target, NoDraft(), PROMPT, GREEDY, 8).tokens == cut == _generate(target, PROMPT, max_new_tokens=8)
-    assert decode(target, NoDraft(), PROMPT, GREEDY, 8, eos_ids=frozenset()).tokens == plain
-    assert decode(target, NoDraft(), PROMPT, GREEDY, 8, eos_ids=frozenset({plain[0]})).tokens == plain[:1]
 
 
 def test_the_first_token_is_reported_before_any_draft(target: Target) -> None:
@@ -128,36 +92,19 @@ def test_the_first_token_is_reported_before_any_draft(target: Target) -> None:
             events.append("draft")
             return super().draft(*args)
 
-    decode(
-        target,
-        Watched(),
-        PROMPT,
-        GREEDY,
-        3,
-        on_prefill=lambda known: events.append(f"prefill {known}"),
-        callback=lambda tokens: events.append(f"commit {len(tokens)}"),
-    )
+    decode(target, Watched(), PROMPT, GREEDY, 3, callback=lambda tokens: events.append(f"commit {len(tokens)}"))
     # The last round has room for the target's own token only, and asks for no draft.
-    assert events == ["prefill 1", "commit 1", "draft", "commit 1", "commit 1"]
+    assert events == ["commit 1", "draft", "commit 1", "commit 1"]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_seed_makes_sampling_repeatable(target: Target, method: str) -> None:
     def sample(seed: int) -> list[int]:
-        return decode(target, _drafter(method, target), PROMPT, Sampling(1.2), 24, seed=seed).tokens
+        return decode(target, member_of(method, target), PROMPT, Sampling(1.2), 24, seed=seed).tokens
 
     first = sample(7)
     torch.manual_seed(99)  # other random numbers must not matter
     assert first == sample(7) != sample(8)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_rounds_account_for_every_token(target: Target, method: str) -> None:
-    result = decode(target, _drafter(method, target), PROMPT, Sampling(1.0), 30, seed=1)
-    assert len(result.tokens) == 30 == 1 + sum(round.committed for round in result.stats.rounds)
-    for round in result.stats.rounds:
-        assert round.accepted <= round.drafted
-        assert round.committed == round.accepted + 1
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.5)], ids=["greedy", "sampled"])
@@ -166,10 +113,10 @@ def test_a_stored_prefill_gives_the_same_result(target: Target, method: str, sam
     """Also for a drafter that reads the prompt's hidden states, and repeatedly."""
     prefill = Prefill.of(target, PROMPT)
     for _ in range(2):
-        drafters = [_drafter(method, target) for _ in range(2)]
+        drafters = [member_of(method, target) for _ in range(2)]
         found, plain = (
-            decode(target, drafter, PROMPT, sampling, 20, seed=5, prefill=known)
-            for drafter, known in zip(drafters, (prefill, None), strict=True)
+            decode(target, drafter, prompt, sampling, 20, seed=5)
+            for drafter, prompt in zip(drafters, (prefill, PROMPT), strict=True)
         )
         assert found == plain
     assert prefill.cache.length == len(PROMPT)
@@ -180,14 +127,20 @@ def test_a_stored_prefill_is_not_computed_again(target: Target) -> None:
     other = torch.zeros_like(prefill.logits)
     for token in (3, 7):
         changed = replace(prefill, logits=other.index_fill(-1, torch.tensor([token], device=DEVICE), 1.0))
-        assert decode(target, NoDraft(), PROMPT, GREEDY, 1, prefill=changed).tokens == [token]
-    with pytest.raises(ValueError, match="^prefill: has 8 tokens, the prompt has 7"):
-        decode(target, NoDraft(), PROMPT[1:], GREEDY, 1, prefill=prefill)
+        assert decode(target, NoDraft(), changed, GREEDY, 1).tokens == [token]
+
+
+@pytest.mark.parametrize(("prompt", "length", "named"), [(PROMPT, 0, "max_new_tokens: 0"), ([], 4, "prompt")])
+def test_a_prompt_or_a_limit_that_leaves_nothing_to_decode_is_refused(
+    target: Target, prompt: list[int], length: int, named: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{named} ?"):
+        decode(target, NoDraft(), prompt, GREEDY, length)
 
 
 def test_threads_take_turns_at_a_model(target: Target) -> None:
     """Also if each has a target of its own over it. Views, captured passes and drafters hold the state of one text."""
-    drafter, ended, found = _drafter("layer_skip", target), list[str](), dict[str, list[int]]()
+    drafter, ended, found = member_of("layer_skip", target), list[str](), dict[str, list[int]]()
 
     def run(name: str, prompt: list[int], callback: Callable[[list[int]], None] | None = None) -> None:
         found[name] = decode(Target(target.model), drafter, prompt, GREEDY, 12, callback=callback).tokens
@@ -205,14 +158,3 @@ def test_threads_take_turns_at_a_model(target: Target) -> None:
     assert ended == ["first", "second"]
     for name, prompt in (("first", PROMPT), ("second", PROMPT[2:])):
         assert found[name] == _generate(target, prompt, max_new_tokens=12)
-
-
-@pytest.mark.parametrize("length", [0, -1])
-def test_a_limit_below_one_is_refused(target: Target, length: int) -> None:
-    with pytest.raises(ValueError, match=f"^max_new_tokens: {length} "):
-        decode(target, NoDraft(), PROMPT, GREEDY, length)
-
-
-def test_an_empty_prompt_is_refused(target: Target) -> None:
-    with pytest.raises(ValueError, match="^prompt: "):
-        decode(target, NoDraft(), [], GREEDY, 4)

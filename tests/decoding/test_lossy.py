@@ -11,10 +11,10 @@ import torch
 from layerskip.config import AcceptRule, ConfigError, SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.verify import accept_lossy
 from layerskip.drafters.registry import build_drafter
 from searches.space.search_space import SearchSpace
+from tests.accelerator import decode_static
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, generated, target_of
 
 P = torch.tensor([[0.5, 0.3, 0.2, 1e-9], [0.05, 0.9, 0.05, 1e-9], [0.25, 0.25, 0.25, 0.25]])
@@ -40,11 +40,6 @@ def test_typical_acceptance_depends_on_the_entropy_of_the_target() -> None:
     assert _accepted([2, 1], AcceptRule("typical", epsilon=0.1, delta=0.6)) == [2, 1, int(OWN[2])]
 
 
-def test_the_likeliest_branch_of_a_tree_is_accepted() -> None:
-    verdict = accept_lossy(Draft(torch.tensor([1, 0]), (-1, -1)), OWN, P.log(), AcceptRule("threshold", 0.25))
-    assert (verdict.path, verdict.committed[0]) == ((1,), 0)
-
-
 def test_the_deepest_branch_of_a_tree_is_accepted() -> None:
     """The branch of the likelier first token ends there; after the other one a second token passes, the likelier of two."""
     tree = Draft(torch.tensor([0, 1, 0, 3, 2]), (-1, -1, 0, 1, 1))
@@ -64,7 +59,7 @@ def test_a_lossy_rule_accepts_the_same_of_trees_that_grow_on_the_device() -> Non
     config = SpeculativeConfig("layer_skip", 3, mask="layers:1", siblings=2, min_token_prob=0.05, accept=accept)
     for prompt in PROMPTS[:3]:
         one, other = (
-            decode(target, build_drafter(config, target), prompt, GREEDY, LENGTH, accept=accept, static_shapes=static)
+            decode_static(target, build_drafter(config, target), prompt, GREEDY, LENGTH, static=static)
             for static in (False, True)
         )
         assert one == other and one.stats.accepted
@@ -77,22 +72,12 @@ def test_a_lossy_rule_accepts_more_and_changes_the_output(method: str) -> None:
     exact = SpeculativeConfig.from_dict({"method": method} | fields)
     lossy = SpeculativeConfig.from_dict({"method": method, "accept": {"method": "threshold", "threshold": 0.0}} | fields)
     for prompt in PROMPTS:
-        kept, other = (
-            decode(target, build_drafter(config, target), prompt, GREEDY, LENGTH, accept=config.accept)
-            for config in (exact, lossy)
-        )
+        kept, other = (decode(target, build_drafter(config, target), prompt, GREEDY, LENGTH) for config in (exact, lossy))
         assert kept.tokens == generated("llama", prompt, LENGTH)
         assert len(other.tokens) == LENGTH
         assert len(other.stats.rounds) <= len(kept.stats.rounds)
         changed |= other.tokens != kept.tokens
     assert changed
-
-
-def test_a_lossy_rule_supports_sampling() -> None:
-    config = SpeculativeConfig.from_dict({"method": "prompt_lookup", "accept": "typical"})
-    target = target_of("llama")
-    result = decode(target, build_drafter(config, target), PROMPTS[1], Sampling(1.0), LENGTH, seed=0, accept=config.accept)
-    assert len(result.tokens) == LENGTH
 
 
 def test_a_lossy_configuration_is_marked_as_lossy() -> None:

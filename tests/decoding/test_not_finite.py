@@ -9,36 +9,30 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from layerskip import Sampling, SpeculativeConfig, Target, UnsupportedModel
+from layerskip import Sampling, Target, UnsupportedModel
 from layerskip.config import StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Drafter, NoDraft
 from layerskip.decoding.tree import tree_model
 from layerskip.decoding.verify import verify
-from layerskip.device.tolerance import nearly_equal
+from layerskip.device.trial import nearly_equal
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
-from layerskip.drafters.registry import build_drafter
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.readout import Readout
 from layerskip.models.architecture import architecture
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import NotFinite
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.chi_square import assert_follows
+from tests.drafters.members import SECONDS, member_of
 from tests.families import build
 
 PROMPT = [13, 14, 15, 13, 14, 15, 13]
 GREEDY = Sampling()
 SAMPLINGS = [GREEDY, Sampling(1.0), Sampling(0.8, 5, 0.9, 0.02, 1.2)]
-CONFIGS = [
-    SpeculativeConfig(method=method, **fields)  # type: ignore[arg-type]
-    for method, fields in (
-        ("none", {}), ("prompt_lookup", {}), ("layer_skip", {"mask": "attention:0;mlp:2"}), ("token_recycling", {}),
-        ("lookahead", {}), ("retrieval", {}),
-    )
-]  # fmt: skip
+METHODS = ("none", *SECONDS)
 NAN, INF = math.nan, math.inf
 
 
@@ -48,24 +42,24 @@ def _fill_bias(model: PreTrainedModel, tokens: slice, value: float) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
-def test_a_token_that_makes_the_logits_nan_ends_decoding(config: SpeculativeConfig, static: bool) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_token_that_makes_the_logits_nan_ends_decoding(method: str, static: bool) -> None:
     target = Target(build("llama", 3, eos_token_id=None), name="mine")
-    drafter = build_drafter(config, target)  # its self-checks come before the damage
+    drafter = member_of(method, target)  # its self-checks come before the damage
     plain = decode(target, NoDraft(), PROMPT, GREEDY, 16).tokens
     place = next(i for i, token in enumerate(plain) if i > 1 and token not in PROMPT + plain[:i])
     with torch.no_grad():
         target.model.get_input_embeddings().weight[plain[place]] = NAN  # type: ignore[operator]
     streamed: list[int] = []
     with pytest.raises(NotFinite, match="^target: the largest logit of mine is nan after position") as caught:
-        decode(target, drafter, PROMPT, GREEDY, 16, callback=streamed.extend, static_shapes=static)
+        decode_static(target, drafter, PROMPT, GREEDY, 16, callback=streamed.extend, static=static)
     assert streamed == plain[: len(streamed)] and len(streamed) <= place + 1
-    if config.method in ("none", "prompt_lookup"):
+    if method in ("none", "prompt_lookup"):
         assert f"after position {len(PROMPT) + place};" in str(caught.value)
         assert len(streamed) == place + 1
     for sampling in SAMPLINGS:
         with pytest.raises(NotFinite, match=f"position {len(PROMPT)};"):
-            decode(target, drafter, [*PROMPT, plain[place]], sampling, 4, static_shapes=static)
+            decode_static(target, drafter, [*PROMPT, plain[place]], sampling, 4, static=static)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -75,13 +69,13 @@ def test_logits_are_named_as_what_they_are(tokens: slice, value: float, sampling
     target = Target(build("phi", eos_token_id=None))
     _fill_bias(target.model, tokens, value)
     with pytest.raises(NotFinite, match=f"is {value} after position {len(PROMPT) - 1};"):
-        decode(target, NoDraft(), PROMPT, sampling, 4, static_shapes=static)
+        decode_static(target, NoDraft(), PROMPT, sampling, 4, static=static)
     with pytest.raises(UnsupportedModel, match=f"^PhiForCausalLM: the largest logit after some tokens is {value}; "):
         architecture(target.model)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
-def test_tokens_without_a_finite_logit_are_never_chosen(config: SpeculativeConfig) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_without_a_finite_logit_are_never_chosen(method: str) -> None:
     """As those that fill up a vocabulary. No self-check blames the model for them."""
     target = Target(build("phi", eos_token_id=None))
     ids = torch.tensor([PROMPT], device=DEVICE)
@@ -89,7 +83,7 @@ def test_tokens_without_a_finite_logit_are_never_chosen(config: SpeculativeConfi
     _fill_bias(target.model, slice(free[0], free[0] + 1), -INF)
     _fill_bias(target.model, slice(50, None), -INF)
     expected: Any = target.model.generate(ids, do_sample=False, max_new_tokens=12)  # type: ignore[operator]
-    drafter = build_drafter(config, target)
+    drafter = member_of(method, target)
     assert decode(target, drafter, PROMPT, GREEDY, 12).tokens == expected[0, len(PROMPT) :].tolist() != free
     for sampling in SAMPLINGS[1:]:
         assert not {free[0], *range(50, 64)} & {*decode(target, drafter, PROMPT, sampling, 12, seed=1).tokens}
@@ -119,17 +113,6 @@ def test_nan_in_a_drafter_changes_nothing(method: str, sampling: Sampling) -> No
     assert len(result.tokens) == 12
     if sampling.greedy:
         assert result.tokens == decode(target, NoDraft(), PROMPT, sampling, 12).tokens
-
-
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.02}], ids=["plain", "filtered"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
-def test_a_temperature_near_zero_decodes_greedily(config: SpeculativeConfig, filters: dict[str, Any]) -> None:
-    target = Target(build("llama", 3, eos_token_id=None))
-    drafter = build_drafter(config, target)
-    greedy = decode(target, NoDraft(), PROMPT, GREEDY, 12).tokens
-    assert decode(target, drafter, PROMPT, Sampling(1e-38, **filters), 12, seed=2).tokens == greedy
-    warmest = decode(target, drafter, PROMPT, Sampling(1e38, **filters), 12, seed=2).tokens
-    assert len(warmest) == 12 and warmest != greedy
 
 
 @pytest.mark.parametrize("parents", [None, (-1, -1)], ids=["chain", "tree"])

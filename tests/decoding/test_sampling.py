@@ -129,26 +129,11 @@ def test_each_row_is_penalised_for_its_own_prefix(temperature: float, penalty: f
                 torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-6)
 
 
-def test_computing_a_distribution_commits_nothing() -> None:
-    chooser = Chooser(Sampling(1.0, repetition_penalty=2.0), V, CPU)
-    chooser.observe([1])
-    logits = _logits(3)
-    chooser.distribution(logits, torch.tensor([2, 3, 4]))
-    found = chooser.distribution(logits[:1], torch.tensor([1]))
-    torch.testing.assert_close(found[0], processed_probs([1], logits[0], chooser.sampling), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [7.0, 0.0, 2.0, 1e-3, 0.0, 1.0], [1e-30, 3e-30, 0.0], [4.0]])
 def test_draws_follow_their_weights(weights: list[float]) -> None:
     rows = torch.tensor(weights).repeat(20_000, 1)
     draws = draw(rows, torch.Generator().manual_seed(1)).tolist()
     assert_follows(draws, {token: weight / sum(weights) for token, weight in enumerate(weights)})
-
-
-def test_rows_are_drawn_independently() -> None:
-    rows = torch.tensor([0.5, 0.5]).repeat(10_000, 2, 1)
-    pairs = [tuple(pair) for pair in draw(rows, torch.Generator().manual_seed(2)).tolist()]
-    assert_follows(pairs, dict.fromkeys(itertools.product((0, 1), repeat=2), 0.25))
 
 
 def test_an_arrival_time_of_zero_cannot_draw_a_weight_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,12 +148,6 @@ def test_choosing_draws_from_rows_and_keeps_one_hot_tokens() -> None:
     assert chooser.choose(torch.tensor([2, 0, 1])).tolist() == [2, 0, 1]
 
 
-def test_a_seed_makes_choices_repeatable() -> None:
-    probs = torch.full((50, V), 1 / V)
-    first, again, other = (Chooser(Sampling(1.0), V, CPU, seed).choose(probs).tolist() for seed in (5, 5, 6))
-    assert first == again != other
-
-
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=str)
 def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
     for build in (lambda fields: Sampling(**fields), Sampling.from_dict):
@@ -179,11 +158,6 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
 def test_unknown_fields_are_refused_by_name() -> None:
     with pytest.raises(SamplingError, match="^typical_p: "):
         Sampling.from_dict({"temperature": 1.0, "typical_p": 0.9})
-
-
-def test_plain_values_round_trip() -> None:
-    for sampling in GRID[::37]:
-        assert Sampling.from_dict(sampling.to_dict()) == sampling
 
 
 def test_a_penalty_without_the_prefix_is_refused() -> None:

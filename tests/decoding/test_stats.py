@@ -14,7 +14,6 @@ SECOND = DecodeStats((Round(1, 0, 1),))
 def test_ratios_of_one_decoding() -> None:
     assert (FIRST.drafted, FIRST.accepted) == (11, 7)
     assert FIRST.acceptance_rate == pytest.approx(7 / 11)
-    assert FIRST.accepted_per_round == pytest.approx(7 / 4)
     assert FIRST.mean_acceptance_length == pytest.approx(10 / 4)
 
 
@@ -30,16 +29,9 @@ def test_the_positions_of_a_tree_are_its_depths() -> None:
     assert trees.acceptance_rate == 2 / 13
 
 
-def test_joined_decodings_pool_their_rounds() -> None:
-    joined = DecodeStats.join([FIRST, DecodeStats(), SECOND])
-    assert joined.acceptance_rate == pytest.approx(7 / 12)
-    assert joined.mean_acceptance_length == pytest.approx(11 / 5)
-    assert joined.acceptance_by_position == pytest.approx((3 / 4, 2 / 3, 1 / 3, 1 / 2))
-
-
 def test_without_rounds_or_drafts_every_ratio_is_zero() -> None:
     for stats in (DecodeStats(), DecodeStats.join([])):
-        assert (stats.acceptance_rate, stats.accepted_per_round, stats.mean_acceptance_length) == (0.0, 0.0, 0.0)
+        assert (stats.acceptance_rate, stats.mean_acceptance_length) == (0.0, 0.0)
         assert stats.acceptance_by_position == ()
     plain = DecodeStats((Round(0, 0, 1), Round(0, 0, 1)))
     assert (plain.acceptance_rate, plain.mean_acceptance_length, plain.acceptance_by_position) == (0.0, 1.0, ())

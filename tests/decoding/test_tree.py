@@ -14,7 +14,7 @@ from torch import Tensor
 from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.tree import depths_and_ancestors, path_to, tree_model, tree_shape
+from layerskip.decoding.tree import path_to, tree_model, tree_shape
 from layerskip.decoding.verify import Verdict, verify
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
@@ -23,7 +23,7 @@ from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.chi_square import assert_follows
-from tests.drafters.contract import SAMPLINGS, DrafterContract
+from tests.drafters.contract import SAMPLINGS, contract
 from tests.exhaustive import representative
 from tests.families import REPRESENTATIVE, build
 
@@ -93,7 +93,7 @@ def test_a_model_whose_branches_differ_from_chains_is_refused_by_name(family: st
 
 def test_a_parent_must_come_before_its_node() -> None:
     with pytest.raises(ValueError, match="parents: 1 does not come before node 1"):
-        depths_and_ancestors((-1, 1), torch.device("cpu"))
+        tree_shape((-1, 1), torch.device("cpu"))
 
 
 # Draft and target disagree enough for every sibling to be accepted at times.
@@ -110,7 +110,7 @@ def _on_device(parents: Sequence[int], more: int, width: int) -> DeviceTree:
 @pytest.mark.parametrize("more", [0, 3])
 def test_a_shape_on_the_device_equals_that_on_the_host(more: int) -> None:
     for parents in itertools.product(*(range(-1, node) for node in range(5))):
-        expected = depths_and_ancestors((*parents, *(-1,) * more), torch.device("cpu"))
+        expected = tree_shape((*parents, *(-1,) * more), torch.device("cpu"))
         found = tree_shape(_on_device(parents, 0, 5), torch.device("cpu"), more)
         assert all(map(torch.equal, found, expected))
 
@@ -197,7 +197,7 @@ class Bush(Drafter):
     def draft(self, context: Context, limit: int) -> Draft:
         source = random.Random(str(context.tokens))
         whole = (-1, -1, -1, 0, 0, 1, 3, 3, 6)
-        depths = depths_and_ancestors(whole, torch.device("cpu"))[0][1:].tolist()
+        depths = tree_shape(whole, torch.device("cpu"))[0][1:].tolist()
         parents = tuple(parent for parent, depth in zip(whole, depths, strict=True) if depth <= limit)
         drawn = self.drawn and not self.chooser.sampling.greedy
         if drawn:
@@ -222,19 +222,11 @@ class Bush(Drafter):
         assert block[1:] == self.drafted == list(verdict.drafted)
 
 
-class TestDrawnTrees(DrafterContract):
-    trees = True
-
-    def drafter(self, target: Target) -> Drafter:
-        return Bush(target, drawn=True)
-
-
-class TestDeterministicTrees(DrafterContract):
-    trees = True
-    samplings = representative(SAMPLINGS[:2], SAMPLINGS[2:])  # with and without earlier tokens that count
-
-    def drafter(self, target: Target) -> Drafter:
-        return Bush(target, drawn=False)
+TestDrawnTrees = contract(lambda target: Bush(target, drawn=True), trees=True)
+# With and without earlier tokens that count.
+TestDeterministicTrees = contract(
+    lambda target: Bush(target, drawn=False), trees=True, samplings=representative(SAMPLINGS[:2], SAMPLINGS[2:])
+)
 
 
 def test_a_real_model_in_half_precision_verifies_trees(smollm2: Target) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from layerskip.decoding.draft import DeviceTree
-from layerskip.decoding.tree import path_to
 from layerskip.decoding.tree_growth import LevelwiseTree
+from tests.drafters.recorder import branches_of
 
 ROOT = torch.tensor([7])
 
@@ -25,11 +25,7 @@ def test_a_wide_tree_has_the_likeliest_of_all_branches(width: int, size: int, mi
         tree.add_level(level[None], torch.tensor([[10, 20, 30]]) + number)
     known = tree.draft(size)
     assert reads or (isinstance(known.parents, DeviceTree) and known.tokens.shape[0] == min(size, 3 + 9 + 27))
-    draft = known.read_shape()
-    assert not isinstance(draft.parents, DeviceTree)
-    parents = draft.parents or range(-1, draft.tokens.shape[0] - 1)
-    tokens = draft.tokens.tolist()
-    found = [tuple(tokens[node] for node in path_to(last, parents)) for last in range(len(tokens))]
+    found = branches_of(known)
     chances = {
         tuple(10 * place + 10 + number for number, place in enumerate(places)): math.prod(
             float(levels[number, place]) for number, place in enumerate(places)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import tracemalloc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,9 +47,11 @@ def test_the_peak_includes_freed_memory_and_nothing_from_before(tmp_path: Path) 
 
 
 def test_the_peak_of_a_process_is_at_least_its_present_memory() -> None:
+    """Its growth is unknown."""
     memory = PeakMemory(torch.device("cpu"))
     kept = torch.ones(50 * MEBIBYTE, dtype=torch.uint8)
     assert memory.read() >= kept.numel()
+    assert memory.growth() is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -61,10 +63,6 @@ def test_on_cuda_the_device_memory_is_measured() -> None:
     assert memory.read() == before + 64 * MEBIBYTE
     assert before >= kept.numel()
     assert memory.growth() == 64 * MEBIBYTE
-
-
-def test_growth_is_unknown_on_a_cpu() -> None:
-    assert PeakMemory(torch.device("cpu")).growth() is None
 
 
 def test_python_bytes_are_those_that_python_allocates() -> None:
@@ -91,7 +89,7 @@ def test_tensors_are_counted_once_and_without_excluded_ones() -> None:
     slotted.inside = [weight[10:20], {"same": (weight.view(10, 100),)}]  # type: ignore[attr-defined]
     module = torch.nn.Linear(4, 2)
     module.forward = lambda x: x + shared.sum()  # type: ignore[method-assign, assignment, misc]
-    thing = [slotted, module, functools.partial(torch.add, torch.ones(7))]
+    thing = [slotted, module, partial(torch.add, torch.ones(7))]
     thing.append(thing)  # type: ignore[arg-type]
     own = 4 * (1000 + 4 * 2 + 2 + 7)
     assert tensor_bytes(thing) == own + 4 * 500
@@ -115,14 +113,10 @@ def test_tensors_are_counted_while_they_are_alive_gradients_included() -> None:
         assert 4 * 1500 <= counter.peak < 4 * 1510  # the gradient of a slice is expanded to the whole weight
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError,
-        lambda: torch.OutOfMemoryError("CUDA"),
-        lambda: RuntimeError("cannot allocate memory"),
-    ],
-)
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError, partial(RuntimeError, "cannot allocate memory"))
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
 def test_memory_is_released_once_nothing_refers_to_what_did_not_fit(
     error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:

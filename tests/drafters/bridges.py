@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from layerskip.bridges.bridge import BridgeShape, save_bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.decoding.sampling import Sampling
 from layerskip.mask import SkipMask
-from layerskip.models.bridge import BridgeShape, save_bridges
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.target import Target
 from layerskip.texts.continuations import Continuation
@@ -52,7 +52,7 @@ def bridge_folder(family: str, mask: str, method: str, rank: int = 0, width: int
     bridges = calibration(family).fit(bridge_shape(target, mask, method, rank, width)).bridges
     with torch.no_grad():
         for _, bridge in bridges.items():
-            if bridge.out is not None:
+            if bridge.shape.width:
                 bridge.out.normal_(0, 0.02)
     folder = Path(_folder.name) / f"{family}-{mask}-{method}-{rank}-{width}"
     save_bridges(folder, bridges, target, {})

@@ -9,41 +9,46 @@ import torch
 
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.draft import DeviceTree, Draft
+from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.tree import path_to
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import CascadeBase
-from layerskip.drafters.cross_tokenizer import CrossTokenizer
+from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
 from layerskip.drafters.registry import build_drafter
-from layerskip.drafters.token_translation import Translation
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
+from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.drafters.contract import FEW_PROMPTS, GREEDY, LENGTH, DrafterContract, target_of
 from tests.drafters.heads import eagle_head, medusa_heads
-from tests.drafters.test_cross_tokenizer import LETTERS, _spelling
+from tests.drafters.test_cross_tokenizer import LETTERS, spelling
 
 LOOKUP = {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
 SKIP = {"method": "layer_skip", "mask": "attention:0;mlp:1", "num_speculative_tokens": 3}
 
-Open = list[tuple[int, int, list[list[int]]]]
+Open = list[tuple[int, int, list[tuple[int, ...]]]]
 """Drafts that the text has not decided: where they start, the lengths of their matches, and their branches."""
+
+
+SECONDS = ("prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip")
+"""Methods without trained parts or other models, which :func:`member_of` makes for every target."""
 
 
 def member_of(method: str, target: Target) -> Drafter:
     """Returns a drafter of a method."""
     tree = {"min_token_prob": 0.0}
     fields: dict[str, dict[str, object]] = {
+        "none": {},
         "prompt_lookup": LOOKUP,
         "retrieval": {"prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4} | tree,
         "token_recycling": {"num_speculative_tokens": 3} | tree,
         "lookahead": {"num_speculative_tokens": 2, "window": 3, "guess_set_size": 2},
         "layer_skip": SKIP,
+        "cascade": {"members": [LOOKUP, SKIP]},
     }
     if method in fields:
         return build_drafter(SpeculativeConfig.from_dict({"method": method} | fields[method]), target)
@@ -53,9 +58,11 @@ def member_of(method: str, target: Target) -> Drafter:
     if method == "medusa":
         return Medusa(medusa_heads("llama"), Readout(target, None), 3, 4, 20, 0.01)
     if method == "draft_model":
-        return DraftModel(target.model, target.layers, 3, StopRule())
-    letters = _spelling(LETTERS[: target.vocabulary])
-    return CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule())
+        return DraftModel(decoding_view(target.model), target.layers, 3, StopRule())
+    letters = spelling(LETTERS[: target.vocabulary])
+    return CrossTokenizer(
+        decoding_view(target.model), target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule()
+    )
 
 
 class Choosing(DrafterContract):
@@ -78,8 +85,8 @@ class Choosing(DrafterContract):
 class Member(Drafter):
     """Drafts a token while ``proposes`` is True, and records its calls."""
 
-    def __init__(self) -> None:
-        self.proposes = True
+    def __init__(self, proposes: bool = True) -> None:
+        self.proposes = proposes
         self.calls: list[str] = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -127,47 +134,26 @@ class ResultLog(Member):
         return self.last
 
 
-class LookupScriptedMember(ScriptedMember):
-    """The same as a lookup, which may be declined at no loss."""
-
-    lookup = True
-
-    def draft(self, context: Context, limit: int) -> Draft:
-        tokens = super().draft(context, limit).tokens.tolist()
-        return Draft.of_tree(tokens, range(-1, len(tokens) - 1), context.last.device, lookup=True)
-
-
 class Trees(Member):
     """Always drafts the same tree of two branches of two tokens, the first one likelier."""
 
     lookup = True
 
     def draft(self, context: Context, limit: int) -> Draft:
-        return Draft.of_tree([1, 2, 3, 4], [-1, 0, -1, 2], context.last.device, lookup=True, path_probs=[0.6, 0.5, 0.3, 0.2])
+        return Draft.of_lookup([1, 2, 3, 4], [-1, 0, -1, 2], context.last.device, path_probs=[0.6, 0.5, 0.3, 0.2])
 
 
-def branches_of(draft: Draft) -> list[list[int]]:
-    tokens = draft.tokens.tolist()
-    assert not isinstance(draft.parents, DeviceTree)
-    parents = draft.parents or range(-1, len(tokens) - 1)
-    return [[tokens[at] for at in path_to(node, parents)] for node in range(len(tokens))]
-
-
-def run_along(branches: list[list[int]], text: Sequence[int]) -> int:
+def run_along(branches: list[tuple[int, ...]], text: Sequence[int]) -> int:
     """Returns how many tokens of a text the best branch has."""
-    return max((len(branch) for branch in branches if list(text[: len(branch)]) == branch), default=0)
+    return max((len(branch) for branch in branches if tuple(text[: len(branch)]) == branch), default=0)
 
 
-def score(
-    open_drafts: Open, earned: dict[int, list[int]], text: Sequence[int], reached: dict[tuple[int, int], list[int]]
-) -> None:
-    """Score open drafts as far as the text decides them, in total and by depth, and close those."""
+def score(open_drafts: Open, earned: dict[int, list[int]], text: Sequence[int]) -> None:
+    """Score open drafts as far as the text decides them, and close those."""
     for begin, match, branches in list(open_drafts):
-        run, whole = run_along(branches, text[begin:]), max(map(len, branches))
-        if begin + run < len(text) or run == whole:
+        run = run_along(branches, text[begin:])
+        if begin + run < len(text) or run == max(map(len, branches)):
             earned.setdefault(match, []).append(run)
-            for depth in range(1, whole + 1):
-                reached.setdefault((match, depth), []).append(run >= depth)
             open_drafts.remove((begin, match, branches))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from layerskip.decoding.draft import DeviceTree, Draft
+from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import path_to
@@ -16,12 +16,19 @@ from layerskip.models.cache import KVCache
 Tokens = tuple[int, ...]
 
 
+def branches_of(draft: Draft) -> list[Tokens]:
+    """The branches that end at each token of a draft."""
+    draft = draft.read_shape()
+    tokens = draft.tokens.tolist()
+    return [tuple(tokens[at] for at in path_to(node, draft.known_parents)) for node in range(len(tokens))]
+
+
 class Recorder(Drafter):
     """Records a drafter's drafts, each as the branches that end at its tokens, with their contexts."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.tree_tokens, self.modules = drafter.tree_tokens, drafter.modules
+        self.tree_tokens, self.modules, self.accept = drafter.tree_tokens, drafter.modules, drafter.accept
         self.drafts: list[tuple[Tokens, list[Tokens]]] = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
@@ -31,14 +38,11 @@ class Recorder(Drafter):
     def draft(self, context: Context, limit: int) -> Draft:
         length = self.cache.length
         draft = self.drafter.draft(context, limit)
-        known = draft.read_shape()
-        tokens, parents = known.tokens.tolist(), known.parents
-        assert not isinstance(parents, DeviceTree)
-        assert len(tokens) <= (limit if parents is None else self.tree_tokens)
-        branches = [path_to(node, parents or range(-1, len(tokens) - 1)) for node in range(len(tokens))]
+        branches = branches_of(draft)
+        assert len(branches) <= (limit if draft.read_shape().parents is None else self.tree_tokens)
         assert all(len(branch) <= limit for branch in branches)
         assert self.cache.length == length
-        self.drafts.append((tuple(context.tokens), [tuple(tokens[node] for node in branch) for branch in branches]))
+        self.drafts.append((tuple(context.tokens), branches))
         return draft
 
     def observe_features(self, features: torch.Tensor) -> None:

@@ -15,17 +15,14 @@ from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.cross_tokenizer import CrossTokenizer
 from layerskip.drafters.draft_model import DraftModel
-from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.registry import build_drafter
-from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, generated, target_of
-from tests.drafters.heads import eagle_head, family_of
-from tests.drafters.members import LOOKUP, SKIP, Choosing, Member, member_of
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, contract, generated, target_of
+from tests.drafters.members import LOOKUP, SECONDS, SKIP, Choosing, Member, member_of
 from tests.drafters.recorder import Recorder
-from tests.drafters.test_cross_tokenizer import _other_letters
+from tests.drafters.test_cross_tokenizer import other_letters
 from tests.drafters.test_draft_model import noisy_copy
 from tests.drafters.test_token_recycling import experienced_drafter
 from tests.families import build
@@ -35,52 +32,35 @@ def _skip(target: Target) -> dict[str, object]:
     return SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
 
 
-class TestLookupThenLayerSkip(Choosing):
-    def drafter(self, target: Target) -> Drafter:
-        skip = _skip(target)
-        return build_drafter(SpeculativeConfig.from_dict({"method": "cascade", "members": [LOOKUP, skip]}), target)
+def _cascade(target: Target, second: dict[str, object]) -> Drafter:
+    return build_drafter(SpeculativeConfig.from_dict({"method": "cascade", "members": [LOOKUP, second]}), target)
 
 
-class TestLookupThenTrees(DrafterContract):
-    trees = True
-    history_dependent = True
-    keeps_state = True
-
-    def drafter(self, target: Target) -> Drafter:
-        """The second member has decoded before, so that it has something to draft."""
-        return Cascade([member_of("prompt_lookup", target), copy.deepcopy(experienced_drafter(target))])
-
-
-class TestLookupThenWindow(Choosing):
-    """The second member observes passes for which the first has drafted."""
-
-    samples_by_default = False
-    trees = True
-    samplings = SAMPLINGS[1:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        window = {"method": "lookahead", "num_speculative_tokens": 2, "window": 3, "guess_set_size": 2}
-        return build_drafter(SpeculativeConfig.from_dict({"method": "cascade", "members": [LOOKUP, window]}), target)
+TestLookupThenLayerSkip = contract(lambda target: _cascade(target, _skip(target)), Choosing)
+# The second member has decoded before, so that it has something to draft.
+TestLookupThenTrees = contract(
+    lambda target: Cascade([member_of("prompt_lookup", target), copy.deepcopy(experienced_drafter(target))]),
+    trees=True,
+    history_dependent=True,
+    keeps_state=True,
+)
+# The second member observes passes for which the first has drafted.
+TestLookupThenWindow = contract(
+    lambda target: Cascade([member_of("prompt_lookup", target), member_of("lookahead", target)]),
+    Choosing,
+    samples_by_default=False,
+    trees=True,
+    samplings=SAMPLINGS[1:2],
+)
 
 
-class TestLookupThenSiblings(Choosing):
-    samples_by_default = False
-    trees = True
-    samplings = SAMPLINGS[1:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        skip = _skip(target) | {"siblings": 1}
-        return build_drafter(SpeculativeConfig.from_dict({"method": "cascade", "members": [LOOKUP, skip]}), target)
+def _lookup_then_model(target: Target) -> Drafter:
+    """The second member's cache lags whenever the first has drafted."""
+    model = build("llama", 1, vocab_size=target.vocabulary, num_hidden_layers=1)
+    return Cascade([member_of("prompt_lookup", target), DraftModel(model, 1, 3, StopRule())])
 
 
-class TestLookupThenDraftModel(Choosing):
-    samples_by_default = False
-    samplings = SAMPLINGS[1:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        """The second member's cache lags whenever the first has drafted."""
-        model = build("llama", 1, vocab_size=target.vocabulary, num_hidden_layers=1)
-        return Cascade([member_of("prompt_lookup", target), DraftModel(model, 1, 3, StopRule())])
+TestLookupThenDraftModel = contract(_lookup_then_model, Choosing, samples_by_default=False, samplings=SAMPLINGS[1:2])
 
 
 SURE, LESS_SURE = StopRule("threshold", 0.6), StopRule("threshold", 0.3)  # for models, and for weaker drafters
@@ -104,23 +84,11 @@ class SureFirst(DrafterContract):
         assert set() < asked < rounds
 
 
-class TestSureModelThenLookup(SureFirst):
-    samplings = DrafterContract.samplings
-
-    def drafter(self, target: Target) -> Drafter:
-        return Cascade([DraftModel(noisy_copy(target), target.layers, 3, SURE), member_of("prompt_lookup", target)])
-
-
-class TestSureModelWhoAdaptsThenLookup(SureFirst):
-    samples_by_default = False
-    keeps_state = True
-
-    def drafter(self, target: Target) -> Drafter:
-        stop = StopRule("adaptive", 0.5, 0.5, step=0.5, threshold_decay=0.5)
-        return Cascade([DraftModel(noisy_copy(target), target.layers, 3, stop), member_of("prompt_lookup", target)])
-
-    def test_drafts_depend_on_the_context_alone(self) -> None:
-        pytest.skip("which member drafts depends on a threshold that follows earlier rounds")
+TestSureModelThenLookup = contract(
+    lambda target: Cascade([DraftModel(noisy_copy(target), target.layers, 3, SURE), member_of("prompt_lookup", target)]),
+    SureFirst,
+    samplings=DrafterContract.samplings,
+)
 
 
 class TestSureSiblingsThenModel(SureFirst):
@@ -135,22 +103,13 @@ class TestSureSiblingsThenModel(SureFirst):
         pytest.skip("they also depend on the limit: no stop rule is applied to the only token of a draft")
 
 
-class TestSureSpellerThenLookup(SureFirst):
-    samples_by_default = False
-
-    def drafter(self, target: Target) -> Drafter:
-        model, translation = _other_letters(target)
-        sure = CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, LESS_SURE)
-        return Cascade([sure, member_of("prompt_lookup", target)])
+def _sure_speller(target: Target) -> Drafter:
+    model, translation = other_letters(target)
+    sure = CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, LESS_SURE)
+    return Cascade([sure, member_of("prompt_lookup", target)])
 
 
-class TestSureHeadThenLookup(SureFirst):
-    samples_by_default = False
-
-    def drafter(self, target: Target) -> Drafter:
-        head, embeddings = eagle_head(family_of(target)), target.model.get_input_embeddings()
-        sure = Eagle(head, embeddings, Readout(target, head.tokens), 3, LESS_SURE)
-        return Cascade([sure, member_of("prompt_lookup", target)])
+TestSureSpellerThenLookup = contract(_sure_speller, SureFirst, samples_by_default=False)
 
 
 @pytest.mark.parametrize("proposes", [True, False])
@@ -215,7 +174,6 @@ class Often(Member):
         return super().draft(context, limit)
 
 
-SECONDS = ("prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip")
 TRAINED = ("eagle", "medusa", "draft_model", "cross_tokenizer")
 
 

@@ -14,7 +14,8 @@ from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.registry import build_drafter
 from tests.drafters.contract import target_of, toy_target
-from tests.drafters.members import LOOKUP, Member, Open, ResultLog, ScriptedMember, branches_of, mean, run_along, score
+from tests.drafters.members import LOOKUP, Open, ResultLog, ScriptedMember, mean, run_along, score
+from tests.drafters.recorder import branches_of
 
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "retrieval"])
@@ -35,7 +36,7 @@ def test_a_lookup_is_provisional_if_a_later_member_has_more_accepted(method: str
         open_drafts: Open = []
         known = 9
         while known < len(text) - 5:
-            score(open_drafts, earned, text[:known], {})
+            score(open_drafts, earned, text[:known])
             second.last = Draft.empty(torch.device("cpu"))
             draft = cascade.draft(Context(text[:known], torch.tensor(text[known - 1 : known])), 4)
             match, other = first.last.match_length, second.last.tokens.shape[0] > 0
@@ -60,34 +61,6 @@ def test_a_lookup_is_provisional_if_a_later_member_has_more_accepted(method: str
     cascade.reset_state()
     cascade.start(text, None, None)  # type: ignore[arg-type]
     assert cascade.draft(Context(text, torch.tensor(text[-1:])), 4) is first.last  # the order is trusted again
-
-
-class Mistaken(Member):
-    """Looks up a token that the text never has."""
-
-    match_length = 9
-
-    def draft(self, context: Context, limit: int) -> Draft:
-        return Draft(torch.tensor([9]), match_length=self.match_length, lookup_tokens=(9,))
-
-
-def test_longer_matches_share_the_estimate_of_long_ones() -> None:
-    first, second, text = Mistaken(), ResultLog(ScriptedMember([0] * 90)), [0] * 90
-    cascade = Cascade([first, second])
-    cascade.start(text[:4], None, None)  # type: ignore[arg-type]
-    known, waited = 4, 0
-    while waited < 5:
-        draft = cascade.draft(Context(text[:known], torch.tensor([0])), 2)
-        accepted = run_along(branches_of(draft), text[known:])
-        waited += draft is second.last and accepted > 0
-        cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, 0, torch.tensor([0])))
-        known += accepted + 1
-    first.match, taken = 40, 0
-    for end in range(known, known + 5):
-        draft = cascade.draft(Context(text[:end], torch.tensor([0])), 2)
-        taken += draft.match_length > 0
-        assert (draft.match_length > 0) == (not second.last.tokens.shape[0])
-    assert taken < 5
 
 
 def test_a_member_that_runs_a_model_does_not_outdo_a_lookup() -> None:

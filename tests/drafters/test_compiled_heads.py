@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from layerskip.decoding.decode import decode
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
 from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.graph_capture import CapturingCache
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, generated, target_of
 from tests.drafters.members import member_of
 from tests.models.compilers import rewrite_only
@@ -29,7 +28,7 @@ def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPa
         set_compiling(module, mode)
         recorder = Recorder(drafter)
         for prompt in PROMPTS[1:3]:
-            tokens = decode(target, recorder, prompt, GREEDY, LENGTH, static_shapes=True).tokens
+            tokens = decode_static(target, recorder, prompt, GREEDY, LENGTH).tokens
             assert tokens == generated("llama", prompt, LENGTH)
         found.append(recorder.drafts)
         set_compiling(module, "auto")

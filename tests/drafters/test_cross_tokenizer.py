@@ -15,23 +15,22 @@ from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser, Sampling
-from layerskip.drafters.cross_tokenizer import CrossTokenizer
+from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation, UnalignedTokenizers
 from layerskip.drafters.registry import build_drafter
-from layerskip.drafters.token_translation import Translation, UnalignedTokenizers
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead, save_draft_tokens
 from layerskip.models.loading import load_target
 from layerskip.models.skip_view import shared_copy
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, Recorder, target_of, toy_target
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, Recorder, contract, target_of, toy_target
 from tests.drafters.test_draft_model import noisy_copy
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
 
 LETTERS = string.ascii_lowercase
 
 
-def _spelling(pieces: str, pairs: tuple[str, ...] = (), end: str | None = None) -> PreTrainedTokenizerFast:
+def spelling(pieces: str, pairs: tuple[str, ...] = (), end: str | None = None) -> PreTrainedTokenizerFast:
     """Returns a tokenizer of single letters, and of some pairs of them."""
     words = {piece: number for number, piece in enumerate([*pieces, *pairs])}
     model = Tokenizer(models.BPE(words, [(pair[0], pair[1]) for pair in pairs]))
@@ -57,12 +56,12 @@ def _respelled(model: PreTrainedModel, rows: list[int]) -> PreTrainedModel:
     return other
 
 
-def _other_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
+def other_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
     size, end = target.vocabulary, "b" if target is toy_target() else None
     letters = LETTERS[:size]
     pairs = (letters[3] + letters[4], letters[2] + letters[0])
     model = _respelled(noisy_copy(target), [*reversed(range(size)), 4, 0])
-    return model, Translation(_spelling(letters, end=end), _spelling(letters[::-1], pairs, end))
+    return model, Translation(spelling(letters, end=end), spelling(letters[::-1], pairs, end))
 
 
 class TestOtherLetters(DrafterContract):
@@ -73,7 +72,7 @@ class TestOtherLetters(DrafterContract):
 
     def stopping(self, target: Target, stop: StopRule) -> Drafter:
         """Returns a drafter with a stop rule."""
-        model, translation = _other_letters(target)
+        model, translation = other_letters(target)
         return CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, stop)
 
     def test_a_carried_threshold_is_reset(self) -> None:
@@ -88,7 +87,7 @@ class TestFewOfOtherLetters(DrafterContract):
     """The draft's reduced vocabulary has every other letter, the toy's end token and one pair, and tokens of the text."""
 
     def drafter(self, target: Target) -> Drafter:
-        model, translation = _other_letters(target)
+        model, translation = other_letters(target)
         width = model.config.vocab_size
         head = DraftHead(model, torch.tensor(sorted({*range(0, width, 2), target.vocabulary - 2})), width)
         view = shared_copy(model)
@@ -122,23 +121,20 @@ class TestFewOfOtherLetters(DrafterContract):
         assert target.vocabulary + 1 in drafter._head.tokens
 
 
-class TestUnevenVocabularies(DrafterContract):
+def _uneven(target: Target) -> Drafter:
     """Each tokenizer has a letter that its model or the target lacks: one cannot be read, one cannot be output."""
+    size, end = target.vocabulary, "b" if target is toy_target() else None
+    letters = LETTERS[:size]
+    model = _respelled(noisy_copy(target), [0, *reversed(range(1, size))])
+    translation = Translation(spelling(letters + "A", end=end), spelling("A" + letters[::-1], end=end))
+    return CrossTokenizer(model, target.layers, size, translation, 3, StopRule())
 
-    samples_by_default = False
 
-    samplings = DrafterContract.samplings[:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        size, end = target.vocabulary, "b" if target is toy_target() else None
-        letters = LETTERS[:size]
-        model = _respelled(noisy_copy(target), [0, *reversed(range(1, size))])
-        translation = Translation(_spelling(letters + "A", end=end), _spelling("A" + letters[::-1], end=end))
-        return CrossTokenizer(model, target.layers, size, translation, 3, StopRule())
+TestUnevenVocabularies = contract(_uneven, samples_by_default=False, samplings=DrafterContract.samplings[:2])
 
 
 def test_texts_are_encoded_like_each_tokenizer_encodes_them() -> None:
-    letters, pairs = _spelling("abcdef"), _spelling("fedcba", ("ab", "cd"))
+    letters, pairs = spelling("abcdef"), spelling("fedcba", ("ab", "cd"))
     translation = Translation(letters, pairs)
     known = translation.to_draft([0, 1, 2])
     assert pairs.decode(known) == "abc"
@@ -161,8 +157,8 @@ def test_incremental_encoding_equals_encoding_the_whole_text() -> None:
 
 def test_the_target_as_its_own_draft_is_always_accepted() -> None:
     target = target_of("llama")
-    spelling = _spelling(LETTERS[: target.vocabulary])
-    drafter = CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(spelling, spelling), 3, StopRule())
+    letters = spelling(LETTERS[: target.vocabulary])
+    drafter = CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule())
     for sampling in (GREEDY, Sampling(1.0), Sampling(0.7, top_k=4)):
         for prompt in PROMPTS:
             result = decode(target, drafter, prompt, sampling, LENGTH, seed=0)
@@ -172,25 +168,13 @@ def test_the_target_as_its_own_draft_is_always_accepted() -> None:
 
 def test_a_limited_number_of_positions_ends_drafting_but_not_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("llama")
-    spelling = _spelling(LETTERS[: target.vocabulary])
+    letters = spelling(LETTERS[: target.vocabulary])
     monkeypatch.setattr("layerskip.drafters.cross_tokenizer.max_positions", lambda _: 20)
-    drafter = CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(spelling, spelling), 3, StopRule())
+    drafter = CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule())
     for prompt in ([1, 2, 3], [1, 2, 3] * 9):
         result = decode(target, drafter, prompt, GREEDY, LENGTH)
         assert sum(found.accepted for found in result.stats.rounds) > 0 or len(prompt) > 20
         assert len(prompt) < 20 or result.stats.drafted == 0
-
-
-def test_a_configured_draft_model_is_used(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device=DEVICE)
-    draft = save_tiny(tmp_path / "draft", seed=2)
-    config = SpeculativeConfig.from_dict(
-        {"method": "cross_tokenizer", "draft_model": str(draft), "num_speculative_tokens": 2}
-    )
-    plain = decode(target, build_drafter(SpeculativeConfig(), target), target.encode("Hello there"), GREEDY, 12)
-    result = decode(target, build_drafter(config, target), target.encode("Hello there"), GREEDY, 12)
-    assert result.tokens == plain.tokens
-    assert result.stats.drafted > 0
 
 
 def test_a_reduced_vocabulary_belongs_to_the_draft_models_tokenizer(tmp_path: Path) -> None:
@@ -218,40 +202,29 @@ def test_a_reduced_vocabulary_belongs_to_the_draft_models_tokenizer(tmp_path: Pa
         build_drafter(replace(config, draft_head=str(tmp_path / "strange")), target)
 
 
-@pytest.mark.parametrize("method", ["cross_tokenizer", "draft_model"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_draft_without_a_tokenizer_is_refused(tmp_path: Path, family: str, method: str) -> None:
+def test_models_without_a_tokenizer_are_refused(tmp_path: Path, family: str) -> None:
     """transformers cannot make a tokenizer for one family, and makes an empty one for the other."""
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     bare = without_tokenizer(save_tiny(tmp_path / "bare", family))
-    for _ in range(2):  # loaded once, it is refused again
+    for method in ("cross_tokenizer", "draft_model", "draft_model"):  # loaded once, it is refused again
         with pytest.raises(TargetError, match=rf"^draft_model: {bare} has no tokenizer, so its tokens cannot be matched$"):
             build_drafter(SpeculativeConfig(method, draft_model=str(bare)), target)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_target_without_a_tokenizer_is_refused(tmp_path: Path, family: str) -> None:
-    target = load_target(str(without_tokenizer(save_tiny(tmp_path / "target", family))), dtype="float32", device=DEVICE)
-    draft = save_tiny(tmp_path / "draft")
+    target = load_target(str(bare), dtype="float32", device=DEVICE)
+    draft = str(save_tiny(tmp_path / "draft"))
     with pytest.raises(TargetError, match=f"^draft_model: {target.name} has no tokenizer"):
-        build_drafter(SpeculativeConfig("cross_tokenizer", draft_model=str(draft)), target)
-    assert build_drafter(
-        SpeculativeConfig("draft_model", draft_model=str(draft)), target
-    )  # the tokenizers cannot be compared
+        build_drafter(SpeculativeConfig("cross_tokenizer", draft_model=draft), target)
+    assert build_drafter(SpeculativeConfig("draft_model", draft_model=draft), target)  # they cannot be compared
 
 
-def test_tokenizers_that_share_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnalignedTokenizers, match="share no token"):
-        Translation(_spelling("abc"), _spelling("xyz"))
+def test_tokenizers_that_do_not_match_are_refused(tmp_path: Path) -> None:
+    lossy = spelling("abcdef")
+    lossy.backend_tokenizer.decoder = decoders.Replace("a", "b")
+    for draft, reason in ((spelling("xyz"), "share no token"), (lossy, "does not reproduce")):
+        with pytest.raises(UnalignedTokenizers, match=reason):
+            Translation(spelling("ab"), draft)
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
-    draft = load_target(str(save_tiny(tmp_path / "draft")), dtype="float32", device=DEVICE)
-    target.drafts["greek"] = Target(draft.model, _spelling("αβγδ"), "greek")
+    draft_model = load_target(str(save_tiny(tmp_path / "draft")), dtype="float32", device=DEVICE).model
+    target.drafts["greek"] = Target(draft_model, spelling("αβγδ"), "greek")
     with pytest.raises(ConfigError, match="^draft_model: greek cannot draft for .*share no token"):
         build_drafter(SpeculativeConfig("cross_tokenizer", draft_model="greek"), target)
-
-
-def test_a_tokenizer_that_does_not_reproduce_its_text_is_refused() -> None:
-    lossy = _spelling("abcdef")
-    lossy.backend_tokenizer.decoder = decoders.Replace("a", "b")
-    with pytest.raises(UnalignedTokenizers, match="does not reproduce"):
-        Translation(_spelling("aab"[:2]), lossy)

@@ -24,7 +24,7 @@ from layerskip.models.skip_view import shared_copy
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
 from tests.drafters.bridges import max_tokens
-from tests.drafters.contract import FAMILIES, GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, target_of, toy_target
+from tests.drafters.contract import FAMILIES, GREEDY, LENGTH, PROMPTS, SAMPLINGS, contract, target_of
 from tests.families import build
 
 
@@ -50,58 +50,34 @@ def _resized(model: PreTrainedModel, vocabulary: int) -> PreTrainedModel:
     return other
 
 
-class TestNoisyTarget(DrafterContract):
-    samplings = SAMPLINGS
-
-    def drafter(self, target: Target) -> Drafter:
-        return DraftModel(noisy_copy(target), target.layers, 3, StopRule())
+TestNoisyTarget = contract(lambda target: DraftModel(noisy_copy(target), target.layers, 3, StopRule()), samplings=SAMPLINGS)
 
 
-class TestNoisyTargetOfFewTokens(DrafterContract):
-    samplings = SAMPLINGS[1:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        model = noisy_copy(target)
-        head = DraftHead(model, torch.tensor(max_tokens(target)), target.vocabulary)
-        view = shared_copy(model)
-        head.restrict(view)
-        return DraftModel(view, target.layers, 3, StopRule(), head)
+def _few_tokens(target: Target) -> Drafter:
+    model = noisy_copy(target)
+    head = DraftHead(model, torch.tensor(max_tokens(target)), target.vocabulary)
+    view = shared_copy(model)
+    head.restrict(view)
+    return DraftModel(view, target.layers, 3, StopRule(), head)
 
 
-class TestPaddedVocabulary(DrafterContract):
+TestNoisyTargetOfFewTokens = contract(_few_tokens, samplings=SAMPLINGS[1:2])
+
+
+def _padded(target: Target) -> Drafter:
     """A wider output, whose extra tokens are likely ones for the draft and unknown to the target."""
-
-    keeps_state = True
-    samplings = SAMPLINGS[1:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        torch.manual_seed(2)
-        model = _resized(noisy_copy(target), target.vocabulary + 6)
-        # It falls as soon as anything was accepted, so that no run of prompts leaves drafts of one token only.
-        stop = StopRule("adaptive", 0.3, 0.0, step=0.5, threshold_decay=0.5)
-        return DraftModel(model, target.layers, 4, stop)
+    torch.manual_seed(2)
+    model = _resized(noisy_copy(target), target.vocabulary + 6)
+    # It falls as soon as anything was accepted, so that no run of prompts leaves drafts of one token only.
+    return DraftModel(model, target.layers, 4, StopRule("adaptive", 0.3, 0.0, step=0.5, threshold_decay=0.5))
 
 
-class TestOtherFamily(DrafterContract):
-    """Another depth, architecture and cache, and a very different draft distribution."""
-
-    samples_by_default = False
-    samplings = SAMPLINGS[2:]
-
-    def drafter(self, target: Target) -> Drafter:
-        if target is toy_target():
-            model = build("gpt2", 3, vocab_size=5, num_hidden_layers=2, hidden_size=16)
-            return DraftModel(model, 2, 3, StopRule())
-        return DraftModel(noisy_copy(target), target.layers, 2, StopRule())
-
-
-class TestNarrowVocabulary(DrafterContract):
-    """Without the target's last token, which the target outputs and the draft model cannot read."""
-
-    samplings = SAMPLINGS[:1]
-
-    def drafter(self, target: Target) -> Drafter:
-        return DraftModel(_resized(noisy_copy(target), target.vocabulary - 1), target.layers, 3, StopRule())
+TestPaddedVocabulary = contract(_padded, keeps_state=True, samplings=SAMPLINGS[1:2])
+# Without the target's last token, which the target outputs and the draft model cannot read.
+TestNarrowVocabulary = contract(
+    lambda target: DraftModel(_resized(noisy_copy(target), target.vocabulary - 1), target.layers, 3, StopRule()),
+    samplings=SAMPLINGS[:1],
+)
 
 
 @FAMILIES
@@ -166,23 +142,13 @@ def test_a_configured_draft_model_is_loaded_once(tmp_path: Path) -> None:
     assert result.stats.rounds[0].drafted == 2
 
 
-def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_draft_model_that_cannot_draft_is_refused(tmp_path: Path) -> None:
     target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device=DEVICE)
     with pytest.raises(TargetError, match="^draft_model: .*tokenizer"):
-        build_drafter(_config(_saved(tmp_path / "draft", "llama", 13)), target)
-
-
-def test_a_recurrent_draft_model_is_refused(tmp_path: Path) -> None:
-    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device=DEVICE)
+        build_drafter(_config(_saved(tmp_path / "other", "llama", 13)), target)
     with pytest.raises(UnsupportedModel, match="^draft_model: MambaForCausalLM: .*rewind"):
-        build_drafter(_config(_saved(tmp_path / "draft", "mamba", 14)), target)
-
-
-def test_a_missing_draft_model_is_refused(tmp_path: Path) -> None:
+        build_drafter(_config(_saved(tmp_path / "recurrent", "mamba", 14)), target)
     with pytest.raises(TargetError, match="^draft_model: .*no folder"):
-        build_drafter(_config(str(tmp_path / "nothing")), target_of("llama"))
-
-
-def test_a_draft_model_must_be_named() -> None:
+        build_drafter(_config(str(tmp_path / "nothing")), target)
     with pytest.raises(ConfigError, match="^draft_model: "):
         SpeculativeConfig(method="draft_model")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from layerskip.config import StopRule
-from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter, NoDraft
+from layerskip.decoding.decode import Stops, decode
+from layerskip.decoding.drafter import NoDraft
 from layerskip.drafters import eagle
 from layerskip.drafters.cascade import Cascade, PricedCascade
 from layerskip.drafters.eagle import Eagle
@@ -19,15 +19,15 @@ from layerskip.heads.feature_store import TextFeatures, extract_features, read_f
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import Batch, acceptance, predict_tokens, stored_modules
 from layerskip.models.target import Target
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.drafters.contract import (
     GREEDY,
     LENGTH,
     PROMPTS,
     SAMPLINGS,
-    DrafterContract,
     Recorder,
     Tokens,
+    contract,
     deep_toy,
     generated,
     target_of,
@@ -41,19 +41,13 @@ def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | No
     return Eagle(head, embeddings, Readout(target, head.tokens), length, stop or StopRule(), **tree)  # type: ignore[arg-type]
 
 
-class TestChain(DrafterContract):
-    def drafter(self, target: Target) -> Drafter:
-        return _eagle(target, eagle_head(family_of(target)))
+TestChain = contract(lambda target: _eagle(target, eagle_head(family_of(target))))
+
+_TREE = {"top_k": 3, "tree_tokens": 7, "min_token_prob": 0.01}
+TestTree = contract(lambda target: _eagle(target, eagle_head(family_of(target)), **_TREE), trees=True)
 
 
-class TestTree(DrafterContract):
-    trees = True
-
-    def drafter(self, target: Target) -> Drafter:
-        return _eagle(target, eagle_head(family_of(target)), top_k=3, tree_tokens=7, min_token_prob=0.01)
-
-
-class TestTreeOnTheDevice(TestTree):
+class TestTreeOnTheDevice(TestTree):  # type: ignore[misc, valid-type]
     """Trees whose shape the host reads with the verdict, as on a GPU."""
 
     @pytest.fixture(autouse=True)
@@ -61,63 +55,38 @@ class TestTreeOnTheDevice(TestTree):
         monkeypatch.setattr(eagle, "reads_while_growing", lambda cache, device: False)
 
 
-class TestThreeLayersOfFewTokens(DrafterContract):
-    """It reads three layers, and drafts from a part of the vocabulary."""
-
-    samples_by_default = False
-
-    toy = staticmethod(deep_toy)
-
-    def drafter(self, target: Target) -> Drafter:
-        head = eagle_head(family_of(target), True, target.vocabulary - 1)
-        return _eagle(target, head, 4, StopRule("threshold", 0.2))
-
-
-class TestLookingBack(DrafterContract):
-    """It reads the tokens before each token, drafted ones too."""
-
-    samples_by_default = False
-
-    def drafter(self, target: Target) -> Drafter:
-        return _eagle(target, eagle_head(family_of(target), lookback=2), 4)
-
-
-class TestTreesLookingBack(DrafterContract):
-    """It looks further back than prompts reach."""
-
-    samples_by_default = False
-    trees = True
-    toy = staticmethod(deep_toy)
-
-    def drafter(self, target: Target) -> Drafter:
-        head = eagle_head(family_of(target), True, lookback=9)
-        return _eagle(target, head, top_k=3, tree_tokens=7, min_token_prob=0.01)
-
-
-class TestBehindLookup(DrafterContract):
-    """As a member of a cascade it reads hidden states of rounds that others drafted; its threshold is carried over."""
-
-    samples_by_default = False
-    keeps_state = True
-    samplings = SAMPLINGS[:1]
-
-    def drafter(self, target: Target) -> Drafter:
-        stop = StopRule("adaptive", 0.2, 0.2, step=0.5, threshold_decay=0.5)
-        return Cascade([PromptLookup(2, 3, "last", 3), _eagle(target, eagle_head(family_of(target)), stop=stop)])
-
-
-class TestTreesBehindLookup(DrafterContract):
-    """Trees of unknown cost after lookups whose every token has to pay for its verification."""
-
-    samples_by_default = False
-    trees = True
-    history_dependent = True
-    keeps_state = True
-    samplings = SAMPLINGS[:1]
-
-    def drafter(self, target: Target) -> Drafter:
-        trees = _eagle(target, eagle_head(family_of(target)), top_k=3, tree_tokens=6)
-        return PricedCascade([PromptLookup(1, 3, "last", 3), trees], (1.25, 1.3))
+# It reads three layers, and drafts from a part of the vocabulary.
+TestThreeLayersOfFewTokens = contract(
+    lambda target: _eagle(target, eagle_head(family_of(target), True, target.vocabulary - 1), 4, StopRule("threshold", 0.2)),
+    samples_by_default=False,
+    toy=staticmethod(deep_toy),
+)
+# It looks further back than prompts reach.
+TestTreesLookingBack = contract(
+    lambda target: _eagle(target, eagle_head(family_of(target), True, lookback=9), **_TREE),
+    samples_by_default=False,
+    trees=True,
+    toy=staticmethod(deep_toy),
+)
+# As a member of a cascade it reads hidden states of rounds that others drafted; its threshold is carried over.
+_CARRIED = StopRule("adaptive", 0.2, 0.2, step=0.5, threshold_decay=0.5)
+TestBehindLookup = contract(
+    lambda target: Cascade([PromptLookup(2, 3, "last", 3), _eagle(target, eagle_head(family_of(target)), stop=_CARRIED)]),
+    samples_by_default=False,
+    keeps_state=True,
+    samplings=SAMPLINGS[:1],
+)
+# Trees of unknown cost after lookups whose every token has to pay for its verification.
+TestTreesBehindLookup = contract(
+    lambda target: PricedCascade(
+        [PromptLookup(1, 3, "last", 3), _eagle(target, eagle_head(family_of(target)), top_k=3, tree_tokens=6)], (1.25, 1.3)
+    ),
+    samples_by_default=False,
+    trees=True,
+    history_dependent=True,
+    keeps_state=True,
+    samplings=SAMPLINGS[:1],
+)
 
 
 @pytest.mark.parametrize(("three_layers", "lookback"), [(False, 0), (False, 2), (False, 9), (True, 0)])
@@ -172,19 +141,6 @@ def test_training_acceptance_equals_that_of_drafts_at_every_position() -> None:
     assert 0 < found[0] < 1
 
 
-def test_trees_contain_the_likeliest_tokens() -> None:
-    """If wide enough, the first level is the head's most likely tokens, and the best branch is the chain."""
-    target, head = target_of("llama"), eagle_head("llama")
-    for prompt in PROMPTS[1:3]:
-        chains, trees = Recorder(_eagle(target, head)), Recorder(_eagle(target, head, top_k=4, tree_tokens=30))
-        decode(target, chains, prompt, GREEDY, 5)
-        decode(target, trees, prompt, GREEDY, 5)
-        (context, chain), (same, tree) = chains.drafts[0], trees.drafts[0]
-        assert context == same
-        assert len([branch for branch in tree if len(branch) == 1]) == 4
-        assert chain[0] in tree
-
-
 def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth: int) -> dict[Tokens, float]:
     """Returns the probabilities of all branches after a context, from whole passes of target and head without a cache."""
     embeddings, readout = target.model.get_input_embeddings(), Readout(target, head.tokens)
@@ -225,7 +181,7 @@ def test_trees_equal_those_computed_without_a_cache(family: str, few: int, back:
     for prompt in PROMPTS[1:4]:
         prompt = tuple(token % target.vocabulary for token in prompt)
         recorder = Recorder(_eagle(target, head, 4, top_k=width, tree_tokens=size))
-        decode(target, recorder, prompt, GREEDY, LENGTH, eos_ids=frozenset())
+        decode(target, recorder, prompt, GREEDY, LENGTH, stops=Stops(frozenset()))
         for context, branches in recorder.drafts[:4]:
             with torch.no_grad():
                 chances = _rebuilt(target, head, context, width, 4)
@@ -242,6 +198,6 @@ def test_replaced_embeddings_invalidate_a_recorded_cache() -> None:
     for moved in (False, False, True):
         if moved:
             embeddings.weight.data = embeddings.weight.data.clone()
-        decode(target, drafter, PROMPTS[1], GREEDY, LENGTH, static_shapes=True)
+        decode_static(target, drafter, PROMPTS[1], GREEDY, LENGTH)
         caches.append(drafter._cache)
     assert caches[0] is caches[1] is not caches[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from tests.drafters.contract import (
     LENGTH,
     PROMPTS,
     SAMPLINGS,
-    DrafterContract,
     Recorder,
+    contract,
     deep_toy,
     generated,
     target_of,
@@ -36,39 +37,21 @@ def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter
     return build_drafter(SpeculativeConfig.from_dict({"method": "layer_skip", "mask": mask} | fields), target)
 
 
-class TestSkippedAttention(DrafterContract):
-    """transformers reads a cache's length from attention 0, which the draft skips here."""
+# transformers reads a cache's length from attention 0, which the draft skips here.
+TestSkippedAttention = contract(lambda target: _drafter(target, "attention:0", "attention:0", num_speculative_tokens=3))
 
-    def drafter(self, target: Target) -> Drafter:
-        return _drafter(target, "attention:0", "attention:0", num_speculative_tokens=3)
+_ADAPTIVE = {"method": "adaptive", "threshold": 0.5, "step": 0.5, "threshold_decay": 0.5}
+TestAdaptive = contract(
+    lambda target: _drafter(target, "attention:1", "attention:0", num_speculative_tokens=4, stop=_ADAPTIVE),
+    keeps_state=True,
+    samplings=SAMPLINGS[2:],
+)
 
-
-class TestThreshold(DrafterContract):
-    samples_by_default = False
-    samplings = SAMPLINGS[:1]
-
-    def drafter(self, target: Target) -> Drafter:
-        stop = {"method": "threshold", "threshold": 0.5}
-        return _drafter(target, "attention:1;mlp:2", "mlp:0", num_speculative_tokens=5, stop=stop)
+_SIBLINGS: dict[str, Any] = {"num_speculative_tokens": 3, "siblings": 2, "min_token_prob": 0.05}
+TestSiblings = contract(lambda target: _drafter(target, "attention:1;mlp:2", "mlp:0", **_SIBLINGS), trees=True)
 
 
-class TestAdaptive(DrafterContract):
-    keeps_state = True
-    samplings = SAMPLINGS[2:]
-
-    def drafter(self, target: Target) -> Drafter:
-        stop = {"method": "adaptive", "threshold": 0.5, "step": 0.5, "threshold_decay": 0.5}
-        return _drafter(target, "attention:1", "attention:0", num_speculative_tokens=4, stop=stop)
-
-
-class TestSiblings(DrafterContract):
-    trees = True
-
-    def drafter(self, target: Target) -> Drafter:
-        return _drafter(target, "attention:1;mlp:2", "mlp:0", num_speculative_tokens=3, siblings=2, min_token_prob=0.05)
-
-
-class TestSiblingsOnTheDevice(TestSiblings):
+class TestSiblingsOnTheDevice(TestSiblings):  # type: ignore[misc, valid-type]
     """Trees whose shape the host reads with the verdict, as on a GPU."""
 
     @pytest.fixture(autouse=True)
@@ -83,76 +66,37 @@ def _bridged(target: Target, mask: str, method: str, rank: int = 0, width: int =
     return _drafter(target, mask, mask, **fields)
 
 
-class TestBridgedByMeans(DrafterContract):
-    samples_by_default = False
-
-    def drafter(self, target: Target) -> Drafter:
-        return _bridged(target, "layers:1", "mean", num_speculative_tokens=3)
+def _few(target: Target, mask: str, toy_mask: str, tokens: Callable[[Target], tuple[int, ...]], **fields: Any) -> Drafter:
+    return _drafter(target, mask, toy_mask, draft_head=head_folder(family_of(target), tokens(target)), **fields)
 
 
-class TestBridgedByMaps(DrafterContract):
-    """A run of layers and single sub-layers, with a part of the vocabulary."""
-
-    samples_by_default = False
-
-    def drafter(self, target: Target) -> Drafter:
-        head = head_folder(family_of(target), max_tokens(target))
-        return _bridged(target, "layers:1;attention:2;mlp:3", "linear", num_speculative_tokens=3, draft_head=head)
-
-
-class TestBridgedByMLPs(DrafterContract):
-    """Bridges replace a run of layers and a single MLP, also if tokens are drawn."""
-
-    trees = True
-    samples_by_default = False
-    toy = staticmethod(deep_toy)
-
-    def drafter(self, target: Target) -> Drafter:
-        return _bridged(target, "layers:1-2", "mlp", 4, 8, num_speculative_tokens=3, siblings=2, min_token_prob=0.05)
-
-
-class TestBridgedByMLPsBesideWholeMaps(DrafterContract):
-    samples_by_default = False
-    samplings = SAMPLINGS[1:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        return _bridged(target, "layers:1-2", "mlp", 0, 8, num_speculative_tokens=3)
-
-
-class TestBridgedByMapsOfLowRank(DrafterContract):
-    samples_by_default = False
-
-    def drafter(self, target: Target) -> Drafter:
-        return _bridged(target, "layers:1-2", "linear", 4, num_speculative_tokens=3)
-
-
-class TestThreeTokens(DrafterContract):
-    """Much of the target's output cannot be drafted; the output is complete nonetheless."""
-
-    toy_prompt = FEW_PROMPT
-
-    def drafter(self, target: Target) -> Drafter:
-        head = head_folder(family_of(target), few_tokens(target))
-        return _drafter(target, "attention:1", "mlp:0", num_speculative_tokens=3, draft_head=head)
-
-
-class TestFewTokens(DrafterContract):
-    samples_by_default = False
-    samplings = SAMPLINGS[2:]
-
-    def drafter(self, target: Target) -> Drafter:
-        head = head_folder(family_of(target), max_tokens(target))
-        return _drafter(target, "attention:1", "attention:0", num_speculative_tokens=4, draft_head=head)
-
-
-class TestSiblingsOfFewTokens(DrafterContract):
-    trees = True
-    samplings = SAMPLINGS[1:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        head = head_folder(family_of(target), max_tokens(target))
-        fields: dict[str, Any] = {"siblings": 2, "min_token_prob": 0.05, "draft_head": head}
-        return _drafter(target, "attention:1;mlp:2", "mlp:0", num_speculative_tokens=3, **fields)
+# A run of layers and single sub-layers, with a part of the vocabulary.
+TestBridgedByMaps = contract(
+    lambda target: _bridged(
+        target,
+        "layers:1;attention:2;mlp:3",
+        "linear",
+        num_speculative_tokens=3,
+        draft_head=head_folder(family_of(target), max_tokens(target)),
+    ),
+    samples_by_default=False,
+)
+# Bridges replace a run of layers and a single MLP, also if tokens are drawn.
+TestBridgedByMLPs = contract(
+    lambda target: _bridged(target, "layers:1-2", "mlp", 4, 8, **_SIBLINGS),
+    trees=True,
+    samples_by_default=False,
+    toy=staticmethod(deep_toy),
+)
+# Much of the target's output cannot be drafted; the output is complete nonetheless.
+TestThreeTokens = contract(
+    lambda target: _few(target, "attention:1", "mlp:0", few_tokens, num_speculative_tokens=3), toy_prompt=FEW_PROMPT
+)
+TestSiblingsOfFewTokens = contract(
+    lambda target: _few(target, "attention:1;mlp:2", "mlp:0", max_tokens, **_SIBLINGS),
+    trees=True,
+    samplings=SAMPLINGS[1:2],
+)
 
 
 def test_siblings_are_the_likely_runners_up_of_each_token() -> None:

@@ -5,26 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerskip.config import SpeculativeConfig
-from layerskip.decoding.draft import DeviceTree
-from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
-from layerskip.decoding.tree import path_to
+from layerskip.decoding.drafter import Context, VerifyOutput
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.lookahead import Lookahead
-from layerskip.drafters.registry import build_drafter
-from layerskip.models.target import Target
-from tests.drafters.contract import DrafterContract
+from tests.drafters.contract import contract
+from tests.drafters.recorder import branches_of
 
 CPU = torch.device("cpu")
 
 
-class TestLookahead(DrafterContract):
-    trees = True
-    history_dependent = True  # it learns from the target's logits, within a prompt
-
-    def drafter(self, target: Target) -> Drafter:
-        fields = {"method": "lookahead", "num_speculative_tokens": 2, "window": 3, "guess_set_size": 2}
-        return build_drafter(SpeculativeConfig.from_dict(fields), target)
+# It learns from the target's logits, within a prompt.
+TestLookahead = contract(lambda target: Lookahead(2, 3, 2), trees=True, history_dependent=True)
 
 
 def _context(*tokens: int) -> Context:
@@ -32,11 +23,7 @@ def _context(*tokens: int) -> Context:
 
 
 def _branches(drafter: Lookahead, context: Context, limit: int) -> list[tuple[int, ...]]:
-    draft = drafter.draft(context, limit)
-    tokens = draft.tokens.tolist()
-    assert not isinstance(draft.parents, DeviceTree)
-    parents = draft.parents or range(-1, len(tokens) - 1)
-    return [tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))]
+    return branches_of(drafter.draft(context, limit))
 
 
 def _observe(drafter: Lookahead, output: VerifyOutput) -> None:

@@ -6,25 +6,20 @@ import pytest
 import torch
 
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter
 from layerskip.drafters import medusa
 from layerskip.drafters.medusa import Medusa
 from layerskip.heads.feature_store import TextFeatures, read_features
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import Batch, predict_tokens
-from layerskip.models.target import Target
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, Recorder, target_of
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, contract, target_of
 from tests.drafters.heads import UNROLL, family_of, medusa_heads
 
-
-class TestMedusa(DrafterContract):
-    trees = True
-
-    def drafter(self, target: Target) -> Drafter:
-        return Medusa(medusa_heads(family_of(target)), Readout(target, None), 3, 4, 84, 0.01)
+TestMedusa = contract(
+    lambda target: Medusa(medusa_heads(family_of(target)), Readout(target, None), 3, 4, 84, 0.01), trees=True
+)
 
 
-class TestMedusaOnTheDevice(TestMedusa):
+class TestMedusaOnTheDevice(TestMedusa):  # type: ignore[misc, valid-type]
     """Trees whose shape the host reads with the verdict, as on a GPU."""
 
     @pytest.fixture(autouse=True)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding import decode as loop
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.target import Target
+from tests.accelerator import decode_static
 from tests.drafters.contract import GREEDY, PROMPTS, SAMPLINGS, DrafterContract, target_of
 
 PROMPT = PROMPTS[2]
@@ -36,17 +37,16 @@ class TestNoDraft(DrafterContract):
     def test_launching_ahead_changes_neither_tokens_nor_rounds(self, sampling: Sampling) -> None:
         """Wherever the output ends, and with the same random numbers."""
         target, drafter = target_of("llama"), self.drafter(target_of("llama"))
-        whole = decode(target, drafter, PROMPT, sampling, 10, seed=3, static_shapes=False).tokens
+        whole = decode_static(target, drafter, PROMPT, sampling, 10, seed=3, static=False).tokens
         assert len(set(whole)) > 2
         for length in range(1, 11):
 
             def stops(tokens: list[int], length: int = length) -> bool:
                 return len(tokens) == len(PROMPT) + length
 
-            endings: tuple[dict[str, Any], ...] = ({"eos_ids": frozenset({whole[length - 1]})}, {"stops": stops})
-            for options in endings:
+            for ending in (Stops(frozenset({whole[length - 1]})), Stops(criterion=stops)):
                 plain, ahead = (
-                    decode(target, drafter, PROMPT, sampling, 10, seed=3, static_shapes=static, **options)
+                    decode_static(target, drafter, PROMPT, sampling, 10, seed=3, static=static, stops=ending)
                     for static in (False, True)
                 )
                 assert plain == ahead
@@ -66,6 +66,6 @@ class TestNoDraft(DrafterContract):
         monkeypatch.setattr(loop, "forward", logged_pass)
         monkeypatch.setattr(loop, "begin_reading", logged_read)
         target = target_of("llama")
-        decode(target, self.drafter(target), PROMPT, GREEDY, 5, eos_ids=frozenset(), static_shapes=True)
+        decode_static(target, self.drafter(target), PROMPT, GREEDY, 5, stops=Stops(frozenset()))
         # The first round's pass, and then always the next one; none after the last token.
         assert events == ["pass", *("pass", "read") * 3, "read"]

@@ -19,8 +19,9 @@ from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.registry import build_drafter
 from layerskip.heads.readout import Readout
 from layerskip.models.target import Target
+from tests.accelerator import decode_static
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Recorder, generated, target_of
-from tests.drafters.heads import eagle_head, family_of
+from tests.drafters.heads import eagle_head
 from tests.drafters.members import LOOKUP, SKIP, Choosing, member_of
 from tests.drafters.test_draft_model import noisy_copy
 from tests.drafters.test_token_recycling import experienced_drafter
@@ -62,39 +63,6 @@ class TestLookupThenTreesThatHaveToPay(Priced):
         assert 0 < sum(found.drafted > 0 for found in rounds) < len(set().union(*drafted.values()))
 
 
-class TestLookupRetrievalAndTreesThatHaveToPay(Priced):
-    """All lookups are asked, and each drafts rounds."""
-
-    samples_by_default = False
-    trees = True
-
-    def drafter(self, target: Target) -> Drafter:
-        members = [
-            member_of("prompt_lookup", target),
-            member_of("retrieval", target),
-            copy.deepcopy(experienced_drafter(target)),
-        ]
-        return PricedCascade(members, (1.0, 1.05))
-
-    def test_every_member_drafts_rounds(self) -> None:
-        _, _, taken = self.rounds(2)
-        assert all(taken[place] for place in range(3))
-
-
-class TestLookupThenWindowThatHasToPay(Priced):
-    samples_by_default = False
-    trees = True
-
-    def drafter(self, target: Target) -> Drafter:
-        members = [member_of(method, target) for method in ("prompt_lookup", "lookahead")]
-        return PricedCascade(members, (1.02, 1.04), (0.0, 0.0))
-
-    def test_the_second_member_drafts_some_of_the_remaining_rounds(self) -> None:
-        _, _, taken = self.rounds(2)
-        assert taken[1]
-        assert taken[None]
-
-
 class TestLookupThenLayerSkipThatHasToPay(Priced):
     """Also with drawn drafts: which member drafts is decided before anything is drawn."""
 
@@ -108,16 +76,6 @@ class TestLookupThenLayerSkipThatHasToPay(Priced):
     def test_the_second_member_drafts_some_of_the_remaining_rounds(self) -> None:
         drafted, rounds, _ = self.rounds(2)
         assert 0 < len(drafted[1]) < sum(not found.drafted for found in rounds)
-
-
-class TestLookupThenHeadThatHasToPay(Priced):
-    samples_by_default = False
-    trees = True
-
-    def drafter(self, target: Target) -> Drafter:
-        head, embeddings = eagle_head(family_of(target)), target.model.get_input_embeddings()
-        second = Eagle(head, embeddings, Readout(target, head.tokens), 3, StopRule(), 3, 6)
-        return PricedCascade([member_of("prompt_lookup", target), second], (1.05, 1.1), (0.0, 0.02))
 
 
 class TestSureModelAndLookupThatHaveToPay(Priced):
@@ -177,7 +135,7 @@ def test_tokens_that_only_fill_up_a_tree_on_the_device_have_a_cost(monkeypatch: 
     monkeypatch.setattr(cascade, "observe_logits", observed_logits)
     monkeypatch.setattr(cascade, "observe", observed)
     for prompt in PROMPTS:
-        decode(target, cascade, prompt, GREEDY, LENGTH, static_shapes=True)
+        decode_static(target, cascade, prompt, GREEDY, LENGTH)
         computed[len(priced) :] = []  # of the round that ends the text
     assert priced == computed
     assert sum(few < size for few, size in zip(drafted, computed, strict=True)) > 0

@@ -9,37 +9,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from layerskip.config import SpeculativeConfig
-from layerskip.decoding.drafter import Context, Drafter
+from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.drafters.prompt_lookup import PromptLookup
-from layerskip.drafters.registry import build_drafter
 from layerskip.models.cache import KVCache
-from layerskip.models.target import Target
-from tests.drafters.contract import SAMPLINGS, DrafterContract
+from tests.drafters.contract import SAMPLINGS, contract
 
 CPU = torch.device("cpu")
 
 
-class TestLastMatch(DrafterContract):
-    def drafter(self, target: Target) -> Drafter:
-        fields = {"method": "prompt_lookup", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
-        return build_drafter(SpeculativeConfig.from_dict(fields), target)
-
-
-class TestFirstMatch(DrafterContract):
-    samples_by_default = False
-    samplings = SAMPLINGS[1:2]
-
-    def drafter(self, target: Target) -> Drafter:
-        fields = {
-            "method": "prompt_lookup",
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 2,
-            "match": "first",
-            "num_speculative_tokens": 3,
-        }
-        return build_drafter(SpeculativeConfig.from_dict(fields), target)
+TestLastMatch = contract(lambda target: PromptLookup(1, 3, "last", 4))
+TestFirstMatch = contract(lambda target: PromptLookup(1, 2, "first", 3), samples_by_default=False, samplings=SAMPLINGS[1:2])
 
 
 def _search(tokens: Sequence[int], sizes: tuple[int, int], match: str, length: int) -> list[int]:
@@ -99,12 +79,6 @@ def test_drafts_equal_those_of_a_brute_force_search(sizes: tuple[int, int], matc
 )
 def test_drafts_equal_examples_worked_out_by_hand(tokens: list[int], match: str, expected: list[int]) -> None:
     assert _draft(_started(PromptLookup(1, 2, match, 3), tokens), tokens, 3) == expected
-
-
-def test_a_new_prompt_clears_the_index() -> None:
-    drafter = _started(PromptLookup(1, 2, "last", 3), [1, 2, 3, 1])
-    assert _draft(drafter, [1, 2, 3, 1], 3) == [2, 3, 1]
-    assert _draft(_started(drafter, [5, 1]), [5, 1], 3) == []
 
 
 @pytest.mark.parametrize(

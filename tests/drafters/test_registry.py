@@ -12,17 +12,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from layerskip import ConfigError, SpeculativeConfig, Target, config, drafters, generate, load_drafters
-from layerskip.config import Field, Method, declare, methods, shared
+from layerskip.config import Field, Method, declare, shared
 from layerskip.decoding import drafter as base
 from layerskip.drafters.registry import build_drafter
 from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
 from searches.app.composition import compose_config
-from searches.report.charts import OTHER, color_of
+from searches.report.charts import color_of
 from searches.space.search_space import SearchSpace
-from searches.study.finals import Finalist
 from searches.study.starting_points import starting_points
 from searches.study.study import with_stored_methods
-from searches.tracking.parameters import parameters
+from searches.tracking.runs import parameters
 
 DRAFTER = '''
 """Drafting the last token again."""
@@ -81,26 +80,18 @@ def test_a_new_drafter_decodes_losslessly(tiny_target: Target) -> None:
 
 
 @pytest.mark.usefixtures("_new_method")
-@pytest.mark.parametrize("fields", [{}, {"repeats": 2}, {"repeats": 3}])
-def test_a_new_configuration_keeps_its_own_field(fields: dict[str, int]) -> None:
-    own = _of(**fields)
-    assert own.to_dict() == {"method": "repeat_last", "repeats": fields.get("repeats", 2)}
-    assert SpeculativeConfig.from_dict(own.to_dict()) == own
-    assert own.label() == f"repeat last ({own.option('repeats')} times)"
-
-
-@pytest.mark.usefixtures("_new_method")
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
+def test_a_new_configuration_has_its_own_field() -> None:
+    for repeats, own in ((2, _of()), (3, _of(repeats=3))):
+        assert own.to_dict() == {"method": "repeat_last", "repeats": repeats}
+        assert SpeculativeConfig.from_dict(own.to_dict()) == own
+        assert own.label() == f"repeat last ({repeats} times)"
+    for fields, named in (
         ({"method": "repeat_last", "repeats": 0}, "repeats"),
         ({"method": "repeat_last", "prompt_lookup_max": 5}, "prompt_lookup_max"),
         ({"method": "prompt_lookup", "repeats": 2}, "repeats"),
-    ],
-)
-def test_a_new_configuration_is_checked(fields: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{named}: "):
-        SpeculativeConfig.from_dict(fields)
+    ):
+        with pytest.raises(ConfigError, match=f"^{named}: "):
+            SpeculativeConfig.from_dict(fields)
 
 
 @pytest.mark.usefixtures("_new_method")
@@ -119,9 +110,8 @@ def test_a_new_method_is_searched() -> None:
     composed = compose_config("layerskip", ["space.ranges.repeat_last.repeats=[7,7]"])
     narrow = SearchSpace(layers=12, methods=("repeat_last",), ranges=composed.space.ranges)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    assert {each.option("repeats") for each in (narrow.suggest(study.ask()) for _ in range(8)) if each.method != "none"} == {
-        7
-    }
+    suggested = [narrow.suggest(study.ask()) for _ in range(8)]
+    assert {each.option("repeats") for each in suggested if each.method != "none"} == {7}
 
 
 def test_a_study_that_began_without_a_method_resumes_with_it(request: pytest.FixtureRequest) -> None:
@@ -143,24 +133,11 @@ def test_a_study_that_began_without_a_method_resumes_with_it(request: pytest.Fix
 
 
 @pytest.mark.usefixtures("_new_method")
-def test_a_new_method_is_a_contender_of_the_benchmark() -> None:
-    row = OmegaConf.to_container(compose_config("benchmark").contenders.repeat_last)
-    assert row == {"method": "repeat_last", "repeats": 3}
+def test_everything_that_lists_methods_has_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark, charts, tables and documentation; no engine has a method that names no method of engines."""
     chosen = compose_config("benchmark", ["contenders.repeat_last.repeats=1"]).contenders.repeat_last
-    assert OmegaConf.to_container(chosen) == {"method": "repeat_last", "repeats": 1}
-
-
-@pytest.mark.usefixtures("_new_method")
-def test_a_new_method_can_win_a_study() -> None:
-    simple, new, complex_ = (
-        Finalist(SpeculativeConfig.of(method, fields), 1.2, {}, 1.1)
-        for method, fields in (("none", {}), ("repeat_last", {}), ("draft_model", {"draft_model": "d"}))
-    )
-    assert simple.complexity < new.complexity < complex_.complexity
-
-
-@pytest.mark.usefixtures("_new_method")
-def test_a_new_method_has_a_colour_a_name_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for row, repeats in ((compose_config("benchmark").contenders.repeat_last, 3), (chosen, 1)):
+        assert OmegaConf.to_container(row) == {"method": "repeat_last", "repeats": repeats}
     assert color_of("repeat_last") == "#123456"
     assert parameters(_of(repeats=4))["drafter"] == "repeat_las"
     monkeypatch.syspath_prepend(str(Path(drafters.__path__[0]).parents[1] / "docs"))
@@ -168,22 +145,8 @@ def test_a_new_method_has_a_colour_a_name_and_a_table(monkeypatch: pytest.Monkey
     declared = ["[`repeat_last`](drafters.md#repeat_last)", "the last token", "`repeats` 1 to 4 (3)"]
     assert declared in list(page.drafter_rows())
     assert page.drafter_fields()["repeats"] == ("2", "how often the last token is repeated, in tokens")
-
-
-@pytest.mark.usefixtures("_new_method")
-def test_no_engine_has_a_method_that_names_no_method() -> None:
     with pytest.raises(Unsupported, match=r"^config\.method: repeat_last: no engine knows it"):
         way_of_drafting(Deployment({"layers": 2}, _of()))
-
-
-def test_a_new_method_is_gone_after_its_test() -> None:
-    assert "repeat_last" not in methods()
-    assert "layerskip.drafters.repeat_last" not in sys.modules
-    assert color_of("repeat_last") == OTHER
-
-
-def test_a_method_without_a_colour_has_one_that_follows_from_its_name() -> None:
-    assert Method("one").color == Method("one").color != Method("other").color
 
 
 @pytest.mark.parametrize(

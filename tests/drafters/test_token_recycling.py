@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from layerskip.config import SpeculativeConfig
-from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter, VerifyOutput
+from layerskip.decoding.decode import Stops, decode
+from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.token_recycling import TokenRecycling
 from layerskip.models.target import Target
-from tests.drafters.contract import LENGTH, PROMPTS, DrafterContract
+from tests.drafters.contract import LENGTH, PROMPTS, contract
 
 
 def _fresh(target: Target) -> Drafter:
@@ -28,18 +28,16 @@ def _fresh(target: Target) -> Drafter:
 def experienced_drafter(target: Target) -> Drafter:
     drafter = _fresh(target)
     for prompt in PROMPTS:
-        decode(target, drafter, [token % target.vocabulary for token in prompt], Sampling(), LENGTH, eos_ids=frozenset())
+        decode(
+            target, drafter, [token % target.vocabulary for token in prompt], Sampling(), LENGTH, stops=Stops(frozenset())
+        )
     return drafter
 
 
-class TestTokenRecycling(DrafterContract):
-    trees = True
-    history_dependent = True
-    keeps_state = True
-
-    def drafter(self, target: Target) -> Drafter:
-        """A drafter that has decoded before, so that it has something to draft."""
-        return copy.deepcopy(experienced_drafter(target))
+# It has decoded before, so that it has something to draft.
+TestTokenRecycling = contract(
+    lambda target: copy.deepcopy(experienced_drafter(target)), trees=True, history_dependent=True, keeps_state=True
+)
 
 
 def _taught(tree_tokens: int = 9, minimum: float = 0.0) -> TokenRecycling:
@@ -65,8 +63,10 @@ def _taught(tree_tokens: int = 9, minimum: float = 0.0) -> TokenRecycling:
 def test_the_likeliest_branch_grows_first(
     size: int, minimum: float, depth: int, tokens: list[int], parents: list[int], chances: list[float]
 ) -> None:
-    assert _taught(size, minimum).grow(0, depth) == (tokens, parents, pytest.approx(chances))
+    draft = _taught(size, minimum).draft(Context([0], torch.tensor([0])), depth)
+    assert (list(draft.lookup_tokens), list(draft.path_probs)) == (tokens, pytest.approx(chances))
+    assert [*draft.known_parents] == parents
 
 
 def test_an_unseen_token_gives_an_empty_tree() -> None:
-    assert _taught().grow(7, 3) == ([], [], [])
+    assert not _taught().draft(Context([7], torch.tensor([7])), 3).lookup_tokens

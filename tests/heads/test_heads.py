@@ -9,9 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from layerskip.config import ConfigError, SpeculativeConfig
-from layerskip.decoding.decode import decode
-from layerskip.drafters.registry import build_drafter
+from layerskip.config import ConfigError
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
 from layerskip.heads.medusa import MedusaHeads, MedusaShape, load_medusa
 from layerskip.heads.readout import Readout, choose_tokens
@@ -19,7 +17,7 @@ from layerskip.models.loading import load_target
 from layerskip.models.target import Target
 from layerskip.models.trained_module import save_trained
 from tests.accelerator import DEVICE
-from tests.drafters.contract import GREEDY, target_of
+from tests.drafters.contract import target_of
 from tests.families import build
 from tests.tiny import save_tiny
 
@@ -59,15 +57,12 @@ def test_a_head_serves_its_target_in_any_dtype(target: Target, head: EagleHead, 
         )  # reduced precision would move distant positions
 
 
-def test_a_head_for_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_head_for_another_target_or_of_another_kind_is_refused(target: Target, folder: Path, tmp_path: Path) -> None:
     other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device=DEVICE)
     with pytest.raises(ConfigError, match="^head: .* made for another target"):
         load_eagle(folder, other)
     with pytest.raises(ConfigError, match="^head: .* made for another target"):
         load_eagle(folder, target_of("gemma3_text"))
-
-
-def test_a_head_of_another_kind_is_refused(target: Target, folder: Path) -> None:
     with pytest.raises(ConfigError, match="^head: .* is for eagle, not for medusa"):
         load_medusa(folder, target)
 
@@ -97,26 +92,16 @@ MISSING = "missing"
     [
         ("shape", MISSING),
         ("shape", None),
-        ("shape", {}),
         ("shape", {"heads": 0}),
-        ("shape", {"heads": 5}),
         ("shape", {"key_value_heads": 3}),
         ("shape", {"intermediate": "wide"}),
-        ("shape", {"intermediate": 47}),
         ("shape", {"vocabulary": 41}),
-        ("shape", {"rope_theta": None}),
-        ("shape", {"modules": []}),
-        ("shape", {"lookback": 2}),
         ("shape", {"lookback": -1}),
-        ("shape", {"lookback": 10**6}),
-        ("shape", {"lookback": "2"}),
-        ("shape", {"side_by_side": True}),
         ("shape", {"side_by_side": 1}),
         ("shape", {"modules": ["model.layers.99"]}),
         ("shape", {"colour": "red"}),
         ("target", MISSING),
         ("target", None),
-        ("target", {"weights": None}),
         ("target", {"weights": ["x"]}),
     ],
 )
@@ -135,9 +120,7 @@ def test_a_head_with_damaged_metadata_is_refused(target: Target, folder: Path, p
     "change",
     [
         {"fc.weight": None},
-        {"tokens": None},
         {"tokens": torch.arange(1000, 1040)},
-        {"tokens": torch.arange(40) - 1},
         {"tokens": torch.arange(40) // 2},
         {"tokens": torch.linspace(0.1, 0.9, 40)},
         {"fc.bias": torch.linspace(0.1, 0.9, 3)},
@@ -154,38 +137,17 @@ def test_a_head_with_damaged_weights_is_refused(
         load_eagle(folder, target)
 
 
-def test_a_damaged_medusa_head_is_refused(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{}, {"modules": []}, {"modules": ["model.layers.99"]}, {"heads": 0}])
+def test_a_damaged_medusa_head_is_refused(target: Target, tmp_path: Path, change: dict[str, object]) -> None:
     heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
     weights = dict(heads.state_dict())
-    save_trained(tmp_path / "whole", "medusa", heads.shape.to_dict(), weights, target, {})
-    assert len(load_medusa(tmp_path / "whole", target).blocks) == 2
-    weights.pop("blocks.1.bias")
-    save_trained(tmp_path / "half", "medusa", heads.shape.to_dict(), weights, target, {})
-    with pytest.raises(ConfigError, match="^head: .* is damaged"):
-        load_medusa(tmp_path / "half", target)
-
-
-@pytest.mark.parametrize("change", [{"modules": []}, {"modules": ["model.layers.99"]}, {"heads": 0}, {"vocabulary": "x"}])
-def test_a_medusa_head_with_a_damaged_shape_is_refused(target: Target, tmp_path: Path, change: dict[str, object]) -> None:
-    heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
-    save_trained(tmp_path, "medusa", heads.shape.to_dict() | change, dict(heads.state_dict()), target, {})
+    save_trained(tmp_path, "medusa", heads.shape.to_dict(), weights, target, {})
+    assert len(load_medusa(tmp_path, target).blocks) == 2
+    if not change:
+        del weights["blocks.1.bias"]
+    save_trained(tmp_path, "medusa", heads.shape.to_dict() | change, weights, target, {})
     with pytest.raises(ConfigError, match=rf"^head: {tmp_path} is damaged: [^\n]*$"):
         load_medusa(tmp_path, target)
-
-
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_a_configuration_with_a_head_decodes_losslessly(target: Target, folder: Path, tmp_path: Path, kind: str) -> None:
-    if kind == "medusa":
-        heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
-        folder = tmp_path / "medusa"
-        save_trained(folder, kind, heads.shape.to_dict(), dict(heads.state_dict()), target, {})
-    config = SpeculativeConfig.from_dict({"method": kind, "head": str(folder), "num_speculative_tokens": 2})
-    assert SpeculativeConfig.from_dict(config.to_dict()) == config
-    prompt = target.encode("Hello")
-    plain = decode(target, build_drafter(SpeculativeConfig(), target), prompt, GREEDY, 12)
-    result = decode(target, build_drafter(config, target), prompt, GREEDY, 12)
-    assert result.tokens == plain.tokens
-    assert result.stats.drafted > 0
 
 
 def test_the_most_common_tokens_and_the_required_ones_are_chosen() -> None:

@@ -55,18 +55,6 @@ def _publish(
     return folder
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-def test_a_head_in_its_authors_layout_is_loaded(target: Target, embeddings: Tensor, tmp_path: Path, file: str) -> None:
-    head = _head(target)
-    names = {name.removeprefix("body.") for name in head.weights()}
-    assert {"fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.down_proj.weight"} < names
-    assert "layers.0.post_attention_layernorm.weight" in names
-    assert "layers.0.input_layernorm.weight" not in names
-    loaded = load_eagle(_publish(tmp_path, head, embeddings, file), target)
-    states = torch.randn(1, 4, head.shape.hidden)
-    assert torch.equal(loaded(states, states), head(states, states))
-
-
 def _reference(weights: dict[str, Tensor], shape: EagleShape, embedded: Tensor, states: Tensor) -> Tensor:
     """EAGLE-1's model (arXiv 2401.15077, section 4.1, and its authors' configuration) in plain torch.
 
@@ -97,16 +85,20 @@ def _reference(weights: dict[str, Tensor], shape: EagleShape, embedded: Tensor, 
     return after + linear("layers.0.mlp.down_proj", torch.nn.functional.silu(gate) * up)
 
 
-def test_a_published_head_equals_a_reference_implementation(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_a_published_head_equals_a_reference_implementation(
+    target: Target, embeddings: Tensor, tmp_path: Path, file: str
+) -> None:
     """Compares names, order of inputs and norms."""
     head = _head(target)
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=0.3)
-    folder = _publish(tmp_path, head, embeddings)
+    folder = _publish(tmp_path, head, embeddings, file)
     embedded, states = torch.randn(2, 1, 6, head.shape.hidden).unbind(0)
     with torch.no_grad():
         found = load_eagle(folder, target)(embedded.to(DEVICE), states.to(DEVICE)).cpu()
-    expected = _reference(load_file(folder / "model.safetensors"), head.shape, embedded, states)
+    stored = torch.load(folder / file) if file.endswith("bin") else load_file(folder / file)
+    expected = _reference(stored, head.shape, embedded, states)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -121,12 +113,6 @@ def test_a_head_with_attention_biases_is_loaded_and_saved(target: Target, embedd
     for found in (loaded, load_eagle(tmp_path / "ours", target)):
         assert torch.equal(found(states, states), head(states, states))
     assert not torch.allclose(_head(target)(states, states), head(states, states))
-
-
-def test_shapes_from_before_attention_biases_are_unchanged(target: Target) -> None:
-    fields = EagleShape.of(target).to_dict()
-    assert "attention_bias" not in fields
-    assert not EagleShape.from_dict(fields).attention_bias
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
@@ -160,6 +146,7 @@ def test_a_head_for_a_model_tuned_from_the_same_one_is_refused(
 
 def test_a_head_for_other_sizes_is_refused(target: Target, embeddings: Tensor, tmp_path: Path) -> None:
     head = _head(target)
+    assert load_eagle(_publish(tmp_path / "without", head, None), target).shape == head.shape
     with pytest.raises(ConfigError, match="^head: .* another target: its vocabulary"):
         load_eagle(_publish(tmp_path, head, embeddings[:-3].clone()), target)
     with pytest.raises(ConfigError, match="^head: .* another target: its embeddings"):
@@ -175,24 +162,15 @@ def test_the_layout_of_eagle_3_is_refused_by_name(target: Target, embeddings: Te
         load_eagle(folder, target)
 
 
-def test_a_head_without_embeddings_is_matched_by_its_sizes(target: Target, tmp_path: Path) -> None:
-    head = _head(target)
-    assert load_eagle(_publish(tmp_path, head, None), target).shape == head.shape
-
-
 @pytest.mark.parametrize(
     "change",
     [
         {"num_attention_heads": 0, "head_dim": None},
-        {"num_attention_heads": 0},
         {"num_attention_heads": 5},
-        {"num_attention_heads": -4},
         {"num_attention_heads": None},
         {"num_key_value_heads": 3},
-        {"head_dim": 7},
         {"hidden_size": "wide"},
         {"intermediate_size": float("inf")},
-        {"intermediate_size": 47},
         {"rope_theta": {}, "rms_norm_eps": [1]},
         {"rope_scaling": "linear"},
     ],

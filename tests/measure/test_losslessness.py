@@ -46,16 +46,13 @@ def _swapped(tokens: list[int], token: int, position: int = POSITION) -> list[in
     return [*tokens[:position], token, *(t + 1 for t in tokens[position + 1 :])]
 
 
-def test_equal_outputs_do_not_diverge(target: Target) -> None:
-    assert find_divergence(target, "p", PROMPT, [9, 8, 7], [9, 8, 7], PLAIN) is None
-
-
 @pytest.mark.parametrize("sampling", [PLAIN, PENALTY], ids=["plain", "penalty"])
 @pytest.mark.parametrize("position", [0, POSITION, LENGTH - 1])
 def test_the_margin_is_how_far_the_lower_token_lies_below_the_best(
     target: Target, sampling: Sampling, position: int
 ) -> None:
     expected = _greedy(target, sampling)
+    assert find_divergence(target, "p", PROMPT, expected, expected, sampling) is None
     scores = _scores(target, PROMPT + expected[:position], sampling)
     for token in [*scores.topk(3).indices[1:].tolist(), 0]:
         actual = _swapped(expected, token, position)
@@ -65,17 +62,6 @@ def test_the_margin_is_how_far_the_lower_token_lies_below_the_best(
         slack = 3 * torch.finfo(target.model.dtype).eps * float(scores.abs().max())
         assert found.margin == pytest.approx(float(scores.max() - scores[token]), abs=slack)
         assert find_divergence(target, "p", PROMPT, actual, expected, sampling) == found
-
-
-def test_both_different_tokens_must_be_likely(target: Target) -> None:
-    """The baseline itself may be wrong."""
-    expected = _greedy(target)
-    scores = _scores(target, PROMPT + expected[:POSITION])
-    _, second, *_, worst = scores.sort(descending=True).indices.tolist()
-    found = find_divergence(target, "p", PROMPT, _swapped(expected, worst), _swapped(expected, second), Sampling())
-    assert found is not None
-    assert not found.near_tie
-    assert found.margin == pytest.approx(float(scores.max() - scores[worst]), rel=0.05)
 
 
 def test_rounding_explains_a_small_margin_in_half_precision_only(target: Target) -> None:
@@ -145,14 +131,7 @@ def test_the_verdict_is_that_of_the_worst_divergence(lossless: Losslessness, ver
 
 def test_results_of_several_measurements_join() -> None:
     joined = Losslessness.join([Losslessness(2, (NEAR,)), Losslessness(0), Losslessness(3, (FAR, NEAR))])
-    assert joined.to_dict() == {
-        "verdict": "different",
-        "basis": "measured outputs",
-        "compared": 5,
-        "near_ties": 2,
-        "different": 1,
-        "largest_margin": 0.5,
-        "tolerance": FAR.tolerance,
-    }
+    figures = {"compared": 5, "near_ties": 2, "different": 1, "largest_margin": 0.5, "tolerance": FAR.tolerance}
+    assert joined.to_dict() == {"verdict": "different", "basis": "measured outputs"} | figures
     assert Losslessness.join([]).verdict == "unchecked"
     assert Losslessness(4).to_dict()["largest_margin"] == 0.0

@@ -49,24 +49,15 @@ def test_tokens_from_prefill_are_not_credited_to_decoding(tiny_target: Target, m
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
     contenders = {"ours": Timed(clock, 2.0, 4.0, known=1), "peer": Timed(clock, 1.0, 3.0, known=3)}
-    (row,) = interleave(tiny_target, PROMPTS.take(1), contenders, TASK)
+    talk = PromptItem("talk", "chat", "One.", ("Two.",))
+    row, both = interleave(tiny_target, PromptSet((*PROMPTS.items[:1], talk)), contenders, TASK)
     ours, peer = row["ours"], row["peer"]
     assert (ours.tokens, ours.decoded_tokens, ours.prefill_seconds, ours.decode_seconds) == (9, 8, 2.0, 4.0)
     assert (peer.tokens, peer.decoded_tokens, peer.prefill_seconds, peer.decode_seconds) == (9, 6, 1.0, 3.0)
     assert (ours.tokens_per_second, peer.tokens_per_second) == (2.0, 2.0)
     assert ours.stats == DecodeStats((Round(2, 1, 2),))
-
-
-def test_a_conversations_times_are_added_up(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("time.perf_counter", clock)
-    talk = PromptSet((PromptItem("talk", "chat", "One.", ("Two.",)),))
-    (row,) = interleave(tiny_target, talk, {"ours": Timed(clock, 2.0, 4.0, known=1)}, TASK)
-    assert (row["ours"].prefill_seconds, row["ours"].decode_seconds, row["ours"].decoded_tokens) == (
-        4.0,
-        8.0,
-        16,
-    )
+    talked = both["ours"]
+    assert (talked.prefill_seconds, talked.decode_seconds, talked.decoded_tokens) == (4.0, 8.0, 16)
 
 
 class _Slow(NoDraft):

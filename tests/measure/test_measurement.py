@@ -37,13 +37,6 @@ def test_speed_is_tokens_over_seconds_of_all_prompts() -> None:
     assert {kind: part.speedup for kind, part in TWO.by_category.items()} == pytest.approx({"chat": 2.0, "code": 4 / 3})
 
 
-def test_rounds_and_memory_are_those_of_the_candidate() -> None:
-    assert TWO.stats.acceptance_rate == pytest.approx(6 / 10)
-    assert TWO.stats.mean_acceptance_length == pytest.approx(3.0)
-    assert TWO.stats.acceptance_by_position == pytest.approx((1.0, 1 / 3, 0.5, 0.5))
-    assert TWO.peak_memory_bytes == 3000
-
-
 def test_a_prompt_that_decodes_nothing_has_no_weight() -> None:
     nothing = _sample(0, 0.125)
     padded = Measurement((*TWO.baseline, nothing), (*TWO.candidate, nothing))
@@ -59,9 +52,7 @@ def test_a_pair_in_which_one_side_decodes_nothing_has_no_speedup(baseline: int, 
     pair = _sample(baseline, 0.5), _sample(candidate, 0.25)
     assert pair_speedup(*pair) == 1.0
     measured = Measurement(pair[:1], pair[1:])
-    assert measured.speedups == (1.0,)
-    assert measured.speedup == 1.0
-    assert measured.by_category["chat"].speedup == 1.0
+    assert (measured.speedups, measured.speedup, measured.by_category["chat"].speedup) == ((1.0,), 1.0, 1.0)
     assert measured.interval() == (1.0, 1.0)
 
 
@@ -73,17 +64,6 @@ def test_prompts_that_decode_nothing_are_counted_and_have_no_speed_by_category()
     assert figures["prompts_by_category"] == {"chat": 1, "code": 1}
     repeated = Measurement((_sample(0, 0.1, "a"), _sample(9, 1.0, "a")), (_sample(0, 0.1, "a"), _sample(9, 1.0, "a")))
     assert repeated.to_dict()["empty_prompts"] == 0  # a repeat, if tokens are sampled, decoded something
-
-
-def test_the_interval_contains_the_speedup_if_one_side_ended_at_once() -> None:
-    measured = Measurement((_sample(10, 1.0), _sample(0, 0.1)), (_sample(10, 0.5), _sample(900, 1.0)))
-    low, high = measured.interval()
-    assert low <= measured.speedup <= high
-
-
-def test_a_pair_is_compared_by_rate() -> None:
-    assert pair_speedup(_sample(10, 1.0), _sample(10, 0.5)) == pytest.approx(2.0)
-    assert pair_speedup(_sample(10, 1.0), _sample(5, 1.0)) == pytest.approx(0.5)
 
 
 def _random_measurement(pairs: int, seed: int) -> Measurement:
@@ -153,23 +133,13 @@ def test_nearly_equal_prompts_give_finite_limits(seconds: tuple[float, ...]) -> 
     json.dumps(measured.to_dict(), allow_nan=False)
 
 
-def test_repeats_of_a_prompt_are_one_prompt() -> None:
-    once = _random_measurement(8, 4)
-    twice = Measurement(once.baseline * 2, once.candidate * 2)
-    assert twice.interval() == pytest.approx(once.interval())
-
-
 def test_the_interval_is_repeatable_and_shrinks_with_more_prompts() -> None:
     few, many = (_random_measurement(pairs, 3) for pairs in (10, 400))
-    assert few.interval() == few.interval()
+    repeated = Measurement(few.baseline * 2, few.candidate * 2)  # repeats of a prompt are one prompt
+    assert few.interval() == few.interval() == pytest.approx(repeated.interval())
     assert few.interval(seed=1) != few.interval()
     widths = [high - low for low, high in (few.interval(), many.interval())]
     assert widths[1] < widths[0] / 2
-
-
-def test_an_interval_of_one_pair_is_a_point() -> None:
-    measured = Measurement((_sample(10, 1.0),), (_sample(10, 0.8),))
-    assert measured.interval() == pytest.approx((1.25, 1.25))
 
 
 def test_turns_of_a_conversation_are_added_up() -> None:
@@ -190,15 +160,8 @@ def test_one_changed_output_makes_the_measurement_different() -> None:
     verdicts = [Losslessness(1), Losslessness(1, (Divergence("b", 0, 9.0, 0.1),))]
     candidate = tuple(s.with_losslessness(v) for s, v in zip(TWO.candidate, verdicts, strict=True))
     measured = Measurement(TWO.baseline, candidate)
-    assert measured.lossless.verdict == "different"
     assert measured.to_dict()["losslessness"]["verdict"] == "different"
     assert measured.table()["lossless"] == ["exact", "different"]
-
-
-def test_contenders_are_paired_by_name() -> None:
-    rows = [{"x": _sample(1, 1.0, "a"), "y": _sample(2, 1.0, "a"), "z": _sample(3, 1.0, "a")}]
-    measured = Measurement.of(iter(rows), "x", "z")
-    assert [s.decoded_tokens for s in (*measured.baseline, *measured.candidate)] == [1, 3]
 
 
 def test_figures_are_plain_json() -> None:
@@ -212,22 +175,11 @@ def test_figures_are_plain_json() -> None:
     assert (figures["prefill_seconds"], figures["baseline_prefill_seconds"]) == (0.5, 0.5)
     assert (figures["peak_memory_bytes"], figures["baseline_peak_memory_bytes"]) == (3000, 1000)
     assert (figures["acceptance_rate"], figures["mean_acceptance_length"]) == pytest.approx((0.6, 3.0))
+    assert figures["acceptance_by_position"] == pytest.approx([1.0, 1 / 3, 0.5, 0.5])
     assert figures["losslessness"]["verdict"] == "unchecked"
-
-
-def test_the_table_has_a_row_for_each_prompt() -> None:
-    table = json.loads(json.dumps(TWO.table(), allow_nan=False))
-    assert {len(column) for column in table.values()} == {2}
-    assert table["prompt_id"] == ["a", "b"]
-    assert table["speedup"] == pytest.approx([2.0, 4 / 3])
-    assert table["baseline_tokens_per_second"] == pytest.approx([10.0, 15.0])
 
 
 def test_an_empty_measurement_claims_nothing() -> None:
     figures = Measurement((), ()).to_dict()
     json.dumps(figures, allow_nan=False)
-    assert (figures["speedup"], figures["tokens"], figures["losslessness"]["verdict"]) == (
-        1.0,
-        0,
-        "unchecked",
-    )
+    assert (figures["speedup"], figures["tokens"], figures["losslessness"]["verdict"]) == (1.0, 0, "unchecked")

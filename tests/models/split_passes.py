@@ -31,21 +31,13 @@ from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
-from layerskip.models.placement import input_device
 from layerskip.models.skip_view import decoding_view, skip_view
+from layerskip.models.weights import input_device
 from layerskip.scan.row_model import RowModel
 from tests.families import build
 
-PLACES = {
-    "model.embed_tokens": "toy:0",
-    "model.rotary_emb": "toy:0",
-    "model.layers.0": "toy:0",
-    "model.layers.1": "toy:0",
-    "model.layers.2": "toy:1",
-    "model.layers.3": "toy:1",
-    "model.norm": "toy:1",
-    "lm_head": "toy:1",
-}
+FIRST, SECOND = ("embed_tokens", "rotary_emb", "layers.0", "layers.1"), ("layers.2", "layers.3", "norm")
+PLACES = {f"model.{name}": f"toy:{int(name in SECOND)}" for name in FIRST + SECOND} | {"lm_head": "toy:1"}
 
 
 def _place(name: str) -> str:
@@ -72,14 +64,14 @@ def check(family: str, mode: FakeTensorMode) -> None:
         cache = KVCache(4, 32, device=device)
         forward(model, torch.arange(3, 9, device=device), cache, last=1)
         cache.length = 6
-        assert {str(keys.device) for keys, _ in cache.states() if keys is not None} == {"toy:0", "toy:1"}
+        assert {str(states.device) for states in cache.buffers()} == {"toy:0", "toy:1"}
         trees = tree.TreeModel(model)
         assert trees.run(torch.arange(3, 7, device=device), (-1, -1, 0), cache).device == device
         cache.gather([0, 2, 3])
         assert not isinstance(acquire_cache(model, 4, 16, device, static_shapes=True), CapturingCache)
-        with pytest.raises(ConfigError, match=r"^target\.device_map: draft heads need "):
+        with pytest.raises(ConfigError, match=r"^target\.device: draft heads need "):
             DraftHead(model, torch.arange(3, 9), 64)
-        with pytest.raises(UnsupportedModel, match=r"^target\.device_map: scans need "):
+        with pytest.raises(UnsupportedModel, match=r"^target\.device: scans need "):
             RowModel(model)
 
 

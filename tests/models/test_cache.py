@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from layerskip.models.forward import forward
 from layerskip.models.skip_view import decoding_view
 from tests.accelerator import DEVICE
 from tests.families import build
+from tests.models.passes import assert_close, tokens_of
 
 FAMILIES = ("llama", "gpt2", "gemma3_text", "mistral")
 WINDOW = 8  # of every sliding-window layer in tests.families
@@ -26,18 +28,13 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return build(request.param)
 
 
-def _tokens(seed: int, count: int = LENGTH) -> Tensor:
-    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
 def _fresh(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """``[n, V]``: one pass without a cache."""
     with torch.inference_mode():
         return model(input_ids=tokens[None], use_cache=False).logits[0]
 
 
-def _assert_close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * 1e-5)
+_assert_close = partial(assert_close, tolerance=1e-5)
 
 
 def _cache(model: PreTrainedModel, static_shapes: bool = False, length: int = LENGTH) -> KVCache:
@@ -55,14 +52,14 @@ def target(model: PreTrainedModel) -> PreTrainedModel:
 def test_blocks_of_any_size_give_the_logits_of_one_pass(
     model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
 ) -> None:
-    tokens, cache = _tokens(0), _cache(model, static_shapes)
+    tokens, cache = tokens_of(LENGTH), _cache(model, static_shapes)
     expected = _fresh(model, tokens)
-    for size in (5, 1, 1, 80, 3, 10):
+    for size, last in ((5, 5), (1, 1), (1, 1), (80, 4), (3, 1), (10, 10)):
         start = cache.length
-        actual = forward(target, tokens[start : start + size], cache, last=size)
+        actual = forward(target, tokens[start : start + size], cache, last)
         assert cache.length == cache.get_seq_length() == start  # a pass never changes it
-        _assert_close(actual, expected[start : start + size])
         cache.length += size
+        _assert_close(actual, expected[cache.length - last : cache.length])
     assert cache.length == LENGTH
 
 
@@ -70,12 +67,12 @@ def test_blocks_of_any_size_give_the_logits_of_one_pass(
 @torch.inference_mode()
 def test_a_rewind_leaves_no_trace(model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool) -> None:
     """Committed positions, more than a window of them, are rewound and written again."""
-    tokens, cache = _tokens(0), _cache(model, static_shapes)
+    tokens, cache = tokens_of(LENGTH), _cache(model, static_shapes)
     forward(target, tokens, cache, last=1)
     cache.length = LENGTH
     for kept in (LENGTH - 3, 13, 2, 0):
         cache.length = kept
-        rewritten = torch.cat((tokens[:kept], _tokens(kept + 1)[kept:]))
+        rewritten = torch.cat((tokens[:kept], tokens_of(LENGTH, kept + 1)[kept:]))
         expected = _fresh(model, rewritten)
         _assert_close(forward(target, rewritten[kept : kept + 2], cache, last=2), expected[kept : kept + 2])
         cache.length = kept + 2
@@ -85,27 +82,10 @@ def test_a_rewind_leaves_no_trace(model: PreTrainedModel, target: PreTrainedMode
 
 @SHAPES
 @torch.inference_mode()
-def test_passes_that_are_not_committed_are_overwritten(
-    model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
-) -> None:
-    tokens, cache = _tokens(0), _cache(model, static_shapes)
-    expected = _fresh(model, tokens)
-    forward(target, tokens[:20], cache, last=1)
-    cache.length = 20
-    for seed in (1, 2):
-        rejected = _tokens(seed, 6)
-        _assert_close(forward(target, rejected, cache, last=6), _fresh(model, torch.cat((tokens[:20], rejected)))[20:])
-    _assert_close(forward(target, tokens[20:23], cache, last=3), expected[20:23])
-    cache.length = 22  # only two of the three are accepted
-    _assert_close(forward(target, tokens[22:], cache, last=LENGTH - 22), expected[22:])
-
-
-@SHAPES
-@torch.inference_mode()
 def test_writing_past_the_last_position_is_refused(
     model: PreTrainedModel, target: PreTrainedModel, static_shapes: bool
 ) -> None:
-    tokens, cache = _tokens(0), _cache(model, static_shapes, length=10)
+    tokens, cache = tokens_of(LENGTH), _cache(model, static_shapes, length=10)
     forward(target, tokens[:10], cache, last=1)
     cache.length = 8
     with pytest.raises(CacheFull, match="^cache: "):
@@ -114,12 +94,12 @@ def test_writing_past_the_last_position_is_refused(
 
 
 @SHAPES
-@pytest.mark.parametrize("length", [-1, 11])
-def test_a_length_outside_the_buffers_is_refused(static_shapes: bool, length: int) -> None:
+def test_a_length_outside_the_buffers_is_refused(static_shapes: bool) -> None:
     cache = KVCache(2, 10, static_shapes)
     cache.length = 10
-    with pytest.raises(CacheFull, match=f"length {length} .* 0 to 10"):
-        cache.length = length
+    for length in (-1, 11):
+        with pytest.raises(CacheFull, match=f"length {length} .* 0 to 10"):
+            cache.length = length
     assert cache.length == 10
 
 
@@ -128,7 +108,7 @@ def test_a_length_outside_the_buffers_is_refused(static_shapes: bool, length: in
 @torch.inference_mode()
 def test_a_copied_overflow_of_float16_is_refused(static_shapes: bool, dtype: torch.dtype) -> None:
     """Values of token 63 are beyond the range of float16. The positions before it can be copied."""
-    model, tokens = build("llama").to(dtype), _tokens(0, 8) % 63
+    model, tokens = build("llama").to(dtype), tokens_of(8) % 63
     words, values = model.get_input_embeddings().weight, model.model.layers[0].self_attn.v_proj.weight
     words[:, 0], values[:, 0], words[63], tokens[5] = 0.0, 6e4, torch.eye(32, dtype=dtype)[0], 63
     source, cache = _cache(model), _cache(model, static_shapes)
@@ -146,7 +126,7 @@ def test_a_copied_overflow_of_float16_is_refused(static_shapes: bool, dtype: tor
 @torch.inference_mode()
 def test_memory_is_allocated_once(static_shapes: bool) -> None:
     target = build("llama")
-    config, cache, tokens = target.config, _cache(target, static_shapes), _tokens(0)
+    config, cache, tokens = target.config, _cache(target, static_shapes), tokens_of(LENGTH)
     assert cache.nbytes == 0
     forward(target, tokens[:3], cache, last=1)
     buffers = [states.data_ptr() for layer in cache.layers for states in (layer.keys, layer.values)]
@@ -170,11 +150,3 @@ def test_static_shapes_read_positions_from_the_device() -> None:
     assert cache.positions(3).tolist() == [6, 7, 8]
     cache.length = 2
     assert cache.position is position and int(position) == 2
-
-
-@torch.inference_mode()
-def test_forward_returns_the_last_logits_of_a_block(model: PreTrainedModel, target: PreTrainedModel) -> None:
-    tokens = _tokens(3, 9)
-    expected = _fresh(model, tokens)
-    for last in (1, 4, 9):
-        _assert_close(forward(target, tokens, _cache(model), last), expected[-last:])

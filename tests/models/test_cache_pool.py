@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from layerskip.config import StopRule
-from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.memory import release_memory
@@ -22,38 +24,27 @@ from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
-from tests.accelerator import DEVICE
+from tests.accelerator import decode_static
 from tests.families import build
+from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, tokens_of
 
-LAYERS = 4
-TORCH_DEVICE = torch.device(DEVICE)
 PROMPT = [5, 9, 3, 7]
-
-
-def _tokens(count: int) -> Tensor:
-    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-
-
-def _acquired(model: Any, positions: int = 40, holder: object | None = None) -> CapturingCache:
-    cache = acquire_cache(model, LAYERS, positions, model.device, static_shapes=True, holder=holder)
-    assert isinstance(cache, CapturingCache)
-    return cache
 
 
 def test_a_cache_has_one_user_at_a_time_and_is_reused() -> None:
     model = build("llama")
-    first, second = _acquired(model), _acquired(model)
+    first, second = acquired(model), acquired(model)
     assert first is not second
     first.length = 7
     release_cache(model, first)
-    again = _acquired(model, 50)
+    again = acquired(model, 50)
     assert again is first and (again.length, again.capacity) == (0, 50)
     release_cache(model, again)
     release_cache(model, again)  # a second release is harmless
-    assert _acquired(model) is first
-    assert _acquired(model) is not first
-    assert _acquired(build("llama", 1)) is not first
-    assert _acquired(model, first.max_length + 1).max_length > first.max_length
+    assert acquired(model) is first
+    assert acquired(model) is not first
+    assert acquired(build("llama", 1)) is not first
+    assert acquired(model, first.max_length + 1).max_length > first.max_length
 
 
 def test_a_cache_without_captures_has_the_requested_length_and_is_not_reused() -> None:
@@ -70,98 +61,79 @@ def test_a_reused_cache_has_nothing_of_an_earlier_text() -> None:
     model = build("llama")
     view, outputs = decoding_view(model), []
     for reused in (False, True):
-        cache = _acquired(model)
-        assert cache.is_written == reused
+        cache = acquired(model)
+        assert bool(cache.buffers()) == reused
         for _ in range(2):
-            forward(view, _tokens(8), cache, last=1)
+            forward(view, tokens_of(8), cache, last=1)
             cache.length = 8
-            outputs.append(forward(view, _tokens(1), cache, last=1))
-        for states in (part for layer in cache.states() for part in layer if part is not None):
+            outputs.append(forward(view, tokens_of(1), cache, last=1))
+        for states in cache.buffers():
             states[:, :, 20:] = float("nan")
         release_cache(model, cache)
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
-def test_a_cache_for_other_weights_is_not_reused() -> None:
-    model = build("llama")
-    first = _acquired(model)
-    release_cache(model, first)
+def _to_float64(model: PreTrainedModel) -> None:
     model.to(torch.float64)
-    assert _acquired(model) is not first
 
 
-def test_pooled_caches_are_freed_when_memory_is_short() -> None:
+def _move(model: PreTrainedModel) -> None:
+    """Even if nothing is captured on the new device."""
+    acquire_cache(model, LAYERS, 40, torch.device("meta"), static_shapes=False)
+
+
+@pytest.mark.parametrize("change", [_to_float64, _move, lambda model: release_memory()])
+def test_a_cache_is_not_reused_for_other_weights_or_when_memory_was_short(change: Callable[[PreTrainedModel], None]) -> None:
     model = build("llama")
-    first = _acquired(model)
+    first = acquired(model)
     release_cache(model, first)
-    release_memory()
-    assert _acquired(model) is not first
+    change(model)
+    assert acquired(model) is not first
 
 
-def test_passes_are_captured_on_a_gpu_unless_the_context_is_long() -> None:
+def test_passes_are_captured_on_a_gpu_unless_the_context_is_long(caplog: pytest.LogCaptureFixture) -> None:
+    """A long one is decoded all the same, and logged once; where nothing is captured, no length is too long."""
     model = build("llama")
     assert isinstance(acquire_cache(model, LAYERS, 40, TORCH_DEVICE), CapturingCache) == (TORCH_DEVICE.type == "cuda")
-    assert type(acquire_cache(model, LAYERS, 200_000, TORCH_DEVICE)) is KVCache
-
-
-def test_a_context_that_is_too_long_to_be_captured_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """It is decoded all the same; without captured passes, as on a CPU by default, no length is too long."""
-    model = build("llama")
-    assert type(acquire_cache(model, LAYERS, 131_073, TORCH_DEVICE, static_shapes=False)) is KVCache
-    assert not caplog.records
-    for _ in range(2):
-        assert type(acquire_cache(model, LAYERS, 131_073, TORCH_DEVICE, static_shapes=True)) is KVCache
+    for static_shapes in (False, True, True):
+        assert type(acquire_cache(model, LAYERS, 131_073, TORCH_DEVICE, static_shapes)) is KVCache
     (record,) = caplog.records
-    expected = (
-        "LlamaForCausalLM: a text may have 131073 tokens, more than 131072; its passes are neither captured nor compiled"
-    )
-    assert record.getMessage() == expected
+    reason = "a text may have 131073 tokens, more than 131072; its passes are neither captured nor compiled"
+    assert record.getMessage() == f"LlamaForCausalLM: {reason}"
 
 
 def test_long_free_caches_are_not_all_kept() -> None:
     """Four of 32768 positions are, so the longest cache is kept alone."""
     model = build("llama")
-    caches = [_acquired(model, positions) for positions in (40, 100_000, 40_000, 40)]
+    caches = [acquired(model, positions) for positions in (40, 100_000, 40_000, 40)]
     for cache in caches:
         release_cache(model, cache)
     short, middle, long, _ = reversed(caches)
     assert cache_pool._free[model] == [short, middle]
     release_cache(model, long)
     assert cache_pool._free[model] == [long, short]
-    whole = _acquired(model, 131_072)
+    whole = acquired(model, 131_072)
     release_cache(model, whole)
     assert cache_pool._free[model] == [whole]
 
 
-@pytest.mark.parametrize("positions", [4097, 4608, 4609, 8192, 8193, 20_000, 32_768, 100_000, 131_072])
-def test_a_long_cache_is_at_max_an_eighth_longer_than_requested(positions: int) -> None:
+def test_a_long_cache_is_at_max_an_eighth_longer_than_requested() -> None:
     """Passes read masked positions too. There are few lengths, so that most prompts find a pooled cache."""
-    length = _acquired(build("llama"), positions).max_length
-    assert positions <= length <= positions * 9 / 8
-    assert length % 512 == 0
-
-
-def test_pooled_caches_are_dropped_when_the_model_moves() -> None:
-    """Even if nothing is captured on the new device."""
-    model = build("llama")
-    first = _acquired(model)
-    release_cache(model, first)
-    acquire_cache(model, LAYERS, 40, torch.device("meta"), static_shapes=False)
-    assert _acquired(model) is not first
+    for positions in (4097, 4608, 4609, 8192, 8193, 20_000, 32_768, 100_000, 131_072):
+        length = acquired(build("llama"), positions).max_length
+        assert positions <= length <= positions * 9 / 8
+        assert length % 512 == 0
 
 
 def test_a_cache_depends_on_all_weights_that_passes_read() -> None:
     model, module = build("llama"), nn.Linear(2, 2)
-
-    def acquired() -> KVCache:
-        return acquire_cache(model, LAYERS, 40, model.device, static_shapes=True, reads=[module])
-
-    first = acquired()
+    take = partial(acquire_cache, model, LAYERS, 40, TORCH_DEVICE, static_shapes=True, reads=[module])
+    first = take()
     release_cache(model, first)
-    assert acquired() is first
+    assert take() is first
     release_cache(model, first)
     module.weight.data = module.weight.data.clone()
-    assert acquired() is not first
+    assert take() is not first
 
 
 class _Wrapped(Tensor):
@@ -191,32 +163,26 @@ class _Holder:
 
 
 def test_a_holder_keeps_one_cache_until_it_is_collected() -> None:
+    """It can be collected while another one acquires a cache."""
     model, holder, other = build("llama"), _Holder(), _Holder()
-    first = _acquired(model, holder=holder)
-    assert _acquired(model, holder=other) is not first
-    assert _acquired(model, holder=holder) is first  # the first cache was released for it
-    del holder
-    gc.collect()
-    assert _acquired(model) is first
-    assert _acquired(model) is not first
+    first = acquired(model, holder=holder)
+    assert acquired(model, holder=other) is not first
+    assert acquired(model, holder=holder) is first  # the first cache was released for it
+    with cache_pool._lock:
+        del holder
+        gc.collect()
+    assert acquired(model) is first
+    assert acquired(model) is not first
 
 
 def test_the_cache_of_a_collected_drafter_is_reused() -> None:
     target, draft = Target(build("llama")), build("llama", 1)
     drafter = DraftModel(draft, LAYERS, 2, StopRule())
-    decode(target, drafter, PROMPT, Sampling(), 8, static_shapes=True)
+    decode_static(target, drafter, PROMPT, Sampling(), 8)
     first = drafter._cache
     del drafter
     gc.collect()
-    assert _acquired(draft) is first
-
-
-def test_a_cache_can_be_released_while_another_is_acquired() -> None:
-    """A holder can be collected at any time."""
-    with cache_pool._lock:
-        free = cache_pool._lock.acquire(blocking=False)
-    assert free
-    cache_pool._lock.release()
+    assert acquired(draft) is first
 
 
 def test_captured_passes_survive_an_interrupted_request() -> None:
@@ -227,19 +193,19 @@ def test_captured_passes_survive_an_interrupted_request() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        decode(target, NoDraft(), PROMPT, Sampling(), 8, callback=interrupt, static_shapes=True)
+        decode_static(target, NoDraft(), PROMPT, Sampling(), 8, callback=interrupt)
     assert any(type(cache) is CapturingCache for cache in cache_pool._free[target.model])
 
 
 def test_an_interrupted_pass_leaves_no_trace() -> None:
     """Static shapes and the length on the device are reset."""
     model = build("llama")
-    cache = _acquired(model)
+    cache = acquired(model)
     with torch.inference_mode():
         cache.length = 7
         cache._on_device().fill_(9)
         cache.static_shapes = True
     release_cache(model, cache)
-    assert _acquired(model) is cache
+    assert acquired(model) is cache
     cache.length = 7
     assert not cache.static_shapes and int(cache._on_device()) == 7

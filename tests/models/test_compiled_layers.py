@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from layerskip.config import StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.tree import tree_model
@@ -23,18 +23,17 @@ from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.mask import SkipMask
 from layerskip.models import compiled_layers as module
 from layerskip.models.cache import KVCache
-from layerskip.models.cache_pool import acquire_cache, release_cache
-from layerskip.models.compiled_layers import FusedLinear, compiled_layers, set_compiling
+from layerskip.models.cache_pool import release_cache
+from layerskip.models.compiled_layers import CompiledLayers, FusedLinear, compiled_layers, set_compiling
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target, TargetError
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.exhaustive import EXHAUSTIVE
 from tests.families import SKIPPABLE, build
+from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, tokens_of
 
-LAYERS = 4
-TORCH_DEVICE = torch.device(DEVICE)
 EXHAUSTIVE_ONLY = pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes seconds a family; run by make lossless")
 COMPILED = ("llama", "gemma3_text")  # one of plain layers, one of two types of layers with norms of queries and keys
 
@@ -45,27 +44,18 @@ def _model(family: str) -> PreTrainedModel:
     return model
 
 
-def _tokens(count: int) -> Tensor:
-    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-
-
 def _caches(model: PreTrainedModel, view: nn.Module, prompt: int) -> tuple[CapturingCache, KVCache]:
     """Return a capturing and a plain cache, filled with a prompt."""
     layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    cache, plain = acquire_cache(model, layers, 60, TORCH_DEVICE, True), KVCache(layers, 60, device=DEVICE)
-    assert isinstance(cache, CapturingCache)
-    for held in (cache, plain):
-        forward(view, _tokens(prompt), held, last=1)
-        held.length = prompt
-    return cache, plain
+    return filled(acquired(model, 60, layers=layers), view, tokens_of(prompt), 60)
+
+
+def _fail(*_: object) -> None:
+    raise TypeError("no\nsuch thing")
 
 
 def _compiled_passes(cache: CapturingCache) -> list[bool]:
     return [captured.layers is not None for passes in cache._passes.values() for captured in passes.values()]
-
-
-def _assert_close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * 3e-5)
 
 
 @EXHAUSTIVE_ONLY
@@ -78,9 +68,8 @@ def test_compiled_chains_equal_eager_ones(family: str) -> None:
     view = decoding_view(model)
     cache, plain = _caches(model, view, 17)
     for width in (1, 3, 1):
-        block = _tokens(40)[cache.length : cache.length + width]
-        actual, expected = (forward(view, block, held, last=width) for held in (cache, plain))
-        _assert_close(actual, expected)
+        block = tokens_of(40)[cache.length : cache.length + width]
+        assert_close(*(forward(view, block, held, last=width) for held in (cache, plain)))
         cache.length += width
         plain.length += width
     if family in COMPILED:
@@ -95,28 +84,19 @@ def test_compiled_trees_and_views_equal_eager_ones() -> None:
         model = _model("llama")
     trees, view = tree_model(model), skip_view(model, SkipMask.parse("layers:1;attention:2", LAYERS))
     cache, plain = _caches(model, decoding_view(model), 12)
-    block, parents = _tokens(20)[12:18], (-1, 0, 0, 2, -1)
-    _assert_close(trees.run(block, parents, cache), trees.run(block, parents, plain))
-    _assert_close(*(forward(view, block[:2], held, last=2) for held in (cache, plain)))
+    block, parents = tokens_of(20)[12:18], (-1, 0, 0, 2, -1)
+    assert_close(trees.run(block, parents, cache), trees.run(block, parents, plain))
+    assert_close(*(forward(view, block[:2], held, last=2) for held in (cache, plain)))
     assert _compiled_passes(cache) == [True, True]
 
 
 @EXHAUSTIVE_ONLY
 def test_compiled_decoding_gives_the_tokens_of_generate() -> None:
-    model = _model("llama")
-    prompt = _tokens(12)
+    model, prompt = _model("llama"), tokens_of(12)
     expected = model.generate(prompt[None], max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 12:]
-    drafter = LayerSkip(skip_view(model, SkipMask.parse("layers:1", LAYERS)), 2, StopRule())
-    for tried in (NoDraft(), drafter):
-        found = decode(
-            Target(model, compile="on"),
-            tried,
-            prompt.tolist(),
-            Sampling(),
-            20,
-            static_shapes=True,
-            eos_ids=frozenset(),
-        )
+    for drafter in (NoDraft(), LayerSkip(skip_view(model, SkipMask.parse("layers:1", LAYERS)), 2, StopRule())):
+        target = Target(model, compile="on")
+        found = decode_static(target, drafter, prompt.tolist(), Sampling(), 20, stops=Stops(frozenset()))
         assert found.tokens == expected.tolist()
 
 
@@ -124,18 +104,18 @@ def test_the_weights_of_siblings_are_laid_out_without_a_copy() -> None:
     """Values, names and training of the model do not change, and a move to another memory keeps it working."""
     model = _model("llama")
     before = copy.deepcopy(model.state_dict())
-    acquire_cache(model, LAYERS, 60, TORCH_DEVICE, True)
+    acquired(model)
     attention = model.model.layers[1].self_attn
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
-    assert parts[1].data_ptr() == parts[0].data_ptr() + parts[0].nbytes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    model(_tokens(5)[None]).logits.sum().backward()
+    model(tokens_of(5)[None]).logits.sum().backward()
     assert attention.k_proj.weight.grad is not None
-    for part in parts:
-        part.data = part.data.clone()
-    acquire_cache(model, LAYERS, 60, TORCH_DEVICE, True)
-    assert parts[1].data_ptr() == parts[0].data_ptr() + parts[0].nbytes
+    for _ in range(2):
+        assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+        assert parts[1].data_ptr() == parts[0].data_ptr() + parts[0].nbytes
+        for part in parts:
+            part.data = part.data.clone()
+        acquired(model)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -157,9 +137,13 @@ def test_a_single_row_of_a_large_weight_takes_the_kernel_for_few_rows(outputs: i
     assert asked == [4096] * (outputs == 4096)
 
 
-def test_layers_are_compiled_on_cuda_alone_by_default() -> None:
+def test_layers_are_compiled_on_cuda_by_default_and_the_mode_of_a_model_reaches_its_views() -> None:
+    """Another target over the same model, as ``custom_generate`` makes one, changes nothing; a new mode makes new views."""
     model = build("llama")
     assert (compiled_layers(model) is not None) == (TORCH_DEVICE.type == "cuda")
+    for mode, compiled in (("on", True), (None, True), ("off", False)):
+        Target(model, compile=mode)
+        assert (compiled_layers(decoding_view(model)) is not None) == compiled
     with pytest.raises(TargetError, match=r"^target.compile: 'maybe' is not auto, on, off$"):
         Target(model, compile="maybe")
 
@@ -170,7 +154,7 @@ def test_a_compiled_tree_model_is_freed_with_its_model(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
     model = _model("llama")
     cache, _ = _caches(model, decoding_view(model), 12)
-    tree_model(model).run(_tokens(20)[12:18], (-1, 0, 0, 2, -1), cache)
+    tree_model(model).run(tokens_of(20)[12:18], (-1, 0, 0, 2, -1), cache)
     assert _compiled_passes(cache) == [True]
     views = [weakref.ref(tree_model(model).view), weakref.ref(decoding_view(model))]
     del model, cache
@@ -178,22 +162,12 @@ def test_a_compiled_tree_model_is_freed_with_its_model(monkeypatch: pytest.Monke
     assert [view() for view in views] == [None, None]
 
 
-def test_the_mode_of_a_model_reaches_its_views_and_stays() -> None:
-    """Another target over the same model, as ``custom_generate`` makes one, changes nothing; a new mode makes new views."""
-    target = Target(build("llama"), compile="on")
-    assert compiled_layers(decoding_view(target.model)) is not None
-    Target(target.model)
-    assert compiled_layers(decoding_view(target.model)) is not None
-    Target(target.model, compile="off")
-    assert compiled_layers(decoding_view(target.model)) is None
-
-
 def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: lambda *args: (runs.append(1), module._run(*args))[1])
     target = Target(build("llama"), compile="on")
-    expected = decode(Target(build("llama")), NoDraft(), [3, 4, 5], Sampling(), 8, eos_ids=frozenset()).tokens
-    assert decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, eos_ids=frozenset()).tokens == expected
+    expected = decode(Target(build("llama")), NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens
+    assert decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens == expected
     assert runs
 
 
@@ -202,7 +176,7 @@ def test_another_thread_may_run_the_view_meanwhile(monkeypatch: pytest.MonkeyPat
     """As for a check of an output beside a decoding. Its pass runs the layers as they are, on its own cache."""
     with torch.inference_mode(False):
         model = _model("llama")
-    view, tokens = decoding_view(model), _tokens(16)
+    view, tokens = decoding_view(model), tokens_of(16)
     cache, plain = _caches(model, view, 12)
     expected = forward(view, tokens, KVCache(LAYERS, 16, device=DEVICE), last=16)
     found: list[Tensor] = []
@@ -219,7 +193,7 @@ def test_another_thread_may_run_the_view_meanwhile(monkeypatch: pytest.MonkeyPat
         return module._run(*args)
 
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: run)
-    _assert_close(*(forward(view, tokens[12:], held, last=4) for held in (cache, plain)))
+    assert_close(*(forward(view, tokens[12:], held, last=4) for held in (cache, plain)))
     assert _compiled_passes(cache) == [True]
     assert len(found) == 1
     assert torch.equal(found[0], expected)
@@ -252,7 +226,7 @@ def test_replaced_weights_are_read_by_compiled_layers(monkeypatch: pytest.Monkey
     """Also if only their data was replaced, as by an average of weights."""
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
     model = _model("llama")
-    block = _tokens(20)[12:16]
+    block = tokens_of(20)[12:16]
     with torch.inference_mode():
         cache, _ = _caches(model, decoding_view(model), 12)
         forward(decoding_view(model), block, cache, last=4)
@@ -262,5 +236,48 @@ def test_replaced_weights_are_read_by_compiled_layers(monkeypatch: pytest.Monkey
     with torch.inference_mode():
         view = decoding_view(model)
         cache, plain = _caches(model, view, 12)
-        _assert_close(*(forward(view, block, held, last=4) for held in (cache, plain)))
+        assert_close(*(forward(view, block, held, last=4) for held in (cache, plain)))
         assert _compiled_passes(cache) == [True]
+
+
+@torch.inference_mode()
+def test_a_model_that_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one line in the log; its passes are captured all the same."""
+    model = _model("llama")
+    view = decoding_view(model)
+    cache, plain = _caches(model, view, 12)
+    monkeypatch.setattr(module, "_compiled_run", lambda fuses: _fail)
+    for width in (3, 1):
+        assert_close(*(forward(view, tokens_of(20)[12 : 12 + width], held, last=width) for held in (cache, plain)))
+    assert caplog.text.count("run as they are: no") == 1
+    assert "such" not in caplog.text
+    assert _compiled_passes(cache) == [False, False]
+
+
+def _double(*args: Any) -> Any:
+    return 2 * module._run(*args)
+
+
+@pytest.mark.parametrize(("wrong", "reason"), [(_fail, "no"), (_double, "the captured pass gives other results")])
+@torch.inference_mode()
+def test_layers_whose_products_cannot_be_fused_are_compiled_without(
+    wrong: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU: once, with one line in the log, whether compiling fails or the results differ."""
+    asked: list[bool] = []
+    monkeypatch.setattr(module, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(module, "_unfused", set())
+    monkeypatch.setattr(module, "_compiled_run", lambda fuses: asked.append(fuses) or (wrong if fuses else module._run))
+    with torch.inference_mode(False):
+        model = _model("llama")
+    view = decoding_view(model)
+    cache, plain = _caches(model, view, 12)
+    for width in (3, 1):
+        assert_close(*(forward(view, tokens_of(20)[12 : 12 + width], held, last=width) for held in (cache, plain)))
+    assert _compiled_passes(cache) == [True, True]
+    assert asked[0]
+    assert not any(asked[-2 * LAYERS :])
+    assert not CompiledLayers(view, "model.layers").fuses  # nor are those of other views of such models
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == [reason]

@@ -1,4 +1,4 @@
-"""Draft heads: drafts from a part of the vocabulary."""
+"""Draft heads: drafts from a part of the vocabulary, whose output rows grow with a text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from layerskip import save_draft_checkpoint
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.drafters.registry import build_drafter
 from layerskip.mask import SkipMask
-from layerskip.models.draft_head import DraftHead, load_draft_tokens, save_draft_tokens
+from layerskip.models.draft_head import DraftHead, OutputRows, load_draft_tokens, save_draft_tokens
 from layerskip.models.skip_view import skip_view
 from tests.accelerator import DEVICE
 from tests.drafters.bridges import head_folder
@@ -58,3 +59,25 @@ def test_a_draft_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_draft_tokens(tmp_path, target)
     with pytest.raises(ConfigError, match="^draft_head: cannot read"):
         load_draft_tokens(tmp_path / "nothing", target)
+
+
+@pytest.mark.parametrize("bias", [None, torch.arange(900) / 7])
+def test_rows_are_those_of_common_tokens_and_of_the_text(bias: Tensor | None) -> None:
+    weight = torch.randn(900, 6, generator=torch.Generator().manual_seed(0))
+    common, text = (2, 3, 5, 8), list[int]()
+    rows = OutputRows(weight, bias, torch.tensor(common), 880)
+    for length in (0, 3, 40, 41, 300, 800):  # beyond the reserved rows, twice
+        text += [(7 * row + 1) % 900 for row in range(len(text), length)]
+        with torch.inference_mode():  # as decoding does
+            rows.follow(text)
+        tokens = rows.tokens.tolist()
+        assert tuple(tokens[: len(common)]) == common
+        assert sorted(tokens) == sorted({*common, *(token for token in text if token < 880)})
+        assert torch.equal(rows.weight, weight[tokens])
+        assert rows.bias is None if bias is None else rows.bias is not None and torch.equal(rows.bias, bias[tokens])
+    rows.begin()
+    assert tuple(rows.tokens.tolist()) == common
+    assert torch.equal(rows.weight, weight[list(common)])
+    rows.follow([11, 2])
+    assert tuple(rows.tokens.tolist()) == (*common, 11)
+    assert torch.equal(rows.weight, weight[[*common, 11]])

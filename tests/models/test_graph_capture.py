@@ -1,10 +1,14 @@
-"""Captured passes give the results of eager ones, with CUDA graphs on a GPU and in static shapes on a CPU."""
+"""Captured passes give the results of eager ones, with CUDA graphs on a GPU and in static shapes on a CPU.
+
+Passes that cannot be captured run eagerly: once, or for good if the model can never be captured.
+"""
 
 from __future__ import annotations
 
 import copy
 import sys
-from functools import partial
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,41 +17,39 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops
 from layerskip.decoding.drafter import Context, NoDraft
 from layerskip.decoding.sampling import Chooser, Sampling
-from layerskip.device.tolerance import nearly_equal
+from layerskip.device.trial import nearly_equal
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.drafters.registry import build_drafter
 from layerskip.mask import SkipMask
 from layerskip.measure.measure import measure
-from layerskip.models.cache import CacheFull, KVCache
-from layerskip.models.cache_pool import acquire_cache, release_cache
+from layerskip.models.cache_pool import release_cache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import Features, forward
-from layerskip.models.graph_capture import CapturingCache, _refused, capture_seconds
+from layerskip.models.graph_capture import CapturingCache, EagerPass, _refused, capture_seconds
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target
-from tests.accelerator import DEVICE
+from tests.accelerator import decode_static
 from tests.families import REPRESENTATIVE, build
+from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, tokens_of
 
-LAYERS = 4
-TORCH_DEVICE = torch.device(DEVICE)
 needs_gpu = pytest.mark.skipif(TORCH_DEVICE.type != "cuda", reason="needs a GPU")
 
 
-def _tokens(count: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+def _prefilled(model: PreTrainedModel) -> tuple[PreTrainedModel, CapturingCache]:
+    view, cache = decoding_view(model), CapturingCache(LAYERS, 40, TORCH_DEVICE)
+    forward(view, tokens_of(8), cache, last=1)
+    cache.length = 8
+    return view, cache
 
 
-def _acquired(model: nn.Module, positions: int = 40) -> CapturingCache:
-    cache = acquire_cache(model, LAYERS, positions, TORCH_DEVICE, static_shapes=True)
-    assert isinstance(cache, CapturingCache)
-    return cache
+def _failing(error: Exception) -> Any:
+    def fail(*_: object) -> Any:
+        raise error
 
-
-def _assert_close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * 3e-5)
+    return fail
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVE)
@@ -56,17 +58,14 @@ def test_captured_passes_equal_eager_ones(family: str) -> None:
     """Over blocks of every width, wide ones first, on a cache that is rewound and reused."""
     model = build(family)
     layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    target, source = decoding_view(model), _tokens(60)
+    target, source = decoding_view(model), tokens_of(60)
     for prompt in (17, 9):
-        cache, plain = acquire_cache(model, layers, 60, TORCH_DEVICE, True), KVCache(layers, 60, device=DEVICE)
-        for width in (prompt, 5, 1, 3, 5, 2, 1, 7):
+        cache, plain = filled(acquired(model, 60, layers=layers), target, source[:prompt], 60)
+        for width in (5, 1, 3, 5, 2, 1, 7):
             block = source[cache.length : cache.length + width]
-            actual, expected = (forward(target, block, held, last=width) for held in (cache, plain))
-            _assert_close(actual, expected)
-            kept = max(1, width - 1)
-            cache.length += kept
-            plain.length += kept
-        assert isinstance(cache, CapturingCache)
+            assert_close(*(forward(target, block, held, last=width) for held in (cache, plain)))
+            cache.length += max(1, width - 1)
+            plain.length = cache.length
         # GPT-Neo computes its windows from the number of keys; on a GPU some mixtures of experts also synchronise.
         if family == "gpt_neo" or TORCH_DEVICE.type == "cpu":
             assert any(cache._passes.values()) == (family != "gpt_neo")
@@ -74,54 +73,29 @@ def test_captured_passes_equal_eager_ones(family: str) -> None:
 
 
 @torch.inference_mode()
-def test_passes_of_a_view_and_of_the_target_are_captured_separately() -> None:
-    model, tokens = build("llama"), _tokens(20)
+def test_views_and_features_have_captured_passes_of_their_own() -> None:
+    model, tokens = build("llama"), tokens_of(20)
     views = [decoding_view(model), skip_view(model, SkipMask.parse("attention:1;mlp:2", LAYERS))]
-    cache, plain = _acquired(model), KVCache(LAYERS, 40, device=DEVICE)
-    for held in (cache, plain):
-        forward(views[0], tokens[:16], held, last=1)
-        held.length = 16
-    for _ in range(2):
-        for view in views:
-            _assert_close(forward(view, tokens[16:18], cache, last=2), forward(view, tokens[16:18], plain, last=2))
-
-
-@torch.inference_mode()
-def test_features_are_those_of_the_replayed_pass() -> None:
-    model, tokens = build("llama"), _tokens(20)
-    view, features = decoding_view(model), Features(("model.layers.1", "model.layers.3"))
-    cache, plain = _acquired(model), KVCache(LAYERS, 40, device=DEVICE)
-    for held in (cache, plain):
-        forward(view, tokens[:10], held, last=1)
-        held.length = 10
+    cache, plain = filled(acquired(model), views[0], tokens[:10])
+    features = Features(("model.layers.1", "model.layers.3"))
     for start in (10, 13, 11):
-        forward(view, tokens[start : start + 3], cache, last=3, features=features)
+        block = tokens[start : start + 3]
+        for view in views:
+            assert_close(forward(view, block, cache, last=2), forward(view, block, plain, last=2))
+        forward(views[0], block, cache, last=3, features=features)
         actual = features.read()
-        forward(view, tokens[start : start + 3], plain, last=3, features=features)
-        _assert_close(actual, features.read())
+        forward(views[0], block, plain, last=3, features=features)
+        assert_close(actual, features.read())
 
 
 @torch.inference_mode()
-def test_passes_under_autocast_are_not_captured() -> None:
-    model = build("llama")
-    cache = _acquired(model)
-    forward(decoding_view(model), _tokens(8), cache, last=1)
-    cache.length = 8
+def test_passes_under_autocast_are_not_captured_and_those_without_logits_are() -> None:
+    view, cache = _prefilled(build("llama"))
     with torch.autocast(TORCH_DEVICE.type, torch.bfloat16):
-        forward(decoding_view(model), _tokens(1), cache, last=1)
+        forward(view, tokens_of(1), cache, last=1)
     assert not any(cache._passes.values())
-
-
-@torch.inference_mode()
-def test_writing_past_the_last_position_is_refused() -> None:
-    model = build("llama")
-    cache, view = CapturingCache(LAYERS, 10, TORCH_DEVICE), decoding_view(model)
-    forward(view, _tokens(8), cache, last=1)
-    cache.length = 8
-    forward(view, _tokens(2), cache, last=2)
-    cache.length = 9
-    with pytest.raises(CacheFull, match="11 positions are needed, but only 10 are allocated"):
-        forward(view, _tokens(2), cache, last=2)
+    assert forward(view, tokens_of(2), cache, last=0).shape == (0, 64)
+    assert any(cache._passes.values())
 
 
 @torch.inference_mode()
@@ -130,17 +104,14 @@ def test_the_pass_of_a_draft_head_is_captured_while_its_vocabulary_grows() -> No
     model = build("llama", vocab_size=600)
     view, head = skip_view(model, SkipMask.parse("mlp:2", LAYERS)), DraftHead(model, torch.arange(8), 600)
     head.restrict(view)
-    drafter = LayerSkip(view, 3, StopRule(), head=head)
-    cache, plain, text = _acquired(model), KVCache(LAYERS, 40, device=DEVICE), torch.arange(8, 500).to(DEVICE)
-    for held in (cache, plain):
-        forward(decoding_view(model), text[:10], held, last=1)
-        held.length = 10
+    drafter, text = LayerSkip(view, 3, StopRule(), head=head), torch.arange(8, 500).to(TORCH_DEVICE)
+    cache, plain = filled(acquired(model), decoding_view(model), text[:10])
     drafter.start([], cache, Chooser(Sampling(), 600, TORCH_DEVICE))
     for known, passes in ((10, 1), (14, 1), (18, 1), (400, 2), (420, 2)):
         head.follow(text[:known].tolist())
         drafted, expected = (forward(view, text[known - 1 : known], held, last=1) for held in (cache, plain))
         assert drafted.shape[-1] == 8 + known
-        _assert_close(drafted, expected)
+        assert_close(drafted, expected)
         assert len(cache._passes[view]) == passes
     drafted = drafter.draft(Context(text[:430].tolist(), text[429:430]), 3).tokens
     assert drafted.shape == (3,) and int(drafted.max()) < 8 + 430
@@ -149,12 +120,10 @@ def test_the_pass_of_a_draft_head_is_captured_while_its_vocabulary_grows() -> No
 @torch.inference_mode()
 def test_captured_passes_of_a_view_are_freed_with_it() -> None:
     model = build("llama")
-    cache, target = _acquired(model), decoding_view(model)
-    forward(target, _tokens(8), cache, last=1)
-    cache.length = 8
+    _, cache = _prefilled(model)
     for seed in range(3):
         view = skip_view(model, SkipMask.parse(f"mlp:{seed}", LAYERS))
-        forward(view, _tokens(1), cache, last=1)
+        forward(view, tokens_of(1), cache, last=1)
         assert len(cache._passes) == 1 and all(cache._passes.values())
         del view
 
@@ -167,7 +136,7 @@ def test_capture_time_is_not_part_of_decoding_time(tiny_target: Target, monkeypa
     target = Target(model, tiny_target.tokenizer)
     monkeypatch.setattr("time.perf_counter", lambda: float(len(passes)))
     measuring = sys.modules["layerskip.measure.measure"]  # the package exports a function of this name
-    monkeypatch.setattr(measuring, "decode", partial(decode, static_shapes=True))
+    monkeypatch.setattr(measuring, "decode", decode_static)
     monkeypatch.setattr(measuring, "_warmup", lambda *_: None)
     before = capture_seconds()
     measurement = measure(target, ["One."], SpeculativeConfig("layer_skip", 3, mask=""), max_new_tokens=13)
@@ -183,27 +152,23 @@ def test_capture_time_is_not_part_of_decoding_time(tiny_target: Target, monkeypa
 @torch.inference_mode()
 def test_an_overflow_after_the_length_does_not_affect_later_passes(static: bool) -> None:
     """A rejected token overflows; a pass that is captured later reads its values under the mask."""
-    model, tokens = build("llama").half(), _tokens(12)
+    model, tokens = build("llama").half(), tokens_of(12)
     words, values = model.get_input_embeddings().weight, model.model.layers[0].self_attn.v_proj.weight
     words[:, 0], values[:, 0], words[63] = 0.0, 6e4, torch.eye(32, dtype=torch.float16)[0]
     tokens[tokens == 63] = 5
     overflowing = tokens.clone()
     overflowing[11] = 63
-    view, cache, plain = decoding_view(model), _acquired(model), KVCache(LAYERS, 40, device=DEVICE)
-    for held, prompt in (cache, tokens[:9] if static else overflowing), (plain, tokens[:9]):
-        forward(view, prompt, held, last=1)
-        held.length = 9
+    view = decoding_view(model)
+    cache, plain = filled(acquired(model), view, tokens[:9])
     if static:
         for block in (tokens[9:], overflowing[9:]):  # the first is captured
             forward(view, block, cache, last=3)
+    else:
+        cache.length = 0
+        forward(view, overflowing, cache, last=1)
+        cache.length = 9
     assert nearly_equal(forward(view, tokens[9:10], cache, last=1), forward(view, tokens[9:10], plain, last=1))
     assert any(cache._passes.values()) and view not in _refused
-
-
-@needs_gpu
-def test_captures_on_one_gpu_share_a_stream() -> None:
-    first, second = (CapturingCache(LAYERS, 40, TORCH_DEVICE)._capturer for _ in range(2))
-    assert first is not None and second is not None and first._stream is second._stream
 
 
 class _Synchronises(nn.Module):
@@ -219,24 +184,16 @@ class _Synchronises(nn.Module):
 
 @needs_gpu
 def test_a_model_that_synchronises_is_not_captured() -> None:
-    def synchronising() -> PreTrainedModel:
-        model = build("llama")
-        model.model.layers[1].mlp = _Synchronises(model.model.layers[1].mlp)
-        return model
-
-    prompt = _tokens(9).tolist()
-    actual, expected = (
-        decode(Target(model), NoDraft(), prompt, Sampling(), 20, static_shapes=static).tokens
-        for model, static in ((synchronising(), True), (synchronising(), False))
-    )
-    assert actual == expected
-    assert any(isinstance(part, _Synchronises) for model in _refused for part in model.modules())
-    # The device still works.
-    model = build("llama")
-    captured, plain = (
-        decode(Target(model), NoDraft(), prompt, Sampling(), 20, static_shapes=static).tokens for static in (True, False)
-    )
-    assert captured == plain
+    """The device still works after it."""
+    for synchronises in (True, False):
+        model, tokens = build("llama"), []
+        if synchronises:
+            model.model.layers[1].mlp = _Synchronises(model.model.layers[1].mlp)
+        for static in (True, False):
+            found = decode_static(Target(model), NoDraft(), tokens_of(9).tolist(), Sampling(), 20, static=static)
+            tokens.append(found.tokens)
+        assert tokens[0] == tokens[1]
+        assert (decoding_view(model) in _refused) == synchronises
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
@@ -244,10 +201,89 @@ def test_decoding_reaches_the_last_position_of_a_model(family: str) -> None:
     """Padded chains must not read learned positions that do not exist."""
     model = build(family)
     limit = int(model.config.get_text_config(decoder=True).max_position_embeddings)
-    prompt = (_tokens(8).tolist() * limit)[: limit - 12]
+    prompt = (tokens_of(8).tolist() * limit)[: limit - 12]
     lookup = build_drafter(SpeculativeConfig("prompt_lookup", 6, prompt_lookup_max=3), Target(model))
     plain, static = (
-        decode(Target(model), lookup, prompt, Sampling(), 12, static_shapes=static, eos_ids=frozenset()).tokens
+        decode_static(Target(model), lookup, prompt, Sampling(), 12, static=static, stops=Stops(frozenset())).tokens
         for static in (False, True)
     )
     assert static == plain
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("no\nsuch thing")])
+@torch.inference_mode()
+def test_a_model_is_refused_only_if_it_can_never_be_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Running out of memory is no refusal. A refusal is logged with its reason."""
+    model = build("llama")
+    view, cache = _prefilled(model)
+    expected = model(tokens_of(11)[None], use_cache=False).logits[0, 8:]
+    with monkeypatch.context() as patch:
+        patch.setattr(CapturingCache, "_capture", _failing(error))
+        assert nearly_equal(forward(view, tokens_of(11)[8:], cache, last=3), expected)
+    refused = "no" in str(error)[:2]
+    assert (view in _refused, "run eagerly: no" in caplog.text, "such" in caplog.text) == (refused, refused, False)
+    assert nearly_equal(forward(view, tokens_of(11)[8:], cache, last=3), expected)
+    assert any(cache._passes.values()) != refused
+
+
+@torch.inference_mode()
+def test_non_finite_logits_neither_refuse_nor_confirm_a_capture() -> None:
+    """Infinite logits of hidden tokens are compared like others."""
+    model = build("phi")
+    model.get_output_embeddings().bias[50:] = -float("inf")
+    view, cache = _prefilled(model)
+    weight = model.get_output_embeddings().weight
+    before, weight[3] = weight[3].clone(), float("inf")
+    forward(view, tokens_of(1), cache, last=1)
+    assert view not in _refused and not any(cache._passes.values())
+    weight[3] = before
+    forward(view, tokens_of(1), cache, last=1)
+    assert any(cache._passes.values())
+
+
+@torch.inference_mode()
+def test_a_lost_device_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, cache = _prefilled(build("llama"))
+    monkeypatch.setattr(CapturingCache, "_capture", _failing(RuntimeError("CUDA error: device-side assert triggered")))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        forward(view, tokens_of(1), cache, last=1)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        cache.gather([1])
+    assert view not in _refused and not cache.static_shapes
+
+
+@torch.inference_mode()
+def test_a_move_that_cannot_be_captured_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, cache = _prefilled(build("llama"))
+    before, attempts = [states.clone() for states in cache.buffers()], []
+    cache.length = 4
+    monkeypatch.setattr(CapturingCache, "_capture", lambda *_: attempts.append(1) or _failing(RuntimeError("no"))())
+    for _ in range(2):
+        cache.gather([2])
+        cache.gather([0])
+    for states, old in zip(cache.buffers(), before, strict=True):
+        assert torch.equal(states[:, :, 4], old[:, :, 6])
+    assert len(attempts) == 1
+
+
+def test_one_pass_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[int] = []
+    peaks: list[int] = []
+
+    def slow(cache: CapturingCache, *_: object) -> EagerPass:
+        running.append(0)
+        peaks.append(len(running))
+        time.sleep(0.2)
+        running.pop()
+        return EagerPass()
+
+    @torch.inference_mode()
+    def capture(cache: CapturingCache) -> None:
+        cache.gather([1])
+
+    monkeypatch.setattr(CapturingCache, "_capture", slow)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(capture, [CapturingCache(LAYERS, 40, TORCH_DEVICE) for _ in range(2)]))
+    assert peaks == [1, 1]

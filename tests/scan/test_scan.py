@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from layerskip.bridges.bridge import load_bridges
 from layerskip.config import SpeculativeConfig, StopRule
-from layerskip.decoding.decode import decode
+from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
@@ -21,12 +22,10 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.mask import SkipMask
 from layerskip.measure.measure import measure
 from layerskip.models.architecture import UnsupportedModel
-from layerskip.models.bridge import load_bridges
 from layerskip.models.target import Target
 from layerskip.prompts import PromptSet
-from layerskip.scan.replay import count, replay_lookup
+from layerskip.scan.replay import Branching, count, replay_lookup
 from layerskip.scan.scan import Scanner
-from layerskip.scan.trace import Branching
 from layerskip.texts.continuations import Continuation, continue_prompts
 from tests.drafters.bridges import bridge_folder, head_folder
 from tests.drafters.contract import PROMPTS, target_of
@@ -92,17 +91,6 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     assert cut, "no stop rule ended a draft"
 
 
-def test_a_measurement_and_a_replay_start_an_adaptive_threshold_alike(tiny_target: Target) -> None:
-    """A measurement warms up and repeats, which must not change the threshold of the measured drafts."""
-    prompts, stop = PromptSet.of(["one two", "three", "four"]), StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5)
-    continuations = continue_prompts(tiny_target, prompts, GREEDY, 12)
-    scanner = Scanner(tiny_target, continuations, GREEDY, depth=4)
-    (scan,) = scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
-    config = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=stop)
-    measured = measure(tiny_target, prompts, config, max_new_tokens=12, repeats=2)
-    assert [list(sample.stats.rounds) for sample in measured.candidate] == 2 * scanner.rounds(scan, 4, stop)
-
-
 def test_a_warmed_adaptive_threshold_is_replayed(tiny_target: Target) -> None:
     stop = StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5)
     continuations = [continuation_of(tiny_target, i, [5 + i, 6, 7, 8], GREEDY, 14) for i in range(3)]
@@ -117,6 +105,16 @@ def test_a_warmed_adaptive_threshold_is_replayed(tiny_target: Target) -> None:
     assert scanner.rounds(scan, 4, alone, warmed=True) == scanner.rounds(scan, 4, alone)
 
 
+def test_a_measurement_starts_an_adaptive_threshold_as_a_replay_does(tiny_target: Target) -> None:
+    """A measurement warms up and repeats, which must not change the threshold of the measured drafts."""
+    prompts, stop = PromptSet.of(["one two", "three", "four"]), StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5)
+    scanner = Scanner(tiny_target, continue_prompts(tiny_target, prompts, GREEDY, 12), GREEDY, depth=4)
+    (scan,) = scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
+    config = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=stop)
+    measured = measure(tiny_target, prompts, config, max_new_tokens=12, repeats=2)
+    assert [list(sample.stats.rounds) for sample in measured.candidate] == 2 * scanner.rounds(scan, 4, stop)
+
+
 def test_a_continuation_that_ends_inside_a_draft_is_replayed(tiny_target: Target) -> None:
     plain = continuation_of(tiny_target, 0, [5, 6, 7, 8], GREEDY, 12)
     for end in range(2, 9):
@@ -128,19 +126,8 @@ def test_a_continuation_that_ends_inside_a_draft_is_replayed(tiny_target: Target
             (scan,) = scanner.scan([mask])
             for stop in STOPS:
                 drafter = build_drafter(SpeculativeConfig("layer_skip", 5, mask=mask.format(), stop=stop), tiny_target)
-                out = decode(tiny_target, drafter, continuation.prompt, GREEDY, 12, eos_ids=eos)
+                out = decode(tiny_target, drafter, continuation.prompt, GREEDY, 12, stops=Stops(eos))
                 assert scanner.rounds(scan, 5, stop) == [list(out.stats.rounds)]
-
-
-def test_a_repetition_penalty_applies_to_each_rows_own_tokens(tiny_target: Target) -> None:
-    sampling = Sampling(repetition_penalty=1.7)
-    continuations = [continuation_of(tiny_target, i, [5 + i, 6, 7, 8], sampling, 14) for i in range(2)]
-    scanner = Scanner(tiny_target, continuations, sampling, depth=4)
-    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("attention:0", "layers:1")]
-    for scan in scanner.scan(masks):
-        for stop in STOPS[:2]:
-            config = SpeculativeConfig("layer_skip", 4, mask=scan.mask.format(), stop=stop)
-            assert scanner.rounds(scan, 4, stop) == _rounds(tiny_target, continuations, config, sampling)
 
 
 @pytest.mark.parametrize("match", ["last", "first"])
@@ -188,10 +175,10 @@ def test_bridged_drafts_are_replayed(family: str, left_out: int) -> None:
     for bridge, folder, scan in zip(
         bridges,
         folders,
-        scanner.scan(masks, bridges=bridges, tokens=torch.tensor(drafted) if left_out else None, floor=0.3),
+        scanner.scan(masks, replacements=bridges, tokens=torch.tensor(drafted) if left_out else None, floor=0.3),
         strict=True,
     ):
-        assert scan.bridges is bridge
+        assert scan.replacements is bridge
         for stop in STOPS[:4]:
             fields = {"mask": scan.mask.format(), "bridge": folder, "draft_head": head}
             config = SpeculativeConfig("layer_skip", 4, stop=stop, **fields)  # type: ignore[arg-type]

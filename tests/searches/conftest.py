@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from searches.predict import preparation
 from tests.searches.programs import run_as_main
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -26,6 +27,8 @@ def launch() -> Launch:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(cwd)
             patch.setattr(sys, "argv", [program, *overrides])
+            patch.setattr(preparation, "PROFILE_REPEATS", 2)
+            patch.setattr(preparation, "PROFILE_ERROR", 1.0)
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
                 run_as_main(f"searches.{program}")
         assert isinstance(end.value.code, int)

@@ -21,17 +21,21 @@ from searches.study.study import StudySettings, run_trials
 
 PROMPTS = PromptSet.of([f"prompt {i}" for i in range(8)])
 HELD_OUT = PromptSet.of([f"held-out {i}" for i in range(24)])
-SETTINGS = MeasureSettings(prompts=3, survivor_prompts=5, survivor_repeats=0)
+SETTINGS = MeasureSettings(prompts=3, survivor_prompts=5)
 
 
 @dataclass
 class Known(Bench):
-    """Plain decoding takes one second for ten tokens, times the drift of the machine; others divide it by their speedup."""
+    """Plain decoding takes one second for ten tokens, times the drift of the machine; others divide it by their speedup.
 
-    speedups: Mapping[SpeculativeConfig, float]
+    Speedups may depend on the name of a prompt.
+    """
+
+    speedups: Mapping[SpeculativeConfig, float] | Callable[[str], Mapping[SpeculativeConfig, float]]
     drift: Callable[[int], float] = lambda call: 1.0
     calls: int = 0
     asked: list[tuple[SpeculativeConfig, str]] = field(default_factory=list)
+    comparisons: list[tuple[list[str], int, list[str]]] = field(default_factory=list)  # prompts, seed, prompts before
     layers: int = 6
     exact: bool = True
     conditions: str | None = None
@@ -45,17 +49,21 @@ class Known(Bench):
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        for _ in range(repeats):
-            for item in prompts:
-                seconds = self.drift(self.calls)
-                self.calls += 1
-                row = {BASELINE: self._sample(item, seconds)}
-                for name, config in configs.items():
-                    if name in without:
-                        continue
+        self.comparisons.append(([item.id for item in prompts], seed, [item.id for item in before or ()]))
+        for item in [*prompts] * repeats:
+            speedups = self.speedups(item.id) if callable(self.speedups) else self.speedups
+            seconds = self.drift(self.calls)
+            self.calls += 1
+            row = {BASELINE: self._sample(item, seconds)}
+            for name, config in configs.items():
+                if name not in without:
                     self.asked.append((config, item.id))
-                    row[name] = self._sample(item, seconds / self.speedups.get(config, 1.0))
-                yield row
+                    row[name] = self._sample(item, seconds / speedups.get(config, 1.0))
+            yield row
+
+    def count(self, config: SpeculativeConfig) -> int:
+        """Return how many prompts a configuration has decoded."""
+        return sum(asked == config for asked, _ in self.asked)
 
     @staticmethod
     def _sample(item: PromptItem, seconds: float) -> Sample:
@@ -88,12 +96,11 @@ def _space(layers: int, configs: Sequence[SpeculativeConfig]) -> SearchSpace:
 def run_known(
     bench: Known,
     *configs: SpeculativeConfig,
-    remeasure: int = 100,
     trials: int | None = None,
     pruner: BasePruner | None = None,
     **more: Any,
 ) -> optuna.Study:
     """Return a study that tried some configurations; ``more`` goes to :func:`objective_of`."""
-    study, settings = new_study(*configs, pruner=pruner), StudySettings(n_trials=trials or len(configs), remeasure=remeasure)
+    study, settings = new_study(*configs, pruner=pruner), StudySettings(n_trials=trials or len(configs))
     run_trials(study, objective_of(bench, *configs, **more), settings, lambda trial: None)
     return study

@@ -20,15 +20,15 @@ from layerskip.bridges.fit import Calibration, Fit
 from layerskip.measure.measurement import Sample
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts import continuations
-from searches import sweep
 from searches.app.application import run
+from searches.bridges import finalists
+from searches.bridges.training import BridgeTrainer
+from searches.layerskip import start
 from searches.predict import preparation
-from searches.study import trained_finalists
+from searches.study import sweep
 from searches.study.bench import ModelBench
 from searches.study.leaderboard import LeaderboardEntry, configuration
 from searches.study.objective import Objective
-from searches.sweep import search
-from searches.train.bridge_training import BridgeTrainer
 
 log, dies_in, dies_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 begun: list[str] = []
@@ -58,7 +58,7 @@ scan, compare = Scanner.scan, ModelBench.compare
 
 def scan_one_by_one(self: Scanner, masks: list[SkipMask], depth: int | None = None, *args: Any, **more: Any) -> list[Scan]:
     if depth != 2:  # the self-check, which runs at every start
-        bridged = more.get("bridges") or [None] * len(masks)
+        bridged = more.get("replacements") or [None] * len(masks)
         for mask, bridges in zip(masks, bridged, strict=True):
             begin("scan", f"{depth} {mask.format()} {None if bridges is None else bridges.shape.width}")
     return scan(self, masks, depth, *args, **more)
@@ -87,8 +87,8 @@ if "space=bridged" in sys.argv:
     # On a tiny random model, bridges may not help and bridged configurations may not be among the fastest.
     Fit.helps = property(lambda fit: True)  # type: ignore[method-assign, assignment]
     sweep.contenders = one_bridged  # type: ignore[attr-defined]
-    trained_finalists._SAVE_SECONDS = 0.0  # after every step
+    finalists._SAVE_SECONDS = 0.0  # after every step
 
 if __name__ == "__main__":
     sys.argv = ["layerskip", *sys.argv[4:]]
-    run("layerskip", search)
+    run("layerskip", start)

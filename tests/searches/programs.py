@@ -25,6 +25,7 @@ from mlflow.tracking import MlflowClient
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
+from searches.predict import preparation
 from tests.accelerator import DEVICE
 from tests.garbage import keep_imports
 
@@ -42,8 +43,6 @@ QUICK = (
     "measure.finalists=2",
     "measure.drift=1000",  # a busy machine would be measured again and again
     "scan.proposals.scanned=4",
-    "scan.profile_repeats=2",
-    "scan.profile_error=1",
 )
 NO_PEERS = tuple(f"peers.transformers{which}=null" for which in ("", "_prompt_lookup", "_early_exit", "_assistant"))
 
@@ -62,7 +61,7 @@ def environment() -> dict[str, str]:
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["searches.layerskip", "searches.train.program", "mlflow.store.tracking.sqlalchemy_store"])
+FORKS.set_forkserver_preload(["searches.layerskip", "searches.train", "mlflow.store.tracking.sqlalchemy_store"])
 
 
 def execute(program: str, *overrides: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -138,6 +137,7 @@ def _run(
     os.environ |= variables
     os.chdir(cwd)
     torch.set_num_threads(threads)
+    preparation.PROFILE_REPEATS, preparation.PROFILE_ERROR = 2, 1.0
     sys.argv = [module, *arguments]
     run_as_main(module)
 

@@ -73,13 +73,9 @@ def test_unlisted_fields_have_defaults_and_can_be_overridden(part: str) -> None:
     every = fields_of(composed._target_)
     assert every.keys() <= composed.keys()
     for name, default in every.items():
-        if isinstance(default, int) and not isinstance(default, bool) and name != "allow_lossy":
+        if isinstance(default, int) and not isinstance(default, bool):
             changed = compose_config("layerskip", [f"{part}.{name}={default + 1}"])
             assert OmegaConf.select(changed, f"{part}.{name}") == default + 1
-
-
-def test_target_fields_that_no_file_lists_can_be_set() -> None:
-    assert compose_config("layerskip", ["target.pack_weights=false"]).target.pack_weights is False
 
 
 def test_an_unknown_field_is_refused() -> None:
@@ -92,9 +88,6 @@ def test_an_unknown_field_is_refused() -> None:
     [
         ("verify", "measure.prompts=3"),
         ("verify", "target.revision=abc"),
-        ("train", "space.masks=[]"),
-        ("benchmark", "bridging.tokens=10"),
-        ("exactness", "measure.prompts=2"),
         ("layerskip", "sampler.seed=1"),
     ],
 )
@@ -111,17 +104,15 @@ def test_fields_follow_the_chosen_loader() -> None:
 
 
 def test_unlisted_fields_of_nested_parts_can_be_overridden() -> None:
-    overrides = ["planted.search.space.protect_first=1", "planted.search.study.remeasure=5"]
+    overrides = ["planted.search.space.protect_first=1", "planted.search.study.threads=5"]
     search = compose_config("calibration", overrides).planted.search
-    assert search.space.protect_first == 1
-    assert search.study.remeasure == 5
-    assert search.measure.drift == 0.3
+    assert (search.space.protect_first, search.study.threads, search.measure.drift) == (1, 5, 0.3)
     ranges = compose_config("layerskip", ["space.ranges.eagle.num_speculative_tokens=[1,2]"]).space.ranges
     assert ranges == {"eagle": {"num_speculative_tokens": [1, 2]}}
-    assert compose_config("layerskip", ["experiment=smoke", "scan.proposals.lookups=1"]).scan.proposals.lookups == 1
+    assert compose_config("layerskip", ["experiment=smoke", "scan.proposals.scanned=1"]).scan.proposals.scanned == 1
 
 
-@pytest.mark.parametrize("target", ["smollm2", "gemma3", "hub", "local"])
+@pytest.mark.parametrize("target", ["smollm2", "local"])
 def test_verify_takes_every_target_in_the_dtype_of_the_export(target: str) -> None:
     own = compose_config("verify").target
     needed = NEEDED.get(f"target/{target}", [])

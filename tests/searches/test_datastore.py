@@ -11,7 +11,7 @@ from layerskip import PromptSet, SpeculativeConfig, load_target
 from layerskip.drafters.registry import build_drafter
 from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
-from searches.train.texts import refuse_answers
+from searches.training.texts import refuse_answers
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick
@@ -56,20 +56,15 @@ def test_an_occurrence_is_counted_once(tiny_folder: Path, tmp_path: Path, launch
     [
         (["corpus=empty", "output=store"], "corpus: empty has no .txt, .md, .jsonl files"),
         (["corpus=bad.jsonl", "output=store"], "corpus: bad.jsonl, line 1: is not a JSON object with a text"),
-        (["corpus=half.jsonl", "output=store"], "corpus: half.jsonl, line 1: text is no Unicode: "),
         (["corpus=nothing.txt", "output=store"], "corpus: there is no nothing.txt"),
         (["corpus=blank.txt", "output=store"], "corpus: has no tokens"),
         (["output=store"], "corpus: names neither a file nor a folder, and own is false; there is nothing to build from"),
         (["corpus=blank.txt"], "output: names no folder for the datastore"),
         (["corpus=blank.txt", "output=empty"], "output: empty exists already"),
         (["inspect=empty"], "datastore: cannot read empty: "),
-        (["corpus=blank.txt", "output=blank.txt/store"], "output: "),
         (["own=true", "output=store", "max_new_tokens=0"], "max_new_tokens: "),
-        (["own=true", "output=store", "max_new_tokens=many"], "max_new_tokens: "),
-        (["own=true", "output=store", "seed=x"], "seed: "),
         (["own=perhaps", "output=store"], "own: "),
         (["corpus=2024", "output=store"], "corpus: 2024 is not a path"),
-        (["inspect=5"], "inspect: 5 is not a path"),
     ],
 )
 def test_bad_input_ends_with_one_line(
@@ -77,19 +72,12 @@ def test_bad_input_ends_with_one_line(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.jsonl").write_text("[1]\n")
-    (tmp_path / "half.jsonl").write_text('{"text": "cut \\ud83d"}\n')
     (tmp_path / "blank.txt").write_text("")
     done = launch("datastore", *_common(tiny_folder, tmp_path), *overrides, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {message}")
     assert not (tmp_path / "store").exists()
     assert not (tmp_path / ".store.partial").exists()
-
-
-def test_a_missing_datastore_is_refused_before_a_study_begins(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    done = launch("layerskip", *quick(tiny_folder, tmp_path, "space.ranges.retrieval.datastore=[nowhere]"), cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith("error: datastore: cannot read nowhere: ")
 
 
 def test_prompts_are_compared_by_content(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:

@@ -37,7 +37,6 @@ SEARCH = (
     "measure.max_new_tokens=32",
     "measure.prompts=4",
     "measure.survivor_prompts=4",
-    "measure.survivor_repeats=0",
     f"measure.held_out_prompts={HELD_OUT_PROMPTS}",
     "measure.held_out_repeats=1",
     "measure.finalists=1",

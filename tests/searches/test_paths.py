@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.searches.conftest import Launch
-from tests.searches.programs import execute, quick, tracked
+from tests.searches.programs import execute, quick
 
 pytestmark = pytest.mark.system
 
@@ -32,13 +31,6 @@ def test_a_study_stays_in_a_folder_of_any_name_also_after_it_was_moved(
     assert len(list((folder / "mlartifacts").glob("*/artifacts/best.json"))) == 1
     done = launch("export", str(best), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_model_in_a_folder_with_the_longest_name_is_searched(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    model = Path(shutil.copytree(tiny_folder, tmp_path / ("ö" * 127)))
-    few = "scan=none", "space.methods=[none]", "study.n_trials=1"
-    done = launch("layerskip", *quick(model, tracked(tmp_path / "outputs"), *few), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("name", "reason"), [("x" * 300, "File name too long"), ("a\x1b[31m", "cannot be printed")])

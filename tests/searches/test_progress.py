@@ -91,17 +91,3 @@ with counting(4, "prompts", "continuations") as count:
     )
     shown = in_terminal(stage)
     assert any("continuations, 1 of 4 prompts" in bar and "█" in bar for bar in shown.split("\r"))
-
-
-def test_a_program_without_a_budget_is_never_silent_for_long_either(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "_SILENCE", 0.05)
-    monkeypatch.setattr(progress, "_BEAT", 0.01)
-    out = ""
-    with counting(3, "prompts", "continuations") as count:
-        count()
-        while not out:
-            time.sleep(0.02)
-            out = capsys.readouterr().out
-    assert out.splitlines()[0] == "[   0 s] continuations, 1 of 3 prompts"

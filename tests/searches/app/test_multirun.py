@@ -76,11 +76,10 @@ def test_a_signal_ends_all_jobs(
     assert shown.err.splitlines()[-1] == line
 
 
-@pytest.mark.parametrize("more", [[], ["worker=1"]])
 def test_a_single_job_has_no_table(
-    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _end([_refuse], tmp_path, monkeypatch, *more) == (2, [0])
+    assert _end([_refuse], tmp_path, monkeypatch) == (2, [0])
     assert capsys.readouterr().out == ""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import psutil
 import pytest
 
 from layerskip import PromptSet, SpeculativeConfig, Target, generate
@@ -29,16 +30,12 @@ SHORTER = SpeculativeConfig("prompt_lookup", 2, prompt_lookup_min=1, prompt_look
 
 def children(of: int = 0) -> set[int]:
     """The processes that this one, or another one, started and that still exist, those that they started included."""
-    found, asked = set[int](), [of or os.getpid()]
-    while asked:
-        for path in Path("/proc").glob(f"{asked.pop()}/task/*/children"):
-            try:
-                more = {int(number) for number in path.read_text(encoding="ascii").split()}
-            except OSError:
-                continue  # it ended just now
-            asked += more - found
-            found |= more
-    return found
+    return {process.pid for process in psutil.Process(of or os.getpid()).children(recursive=True)}
+
+
+def measure(backend: Backend, config: SpeculativeConfig, prompts: PromptSet = PROMPTS, task: Task = TASK) -> Measurement:
+    """Measure one configuration against plain decoding."""
+    return Measurement.of(backend.compare({CANDIDATE: config}, prompts, task), BASELINE, CANDIDATE)
 
 
 class BackendContract:
@@ -57,44 +54,31 @@ class BackendContract:
         assert children() <= before
         assert set(threading.enumerate()) <= threads
 
-    @pytest.fixture
-    def rows(self, backend: Backend) -> list[dict[str, Sample]]:
-        return list(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
-
-    def test_a_row_pairs_both_on_each_prompt_in_order(self, rows: list[dict[str, Sample]]) -> None:
+    def test_rows_pair_unchanged_outputs_and_can_be_stored(self, backend: Backend, tiny_target: Target) -> None:
+        rows = list(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
         for row, item in zip(rows, PROMPTS, strict=True):
             assert row.keys() == {BASELINE, CANDIDATE}
-            assert {(sample.prompt_id, sample.category) for sample in row.values()} == {(item.id, item.category)}
-
-    def test_the_output_is_that_of_plain_decoding(self, rows: list[dict[str, Sample]], tiny_target: Target) -> None:
-        assert Measurement.of(rows, BASELINE, CANDIDATE).lossless.to_dict()["verdict"] == "exact"
-        for row, item in zip(rows, PROMPTS, strict=True):
             expected = generate(tiny_target, item.messages(), max_new_tokens=TOKENS)
             for sample in row.values():
-                assert sample.tokens == len(expected.tokens)
+                assert (sample.prompt_id, sample.category) == (item.id, item.category)
+                assert 0 < sample.decoded_tokens < sample.tokens == len(expected.tokens)
                 assert sample.lossless.compared == 1
-
-    def test_seconds_tokens_and_rounds_agree(self, rows: list[dict[str, Sample]]) -> None:
-        for row in rows:
-            for sample in row.values():
-                assert 0 < sample.decoded_tokens < sample.tokens <= TOKENS
                 assert sample.prefill_seconds > 0 and sample.decode_seconds > 0
                 assert sum(each.committed for each in sample.stats.rounds) == sample.decoded_tokens
                 assert all(each.accepted <= each.drafted for each in sample.stats.rounds)
+                assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) == sample
             assert row[BASELINE].stats.drafted == 0
             assert len(row[BASELINE].stats.rounds) == row[BASELINE].decoded_tokens
-        drafted = Measurement.of(rows, BASELINE, CANDIDATE).stats
-        assert drafted.drafted > 0
-        assert drafted.mean_acceptance_length > 1
-
-    def test_figures_and_samples_can_be_stored(self, rows: list[dict[str, Sample]], backend: Backend) -> None:
-        metrics = Measurement.of(rows, BASELINE, CANDIDATE).to_dict()
+        measured = Measurement.of(rows, BASELINE, CANDIDATE)
+        assert measured.lossless.verdict == "exact"
+        assert measured.stats.drafted > 0 and measured.stats.mean_acceptance_length > 1
+        metrics = measured.to_dict()
         assert metrics["speedup"] > 0 and math.isfinite(metrics["speedup"])
         json.dumps([metrics, backend.metrics()], allow_nan=False)
-        for row in rows:
-            for sample in row.values():
-                assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) == sample
         assert all(isinstance(value, float) and math.isfinite(value) for value in backend.metrics().values())
+
+    def test_plain_decoding_alone_is_measured(self, backend: Backend) -> None:
+        assert [row.keys() for row in backend.compare({}, PROMPTS, TASK)] == [{BASELINE}] * len(PROMPTS)
 
     def test_several_configurations_share_rows_until_one_is_left_out(self, backend: Backend) -> None:
         without: set[str] = set()
@@ -118,18 +102,12 @@ class BackendContract:
         rows = iter(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
         next(rows)
         del rows
-        assert len(backend.measure(self.other, PROMPTS, TASK).candidate) == len(PROMPTS)
-
-    def test_the_baseline_is_one_time_as_fast_as_itself(self, backend: Backend) -> None:
-        measured = backend.baseline(PROMPTS, TASK)
-        assert measured.speedup == 1.0
-        assert measured.tokens_per_second > 0
-        assert measured.lossless.verdict == "exact"
+        assert len(measure(backend, self.other, PROMPTS, TASK).candidate) == len(PROMPTS)
 
     def test_a_back_end_can_be_used_after_it_was_closed(self, backend: Backend) -> None:
-        backend.measure(self.config, PROMPTS, TASK)
+        measure(backend, self.config, PROMPTS, TASK)
         backend.close()
-        assert backend.measure(self.config, PROMPTS, TASK).lossless.verdict == "exact"
+        assert measure(backend, self.config, PROMPTS, TASK).lossless.verdict == "exact"
 
     def test_descriptions_are_plain_and_repeat(self, backend: Backend, make: Any, tiny_target: Target) -> None:
         described = backend.describe()
@@ -168,7 +146,7 @@ class FailingEngine:
             assert str(caught.value) == f"backend: {caught.value.reason}"
             assert caught.value.reason and "\n" not in caught.value.reason
             assert len(caught.value.log_tail.splitlines()) <= LOG_LINES
-            assert backend.measure(LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
+            assert measure(backend, LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
         finally:
             backend.close()
         assert children() <= before

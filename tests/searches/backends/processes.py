@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from searches.workers.process import start_of
+from searches.workers.pool import start_of
 
 STANDIN = (sys.executable, str(Path(__file__).with_name("standin.py")))
 

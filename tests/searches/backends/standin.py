@@ -28,6 +28,9 @@ FAULTS = (
     *("ends", "ends_uncounted", "no_text"),  # with its first token; with no token of its own; tokens without a text
 )
 
+ENDS = {"crash": (3, "stand-in: a planned crash"), "memory": (1, "torch.OutOfMemoryError: CUDA out of memory.")}
+GARBAGE = {"html": "<html>an error page</html>", "not_json": "data: {nonsense"}
+
 
 def planted(prompt: list[int], count: int) -> list[int]:
     """Return the continuation of a prompt."""
@@ -130,19 +133,14 @@ class Standin(BaseHTTPRequestHandler):
             yield "data: " + json.dumps({"choices": [], "usage": {"completion_tokens": int(fault == "ends")}})
             return
         for number, size in enumerate(sizes):
-            if number == 1:
-                if fault == "crash":
-                    print("stand-in: a planned crash", file=sys.stderr, flush=True)
-                    os._exit(3)
-                if fault == "memory":
-                    print("torch.OutOfMemoryError: CUDA out of memory.", file=sys.stderr, flush=True)
-                    os._exit(1)
-                if fault == "hang":
-                    time.sleep(600)
-                if fault == "html":
-                    yield "<html>an error page</html>"
-                if fault == "not_json":
-                    yield "data: {nonsense"
+            if number == 1 and fault in ENDS:
+                code, words = ENDS[fault]
+                print(words, file=sys.stderr, flush=True)
+                os._exit(code)
+            if number == 1 and fault == "hang":
+                time.sleep(600)
+            if number == 1 and fault in GARBAGE:
+                yield GARBAGE[fault]
             if number and self.drafted:
                 with self.lock:
                     self.accepted.append(size - 1)

@@ -158,16 +158,6 @@ def test_a_held_port_is_for_the_server_that_is_told_it() -> None:
     process.stop()
 
 
-def test_a_signal_to_the_guard_is_named_and_ends_the_engine(tmp_path: Path) -> None:
-    process, client = _start(tmp_path)
-    process.wait_until(client.ready, 30)
-    (engine,) = (each for each in running(tmp_path) if _parent(each) not in running(tmp_path))
-    os.kill(_parent(engine), signal.SIGTERM)
-    assert wait_for(tmp_path, 0) == []
-    assert process.error("while it decoded").reason.startswith("stand-in: ended by SIGTERM, while it decoded")
-    process.stop()
-
-
 def test_a_signal_that_ended_an_engine_is_named(tmp_path: Path) -> None:
     process, client = _start(tmp_path)
     process.wait_until(client.ready, 30)

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import (
-    AcceptRule,
-    SpeculativeConfig,
-    StopRule,
-    Target,
-    load_target,
-)
+from layerskip import AcceptRule, SpeculativeConfig, StopRule, Target, load_target
 from layerskip.config import methods
 from layerskip.engines.deployment import Unsupported
 from layerskip.heads.eagle import EagleHead, EagleShape
@@ -24,7 +18,7 @@ from layerskip.models.trained_module import save_trained
 from searches.app.checks import InputError
 from searches.backends.running_engine import RunningEngine
 from searches.backends.server import ServerBackend
-from searches.backends.vllm import VllmBackend, refusal, vllm_config
+from searches.backends.vllm import VllmBackend, refusal, served_folder, vllm_config
 from searches.space.search_space import SearchSpace
 
 
@@ -39,10 +33,6 @@ def save_head(target: Target, folder: Path, **shape: Any) -> None:
     ("config", "expected"),
     [
         (SpeculativeConfig(), {}),
-        (
-            SpeculativeConfig("prompt_lookup", 6, prompt_lookup_min=2, prompt_lookup_max=4),
-            {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
-        ),
         (
             SpeculativeConfig("draft_model", 3, draft_model="a/model"),
             {"method": "draft_model", "num_speculative_tokens": 3, "model": "in a folder: a/model"},
@@ -112,10 +102,11 @@ def test_what_vllm_cannot_do_is_refused_by_field(config: SpeculativeConfig, name
 
 @pytest.mark.parametrize("method", methods())
 def test_each_method_is_supported_or_refused_in_one_line(method: str, tiny_target: Target) -> None:
-    backend = VllmBackend(tiny_target)
-    backend._installed = {"arctic_inference": True}
+    backend, without = VllmBackend(tiny_target), VllmBackend(tiny_target)
+    backend._installed, without._installed = {"arctic_inference": True}, {"arctic_inference": False}
     server = ServerBackend(tiny_target, command="serve --port {port} --draft {speculative_config}")
     reason = backend.supports(method)
+    assert ("arctic-inference" in str(without.supports(method))) == (method == "retrieval")
     assert server.supports(method) == reason
     if method in ("none", "prompt_lookup", "retrieval", "draft_model", "cross_tokenizer", "eagle", "medusa"):
         assert reason is None
@@ -123,13 +114,6 @@ def test_each_method_is_supported_or_refused_in_one_line(method: str, tiny_targe
         assert reason and "save_draft_checkpoint" in reason
     else:
         assert reason == f"vLLM has no counterpart of {method}"
-
-
-def test_suffix_decoding_needs_a_further_package(tiny_target: Target) -> None:
-    backend = VllmBackend(tiny_target)
-    backend._installed = {"arctic_inference": False}
-    assert "arctic-inference" in str(backend.supports("retrieval"))
-    assert backend.supports("prompt_lookup") is None
 
 
 def test_an_interpreter_without_vllm_is_refused(tiny_target: Target) -> None:
@@ -175,8 +159,6 @@ def test_a_space_has_nothing_that_vllm_lacks(tiny_target: Target) -> None:
 
 
 def test_a_model_from_a_gguf_file_is_saved_once_and_computes_the_same(smollm2: Target, tmp_path: Path) -> None:
-    from searches.backends.vllm import served_folder
-
     folder = Path(served_folder(smollm2, tmp_path))
     assert folder.parent == tmp_path and "quantization_config" not in json.loads((folder / "config.json").read_text())
     before = (folder / "model.safetensors").stat().st_mtime_ns

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 from layerskip import Export, SkipMask, SpeculativeConfig, Target, generate, load_target, save_draft_checkpoint
 from layerskip.measure.measure import Task
-from searches.backends.backend import BackendError
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.running_engine import RunningEngine
@@ -26,11 +24,11 @@ from tests.searches.backends.contract import (
     LOOKUP,
     PROMPTS,
     SHORTER,
-    TASK,
     BackendContract,
     FailingEngine,
     ServesSeveral,
     children,
+    measure,
 )
 from tests.searches.conftest import Launch
 from tests.searches.programs import tracked
@@ -123,25 +121,6 @@ class TestRunningServers(BackendContract, ServesSeveral):
         return lambda target: ServerBackend(target, candidate=LOOKUP.to_dict(), **urls)
 
 
-class TestStartedServers(FailingEngine):
-    """Servers that a command starts, with vLLM's JSON in it."""
-
-    @pytest.fixture
-    def make(self, python: str, tiny_target: Target) -> Callable[[Target], ServerBackend]:
-        command = VllmBackend(tiny_target, python=python, args=ARGS).command(PLAIN, 0)
-        command[command.index("--port") + 1] = "{port}"
-        words = shlex.join([*command, "--speculative-config", "{speculative_config}"])
-        return lambda target: ServerBackend(target, command=words, engines=3)
-
-    @pytest.fixture
-    def broken(self) -> SpeculativeConfig:
-        return SpeculativeConfig("prompt_lookup", 100000)
-
-    @pytest.fixture(autouse=True)
-    def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-
-
 _TRAINING = (
     *("tokens=2000", "max_new_tokens=48", "batch=16", "texts_per_step=8", "learning_rate=0.003", "vocabulary=null"),
     *("held_out_tokens=8", "target=local", "target.dtype=float32", "target.device=cpu", "steps=300", "lookback=0"),
@@ -186,7 +165,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(
         pytest.skip(reason)
     config = _config(method, tiny_target, tmp_path, launch)
     try:
-        measured = backend.measure(config, PROMPTS, Task(max_new_tokens=TOKENS))
+        measured = measure(backend, config, PROMPTS, Task(max_new_tokens=TOKENS))
     finally:
         backend.close()
     assert measured.lossless.verdict == "exact"
@@ -198,24 +177,6 @@ def test_greedy_outputs_are_those_of_plain_decoding(
         for sample, stats in zip(measured.candidate, own, strict=True):
             # The engine also counts tokens of the last draft that are beyond the text.
             assert stats.accepted <= sample.stats.accepted <= stats.accepted + config.num_speculative_tokens
-
-
-def test_an_engine_that_hangs_is_an_error_and_leaves_nothing(python: str, tiny_target: Target, tmp_path: Path) -> None:
-    before = children()
-    backend = VllmBackend(tiny_target, python=python, args=ARGS, folder=str(tmp_path))
-    try:
-        assert backend.measure(LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
-        engine = backend._running[LOOKUP]
-        assert engine.process is not None
-        engine.client.limit_seconds = 5
-        for process in children(engine.process._guard.pid):
-            os.kill(process, signal.SIGSTOP)
-        with pytest.raises(BackendError, match="no answer within 5 seconds"):
-            backend.measure(LOOKUP, PROMPTS, TASK)
-        assert backend.measure(LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"  # in a new engine
-    finally:
-        backend.close()
-    assert children() <= before
 
 
 def test_the_exported_command_serves_the_text_of_plain_decoding_and_is_verified(

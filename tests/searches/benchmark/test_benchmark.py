@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from layerskip import AcceptRule, Export, PromptError, PromptSet, SpeculativeConfig, Target, load_target
+from layerskip import AcceptRule, Export, PromptError, PromptSet, SpeculativeConfig, load_target
 from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measure import interleave
 from searches.app.composition import compose_config
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> dict:  # type: ignore[type-arg]
+def record(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> dict[str, Any]:
     """Run a benchmark of everything, with an export, on a model whose last two layers have no effect."""
     folder = tmp_path_factory.mktemp("benchmark")
     model = save_tiny(folder / "model", num_hidden_layers=4, idle=(2, 3))
@@ -62,26 +62,26 @@ def record(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> dict:  #
     return {"record": written, "printed": done.stdout, "outputs": folder / "outputs"}
 
 
-def test_the_folder_of_a_draft_model_names_the_weights_of_its_target(record: dict) -> None:  # type: ignore[type-arg]
-    (drafts,) = (record["outputs"] / "drafts").iterdir()
-    target = load_target(str(record["outputs"].parent / "model"), dtype="float32", device="cpu")
-    assert f"-{target.digest[:8]}-" in drafts.name
-
-
-def test_all_contenders_give_the_same_output(record: dict) -> None:  # type: ignore[type-arg]
+def test_all_contenders_give_the_same_output(record: dict[str, Any]) -> None:
     results = record["record"]["results"]
     assert set(results) == {
         "plain", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model",
         "cross_tokenizer", "transformers_universal", "loose", "lookup_then_model", "export",
         "transformers", "transformers_prompt_lookup", "transformers_early_exit", "transformers_assistant",
     }  # fmt: skip
+    assert record["record"]["configs"]["layer_skip"]["mask"] == "layers:2-3"  # the second half of four
+    (drafts,) = (record["outputs"] / "drafts").iterdir()
+    target = load_target(str(record["outputs"].parent / "model"), dtype="float32", device="cpu")
+    assert f"-{target.digest[:8]}-" in drafts.name
+    _, held_out = PromptSet.packaged().split()
+    assert record["record"]["prompts"]["digest"] == held_out.take(3).digest
     assert {found["losslessness"]["verdict"] for name, found in results.items() if name != "loose"} == {"exact"}
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
     assert results["transformers_assistant"]["draft_share"] == 0  # not measured
 
 
-def test_a_draft_model_with_another_tokenizer_is_compared_with_universal_assisted_decoding(record: dict) -> None:  # type: ignore[type-arg]
+def test_a_draft_model_with_another_tokenizer_is_compared_with_universal_assisted_decoding(record: dict[str, Any]) -> None:
     """Both draft equally many tokens with the same model, so they commit about as many per round."""
     ours, theirs = (record["record"]["results"][name] for name in ("cross_tokenizer", "transformers_universal"))
     assert ours["rival"]["name"] == "transformers_universal"
@@ -90,7 +90,7 @@ def test_a_draft_model_with_another_tokenizer_is_compared_with_universal_assiste
     assert theirs["mean_acceptance_length"] == pytest.approx(ours["mean_acceptance_length"], rel=0.15)
 
 
-def test_costs_of_cascades_are_measured(record: dict) -> None:  # type: ignore[type-arg]
+def test_costs_of_cascades_are_measured(record: dict[str, Any]) -> None:
     configs = record["record"]["configs"]
     lookup, model = configs["lookup_then_model"]["draft_cost"]
     assert lookup == 0.0 < model
@@ -99,26 +99,18 @@ def test_costs_of_cascades_are_measured(record: dict) -> None:  # type: ignore[t
     assert len(configs["cascade"]["verify_cost"]) == 16
 
 
-def test_a_self_draft_skips_the_second_half_of_the_layers(record: dict) -> None:  # type: ignore[type-arg]
-    assert record["record"]["configs"]["layer_skip"]["mask"] == "layers:2-3"  # of four
-
-
-def test_lossy_contenders_are_marked_in_record_tables_and_mlflow(record: dict) -> None:  # type: ignore[type-arg]
+def test_lossy_contenders_are_marked_in_record_tables_and_mlflow(record: dict[str, Any]) -> None:
     results = record["record"]["results"]
     assert results["loose"]["losslessness"]["verdict"] == "different"
     assert [name for name, found in results.items() if not found["lossless"]] == ["loose"]
     rows = [line for line in record["printed"].splitlines() if "lossy" in line]
     assert [row.split(" | ")[0] for row in rows] == ["| loose", "| loose (lossy)", "| loose (lossy)"]
     contenders = runs(sqlite(record["outputs"]), "contender")
+    assert {run.data.tags["contender"] for run in contenders} == set(results)
     assert {run.data.tags["contender"] for run in contenders if run.data.params["lossless"] == "False"} == {"loose"}
 
 
-def test_an_export_is_measured_on_held_out_prompts(record: dict) -> None:  # type: ignore[type-arg]
-    _, held_out = PromptSet.packaged().split()
-    assert record["record"]["prompts"]["digest"] == held_out.take(3).digest
-
-
-def test_a_draft_model_cut_from_the_target_has_the_acceptance_of_its_mask(record: dict) -> None:  # type: ignore[type-arg]
+def test_a_draft_model_cut_from_the_target_has_the_acceptance_of_its_mask(record: dict[str, Any]) -> None:
     results = record["record"]["results"]
     assert results["export"]["acceptance_rate"] > 0.5
     assert results["draft_model"]["mean_acceptance_length"] > 1.5
@@ -127,7 +119,7 @@ def test_a_draft_model_cut_from_the_target_has_the_acceptance_of_its_mask(record
     assert ratio == pytest.approx(1.0, abs=0.1)
 
 
-def test_our_contenders_are_compared_with_their_rivals(record: dict) -> None:  # type: ignore[type-arg]
+def test_our_contenders_are_compared_with_their_rivals(record: dict[str, Any]) -> None:
     results = record["record"]["results"]
     assert results["plain"]["rival"]["name"] == "transformers"
     for name, rival in (
@@ -140,7 +132,7 @@ def test_our_contenders_are_compared_with_their_rivals(record: dict) -> None:  #
         assert results[name]["rival"]["speedup"] == pytest.approx(expected)
 
 
-def test_a_cascade_is_compared_with_its_members_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
+def test_a_cascade_is_compared_with_its_members_by_kind_of_work(record: dict[str, Any]) -> None:
     results = record["record"]["results"]
     (against,) = results["cascade"]["members"].items()  # its lookup has other n-grams than the contender
     assert against[0] == "token_recycling"
@@ -149,16 +141,12 @@ def test_a_cascade_is_compared_with_its_members_by_kind_of_work(record: dict) ->
         alone, whole = (results[name]["speedup_by_category"][method] for name in ("token_recycling", "cascade"))
         assert found["speedup"] == pytest.approx(whole / alone)
     assert "members" not in results["prompt_lookup"]
-    assert "| cascade / token_recycling | " in record["printed"]
-
-
-def test_tokens_per_round_are_shown_by_kind_of_work(record: dict) -> None:  # type: ignore[type-arg]
-    found = record["record"]["results"]["prompt_lookup"]
+    found = results["prompt_lookup"]
     counts = found["mean_acceptance_length_by_category"]
-    assert set(counts) == set(found["speedup_by_category"])
     assert min(counts.values()) <= found["mean_acceptance_length"] <= max(counts.values())
-    shown = " | ".join(f"{counts[method]:.2f}" for method in sorted(counts))
+    shown = " | ".join(f"{counts[method]:.2f}" for method in sorted(found["speedup_by_category"]))
     assert f"| prompt_lookup | {shown} |" in record["printed"]
+    assert "| cascade / token_recycling | " in record["printed"]
 
 
 def _parameters(folder: Path) -> int:
@@ -167,7 +155,7 @@ def _parameters(folder: Path) -> int:
         return 4 * sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
 
 
-def test_memory_is_what_a_drafter_does_not_share_with_the_target(record: dict) -> None:  # type: ignore[type-arg]
+def test_memory_is_what_a_drafter_does_not_share_with_the_target(record: dict[str, Any]) -> None:
     results, folder = record["record"]["results"], Path(record["record"]["configs"]["draft_model"]["draft_model"])
     held = {name: found["drafter_bytes"] for name, found in results.items()}
     weights = _parameters(folder)
@@ -184,7 +172,7 @@ def test_memory_is_what_a_drafter_does_not_share_with_the_target(record: dict) -
     assert f"| +{held['draft_model'] / 2**20:.0f} MB |" in record["printed"]
 
 
-def test_the_widest_near_tie_is_shown(record: dict) -> None:  # type: ignore[type-arg]
+def test_the_widest_near_tie_is_shown(record: dict[str, Any]) -> None:
     assert "near-tie: " not in record["printed"]
     tied = copy.deepcopy(record["record"])
     for name, margin in (("cascade", 0.125), ("retrieval", 0.0625)):
@@ -193,33 +181,17 @@ def test_the_widest_near_tie_is_shown(record: dict) -> None:  # type: ignore[typ
     assert "at most 0.125 of a logit (cascade); rounding explains 0.5" in table(tied)
 
 
-def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path, launch: Launch) -> None:
+def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_tiny(tmp_path / "model", num_hidden_layers=2)
-    methods = ("retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model")
-    done = launch(
-        "benchmark",
-        "target=local",
-        f"target.path={model}",
-        "target.dtype=float32",
-        "target.device=cpu",
-        "measure.prompts=2",
-        "measure.max_new_tokens=16",
-        "tree.tokens=0",
-        "allow_lossy=true",
-        *(f"contenders.{method}=null" for method in methods),
-        *NO_PEERS,
-        f"outputs={tracked(tmp_path / 'outputs')}",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "outputs" / "benchmark.json").read_text(encoding="utf-8"))
+    found = benchmark(_small(model, tracked(tmp_path / "outputs"), "contenders.token_recycling=null", "allow_lossy=true"))
+    printed = capsys.readouterr().out
     lossless = {name: result["lossless"] for name, result in found["results"].items()}
     exact, lossy = {"plain", "prompt_lookup"}, {"prompt_lookup_threshold", "prompt_lookup_typical"}
     assert lossless == dict.fromkeys(exact, True) | dict.fromkeys(lossy, False)
     plain = found["configs"]["prompt_lookup"]
     for name in lossy:
         assert found["configs"][name] == plain | {"accept": AcceptRule(name.rpartition("_")[2]).to_dict(), "lossless": False}
-        (row,) = (line for line in done.stdout.splitlines() if line.startswith(f"| {name} |"))
+        (row,) = (line for line in printed.splitlines() if line.startswith(f"| {name} |"))
         assert "| lossy |" in row
 
 
@@ -237,7 +209,7 @@ def test_a_benchmark_of_outputs_that_end_at_once_is_refused(tmp_path: Path) -> N
     assert not (outputs / "benchmark.json").exists()
 
 
-def test_outputs_that_end_at_once_are_counted_below_the_table(record: dict) -> None:  # type: ignore[type-arg]
+def test_outputs_that_end_at_once_are_counted_below_the_table(record: dict[str, Any]) -> None:
     changed = copy.deepcopy(record["record"])
     assert "first token" not in table(changed)
     plain, lookup = (changed["results"][name] for name in ("plain", "prompt_lookup"))
@@ -267,14 +239,8 @@ def test_ctrl_c_prints_finished_measurements_and_writes_no_record(
     assert not (outputs / "benchmark.json").exists()
 
 
-def test_verifying_a_tree_is_timed_next_to_a_chain(record: dict) -> None:  # type: ignore[type-arg]
+def test_verifying_a_tree_is_timed_next_to_a_chain(record: dict[str, Any]) -> None:
     timing = record["record"]["verification"]
     assert (timing["tokens"], timing["context"]) == (16, 256)
     expected = f"Verifying a tree of 16 tokens takes {timing['tree_seconds'] / timing['chain_seconds']:.2f} times"
     assert expected in record["printed"]
-
-
-def test_mlflow_has_a_run_for_each(record: dict, tiny_target: Target) -> None:  # type: ignore[type-arg]
-    uri = sqlite(record["outputs"])
-    assert len(runs(uri, "benchmark")) == 1
-    assert {run.data.tags["contender"] for run in runs(uri, "contender")} == set(record["record"]["results"])

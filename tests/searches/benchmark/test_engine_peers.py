@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,9 +16,9 @@ from layerskip import Sampling, SkipMask, Target, UnsupportedModel, generate, lo
 from layerskip.measure.measure import Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
-from searches.benchmark import engine_peers
+from searches.benchmark import peers
 from searches.benchmark.contenders import _present, check_rows
-from searches.benchmark.engine_peers import _WORKER, EnginePeer
+from searches.benchmark.peers import WORKER, EnginePeer
 from tests.engines.known import SIZES, interpreter
 from tests.searches.backends.processes import is_running
 from tests.searches.benchmark.engine_packages import OPENVINO, OPENVINO_GENAI
@@ -61,25 +62,16 @@ def _peer(target: Target, tmp_path: Path, python: str, method: str = "plain") ->
 
 @pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
 def test_tokens_are_counted_as_for_the_others(target: Target, tmp_path: Path, python: str, method: str) -> None:
-    peer = _peer(target, tmp_path, python, method)
     known: list[int] = []
-    try:
+    with contextlib.closing(_peer(target, tmp_path, python, method)) as peer:
+        worker = peer._process.pid
         result = peer(PROMPT, Task(max_new_tokens=6), known.append)
         again = peer([9], Task(max_new_tokens=1), lambda _: None)
-    finally:
-        peer.close()
+    peer.close()
+    assert not is_running(worker)
     assert (result.tokens, known) == ([8, 9, 10, 11, 12, 13], [1])
     assert [done.committed for done in result.stats.rounds] == [2, 2, 1]
     assert (again.tokens, peer.version) == ([10], "1.2")
-
-
-def test_a_token_that_ends_the_text_ends_it(target: Target, tmp_path: Path, python: str) -> None:
-    (end,) = target.eos_ids
-    peer = _peer(target, tmp_path, python)
-    try:
-        assert peer([end - 1], Task(max_new_tokens=6), lambda _: None).tokens == [end]
-    finally:
-        peer.close()
 
 
 def test_models_are_converted_once(target: Target, tmp_path: Path, python: str) -> None:
@@ -89,21 +81,14 @@ def test_models_are_converted_once(target: Target, tmp_path: Path, python: str) 
     assert converted == f"{saved}-openvino"
 
 
-def _decode(target: Target, tmp_path: Path, python: str) -> list[int]:
-    peer = _peer(target, tmp_path, python)
-    try:
-        return list(peer(PROMPT, Task(max_new_tokens=6), lambda _: None).tokens)
-    finally:
-        peer.close()
-
-
 @pytest.mark.parametrize(("where", "words"), [("load", "RuntimeError: no such model"), ("decode", "the last words")])
 def test_an_engine_that_breaks_is_reported_in_one_line(
     target: Target, tmp_path: Path, python: str, where: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BROKEN", where)
-    with pytest.raises(UnsupportedModel, match=f"^openvino_genai: .*{words}") as raised:
-        _decode(target, tmp_path, python)
+    reported = pytest.raises(UnsupportedModel, match=f"^openvino_genai: .*{words}")
+    with reported as raised, contextlib.closing(_peer(target, tmp_path, python)) as peer:
+        peer(PROMPT, Task(max_new_tokens=6), lambda _: None)
     assert "\n" not in str(raised.value)
 
 
@@ -120,19 +105,11 @@ def test_a_model_that_is_not_converted_is_reported_in_one_line_and_leaves_no_fol
 def test_a_worker_that_does_not_end_with_its_input_is_killed(
     target: Target, tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_peers, "_CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr(peers, "_CLOSING_SECONDS", 0.05)
     peer = _peer(target, tmp_path, python)
     os.kill(peer._process.pid, signal.SIGSTOP)
     peer.close()
     assert peer._process.returncode == -signal.SIGKILL
-
-
-def test_a_worker_ends_with_its_program(target: Target, tmp_path: Path, python: str) -> None:
-    peer = _peer(target, tmp_path, python)
-    worker = peer._process.pid
-    peer.close()
-    peer.close()
-    assert not is_running(worker)
 
 
 _KILLED = """
@@ -148,7 +125,7 @@ os.kill(os.getpid(), 9)
 
 def test_a_worker_ends_when_its_program_is_killed(python: str) -> None:
     """It does so while it loads an engine, too, when it reads no input."""
-    killed = [sys.executable, "-c", _KILLED, python, str(_WORKER)]
+    killed = [sys.executable, "-c", _KILLED, python, str(WORKER)]
     with subprocess.Popen(killed, stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
         assert program.stdout is not None
         worker = int(program.stdout.readline())
@@ -168,12 +145,8 @@ def test_bad_settings_are_refused_by_field(target: Target, tmp_path: Path, pytho
         fields = {"engine": "vllm", "method": "plain", "python": python} | changes
         with pytest.raises(InputError, match=f"^({field}): "):
             EnginePeer(target, tmp_path / "engines", **fields)  # type: ignore[arg-type]
-    peer = _peer(target, tmp_path, python)
-    try:
-        with pytest.raises(InputError, match="^sampling: "):
-            peer(PROMPT, Task(Sampling(temperature=1.0)), lambda _: None)
-    finally:
-        peer.close()
+    with contextlib.closing(_peer(target, tmp_path, python)) as peer, pytest.raises(InputError, match="^sampling: "):
+        peer(PROMPT, Task(Sampling(temperature=1.0)), lambda _: None)
 
 
 def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys: pytest.CaptureFixture[str]) -> None:

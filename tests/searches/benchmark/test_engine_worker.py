@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -85,17 +83,6 @@ def talk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Talk]:
     assert programs == [4711]
 
 
-def test_requests_are_answered_by_first_tokens_and_rounds(openvino: ModuleType, talk: Talk) -> None:
-    ready, *answers = talk("openvino_genai", "plain", _REQUEST, _REQUEST | {"eos": [10]})
-    assert ready.keys() == {"version", "seconds"} and ready["version"] == "1.2"
-    assert answers == [
-        {"first": 1},
-        {"tokens": [8, 9, 10, 11, 12, 13], "lengths": [1, 3, 5, 6]},
-        {"first": 1},
-        {"tokens": [8, 9, 10], "lengths": [1, 3]},
-    ]
-
-
 def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_model(
     openvino: ModuleType, talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +95,14 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
 
     monkeypatch.setattr(openvino, "LLMPipeline", Recording)
     monkeypatch.setattr(openvino, "draft_model", lambda folder, device, **options: (folder, options), raising=False)
-    talk("openvino_genai", "assistant")
+    ready, *answers = talk("openvino_genai", "assistant", _REQUEST, _REQUEST | {"eos": [10]})
+    assert ready.keys() == {"version", "seconds"} and ready["version"] == "1.2"
+    assert answers == [
+        {"first": 1},
+        {"tokens": [8, 9, 10, 11, 12, 13], "lengths": [1, 3, 5, 6]},
+        {"first": 1},
+        {"tokens": [8, 9, 10], "lengths": [1, 3]},
+    ]
     (options,) = made
     assert not options.pop("scheduler_config").enable_prefix_caching
     precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}
@@ -160,23 +154,3 @@ def test_vllm_decodes_with_as_many_cores_as_the_others(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5})
     talk("vllm", "plain")
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "3"
-
-
-def test_a_worker_kills_its_group_once_its_program_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def kill(process: int, number: int) -> None:
-        asked.append((process, number))
-        if len(asked) == 3:
-            raise ProcessLookupError
-
-    def kill_group(group: int, number: int) -> None:
-        asked.append((group, number))
-        raise SystemExit  # the signal ends the worker
-
-    monkeypatch.setattr(os, "kill", kill)
-    monkeypatch.setattr(os, "killpg", kill_group)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    with pytest.raises(SystemExit):
-        engine_worker.end_with(4711)
-    assert asked == [(4711, 0)] * 3 + [(0, signal.SIGKILL)]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from typing import Any
 
 import pytest
 import torch
-from transformers.generation import utils
 
 from layerskip import Sampling, Target, UnsupportedModel, generate, load_target
 from layerskip.measure.measure import Task
@@ -18,16 +15,6 @@ from searches.benchmark.peers import Peer
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system
-
-
-def test_a_release_without_the_private_function_counts_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(utils, "_speculative_sampling")
-    spec = importlib.util.spec_from_file_location("searches.peers_of_another_release", peers.__file__)
-    assert spec is not None and spec.loader is not None
-    again = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, again)  # dataclasses look it up
-    spec.loader.exec_module(again)
-    assert again._CALLS_ON_DRAFTS is False
 
 
 @pytest.fixture(scope="module")

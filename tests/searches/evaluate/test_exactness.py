@@ -72,22 +72,3 @@ def test_random_masks_differ_and_skip_something() -> None:
     assert len(set(masks)) == 12
     assert SkipMask.none(4) not in masks
     assert masks == random_masks(4, range(4), 12, [0.1, 0.5], 0) != random_masks(4, range(4), 12, [0.1, 0.5], 1)
-
-
-@pytest.mark.parametrize(
-    ("override", "field"),
-    [
-        ("lengths=[]", "lengths"),
-        ("lengths=[0]", "lengths"),
-        ("thresholds=[1.5]", "thresholds"),
-        ("shares=3", "shares"),
-        ("masks=0", "masks"),
-        ("count=none", "count"),
-        ("max_new_tokens=1", "max_new_tokens"),
-        ("masks=100", "masks"),
-    ],
-)
-def test_bad_input_ends_in_one_line(override: str, field: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    done = launch(PROGRAM, *_overrides(tiny_folder, tmp_path), override, cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"error: {field}: ")

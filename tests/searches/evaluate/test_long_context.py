@@ -36,10 +36,3 @@ def test_memory_and_times_of_every_length_are_recorded(
     for points in record["points"].values():
         assert [point["mask"] for point in points] == ["layers:1", "layers:0-1"]
         assert all(point[name] > 0 for point in points for name in ("measured", "predicted", "from_shortest"))
-
-
-@pytest.mark.parametrize("override", ["predicted=2048", "predicted=0", "lengths=[]", "repeats=0", "seed=-1", "max_error=x"])
-def test_bad_input_ends_in_one_line(override: str, tmp_path: Path, launch: Launch) -> None:
-    done = launch(PROGRAM, override, f"outputs={tmp_path}", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"error: {override.split('=')[0]}: ")

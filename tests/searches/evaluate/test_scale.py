@@ -75,20 +75,3 @@ def test_every_defect_misses_a_criterion(defect: Callable[[dict[str, Any]], Any]
     assert _missed(found) == []
     defect(found)
     assert any(criterion in name for name in _missed(found))
-
-
-@pytest.mark.parametrize(
-    ("override", "field"),
-    [
-        ("only=[four]", "scenarios.four.like"),
-        ("only=[five]", "only"),
-        ("layers=1", "layers"),
-        ("scenarios.one.workers=0", "scenarios.one.workers"),
-        ("scenarios.one.kills=-1", "scenarios.one.kills"),
-        ("trial_prompts=x", "trial_prompts"),
-    ],
-)
-def test_bad_input_ends_in_one_line(override: str, field: str, tmp_path: Path, launch: Launch) -> None:
-    done = launch(PROGRAM, override, f"outputs={tmp_path}", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"error: {field}")

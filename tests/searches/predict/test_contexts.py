@@ -5,28 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import optuna
 import pytest
 
-from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
+from layerskip import Sampling, SkipMask, StopRule, Target
 from layerskip.costs.cost_model import CostProfile
 from layerskip.scan.replay import Counts
 from layerskip.texts.continuations import Continuation
 from searches.predict import preparation
-from searches.predict.contexts import ContextCosts, timed_contexts
-from searches.predict.preparation import ScanSettings, cost_profile
-from searches.space.search_space import SearchSpace
-from searches.sweep import Sweep
-from searches.workers.pool import ALONE
+from searches.predict.preparation import Preparation
+from searches.predict.scan_predictor import ContextCosts, spread_contexts
 
 MASK = SkipMask.parse("layers:0", 2)
 
 
-def _continuation(length: int, new: int = 64) -> Continuation:
-    return Continuation("", "", (5,) * (length - new // 2), (5,) * new, new)
+def _continuation(length: int) -> Continuation:
+    return Continuation("", "", (5,) * (length - 32), (5,) * 64, 64)
 
 
 def _profile(context: int) -> CostProfile:
@@ -47,7 +42,7 @@ def _profile(context: int) -> CostProfile:
     ],
 )
 def test_far_apart_contexts_are_timed_apart(lengths: list[int], contexts: list[int]) -> None:
-    assert timed_contexts([_continuation(length) for length in lengths]) == contexts
+    assert spread_contexts(lengths) == contexts
 
 
 def test_a_speedup_sums_over_the_contexts_of_the_continuations() -> None:
@@ -82,39 +77,11 @@ def test_a_profile_is_measured_at_the_contexts_of_the_prompts(
     monkeypatch.setattr(preparation, "profile_costs", measured)
 
     def profile(*lengths: int) -> CostProfile:
-        continuations = [_continuation(length) for length in lengths]
-        return cost_profile(tiny_target, continuations, 3, Sampling(), ScanSettings(), tmp_path)
+        return Preparation(tiny_target, Sampling(), tmp_path).cost_profile([_continuation(each) for each in lengths], 3)
 
     for _ in range(2):
         assert profile(200, 300) == _profile(256)
         assert profile(192, 1984, 8000) == replace(_profile(192), others=(_profile(1984), _profile(8000)))
     assert timed == [256, 192, 1984, 8000]  # the second time, all are read from their files
     stored = [json.loads(file.read_text(encoding="utf-8"))["asked"] for file in (tmp_path / "profiles").glob("*.json")]
-    assert sorted(asked.get("contexts", [asked["context"]]) for asked in stored) == [[192, 1984, 8000], [256]]
-
-
-def test_cascades_of_a_study_have_costs_at_the_contexts_of_its_prompts(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("layerskip.costs.timing.time_drafting", lambda _, __, context, *___, **____: context / 1000)
-    timed: list[int] = []
-
-    def time_verification(_: Target, context: int, **__: Any) -> tuple[float, ...]:
-        timed.append(context)
-        return _profile(context).verify_seconds
-
-    monkeypatch.setattr("searches.study.cascade_costs.time_verification", time_verification)
-    measuring, space = SimpleNamespace(max_new_tokens=8), SearchSpace(layers=12)
-    plan = SimpleNamespace(target=tiny_target, sampling=Sampling(), seed=0, measuring=measuring, space=space)
-    tune = PromptSet.of(["one " * 40, "word " * 500])
-    sweep: Any = SimpleNamespace(plan=plan, study=optuna.create_study(), tune=tune, pool=ALONE)
-    found = Sweep._space_with_costs(sweep)
-    short, long = timed
-    lengths = sorted(len(tiny_target.encode(item.messages())) + 4 for item in tune)
-    assert [abs(context - length) <= 32 for context, length in zip(timed, lengths, strict=True)] == [True, True]
-    assert found.verify_cost == tuple((context, _profile(context).verify_cost) for context in timed)
-    members = SpeculativeConfig("prompt_lookup"), SpeculativeConfig("layer_skip", mask="layers:1")
-    assert found.draft_cost is not None
-    assert found.draft_cost(members) == ((short, (0.0, short / 1000)), (long, (0.0, long / 1000)))
-    assert Sweep._space_with_costs(sweep).verify_cost == found.verify_cost  # of a resumed study
-    assert len(timed) == 2
+    assert sorted(asked["contexts"] for asked in stored) == [[192, 1984, 8000], [256]]

@@ -12,9 +12,9 @@ import pytest
 
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
-from searches.predict.mask_search import expected_speedup, published_masks, run
+from searches.predict.mask_search import expected_speedup, run
 from searches.predict.predictor import Prediction
-from searches.predict.proposals import ProposalSettings, propose, propose_all, propose_bridged
+from searches.predict.proposals import ProposalSettings, propose, propose_all, propose_runs
 from searches.space.search_space import SearchSpace
 
 LAYERS = 8
@@ -69,7 +69,7 @@ class Landscape:
         return NO_EXTRAS
 
     def matches(self, config: SpeculativeConfig) -> bool:
-        return not config.bridge
+        return not config.fitted
 
     def speedup(self, config: SpeculativeConfig) -> float:
         (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])
@@ -106,26 +106,15 @@ class OneRun(Landscape):
 def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
     predictor = OneRun(0)
     space = SearchSpace(28, ranges=LENGTHS)
-    short = [
-        expected_speedup(predictor, m, predictor.agreement(m), (1, 6))[0]
-        for m in (run(28, 9, 1), run(28, 9, 2), run(28, 12, 3))
-    ]
-    assert max(short) < expected_speedup(predictor, SkipMask.none(28), 1.0, (1, 6))[0]
+    some = [run(28, 9, 1), run(28, 9, 2), run(28, 12, 3), SkipMask.none(28)]
+    *short, plain = (expected_speedup(predictor, mask, predictor.agreement(mask), (1, 6))[0] for mask in some)
+    assert max(short) < plain
     found = propose(predictor, space, ProposalSettings())
     assert found[0].config.mask == "layers:9-19"
-
-
-def test_all_runs_are_screened_within_the_budget() -> None:
-    space = SearchSpace(28, ranges=LENGTHS)
-    first, last = space.skippable[0], space.skippable[-1]
-    every = {run(28, begin, length) for begin in space.skippable for length in range(1, last - begin + 2)}
-    assert len(every) == (last - first + 1) * (last - first + 2) // 2
-    few, many = OneRun(0), OneRun(0)
-    propose(few, space, ProposalSettings(screened=250))
-    propose(many, space, ProposalSettings())
-    assert not every <= set(few.screened)
-    assert every <= set(many.screened)
-    assert len(many.screened) <= 200 + len(every)
+    every = {run(28, a, b - a) for a in space.skippable for b in range(a + 1, space.skippable[-1] + 2)}
+    assert every <= set(predictor.screened) and len(predictor.screened) <= 200 + len(every)
+    propose(small := OneRun(0), space, ProposalSettings(screened=30))
+    assert len(small.screened) == len(set(small.screened)) == 30
 
 
 @dataclass
@@ -141,39 +130,29 @@ class OneMask(Landscape):
         return math.exp(-0.02 - 0.15 * sum(one != other for one, other in flags))
 
 
-@pytest.mark.parametrize("first", [2, 3, 8, 15, 21])
-@pytest.mark.parametrize("length", [5, 11])
-def test_a_bridged_run_is_found_exactly(first: int, length: int) -> None:
+@pytest.mark.parametrize(
+    "mask",
+    ["layers:2-6", "layers:2-12", "layers:3-13", "layers:8-12", "layers:15-25", "layers:21-25", "attention:8", "mlp:20"],
+)
+def test_a_bridged_run_or_sublayer_is_found_exactly(mask: str) -> None:
     """Odd lengths and late starts are on no screened grid; moved ends find them."""
-    predictor, space, calls = (
-        OneMask(0, best=run(28, first, min(length, 26 - first))),
-        SearchSpace(28, ranges=LENGTHS),
-        [],
-    )
-    found = propose_bridged(predictor, space, ProposalSettings(), lambda: calls.append(1))
-    assert found[0].config.mask == predictor.best.format()
+    predictor, calls = OneMask(0, best=SkipMask.parse(mask, 28)), list[int]()
+    found = propose_runs(predictor, SearchSpace(28, ranges=LENGTHS), ProposalSettings(), lambda: calls.append(1))
+    assert found[0].config.mask == mask
     assert len(calls) == len(predictor.screened) == len(set(predictor.screened)) <= 90  # each takes a fit of some seconds
-
-
-@pytest.mark.parametrize("mask", ["attention:8", "mlp:20"])
-def test_a_single_bridged_sublayer_is_found(mask: str) -> None:
-    predictor, space = OneMask(0, best=SkipMask.parse(mask, 28)), SearchSpace(28, ranges=LENGTHS)
-    assert propose_bridged(predictor, space, ProposalSettings())[0].config.mask == mask
 
 
 def test_masks_of_the_space_are_screened_with_bridges() -> None:
     """A run that skips attention in one half and MLPs in the other is on no screened grid."""
     predictor = OneMask(0, best=SkipMask.parse("attention:5-9;mlp:10-14", 28))
     space = SearchSpace(28, ranges=LENGTHS, masks=[predictor.best.format()])
-    assert propose_bridged(predictor, space, ProposalSettings())[0].config.mask == predictor.best.format()
+    assert propose_runs(predictor, space, ProposalSettings())[0].config.mask == predictor.best.format()
     assert predictor.screened[0] == predictor.best
 
 
 @pytest.mark.parametrize("worth", [0.5, 1.5])
 def test_proposals_are_ordered_by_predicted_speedup(worth: float) -> None:
-    space = SearchSpace(
-        28, methods=("none", "layer_skip"), ranges={"layer_skip": {"num_speculative_tokens": (1, 6), "siblings": (0, 0)}}
-    )
+    space = SearchSpace(28, methods=("none", "layer_skip"), ranges=LENGTHS).narrowed(siblings=(0, 0))
 
     class Scaled(OneMask):
         def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
@@ -181,7 +160,7 @@ def test_proposals_are_ordered_by_predicted_speedup(worth: float) -> None:
 
     plain, other = OneMask(0), Scaled(0, best=run(28, 3, 9))
     settings = ProposalSettings(enqueued=3)
-    for group in ({"bridged": [other]}, {"narrowed": [other]}):
+    for group in ({"filled": [other]}, {"narrowed": [other]}):
         found = propose_all(plain, space, settings, **group)  # type: ignore[arg-type]
         assert len(found) == 6
         assert (found[0].mask == run(28, 3, 9).format()) is (worth > 1)
@@ -189,19 +168,12 @@ def test_proposals_are_ordered_by_predicted_speedup(worth: float) -> None:
 
 def test_a_small_budget_of_bridged_masks_covers_the_whole_depth() -> None:
     predictor, space = OneMask(0), SearchSpace(28, ranges=LENGTHS)
-    propose_bridged(predictor, space, ProposalSettings(screened=24))
+    propose_runs(predictor, space, ProposalSettings(screened=24))
     assert len(predictor.screened) == len(set(predictor.screened)) <= 24
     sizes = [mask.attention.count(True) for mask in predictor.screened if mask.attention == mask.mlp]
     assert max(sizes) > 20
     assert {mask.attention.index(True) for mask in predictor.screened if True in mask.attention} >= {2, 3, 8, 14, 20}
     assert any(mask.attention != mask.mlp for mask in predictor.screened)
-
-
-def test_a_small_budget_is_kept() -> None:
-    predictor, space = Landscape(0), SearchSpace(LAYERS)
-    calls: list[int] = []
-    assert len(propose(predictor, space, ProposalSettings(screened=3), lambda: calls.append(1))) == 3
-    assert len(calls) == len(predictor.screened) == 3
 
 
 @dataclass
@@ -236,13 +208,3 @@ def test_expected_speedup_matches_the_paper() -> None:
     assert expected_speedup(predictor, mask, alpha, (1, 4))[0] == pytest.approx(expected)
     assert expected_speedup(predictor, mask, 0.0, (3, 4))[1] == 3
     assert profile.speedup_bound(mask) == pytest.approx(max((g + 1) / (g * cost + 1) for g in range(1, 6)))
-
-
-def test_published_masks_fit_any_depth() -> None:
-    for layers in (6, 30):
-        masks = published_masks(layers, range(1, layers - 1))
-        assert len(masks) == 25
-        for mask in masks:
-            assert mask.layers == layers
-            assert not (mask.attention[0] or mask.mlp[0] or mask.attention[-1] or mask.mlp[-1])
-        assert any(mask.skipped for mask in masks)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,10 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.measure.measure import measure
 from layerskip.scan.replay import Counts, count
 from layerskip.scan.scan import Scan, Scanner
-from layerskip.texts.continuations import Continuation, continue_prompts
-from searches.predict.predictor import DraftChoices
-from searches.predict.preparation import ScanSettings, prepare_predictor
+from layerskip.texts.continuations import continue_prompts
+from searches.predict.preparation import Preparation, ScanSettings
 from searches.predict.proposals import propose_lookups
-from searches.predict.scan_predictor import ScanPredictor
-from searches.results import ResultLog
+from searches.predict.scan_predictor import DraftChoices, ScanPredictor
 from searches.space.search_space import SearchSpace
 from searches.study.pruning import BoundEstimator
 from tests.families import build
@@ -46,7 +44,20 @@ def _scanner(target: Target, runners: int = 0) -> Scanner:
 
 def _predictor(target: Target, folder: Path) -> tuple[ScanPredictor, Scanner]:
     scanner = _scanner(target)
-    return ScanPredictor(scanner, scanner.sample(6), _profile(target.layers), CHOICES, folder), scanner
+    return ScanPredictor(scanner, _profile(target.layers), CHOICES, folder), scanner
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ScanPredictor | None]:
+    """Prepares a predictor with a rough profile."""
+    monkeypatch.setattr("searches.predict.preparation.PROFILE_REPEATS", 2)
+
+    def prepare(target: Target, name: str = "scans", seed: int = 0) -> ScanPredictor | None:
+        space = SearchSpace(target.layers, protect_first=0, protect_last=0)
+        preparation = Preparation(target, Sampling(), tmp_path)
+        return preparation.predictor(PROMPTS, 6, space, ScanSettings(), tmp_path / name, seed)
+
+    return prepare
 
 
 def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny_target: Target, tmp_path: Path) -> None:
@@ -78,7 +89,7 @@ def test_siblings_that_are_not_found_have_a_cost(
 ) -> None:
     scanner = _scanner(tiny_target, runners=1)
     profile = replace(_profile(tiny_target.layers), siblings_seconds=0.25)
-    predictor = ScanPredictor(scanner, scanner, profile, DraftChoices((2, 2), siblings=(1,)), tmp_path)
+    predictor = ScanPredictor(scanner, profile, DraftChoices((2, 2), siblings=(1,)), tmp_path)
     config = SpeculativeConfig("layer_skip", 3, mask="mlp:1", siblings=1, min_token_prob=1.0)
     stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
     assert all(found.depth is None for found in stats.rounds)
@@ -109,49 +120,33 @@ def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path
     assert found[0].speedup == pytest.approx(tokens * predictor.profile.verify_seconds[0] / seconds)
 
 
-def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path) -> None:
+def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("mlp:0", "mlp:1", "layers:1")]
     predictor, scanner = _predictor(tiny_target, tmp_path)
     predicted, agreements = predictor.predict(masks[:2]), predictor.agreements(masks[:2])
     counts = tmp_path / "counts.jsonl"
     counts.write_bytes(counts.read_bytes() + b'["layers:1", {"agr')  # as a killed process may leave it
 
-    @dataclass
-    class Recording:
-        scanned: list[SkipMask]
-        target: Target = tiny_target
-        depth: int = 4
-        max_rows: int = 256
-        continuations: Sequence[Continuation] = scanner.continuations
+    scanned: list[SkipMask] = []
 
-        def scan(self, masks: list[SkipMask], **options: Any) -> Any:
-            self.scanned += masks
-            return scanner.scan(masks, **options)
+    def recorded(self: Scanner, masks: Sequence[SkipMask], *args: Any, **options: Any) -> list[Scan]:
+        scanned.extend(masks)
+        return scan(self, masks, *args, **options)
 
-        def counts(self, *args: Any, **options: Any) -> Any:
-            return scanner.counts(*args, **options)
-
-    recording: Any = Recording([])
-    again = ScanPredictor(recording, recording, predictor.profile, CHOICES, tmp_path)
+    scan = Scanner.scan
+    monkeypatch.setattr(Scanner, "scan", recorded)
+    again = ScanPredictor(scanner, predictor.profile, CHOICES, tmp_path)
     assert again.predict(masks)[:2] == predicted
     assert again.agreements(masks[:2]) == agreements
-    assert recording.scanned == masks[2:]
+    assert scanned == masks[2:]
 
 
-def test_logged_values_are_read_again(tmp_path: Path) -> None:
-    kept = ResultLog(tmp_path / "folder" / "kept.jsonl")
-    kept.add("a", [1, 2])
-    kept.add("b", {"c": None})
-    again = ResultLog(tmp_path / "folder" / "kept.jsonl")
-    assert "a" in again and "x" not in again
-    assert (again["a"], again["b"], len(again)) == ([1, 2], {"c": None}, 2)
-
-
-def test_continuations_and_costs_are_shared_between_studies(tiny_target: Target, tmp_path: Path) -> None:
-    space, settings = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0), ScanSettings(profile_repeats=2)
-    first = prepare_predictor(tiny_target, PROMPTS, Sampling(), 6, space, settings, tmp_path, tmp_path / "one", 0)
+def test_continuations_and_costs_are_shared_between_studies(
+    tiny_target: Target, tmp_path: Path, prepared: Callable[..., ScanPredictor | None]
+) -> None:
+    first = prepared(tiny_target, "one")
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
-    second = prepare_predictor(tiny_target, PROMPTS, Sampling(), 6, space, settings, tmp_path, tmp_path / "two", 1)
+    second = prepared(tiny_target, "two", seed=1)
     assert first is not None and second is not None
     assert first.profile == second.profile
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")} == files
@@ -171,12 +166,12 @@ def test_adaptive_stops_are_predicted_as_in_trials(tiny_target: Target, tmp_path
         for _ in range(2)
     )
     assert first != second
-    among = ScanPredictor(scanner, scanner, _profile(3), DraftChoices((4, 4), (StopRule(), stop)), tmp_path / "among")
+    among = ScanPredictor(scanner, _profile(3), DraftChoices((4, 4), (StopRule(), stop)), tmp_path / "among")
     among.predict([mask])
     ((_, kept),) = [json.loads(line) for line in (tmp_path / "among" / "counts.jsonl").read_text().splitlines()]
     (found,) = [counts for length, rule, _, counts in kept["counts"] if (length, rule) == (4, 1)]
     assert [Counts.from_list(each) for each in found] == second
-    other = ScanPredictor(scanner, scanner, _profile(3), CHOICES, tmp_path / "other")
+    other = ScanPredictor(scanner, _profile(3), CHOICES, tmp_path / "other")
     assert other.speedup(replace(config, stop=stop)) == _profile(3).speedup(sum(second, Counts()), mask, stop)
 
 
@@ -184,7 +179,7 @@ def test_adaptive_stops_of_sampled_tokens_are_not_predicted(tiny_target: Target,
     """Replays keep the threshold constant. Pruning bounds them by the best scanned choice, as for other stop rules."""
     sampling = Sampling(temperature=1.0)
     scanner = Scanner(tiny_target, continue_prompts(tiny_target, PROMPTS, sampling, 8), sampling, depth=4)
-    predictor = ScanPredictor(scanner, scanner, _profile(3), CHOICES, tmp_path)
+    predictor = ScanPredictor(scanner, _profile(3), CHOICES, tmp_path)
     held = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=THRESHOLD)
     adaptive = replace(held, stop=StopRule("adaptive", THRESHOLD.threshold))
     assert [predictor.can_predict(config) for config in (held, adaptive)] == [True, False]
@@ -199,7 +194,11 @@ def test_adaptive_stops_of_sampled_tokens_are_not_predicted(tiny_target: Target,
 
 @pytest.mark.parametrize("maximum", [100, 4])
 def test_passes_have_as_many_rows_as_memory_allows(
-    maximum: int, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    maximum: int,
+    tiny_target: Target,
+    prepared: Callable[..., ScanPredictor | None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     scan = Scanner.scan
 
@@ -209,27 +208,22 @@ def test_passes_have_as_many_rows_as_memory_allows(
         return scan(self, masks, *args, **options)
 
     monkeypatch.setattr(Scanner, "scan", scarce)
-    space = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0)
-    settings = ScanSettings(profile_repeats=2)
-    predictor = prepare_predictor(tiny_target, PROMPTS, Sampling(), 6, space, settings, tmp_path, tmp_path, 0)
+    predictor = prepared(tiny_target)
     output = capsys.readouterr().out
-    assert "out of memory with scan.max_rows=256; trying 128" in output
+    assert "out of memory with 256 rows in a pass; trying 128" in output
     if maximum == 100:
         assert predictor is not None and predictor.max_rows == 64
         assert predictor.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
     else:
         assert predictor is None
-        assert "scan.max_rows=16; nothing is scanned\n" in output
+        assert "16 rows in a pass; nothing is scanned\n" in output
 
 
-def test_a_model_that_cannot_be_scanned_has_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = Target(build("gpt_neo"))
-    prompts = PromptSet.of(["x"])
-    space = SearchSpace(target.layers, protect_first=0, protect_last=0)
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch:
-        patch.setattr(Target, "encode", lambda self, prompt, field: [5, 6, 7])  # it has no tokenizer
-        assert prepare_predictor(target, prompts, Sampling(), 6, space, ScanSettings(), tmp_path, tmp_path, 0) is None
+def test_a_model_that_cannot_be_scanned_has_no_predictor(
+    prepared: Callable[..., ScanPredictor | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Target, "encode", lambda self, prompt, field: [5, 6, 7])  # it has no tokenizer
+    assert prepared(Target(build("gpt_neo"))) is None
     assert "GPTNeoForCausalLM: cannot be scanned" in capsys.readouterr().out
 
 

@@ -60,23 +60,17 @@ def test_the_report_leaves_out_trials_that_were_not_run() -> None:
     assert "4 trials: 0 stopped early, 1 not run (1 measured before)." in report.summary(study, None)
 
 
-def test_start_up_is_stated_where_there_was_any() -> None:
+def test_start_up_and_scans_are_stated_where_there_were_any() -> None:
     study = run_known(Known({lookup(4): 1.5, lookup(6): 1.2}), lookup(4), lookup(6), lookup(8))
     assert "compiling" not in report.summary(study, None)
-    with_startup = optuna.create_study(direction="maximize")
+    other = optuna.create_study(direction="maximize")
     for trial, seconds in zip(study.trials, (30.0, 2.0, None), strict=True):
         metrics = {} if seconds is None else {"metrics": {"startup_seconds": seconds}}
-        given = trial.params, trial.distributions, trial.user_attrs | metrics
-        with_startup.add_trial(create_trial(value=trial.value, params=given[0], distributions=given[1], user_attrs=given[2]))
-    assert "2 trials began with 16.0 seconds of compiling" in report.summary(with_startup, None)
-
-
-def test_scans_are_compared_with_the_decoding_time_of_trials() -> None:
-    trial = run_known(Known({lookup(4): 1.5}), lookup(4)).trials[0]
-    study = optuna.create_study(direction="maximize")
-    attrs = trial.user_attrs | {"seconds": 10.0, MEASURING_SECONDS: 4.0}
-    study.add_trial(create_trial(value=1.5, params=trial.params, distributions=trial.distributions, user_attrs=attrs))
-    assert "took 0.5 seconds: 64 cost as much as 8.0 whole trials" in report.summary(study, None, scan_seconds=0.5)
+        trial.user_attrs = trial.user_attrs | metrics | {"seconds": 10.0, MEASURING_SECONDS: 4.0}
+        other.add_trial(trial)
+    text = report.summary(other, None, scan_seconds=0.5)
+    assert "2 trials began with 16.0 seconds of compiling" in text
+    assert "took 0.5 seconds: 64 cost as much as 8.0 whole trials" in text
 
 
 def test_the_front_is_what_no_other_point_exceeds() -> None:

@@ -14,9 +14,8 @@ from optuna.trial import create_trial
 
 from searches.app.checks import InputError
 from searches.report import charts
-from searches.report.charts import points
+from searches.report.charts import points, timeline
 from searches.report.page import FINISHED, LiveView, Page, write_page
-from searches.report.timeline import timeline
 from searches.tracking.names import METRICS, PREDICTED
 from searches.workers.pool import Alone
 from tests.searches.known import Known, lookup, run_known
@@ -37,14 +36,23 @@ def _places(figure: dict[str, Any]) -> list[tuple[float, float]]:
 
 
 def _front(figure: dict[str, Any]) -> list[tuple[float, float]]:
-    (line,) = (trace for trace in figure["data"] if trace["name"] == "Pareto front")
+    line = _trace(figure, "Pareto front")
     return list(zip(line["x"], line["y"], strict=True))
+
+
+def _trace(figure: dict[str, Any], name: str) -> dict[str, Any]:
+    (trace,) = (trace for trace in figure["data"] if trace["name"] == name)
+    return dict(trace)
+
+
+def _written(folder: Path, study: optuna.Study, layers: int = 6, **fields: Any) -> str:
+    write_page(folder / "report.html", study, Page(layers, 8, **fields))
+    return (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_charts_of_an_earlier_study_hold_what_its_journal_holds(tmp_path: Path) -> None:
     study = earlier_study(tmp_path)
-    write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 6))
-    figures = metrics_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    figures = metrics_of(_written(tmp_path, study, EARLIER_LAYERS))
     # From the file itself: the study's results, without the code that reads trials.
     journal = (tmp_path / study.study_name / "journal.log").read_text(encoding="utf-8").splitlines()
     lines = [json.loads(line) for line in journal if '"user_attr"' in line and '"trial_id"' in line]
@@ -68,8 +76,7 @@ def test_the_charts_of_an_earlier_study_hold_what_its_journal_holds(tmp_path: Pa
 
 def test_no_trial_outside_a_pareto_front_is_better_in_both(tmp_path: Path) -> None:
     study = earlier_study(tmp_path)
-    write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 6))
-    figures = metrics_of((tmp_path / "report.html").read_text(encoding="utf-8"))
+    figures = metrics_of(_written(tmp_path, study, EARLIER_LAYERS))
     for name, sign in (("acceptance", 1), ("memory", -1)):
         front, places = _front(figures[name]), _places(figures[name])
         dominated = [
@@ -97,9 +104,7 @@ def test_neither_a_changed_output_nor_a_trial_stopped_early_leads() -> None:
 def test_a_study_without_finished_trials_has_a_page(tmp_path: Path) -> None:
     study = optuna.create_study(study_name="empty", direction="maximize")
     study.ask()
-    path = tmp_path / "report.html"
-    write_page(path, study, Page(4, 8))
-    page = path.read_text(encoding="utf-8")
+    page = _written(tmp_path, study)
     assert "0 of 8 trials finished" in page
     assert "Nothing measured yet." in page
     assert list(metrics_of(page)) == ["timeline"]
@@ -107,9 +112,7 @@ def test_a_study_without_finished_trials_has_a_page(tmp_path: Path) -> None:
 
 def test_a_page_loads_nothing_and_shows_names_as_they_are_written(tmp_path: Path) -> None:
     study, finals = known_study()
-    path = tmp_path / "report.html"
-    write_page(path, study, Page(6, 5, ["<script>alert(1)</script>"], FINISHED, finals=finals))
-    page = path.read_text(encoding="utf-8")
+    page = _written(tmp_path, study, notes=["<script>alert(1)</script>"], state=FINISHED, finals=finals)
     own = page.replace(page.partition("<script>")[2].partition("</script>")[0], "")  # without plotly.js
     assert not any(part in own for part in ("src=", "href=", "@import", "url(", "<script>alert", "<b>&amp;"))
     assert "known &lt;b&gt;&amp;amp;" in own
@@ -117,25 +120,15 @@ def test_a_page_loads_nothing_and_shows_names_as_they_are_written(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_each_worker_has_a_lane(tmp_path: Path) -> None:
-    study, _ = known_study()
-    write_page(tmp_path / "report.html", study, Page(6, 5))
-    figures = metrics_of((tmp_path / "report.html").read_text(encoding="utf-8"))
-    lanes = [lane for trace in figures["timeline"]["data"] for lane in trace["y"]]
-    assert sorted(lanes) == ["trials", *["worker 0"] * 3, *["worker 1"] * 2]
-
-
 def test_a_pause_is_cut_out_of_the_timeline() -> None:
     begin = datetime(2026, 1, 1, tzinfo=UTC)
     trials = []
-    for number, minutes in enumerate((0, 10, 20, 20 + 26 * 60, 30 + 26 * 60)):
-        start = begin + timedelta(minutes=minutes)
-        attributes = {"config": lookup(4).to_dict(), "seconds": 600.0}
-        trial = create_trial(value=1.0, user_attrs=attributes)
-        trial.number, trial.datetime_start = number, start
+    for minutes in (0, 10, 20, 20 + 26 * 60, 30 + 26 * 60):
+        trial = create_trial(value=1.0, user_attrs={"config": lookup(4).to_dict(), "seconds": 600.0})
+        trial.datetime_start = begin + timedelta(minutes=minutes)
         trials.append(trial)
     trials[2].user_attrs["seconds"] = 0.0  # 26 hours pass after it began
-    figure = timeline(trials, begin)
+    figure, _ = timeline(trials, begin)
     assert figure is not None
     (bars,) = figure.data
     assert list(bars.base) == [0.0, 10.0, 20.0, 20.0, 30.0]
@@ -210,46 +203,25 @@ def test_a_study_that_ends_early_says_why(error: BaseException, state: str, why:
     assert 'http-equiv="refresh"' not in page
 
 
-def _trace(figure: dict[str, Any], name: str) -> dict[str, Any]:
-    (trace,) = (trace for trace in figure["data"] if trace["name"] == name)
-    return dict(trace)
-
-
-def _page(folder: Path, study: Any, layers: int = 6) -> str:
-    write_page(folder / "report.html", study, Page(layers, 8))
-    return (folder / "report.html").read_text(encoding="utf-8")
-
-
 def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None:
-    page = _page(tmp_path, workers_study())
+    page = _written(tmp_path, workers_study())
     figure = metrics_of(page)["timeline"]
     assert figure["layout"]["yaxis"]["categoryarray"] == ["b/10", "b/2", "a/1"]  # from the bottom
     assert [note["text"] for note in figure["layout"]["annotations"]] == ["b/10", "b/2", "a/1"]
+    assert not {"tpot", "ttft"} & metrics_of(page).keys()
     killed = _trace(figure, "killed")
     assert killed["y"] == ["b/2"] and [round(60 * x) for x in killed["x"]] == [70]
     bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
-    again = {"layer skip, complete", "layer skip, fail", "layer skip, running"}
-    assert bars.keys() == again | {"none, complete", "prompt lookup, complete"}
+    skips = {"layer skip, complete", "layer skip, fail", "layer skip, running"}
+    assert bars.keys() == skips | {"none, complete", "prompt lookup, complete"}
     assert "takes over trial 3" in bars["layer skip, fail"]["hovertext"][0]  # the only one: a duplicate took no time
     assert len(bars["layer skip, fail"]["x"]) == 1
     assert "Cross: killed." in page
     assert "3 of 8 trials finished, 1 running, a processor, 8 threads" in page
 
 
-def test_a_study_without_incidents_describes_none(tmp_path: Path) -> None:
-    study = engine_study()
-    figure = timeline(study.trials[:3], datetime.now().astimezone())
-    assert figure is not None
-    assert {trace.type for trace in figure.data} == {"bar"}
-    page = _page(tmp_path, study)
-    assert "Faint: stopped early or not run." not in page
-    assert "Hatched: the engine failed." in page
-    card = page.partition("<h2>Timeline</h2>")[2].partition("</section>")[0]
-    assert not any(word in card for word in ("killed", "took over", "interrupted"))
-
-
 def test_throughput_against_latency_has_the_front_of_the_report(tmp_path: Path) -> None:
-    page = _page(tmp_path, engine_study())
+    page = _written(tmp_path, engine_study())
     figures = metrics_of(page)
     trials = _trace(figures["tpot"], "prompt lookup")
     assert trials["x"] == [20.0, 30.0, 10.0]
@@ -262,6 +234,7 @@ def test_throughput_against_latency_has_the_front_of_the_report(tmp_path: Path) 
     assert "95 % below 50.0" in plain["text"][0]
     assert [trace["name"] for trace in figures["ttft"]["data"]] == ["prompt lookup", "Pareto front"]
     assert "Requests in flight: 8." in page
+    assert "Hatched: the engine failed." in page and "Faint: stopped early or not run." not in page
     assert 'data-name="ms/token p95">30.0<' in page
 
 
@@ -274,10 +247,10 @@ def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> Non
         several |= {f"{name}_at_18": 2 * value for name, value in load.items()}
         trial.user_attrs = trial.user_attrs | {METRICS: several}
         other.add_trial(trial)
-    page = _page(tmp_path, other)
+    page = _written(tmp_path, other)
     figures = metrics_of(page)
     loads = [name for name in figures if name.startswith(("tpot", "ttft"))]
-    assert loads == ["tpot_at_8", "ttft_at_8", "tpot_at_18", "ttft_at_18"]
+    assert loads == ["tpot_at_8", "tpot_at_18", "ttft_at_8", "ttft_at_18"]
     assert _trace(figures["tpot_at_8"], "prompt lookup")["y"] == [100.0, 90.0, 80.0]
     assert _trace(figures["tpot_at_18"], "prompt lookup")["x"] == [40.0, 60.0, 20.0]
     assert _trace(figures["tpot_at_18"], "plain decoding")["y"] == [140.0]
@@ -285,7 +258,3 @@ def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> Non
     _, lower, higher = page.partition("<h2>Best trials</h2>")[2].partition("</section>")[0].split("<table>")[1:]
     assert 'data-name="ms/token p95">30.0<' in lower and 'data-name="ms/token p95">60.0<' in higher
     assert page.index('id="tpot_at_8"') < page.index('id="tpot_at_18"') < page.index('id="timeline"')
-
-
-def test_a_study_of_this_librarys_decoder_has_no_charts_of_load(tmp_path: Path) -> None:
-    assert not {"tpot", "ttft"} & metrics_of(_page(tmp_path, workers_study())).keys()

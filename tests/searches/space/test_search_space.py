@@ -7,17 +7,15 @@ from dataclasses import replace
 
 import optuna
 import pytest
-from optuna.distributions import CategoricalDistribution
-from optuna.trial import create_trial
 
-from layerskip import SpeculativeConfig, StopRule, Target
+from layerskip import SpeculativeConfig as Config
+from layerskip import StopRule, Target
 from layerskip.config import methods
 from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
 from searches.study.cascade_costs import draft_cost, verify_cost
 from searches.study.plan import drop_unsupported
 from searches.study.starting_points import starting_points
-from searches.study.study import with_stored_methods
 from tests.families import build
 
 METHODS = tuple(methods())
@@ -29,52 +27,41 @@ PATHS = {
     "medusa": {"head": ("m",)},
 }
 SPACE = SearchSpace(layers=12, ranges=PATHS)
+SECONDS = [
+    Config("retrieval", 6, datastore="notes", prompt_lookup_min=1, prompt_lookup_max=3, tree_tokens=9),
+    Config("layer_skip", 5, mask="mlp:4", stop=StopRule("adaptive", 0.4)),
+    Config("eagle", 5, head="e", top_k=3, tree_tokens=9),
+    Config("cross_tokenizer", 3, draft_model="other/draft", stop=StopRule("threshold", 0.3)),
+]
+
+
+def _drawn(space: SearchSpace, count: int) -> list[Config]:
+    """Return configurations of random trials, each of which its own parameters lead to."""
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    found = [space.suggest(study.ask()) for _ in range(count)]
+    for config in found:
+        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
+    return found
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        SpeculativeConfig(),
-        SpeculativeConfig("layer_skip", 3, mask="attention:2,5;mlp:7", stop=StopRule("threshold", 0.35)),
-        SpeculativeConfig("layer_skip", 8, mask="layers:2-9"),
-        SpeculativeConfig("layer_skip", 2, mask="mlp:4", siblings=2, min_token_prob=0.125),
-        SpeculativeConfig("prompt_lookup", 5, prompt_lookup_min=2, prompt_lookup_max=4, match="first"),
-        SpeculativeConfig(
-            "cascade",
-            members=(
-                SpeculativeConfig("prompt_lookup", 3, prompt_lookup_min=2, prompt_lookup_max=3),
-                SpeculativeConfig("layer_skip", 5, mask="mlp:4", stop=StopRule("adaptive", 0.4)),
-            ),
-        ),
-        *(
-            SpeculativeConfig(
-                "cascade", members=(SpeculativeConfig("prompt_lookup", 4, prompt_lookup_min=2, prompt_lookup_max=4), second)
-            )
-            for second in (
-                SpeculativeConfig(
-                    "retrieval", 6, datastore="notes", prompt_lookup_min=1, prompt_lookup_max=3, tree_tokens=9
-                ),
-                SpeculativeConfig("lookahead", 3, window=6, guess_set_size=5),
-                SpeculativeConfig("eagle", 5, head="e", top_k=3, tree_tokens=9),
-                SpeculativeConfig("medusa", 3, head="m", top_k=5, tree_tokens=20),
-                SpeculativeConfig("cross_tokenizer", 3, draft_model="other/draft", stop=StopRule("threshold", 0.3)),
-            )
-        ),
-        SpeculativeConfig(
-            "retrieval", 6, datastore="notes", prompt_lookup_min=2, prompt_lookup_max=4, tree_tokens=9, min_token_prob=0.1
-        ),
-        SpeculativeConfig("token_recycling", 5, tree_tokens=12, top_k=3, min_token_prob=0.25),
-        SpeculativeConfig("lookahead", 3, window=6, guess_set_size=5),
-        SpeculativeConfig("draft_model", 2, draft_model="some/draft", stop=StopRule("adaptive", 0.6)),
-        SpeculativeConfig("eagle", 6, head="e", top_k=1, stop=StopRule("threshold", 0.4)),
-        SpeculativeConfig("eagle", 5, head="e", top_k=3, tree_tokens=9, min_token_prob=0.02),
-        SpeculativeConfig("medusa", 3, head="m", top_k=5, tree_tokens=20, min_token_prob=0.1),
-        SpeculativeConfig("cross_tokenizer", 3, draft_model="other/draft", stop=StopRule("threshold", 0.3)),
+        Config(),
+        Config("layer_skip", 3, mask="attention:2,5;mlp:7", stop=StopRule("threshold", 0.35)),
+        Config("layer_skip", 2, mask="mlp:4", siblings=2, min_token_prob=0.125),
+        Config("prompt_lookup", 5, prompt_lookup_min=2, prompt_lookup_max=4, match="first"),
+        Config("retrieval", 6, datastore="notes", prompt_lookup_max=4, tree_tokens=9, min_token_prob=0.1),
+        Config("token_recycling", 5, tree_tokens=12, top_k=3, min_token_prob=0.25),
+        Config("lookahead", 3, window=6, guess_set_size=5),
+        Config("draft_model", 2, draft_model="some/draft", stop=StopRule("adaptive", 0.6)),
+        Config("eagle", 5, head="e", top_k=3, tree_tokens=9, min_token_prob=0.02),
+        Config("medusa", 3, head="m", top_k=5, tree_tokens=20, min_token_prob=0.1),
+        *(Config("cascade", members=(Config("prompt_lookup", 3, prompt_lookup_max=3), second)) for second in SECONDS),
     ],
 )
-def test_params_and_suggest_are_inverse(config: SpeculativeConfig) -> None:
-    params = SPACE.params(config)
-    assert SPACE.suggest(optuna.trial.FixedTrial(params)) == config
+def test_params_and_suggest_are_inverse(config: Config) -> None:
+    assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
 
 
 def test_a_trial_gets_the_enqueued_configuration() -> None:
@@ -85,50 +72,23 @@ def test_a_trial_gets_the_enqueued_configuration() -> None:
 
 
 def test_random_trials_stay_within_the_space() -> None:
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    found = set()
-    for _ in range(200):
-        config = SPACE.suggest(study.ask())
-        found.add(config.method)
-        assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
-        if config.method == "layer_skip":
-            assert not any(layer in _layers(config.mask) for layer in (0, 1, 10, 11))
-    assert found == set(METHODS)
+    found = _drawn(SPACE, 200)
+    assert {config.method for config in found} == set(METHODS)
+    params = [SPACE.params(config) for config in found if config.method == "layer_skip"]
+    assert not any(f"{part}_{layer}" in each for each in params for part in ("attention", "mlp") for layer in (0, 1, 10, 11))
 
 
-def _layers(mask: str) -> set[int]:
-    found: set[int] = set()
-    for part in filter(None, mask.split(";")):
-        for piece in part.partition(":")[2].split(","):
-            first, _, last = piece.partition("-")
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
-
-
-def test_unsupported_methods_are_left_out_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
-    space = SearchSpace(layers=12)
-    assert drop_unsupported(space, Target(build("llama"))) == space
-    assert drop_unsupported(space, Target(build("gpt_neo"))).available_methods == (
-        "none",
-        "prompt_lookup",
-        "layer_skip",
-        "cascade",
-    )
-    left_out = "retrieval, token_recycling, lookahead, trees of layer_skip"
-    assert f"{left_out} left out: GPTNeoForCausalLM: cannot verify trees" in capsys.readouterr().out
-
-
-def test_eagle_drafts_chains_if_trees_cannot_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trees_are_left_out_if_the_target_cannot_verify_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert drop_unsupported(SPACE, Target(build("llama"))) == SPACE
     space = drop_unsupported(SPACE, Target(build("gpt_neo")))
     known = ("none", "prompt_lookup", "layer_skip", "eagle", "draft_model", "cross_tokenizer", "cascade")
     assert space.available_methods == known
-    assert "lookahead, medusa, trees of layer_skip, trees of eagle left out" in capsys.readouterr().out
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    configs = [*starting_points(space), *(space.suggest(study.ask()) for _ in range(100))]
+    left_out = "lookahead, medusa, trees of layer_skip, trees of eagle left out: GPTNeoForCausalLM: cannot verify trees"
+    assert left_out in capsys.readouterr().out
+    configs = [*starting_points(space), *_drawn(space, 100)]
     assert {config.method for config in configs} == set(known)
     for config in configs:
         assert all(member.top_k == 1 for member in (config, *config.members) if member.method == "eagle")
-        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
 
 def test_the_second_member_of_a_cascade_is_any_available_method() -> None:
@@ -138,55 +98,26 @@ def test_the_second_member_of_a_cascade_is_any_available_method() -> None:
     assert few.available_methods == ("none", "prompt_lookup", "lookahead", "cascade")
 
 
-def _past(study: optuna.Study, **choices: tuple[str, ...]) -> None:
-    """Add a trial that chose the first value of each parameter."""
-    distributions = {name: CategoricalDistribution(among) for name, among in choices.items()}
-    params = {name: among[0] for name, among in choices.items()}
-    study.add_trial(create_trial(params=params, distributions=distributions, value=1.0))
+def test_a_study_resumes_with_its_stored_costs() -> None:
+    """Other costs would change the configurations of the same choices, so the leader would not be measured again."""
+    for costs in ((1.5, 1.75), ((256, (1.5,)), (8192, (1.25,)))):
+        study = optuna.create_study()
+        assert verify_cost(study, lambda costs=costs: costs) == verify_cost(study, lambda: (9.0,)) == costs
 
+    def measure(members: Sequence[Config], known: dict[str, float]) -> tuple[float, ...]:
+        return tuple(known.setdefault(member.method, 0.25) for member in members)
 
-def test_a_study_resumes_with_its_stored_cost_of_verification() -> None:
-    """Another cost would change the configurations of the same choices, so the leader would not be measured again."""
-    study = optuna.create_study()
-    assert verify_cost(study, lambda: (1.5, 1.75)) == verify_cost(study, lambda: (9.0,)) == (1.5, 1.75)
-    several, costs = optuna.create_study(), ((256, (1.5,)), (8192, (1.25,)))
-    assert verify_cost(several, lambda: costs) == verify_cost(several, lambda: (9.0,)) == costs
-
-
-def test_a_study_resumes_with_its_stored_costs_of_drafts() -> None:
-    study, measured = optuna.create_study(), list[tuple[float, ...]]()
-
-    def measure(members: Sequence[SpeculativeConfig], known: dict[str, float]) -> tuple[float, ...]:
-        found = tuple(known.setdefault(member.method, 0.25) for member in members)
-        measured.append(found)
-        return found
-
-    lookup, window = SpeculativeConfig("prompt_lookup"), SpeculativeConfig("lookahead")
+    lookup, window = Config("prompt_lookup"), Config("lookahead")
     assert draft_cost(study, measure)((lookup,)) == (0.25,)
     assert study.user_attrs["draft_cost"] == {"prompt_lookup": 0.25}
     assert draft_cost(study, measure)((lookup, window)) == (0.25, 0.25)
     assert study.user_attrs["draft_cost"] == {"prompt_lookup": 0.25, "lookahead": 0.25}
-    assert len(measured) == 2
-
-
-def test_a_study_resumes_with_its_stored_methods() -> None:
-    """Earlier versions offered no cascade without an available second member."""
-    space = SearchSpace(layers=12, methods=("prompt_lookup", "retrieval", "cascade"))
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    assert with_stored_methods(space, study).available_methods == ("none", "prompt_lookup", "retrieval", "cascade")
-    _past(study, method=("none", "prompt_lookup", "retrieval"))
-    same = with_stored_methods(space, study)
-    assert same.available_methods == ("none", "prompt_lookup", "retrieval")
-    assert {same.suggest(study.ask()).method for _ in range(20)} == set(same.available_methods)
 
 
 def test_no_drafting_is_always_a_method_and_the_first_starting_point() -> None:
     space = SearchSpace(layers=12, methods=("prompt_lookup",))
     assert space.available_methods == ("none", "prompt_lookup")
-    assert starting_points(space)[0] == SpeculativeConfig()
-
-
-def test_methods_without_heads_or_models_are_left_out() -> None:
+    assert starting_points(space)[0] == Config()
     assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).available_methods)
 
 
@@ -198,7 +129,7 @@ def test_starting_points_contain_single_skips_runs_and_sparse_masks() -> None:
     assert any(mask.count(",") >= 1 for mask in masks)
 
 
-def _cascades(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) -> list[SpeculativeConfig]:
+def _cascades(space: SearchSpace, proposed: Sequence[Config] = ()) -> list[Config]:
     """Return the second members of the cascades among the starting points."""
     pairs = [config.members for config in starting_points(space, proposed) if config.method == "cascade"]
     assert all(lookup.method == "prompt_lookup" for lookup, _ in pairs)
@@ -206,8 +137,8 @@ def _cascades(space: SearchSpace, proposed: Sequence[SpeculativeConfig] = ()) ->
 
 
 def test_the_best_predicted_mask_is_tried_after_a_lookup() -> None:
-    best, other = (SpeculativeConfig("layer_skip", 3, mask=f"mlp:{layer}") for layer in (4, 5))
-    proposed = [SpeculativeConfig("prompt_lookup", 5), best, other]
+    best, other = (Config("layer_skip", 3, mask=f"mlp:{layer}") for layer in (4, 5))
+    proposed = [Config("prompt_lookup", 5), best, other]
     space = SearchSpace(layers=12, methods=("none", "prompt_lookup", "layer_skip", "cascade"))
     assert _cascades(space, proposed) == [best]
     assert [second.method for second in _cascades(SearchSpace(layers=12), proposed)] == ["token_recycling", "layer_skip"]
@@ -224,11 +155,11 @@ def test_the_first_head_of_each_method_is_tried_after_a_lookup(trees: bool) -> N
 
 def test_cascades_have_the_costs_of_the_space() -> None:
     space = replace(SPACE, verify_cost=(1.5, 1.6), draft_cost=lambda members: (0.0, 0.5 * len(members)))
-    (started,) = {config.verify_cost for config in starting_points(space) if config.method == "cascade"}
-    assert {config.draft_cost for config in starting_points(space) if config.method == "cascade"} == {(0.0, 1.0)}
+    cascades = [config for config in starting_points(space) if config.method == "cascade"]
+    assert {(config.verify_cost, config.draft_cost) for config in cascades} == {((1.5, 1.6), (0.0, 1.0))}
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     study.enqueue_trial({"method": "cascade"})
-    assert started == space.suggest(study.ask()).verify_cost == space.verify_cost
+    assert space.suggest(study.ask()).verify_cost == space.verify_cost
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in ("none", "prompt_lookup", "cascade")])
@@ -239,42 +170,38 @@ def test_every_space_with_cascades_has_one_among_its_starting_points(method: str
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"methods": ("hydra",)}, "space.methods"),
-        ({"ranges": {"hydra": {"num_speculative_tokens": (1, 2)}}}, "space.ranges"),
-        ({"ranges": {"eagle": 4}}, "space.ranges.eagle"),
-        ({"ranges": {"eagle": {"prompt_lookup_min": (1, 2)}}}, "space.ranges.eagle"),
-        ({"ranges": {"eagle": {"stop": ("never",)}}}, "space.ranges.eagle.stop"),
-        ({"ranges": {"eagle": {"stop": ()}}}, "space.ranges.eagle.stop"),
-        ({"ranges": {"eagle": {"head": "mine"}}}, "space.ranges.eagle.head"),
-        ({"ranges": {"layer_skip": {"num_speculative_tokens": (0, 4)}}}, "space.ranges.layer_skip.num_speculative_tokens"),
-        ({"ranges": {"layer_skip": {"num_speculative_tokens": 4}}}, "space.ranges.layer_skip.num_speculative_tokens"),
-        ({"ranges": {"prompt_lookup": {"prompt_lookup_min": (3, 2)}}}, "space.ranges.prompt_lookup.prompt_lookup_min"),
-        ({"ranges": {"medusa": {"min_token_prob": (0, 0.5)}}}, "space.ranges.medusa.min_token_prob"),
-        ({"ranges": {"medusa": {"min_token_prob": (0.1, 2)}}}, "space.ranges.medusa.min_token_prob"),
-        ({"protect_first": -1}, "space.protect_first"),
-        ({"protect_first": 6, "protect_last": 6}, "space.protect_first"),
-        ({"masks": ("layers:40",)}, "space.masks"),
-        ({"masks": ("layers:0",)}, "space.masks"),
-        ({"masks": ("heads:1",)}, "space.masks"),
+        ({"methods": ("hydra",)}, "methods"),
+        ({"ranges": {"hydra": {"num_speculative_tokens": (1, 2)}}}, "ranges"),
+        ({"ranges": {"eagle": 4}}, "ranges.eagle"),
+        ({"ranges": {"eagle": {"prompt_lookup_min": (1, 2)}}}, "ranges.eagle"),
+        ({"ranges": {"eagle": {"stop": ()}}}, "ranges.eagle.stop"),
+        ({"ranges": {"eagle": {"head": "mine"}}}, "ranges.eagle.head"),
+        ({"ranges": {"layer_skip": {"num_speculative_tokens": (0, 4)}}}, "ranges.layer_skip.num_speculative_tokens"),
+        ({"ranges": {"layer_skip": {"num_speculative_tokens": 4}}}, "ranges.layer_skip.num_speculative_tokens"),
+        ({"ranges": {"prompt_lookup": {"prompt_lookup_min": (3, 2)}}}, "ranges.prompt_lookup.prompt_lookup_min"),
+        ({"ranges": {"medusa": {"min_token_prob": (0, 0.5)}}}, "ranges.medusa.min_token_prob"),
+        ({"protect_first": -1}, "protect_first"),
+        ({"protect_first": 6, "protect_last": 6}, "protect_first"),
+        ({"masks": ("layers:40",)}, "masks"),
+        ({"masks": ("layers:0",)}, "masks"),
+        ({"bridges": ("magic",)}, "bridges"),
+        ({"ranks": 8}, "ranks"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, object], named: str) -> None:
-    with pytest.raises(InputError, match=named):
+    with pytest.raises(InputError, match=f"^space.{named}"):
         SearchSpace(layers=12, **fields)  # type: ignore[arg-type]
 
 
 def test_a_field_is_chosen_from_the_ranges_of_its_method() -> None:
     narrow = SPACE.narrowed(["eagle"], num_speculative_tokens=(7, 7), stop=("threshold",)).narrowed(match=("first",))
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    found = [narrow.suggest(study.ask()) for _ in range(150)]
+    found = _drawn(narrow, 150)
     assert {config.num_speculative_tokens for config in found if config.method == "eagle"} == {7}
     assert {config.stop.method for config in found if config.method == "eagle" and config.top_k == 1} == {"threshold"}
     assert {config.match for config in found if config.method == "prompt_lookup"} == {"first"}
     assert len({config.num_speculative_tokens for config in found if config.method == "medusa"}) > 1
-    starts = narrow.starts("eagle")
-    assert [(config.num_speculative_tokens, config.top_k, config.stop.method) for config in starts] == [
-        (7, 4, "length"), (7, 1, "threshold"),
-    ]  # fmt: skip
+    starts = [(config.num_speculative_tokens, config.top_k, config.stop.method) for config in narrow.starts("eagle")]
+    assert starts == [(7, 4, "length"), (7, 1, "threshold")]
 
 
 def test_every_lookup_is_one_that_trials_may_propose() -> None:
@@ -283,3 +210,9 @@ def test_every_lookup_is_one_that_trials_may_propose() -> None:
     assert len(found) == len(set(found)) == (2 + 3) * 2 * 2
     for config in found:
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
+
+
+def test_sampled_thresholds_are_those_of_scans() -> None:
+    space = SearchSpace(6, methods=["none", "layer_skip"], ranges={"layer_skip": {"stop": ["threshold"]}})
+    found = {config.stop.threshold for config in _drawn(space, 200)}
+    assert found - {0.0} == {round(0.1 + 0.05 * step, 2) for step in range(17)}

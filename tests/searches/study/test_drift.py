@@ -14,7 +14,7 @@ from layerskip import Measurement
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measurement import Sample
-from searches.study.drift import drifted_rows
+from searches.study.bench import drifted_rows
 
 Row = dict[str, Sample]
 
@@ -36,15 +36,16 @@ def test_a_slow_window_is_drift_and_a_stall_of_one_sample_is_not() -> None:
     assert drifted_rows(rows, 0.3) == [False, False, True, False, False, True]
 
 
-def test_fewer_rounds_are_not_drift() -> None:
-    rows = [_row(place, {"plain": 4.0}) | _row(place, {"one": 3.0}) for place in range(6)]
-    rows[2]["one"] = _row(2, {"one": 1.0}, rounds=13)["one"]
-    assert not any(drifted_rows(rows, 0.05))
-
-
-def test_expensive_drafts_on_one_prompt_are_not_drift() -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        _row(2, {"one": 1.0}, rounds=13)["one"],  # fewer rounds
+        replace(_row(2, {"one": 9.0})["one"], draft_seconds=6.0),  # expensive drafts
+    ],
+)
+def test_another_course_of_decoding_on_one_prompt_is_not_drift(changed: Sample) -> None:
     rows = [_row(place, {"plain": 4.0, "one": 3.0}) for place in range(6)]
-    rows[2]["one"] = replace(rows[2]["one"], decode_seconds=9.0, draft_seconds=6.0)
+    rows[2]["one"] = changed
     assert not any(drifted_rows(rows, 0.05))
 
 
@@ -66,22 +67,21 @@ def test_rows_without_rounds_do_not_drift() -> None:
     assert drifted_rows([], 0.3) == []
 
 
-@pytest.mark.parametrize("rate", [0.03, 0.1])
-def test_measuring_drifted_rows_again_does_not_bias_speedups(rate: float) -> None:
-    """If only stalls of plain decoding were measured again, a speedup of 1.10 would come out as 1.07 or 1.03."""
+def test_measuring_drifted_rows_again_does_not_bias_speedups() -> None:
+    """If only stalls of plain decoding were measured again, a speedup of 1.10 would come out as 1.03."""
     random = np.random.default_rng(0)
 
     def measure(place: int) -> Row:
-        stalls = 1 + 0.8 * (random.random(2) < rate)
+        stalls = 1 + 0.8 * (random.random(2) < 0.1)
         noise = np.exp(0.02 * random.normal(size=2))
         return _row(place, dict(zip(("plain", "one"), np.array([4.0, 4.0 / 1.1]) * stalls * noise, strict=True)))
 
     speedups, again = [], 0
-    for _ in range(150):
+    for _ in range(60):
         rows = [measure(place) for place in range(24)]
         drifted = drifted_rows(rows, 0.3)
         again += sum(drifted)
         rows = [measure(place) if drifted[place] else row for place, row in enumerate(rows)]
         speedups.append(math.log(Measurement.of(rows, "plain", "one").speedup))
-    assert again > 100  # enough for the test
+    assert again > 60  # enough for the test
     assert math.exp(statistics.fmean(speedups)) == pytest.approx(1.10, rel=0.01)

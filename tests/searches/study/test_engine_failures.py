@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import optuna
 import pytest
@@ -20,7 +20,7 @@ from searches.study.bench import ModelBench
 from searches.study.finals import RunControl, measure_finals
 from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings
-from tests.searches.known import HELD_OUT, PROMPTS, Known, lookup, run_known
+from tests.searches.known import HELD_OUT, PROMPTS, Known, lookup, new_study, run_known
 
 
 @dataclass
@@ -80,6 +80,9 @@ def test_an_engine_that_runs_nothing_ends_the_study() -> None:
     assert bench.attempts == 3
 
 
+SETTINGS = MeasureSettings(finalists=2, held_out_repeats=2)
+
+
 @pytest.mark.parametrize("after", [0, 7])
 def test_a_finalist_that_fails_is_dropped(after: int, tmp_path: Path) -> None:
     best, other = lookup(8), lookup(4)
@@ -87,8 +90,7 @@ def test_a_finalist_that_fails_is_dropped(after: int, tmp_path: Path) -> None:
     study = run_known(bench, best, other)
     bench.fails = [best]
     bench.asked.clear()
-    settings = MeasureSettings(finalists=2, held_out_repeats=2)
-    finals = measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path))
+    finals = measure_finals(study, bench, HELD_OUT, SETTINGS, 0, RunControl(tmp_path))
     assert finals.winner.config == other
     (failed,) = [finalist for finalist in finals.finalists if finalist.config == best]
     assert not failed.stayed and not failed.eligible
@@ -97,7 +99,7 @@ def test_a_finalist_that_fails_is_dropped(after: int, tmp_path: Path) -> None:
     assert [item for config, item in bench.asked if config == other][:24] == [item.id for item in HELD_OUT]
     assert best.label() in report.summary(study, finals)
     bench.asked.clear()
-    assert measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path)) == finals
+    assert measure_finals(study, bench, HELD_OUT, SETTINGS, 0, RunControl(tmp_path)) == finals
     assert not bench.asked
 
 
@@ -112,7 +114,6 @@ def test_finals_end_if_plain_decoding_fails() -> None:
 class _Engine:
     """A back end with the samples of a bench."""
 
-    name: ClassVar[str] = "engine"
     exact = False
 
     def __init__(self, bench: Known) -> None:
@@ -143,7 +144,7 @@ def test_the_report_lists_trials_that_none_exceeds_in_throughput_and_latency() -
     study = run_known(Known({lookup(4): 1.5, lookup(6): 1.4, lookup(8): 1.3}), lookup(4), lookup(6), lookup(8))
     assert "Pareto" not in report.summary(study, None)
     metrics = [(100.0, 0.02), (90.0, 0.03), (80.0, 0.01)]  # the second is behind the first in both
-    other = optuna.create_study(direction="maximize")
+    other = new_study()
     for trial, (throughput, seconds) in zip(study.trials, metrics, strict=True):
         attributes = trial.user_attrs | {"metrics": {"throughput": throughput, "tpot_p50": seconds}}
         other.add_trial(optuna.trial.create_trial(value=trial.value, user_attrs=attributes))
@@ -151,40 +152,35 @@ def test_the_report_lists_trials_that_none_exceeds_in_throughput_and_latency() -
     assert "| 0 | " in table and "| 2 | " in table and "| 1 | " not in table
 
 
-@dataclass
 class _Loaded(Failing):
     """An engine whose samples hold their requests, eight at a time."""
 
     def compare(self, *arguments: Any) -> Iterator[dict[str, Sample]]:
         for row in super().compare(*arguments):
-            yield {name: replace(sample, requests=(_request(sample),)) for name, sample in row.items()}
+            yield {name: replace(sample, requests=(self._request(sample),)) for name, sample in row.items()}
+
+    @staticmethod
+    def _request(sample: Sample) -> Request:
+        return Request(8, sample.tokens, sample.decoded_tokens, sample.prefill_seconds, sample.decode_seconds)
 
 
-def _request(sample: Sample) -> Request:
-    return Request(8, sample.tokens, sample.decoded_tokens, sample.prefill_seconds, sample.decode_seconds)
-
-
-@pytest.mark.parametrize("after", [0, 7])
-def test_finals_state_throughput_and_latencies_of_each_finalist(after: int, tmp_path: Path) -> None:
+def test_finals_state_throughput_and_latencies_of_each_finalist() -> None:
     fast, broken = lookup(8), lookup(4)
-    bench = _Loaded({fast: 2.0, broken: 1.8}, after=after)
+    bench = _Loaded({fast: 2.0, broken: 1.8}, after=7)
     study = run_known(bench, fast, broken)
     bench.fails = [broken]
-    settings = MeasureSettings(finalists=2, held_out_repeats=2)
-    finals = measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path))
+    finals = measure_finals(study, bench, HELD_OUT, SETTINGS, 0)
     # Each request has 0.1 seconds of prefill and 10 tokens after the first one: plainly 0.1 seconds each, else 0.05.
     plain = {"throughput": 8 * 11 / 1.1, "ttft_p50": 0.1, "ttft_p95": 0.1, "tpot_p50": 0.1, "tpot_p95": 0.1}
     drafted = {"throughput": 8 * 11 / 0.6, "ttft_p50": 0.1, "ttft_p95": 0.1, "tpot_p50": 0.05, "tpot_p95": 0.05}
     beside = {f"baseline_{name}": value for name, value in plain.items()}
     found = {finalist.config: finalist.held_out.get("metrics", {}) for finalist in finals.finalists}
     assert found[fast] == pytest.approx(drafted | beside)
-    assert found[broken].keys() == (drafted.keys() | beside.keys() if after else set())
+    assert found[broken].keys() == drafted.keys() | beside.keys()
     assert finals.baseline["metrics"] == pytest.approx(plain | beside)
     assert finals.winner.held_out["metrics"] == found[fast]
     table = report.summary(study, finals).partition("Throughput and latency (held-out prompts)")[2]
     assert f"| {fast.label()} | 146.7 | 50.0 |" in table and "| no drafting | 80.0 | 100.0 |" in table
     rows = tables.finals_rows(finals)
-    assert '<td data-name="throughput">146.7</td>' in tables.as_html_with_requests(
-        rows, rows, tables.finals_requests(finals)
-    )
-    assert measure_finals(study, bench, HELD_OUT, settings, 0, RunControl(tmp_path)) == finals
+    page = tables.as_html_with_requests(rows, rows, tables.finals_requests(finals))
+    assert '<td data-name="throughput">146.7</td>' in page

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import optuna
 import pytest
 
-from layerskip import PromptSet, SpeculativeConfig
-from layerskip.measure.measurement import Sample
+from layerskip import SpeculativeConfig
 from searches.study.leaderboard import LeaderboardEntry, contenders, ranking
 from tests.searches.known import Known, lookup, run_known
 
 
-def test_a_prompt_weighs_no_more_if_it_was_decoded_more_often() -> None:
-    def table(*speedups: float) -> dict[str, list[Any]]:
-        names = [f"p{place}" for place in range(len(speedups))]
-        seconds = [1 / speedup for speedup in speedups]
-        rates = [10 * speedup for speedup in speedups]
-        return {
-            "prompt_id": names,
-            "tokens_per_second": rates,
-            "decode_seconds": seconds,
-            "baseline_tokens_per_second": [10.0] * len(names),
-        }
+def _table(*speedups: float) -> dict[str, list[Any]]:
+    return {
+        "prompt_id": [f"p{place}" for place in range(len(speedups))],
+        "tokens_per_second": [10 * speedup for speedup in speedups],
+        "decode_seconds": [1 / speedup for speedup in speedups],
+        "baseline_tokens_per_second": [10.0] * len(speedups),
+    }
 
+
+def test_a_prompt_weighs_no_more_if_it_was_decoded_more_often() -> None:
     once, often = LeaderboardEntry(lookup(4)), LeaderboardEntry(lookup(5))
-    once.add(table(4.0, 1.0, 1.0))
-    often.add(table(4.0, 1.0, 1.0))
+    once.add(_table(4.0, 1.0, 1.0))
+    often.add(_table(4.0, 1.0, 1.0))
     for _ in range(5):
-        often.add(table(4.0))
+        often.add(_table(4.0))
     assert often.speedup == pytest.approx(once.speedup) == pytest.approx(3 / 2.25)
+
+
+def test_configurations_are_compared_on_common_prompts() -> None:
+    """The first is fast on an easy prompt that the second did not decode, which is faster on all common prompts."""
+    study = optuna.create_study(direction="maximize")
+    for config, table in ((lookup(4), _table(1.2, 1.2, 1.8)), (lookup(5), _table(1.3, 1.3))):
+        lossless = {"losslessness": {"verdict": "exact"}}
+        attributes = {"config": config.to_dict(), "measurement": lossless, "table": table}
+        study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs=attributes))
+    first, second = ranking(study)
+    assert (first.config, second.config) == (lookup(5), lookup(4))
+    assert first.speedup < second.speedup
 
 
 def test_the_best_of_another_drafter_and_the_first_of_the_leaders_contend_if_about_as_fast() -> None:
@@ -43,20 +53,14 @@ def test_the_best_of_another_drafter_and_the_first_of_the_leaders_contend_if_abo
         assert configs == [*[*reversed(lookups[-2:]), recycling][:count], lookups[0]]
 
 
-def test_a_lucky_leader_is_measured_again_and_falls_back() -> None:
+def test_a_lucky_leader_is_measured_again_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("searches.study.study._REMEASURE", 3)
     lucky, solid = lookup(4), lookup(5)
 
-    class Lucky(Known):
-        def compare(
-            self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, *_: object
-        ) -> Iterator[dict[str, Sample]]:
-            first = not any(config == lucky for config, _ in self.asked)
-            self.speedups = {solid: 1.4, lucky: 1.6 if first or len(self.asked) < 5 else 1.0}
-            return super().compare(configs, prompts, repeats, seed)
+    def speedups(name: str) -> Mapping[SpeculativeConfig, float]:
+        return {solid: 1.4, lucky: 1.6 if bench.calls < 5 else 1.0}
 
-    bench = Lucky({})
-    others = [lookup(length) for length in range(6, 12)]
-    study = run_known(bench, lucky, solid, *others, remeasure=3, trials=14)
-    leader = ranking(study)[0]
-    assert leader.config == solid
+    bench = Known(speedups)
+    study = run_known(bench, lucky, solid, *(lookup(length) for length in range(6, 12)), trials=14)
+    assert ranking(study)[0].config == solid
     assert next(entry.complete for entry in ranking(study) if entry.config == lucky) >= 2

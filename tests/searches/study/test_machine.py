@@ -38,7 +38,7 @@ def test_the_machine_is_one_line(tiny_target: Target) -> None:
 
 @pytest.mark.parametrize(("isa", "dtypes"), [("avx2", {"float32"}), ("unknown", {"float32", "bfloat16"})])
 def test_the_data_type_follows_the_instruction_set_that_torch_may_use(isa: str, dtypes: set[str]) -> None:
-    script = "import torch; from layerskip.models.loading import _dtype; print(_dtype('auto', torch.device('cpu')))"
+    script = "import torch, layerskip.models.loading as loading; print(loading.choose_dtype('auto', torch.device('cpu'))[0])"
     command, variables = [sys.executable, "-c", script], environment() | {"ATEN_CPU_CAPABILITY": isa}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     assert done.stdout.strip().removeprefix("torch.") in dtypes
@@ -46,7 +46,7 @@ def test_the_data_type_follows_the_instruction_set_that_torch_may_use(isa: str, 
 
 def test_other_programs_on_all_cores_are_noticed() -> None:
     command = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(command) for _ in range(2 * machine.cores())]
+    others = [subprocess.Popen(command) for _ in range(2 * len(machine.usable_cores()))]
     try:
         line = machine.busy_line()
     finally:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from layerskip import ConfigError, PromptSet, SpeculativeConfig, TargetError, generate, load_target
@@ -18,7 +17,7 @@ from searches.app.composition import compose_config
 from searches.study import plan
 from searches.study.plan import Plan, check_prompts, describe
 from tests.accelerator import DEVICE
-from tests.drafters.test_cross_tokenizer import _spelling
+from tests.drafters.test_cross_tokenizer import spelling
 from tests.searches.programs import quick
 from tests.tiny import save_tiny
 
@@ -67,26 +66,21 @@ def test_heads_draft_chains_if_trees_cannot_be_verified(family: str, tmp_path: P
     assert drafted.stats.drafted
 
 
-def test_draft_models_are_loaded_once_at_the_start(tiny_folder: Path, tmp_path: Path) -> None:
+def test_draft_models_are_loaded_once_at_the_start_by_their_absolute_paths(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     same, other = save_tiny(tmp_path / "same", seed=1), save_tiny(tmp_path / "other", seed=2)
-    drafts = f"space.ranges.draft_model.draft_model=[{same}]", f"space.ranges.cross_tokenizer.draft_model=[{same},{other}]"
+    drafts = "space.ranges.draft_model.draft_model=[same]", f"space.ranges.cross_tokenizer.draft_model=[same,{other}]"
     planned = _plan(tiny_folder, *drafts)
     assert planned.target.drafts.keys() == {str(same), str(other)}
     unused = _plan(tiny_folder, drafts[0], "space.methods=[none,prompt_lookup]")
     assert not unused.target.drafts
 
 
-def test_folders_are_made_absolute(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny(tmp_path / "mine" / "draft")
-    monkeypatch.chdir(tmp_path)
-    planned = _plan(tiny_folder, "space.methods=[none,draft_model]", "space.ranges.draft_model.draft_model=[mine/draft]")
-    assert planned.space.values("draft_model", "draft_model") == (str(tmp_path / "mine" / "draft"),)
-    assert planned.target.drafts.keys() == set(planned.space.values("draft_model", "draft_model"))
-
-
 def test_an_unusable_draft_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     greek = save_tiny(tmp_path / "greek", seed=3)
-    _spelling("αβγδ").save_pretrained(greek)
+    spelling("αβγδ").save_pretrained(greek)
     with pytest.raises(TargetError, match="^draft_model: the tokenizer of .*greek is not that of"):
         _plan(tiny_folder, f"space.ranges.draft_model.draft_model=[{greek}]")
     with pytest.raises(ConfigError, match="^draft_model: .*greek cannot draft for .*share no token"):
@@ -107,17 +101,14 @@ def test_draft_heads_must_hold_every_models_special_tokens(tiny_folder: Path, tm
         "space.methods=[none,cross_tokenizer]",
         f"space.ranges.cross_tokenizer.draft_model=[{tiny_folder}]",
     )
-    assert _plan(tiny_folder, *few).space.bridged
+    assert _plan(tiny_folder, *few).space.fitted
     with pytest.raises(InputError, match=r"^space\.draft_heads: 6 tokens are fewer than the \d+ special ones"):
         _plan(tiny_folder, *few[:2], f"space.ranges.cross_tokenizer.draft_model=[{draft}]")
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_draft_model_too_large_for_memory_is_named(
-    error: Exception, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_model_too_large_for_memory_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
-        raise error
+        raise MemoryError
 
     monkeypatch.setattr(plan, "build_drafter", fails)
     with pytest.raises(InputError, match=r"^space\.ranges\.draft_model\.draft_model: giant does not fit into memory"):
@@ -131,14 +122,6 @@ def test_methods_without_a_head_or_a_draft_model_are_printed_and_left_out(
     empty = {"medusa": "head", "eagle": "head", "draft_model": "draft_model", "cross_tokenizer": "draft_model"}
     fields = [f"{method} (space.ranges.{method}.{field} is empty)" for method, field in empty.items()]
     assert capsys.readouterr().out == f"space.methods: left out: {', '.join(fields)}\n"
-    _plan(
-        tiny_folder,
-        "space.methods=[none,prompt_lookup,draft_model]",
-        f"space.ranges.cross_tokenizer.draft_model=[{tiny_folder}]",
-    )
-    assert (
-        capsys.readouterr().out == "space.methods: left out: draft_model (space.ranges.draft_model.draft_model is empty)\n"
-    )
     _plan(tiny_folder, "space=prompt_lookup")
     assert capsys.readouterr().out == ""
 
@@ -184,14 +167,3 @@ def test_a_prompt_that_leaves_the_table_of_positions_is_named(tmp_path: Path) ->
     check_prompts(PromptSet((item,)), target, left // 2)
     with pytest.raises(InputError, match=f"^prompts: q1: max_new_tokens: .* exceed the {POSITIONS} positions of GPT2"):
         check_prompts(PromptSet((item,)), target, left // 2 + 1)
-
-
-def test_memory_bounds_do_not_identify_a_study(tiny_folder: Path) -> None:
-    """A study resumes with another bound, and if it was created before bounds existed."""
-    settings = []
-    for size in (1000, 10**9):
-        config = compose_config("layerskip", [*quick(tiny_folder, tiny_folder / "outputs"), f"scan.text_bytes={size}"])
-        built = Plan.of(config)
-        settings.append(describe(config, built.target, built.prompts))
-    assert settings[0] == settings[1]
-    assert "scan.max_rows" in settings[0]  # larger passes may sum in another order

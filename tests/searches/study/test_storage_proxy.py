@@ -56,17 +56,12 @@ def test_a_proxy_that_does_not_answer_is_refused_in_one_line(place: str, monkeyp
 def test_two_workers_end_a_study_through_a_proxy(proxy: str, tiny_folder: Path, tmp_path: Path) -> None:
     """They share nothing but the proxy and MLflow; each folder ends with the export."""
     mlflow = sqlite(tracked(tmp_path))
-    given = (
-        f"study.storage={proxy}",
-        f"tracking.uri={mlflow}",
-        "study.name=it",
-        "study.n_trials=4",
-        "space.methods=[none,prompt_lookup]",
-    )
+    given = f"study.storage={proxy}", f"tracking.uri={mlflow}", "study.name=it", "study.n_trials=4"
     outputs = [tmp_path / name for name in ("one", "two")]
+    first, second = (quick(tiny_folder, folder, *given, "space.methods=[none,prompt_lookup]") for folder in outputs)
     with (
-        Fork("searches.layerskip", *quick(tiny_folder, outputs[0], *given), cwd=tmp_path) as one,
-        Fork("searches.layerskip", *quick(tiny_folder, outputs[1], *given), cwd=tmp_path) as two,
+        Fork("searches.layerskip", *first, cwd=tmp_path) as one,
+        Fork("searches.layerskip", *second, cwd=tmp_path) as two,
     ):
         for worker in (one, two):
             ended = worker.wait()
@@ -77,5 +72,5 @@ def test_two_workers_end_a_study_through_a_proxy(proxy: str, tiny_folder: Path, 
     assert len(finished) == 4
     assert TrialState.RUNNING not in {trial.state for trial in trials}
     assert Counter(int(run.data.tags["trial_number"]) for run in runs(mlflow, "trial")) == Counter(finished)
-    first, second = (json.loads((folder / "it" / "best.json").read_text(encoding="utf-8")) for folder in outputs)
-    assert [first[part] for part in PARTS] == [second[part] for part in PARTS]
+    exports = [json.loads((folder / "it" / "best.json").read_text(encoding="utf-8")) for folder in outputs]
+    assert [exports[0][part] for part in PARTS] == [exports[1][part] for part in PARTS]

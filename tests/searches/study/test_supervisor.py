@@ -66,11 +66,14 @@ def test_the_code_of_the_first_worker_that_failed_is_passed_on(
     database: str, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "places", lambda *_: [Place({}), Place({})])
-    _worker('echo "error: of $own"; test $own = worker=0 && exit 5; exit 6')
+    _worker(f'test $own = worker=0 && echo "{_LOG}"; echo "error: of $own"; test $own = worker=0 && exit 5; exit 6')
+    open_database(database)
     done = launch("layerskip", "study.workers=2", f"study.storage={database}", cwd=tmp_path)
     assert done.returncode == 5
     for number, code in enumerate((5, 6)):
         assert f"worker {number}: error: of worker={number}\nworker {number}: ended with exit code {code}\n" in done.stderr
+    assert sorted(path.name for path in Path("outputs/some/workers").iterdir()) == ["0.log", "1.log"]
+    assert os.listdir("outputs") == ["some"]
 
 
 @pytest.mark.parametrize("name", ["TERM", "HUP", "INT"])

@@ -55,7 +55,7 @@ def test_a_trial_passes_through_few_files(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Leaderboard, "_pool", pool)
     before = sys.getprofile()
     try:
-        run_trials(study, objective, StudySettings(n_trials=3, remeasure=100), on_trial)
+        run_trials(study, objective, StudySettings(n_trials=3), on_trial)
     finally:
         sys.setprofile(before)
     assert pooled == [0, 1, 2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.server
 import sqlite3
-import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -75,14 +74,6 @@ def _full_artifacts(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _read_only_artifacts(folder: Path) -> Iterator[None]:
-    for option in ("ro", "rw"):
-        subprocess.run(["mount", "-o", f"remount,{option}", folder / "mlartifacts"], check=True)
-        if option == "ro":
-            yield
-
-
-@contextlib.contextmanager
 def _deleted_run(folder: Path) -> Iterator[None]:
     (study,) = runs(sqlite(folder), "study")
     MlflowClient(sqlite(folder)).delete_run(study.info.run_id)
@@ -91,8 +82,7 @@ def _deleted_run(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deleted_runs(folder: Path) -> Iterator[None]:
-    (trial, *_), client = runs(sqlite(folder), "trial"), MlflowClient(sqlite(folder))
-    client.delete_run(trial.info.run_id)
+    MlflowClient(sqlite(folder)).delete_run(runs(sqlite(folder), "trial")[0].info.run_id)
     with _deleted_run(folder):
         yield
 
@@ -101,8 +91,6 @@ FAULTS: dict[Fault, str | None] = {
     _locked: "database is locked",
     _without_experiment: "must be in the 'active' state",
     _full_artifacts: "No space left on device",
-    _read_only_artifacts: "Read-only file system",
-    _deleted_run: None,
     _deleted_runs: None,
 }
 """What happens to a store, and the reason that the line names; the store takes writes of deleted runs."""
@@ -152,7 +140,7 @@ def test_a_store_that_fails_is_completed_when_it_is_back_or_at_the_next_start(
     file = tracked(tmp_path) / "best.json"
     file.write_text("{}", encoding="utf-8")
     with contextlib.ExitStack() as stack:
-        if fault in (_full_artifacts, _read_only_artifacts):
+        if fault is _full_artifacts:
             stack.enter_context(small_disk(tmp_path / "mlartifacts", 2))
         tracker = _open(tmp_path)
         tracker.record(TRIALS[0])
@@ -268,7 +256,7 @@ def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
         study.run_trials(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("searches.sweep.run_trials", run_trials)
+        patch.setattr("searches.study.sweep.run_trials", run_trials)
         first = launch("layerskip", *overrides, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert (outputs / "it" / "best.json").exists()

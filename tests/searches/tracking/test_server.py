@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow.server
 import pytest
 
-from searches.backends.engine_process import free_port
 from searches.tracking.tracker import Tracker
 from tests.browser import CHROMIUM, Browser
 from tests.searches.conftest import Launch
-from tests.searches.programs import environment, quick, runs, sqlite, tracked
+from tests.searches.programs import quick, runs, sqlite, tracked
+from tests.searches.tracking.stores import TrackingServer
 from tests.searches.tracking.studies import ACCEPTANCE, SPEEDUPS, compared_study
 
 pytestmark = pytest.mark.system
@@ -51,24 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
     """Start an MLflow server."""
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-         "--backend-store-uri", sqlite(folder), "--artifacts-destination", str(folder / "artifacts")],
-        env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    for _ in range(240):
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=1).close()
-            break
-        except OSError:
-            time.sleep(0.25)
-    else:
-        pytest.fail("the MLflow server did not start")
-    yield url
-    subprocess.run(["pkill", "-TERM", "-s", str(process.pid)], check=False)
-    process.wait(timeout=30)
+    with contextlib.closing(TrackingServer(sqlite(folder), folder / "artifacts")) as running:
+        yield running.url
 
 
 def test_a_study_is_tracked_on_a_server(

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
 from layerskip import SpeculativeConfig
 from layerskip.config import methods
-from searches.tracking.parameters import parameters
+from searches.tracking.runs import MEASURED, parameters
 from searches.tracking.tracker import Tracker
-from searches.tracking.trial_runs import MEASURED
 from tests.searches.known import lookup
 from tests.searches.programs import runs, sqlite, tracked
 from tests.searches.tracking.studies import CASCADE, NOT_RUN, SKIP, SPEEDUPS, compared_study
@@ -33,15 +31,15 @@ def uri(tmp_path: Path) -> str:
     return uri
 
 
-def _of_trials(uri: str) -> list[Run]:
-    return sorted(runs(uri, "trial"), key=lambda run: int(run.data.tags["trial_number"]))
-
-
-def test_the_name_of_a_run_tells_its_configuration(uri: str) -> None:
-    names = [run.info.run_name for run in _of_trials(uri)]
+def test_a_run_tells_its_configuration_and_has_a_value_on_the_axes_of_a_comparison(uri: str) -> None:
+    trials = sorted(runs(uri, "trial"), key=lambda run: int(run.data.tags["trial_number"]))
+    names = [run.info.run_name for run in trials]
     assert names == [f"{number} {config.label()}" for number, config in enumerate([*SPEEDUPS, NOT_RUN])]
-    assert names[0] == "0 no drafting"
     assert "layers:2-3;attention:1" in names[2]
+    for run, speedup in zip(trials, [*SPEEDUPS.values(), math.nan], strict=True):
+        assert {"drafter", "num_speculative_tokens", "skipped_attention", "skipped_mlp"} <= run.data.params.keys()
+        assert run.data.metrics["tokens_per_second"] == pytest.approx(10 * speedup, nan_ok=True)
+        assert math.isnan(run.data.metrics["acceptance_rate"]) == math.isnan(speedup)
 
 
 def test_the_study_tells_its_winner_and_only_the_winner_is_best(uri: str) -> None:
@@ -51,13 +49,6 @@ def test_the_study_tells_its_winner_and_only_the_winner_is_best(uri: str) -> Non
     (best,) = client.search_runs([study.info.experiment_id], "tags.best = 'true'")
     assert best.data.tags["trial_number"] == "5"
     assert best.data.tags["mlflow.parentRunId"] == study.info.run_id
-
-
-def test_every_run_has_a_value_on_the_axes_of_a_comparison(uri: str) -> None:
-    for run, speedup in zip(_of_trials(uri), [*SPEEDUPS.values(), math.nan], strict=True):
-        assert {"drafter", "num_speculative_tokens", "skipped_attention", "skipped_mlp"} <= run.data.params.keys()
-        assert run.data.metrics["tokens_per_second"] == pytest.approx(10 * speedup, nan_ok=True)
-        assert math.isnan(run.data.metrics["acceptance_rate"]) == math.isnan(speedup)
 
 
 @pytest.mark.parametrize(
@@ -96,43 +87,28 @@ def tracker(tmp_path: Path) -> Tracker:
     return tracker
 
 
-def test_runs_that_cannot_be_written_are_written_later(
-    tracker: Tracker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trials = compared_study().trials[:3]
-    create = tracker._store.client.create_run
-    for error in (ConnectionRefusedError(), ValueError("a defect")):
+def test_a_defect_is_raised(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise ValueError("a defect")
 
-        def refuse(*_: object, error: Exception = error, **__: object) -> NoReturn:
-            raise error
-
-        monkeypatch.setattr(tracker._store.client, "create_run", refuse)
-        if isinstance(error, ValueError):
-            with pytest.raises(ValueError, match="a defect"):
-                tracker.record(trials[2])
-        else:
-            tracker.record(trials[0])
-            tracker.record(trials[1])
-    assert capsys.readouterr().out.count("tracking.uri: cannot write to") == 1
-    assert runs(tracker.uri, "trial") == []
-    monkeypatch.setattr(tracker._store.client, "create_run", create)
-    tracker.record(trials[2])
-    assert [run.data.tags["trial_number"] for run in _of_trials(tracker.uri)] == ["0", "1", "2"]
+    monkeypatch.setattr(tracker._store.client, "create_run", refuse)
+    with pytest.raises(ValueError, match="a defect"):
+        tracker.record(compared_study().trials[2])
 
 
 def test_incomplete_and_doubled_runs_are_replaced(tracker: Tracker) -> None:
     trials = compared_study().trials
     for trial in trials[:3]:
         tracker.record(trial)
-    incomplete = _of_trials(tracker.uri)[1]
+    (incomplete,) = (run for run in runs(tracker.uri, "trial") if run.data.tags["trial_number"] == "1")
     tracker._store.client.update_run(incomplete.info.run_id, status="RUNNING")
     other = Tracker(None, Path(tracker.uri.removeprefix("sqlite:///")).parent, "own")
     other.open_study("a study", "1", {"measure.prompts": 8}, {})
     assert other.run_id == tracker.run_id
     other.record(trials[2])  # it does not know of the run
     other.reconcile(trials[:4])
-    found = _of_trials(tracker.uri)
-    assert [int(run.data.tags["trial_number"]) for run in found] == [0, 1, 2, 3]
+    found = runs(tracker.uri, "trial")
+    assert sorted(run.data.tags["trial_number"] for run in found) == ["0", "1", "2", "3"]
     assert {run.info.status for run in found} == {"FINISHED"}
     assert incomplete.info.run_id not in {run.info.run_id for run in found}
 

@@ -61,9 +61,7 @@ def verified(tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pyt
     ("overrides", "named"),
     [
         ([], "config.accept: threshold"),
-        (["allow_lossy=false"], "config.accept: threshold"),
         (["allow_lossy=perhaps"], "allow_lossy:"),
-        (["allow_lossy=null"], "allow_lossy:"),
     ],
 )
 def test_a_lossy_export_is_refused_in_one_line_unless_asked_for(
@@ -90,18 +88,13 @@ def test_a_lossy_export_is_weaker_at_best(
     assert record["measured"]["losslessness"]["verdict"] == ("different" if changed else "exact")
 
 
-def test_allow_lossy_does_not_allow_a_lossless_export_to_change_the_output(verified: Verify) -> None:
+def test_a_claim_is_refuted_by_its_own_prompts_and_by_a_changed_output_alone(verified: Verify) -> None:
+    code, printed, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": HERE, "prompts": 24}, "measure.held_out_prompts=6")
+    assert (code, "out of reach" in printed) == (4, True), printed
+    code, printed, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": "0" * 64, "prompts": 24})
+    assert (code, "prompts=" in printed) == (3, True), printed
     assert verified(LOOKUP, HONEST, "allow_lossy=true", changed=True)[0] == 4
     assert verified(LOOKUP, HONEST, "allow_lossy=true")[0] == 0
-
-
-@pytest.mark.parametrize("count", ["null", "6"])
-def test_a_claim_of_other_prompts_is_not_refuted_by_these(count: str, verified: Verify) -> None:
-    few = f"measure.held_out_prompts={count}"
-    code, printed, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": HERE, "prompts": 24}, few)
-    assert (code, "out of reach" in printed) == (4, True), printed
-    code, printed, _ = verified(LOOKUP, DOCTORED | {"prompts_digest": "0" * 64, "prompts": 24}, few)
-    assert (code, "prompts=" in printed) == (3, True), printed
 
 
 def test_a_datastore_with_answers_to_the_prompts_is_refused(verified: Verify, tiny_target: Target, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from searches.verify import compute_speed_change, differences
 LOOKUP = SpeculativeConfig("prompt_lookup", 16, prompt_lookup_min=1, prompt_lookup_max=2)
 SECONDS = {"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 10.0}
 HERE: dict[str, Any] = {"prompts": {"digest": "abc"}, "max_new_tokens": 48}
-RECORDS = Path(__file__).parents[3] / "notebooks" / "records"
 
 
 def test_every_difference_is_named(tiny_target: Target) -> None:
@@ -55,23 +53,17 @@ def test_a_change_of_compute_speed_is_reported(share: float, sentence: str | Non
 @pytest.mark.parametrize(
     "metrics",
     [
-        pytest.param({"baseline_decode_seconds": 10.0}, id="no seconds of prefill"),
-        pytest.param({"baseline_prefill_seconds": "1", "baseline_decode_seconds": 10.0}, id="not a number"),
-        pytest.param({"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 0.0}, id="nothing decoded"),
-        pytest.param(SECONDS | {"max_new_tokens": 128}, id="other work"),
-        pytest.param(SECONDS | {"prompts_digest": "xyz"}, id="of other prompts"),
-        pytest.param(SECONDS | {"prompts_digest": None}, id="of unknown prompts"),
+        {"baseline_decode_seconds": 10.0},
+        {"baseline_prefill_seconds": "1", "baseline_decode_seconds": 10.0},
+        {"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 0.0},
+        SECONDS | {"max_new_tokens": 128},
+        SECONDS | {"prompts_digest": "xyz"},
+        SECONDS | {"prompts_digest": None},
     ],
 )
 def test_incomparable_figures_report_no_change(metrics: dict[str, Any], tiny_target: Target) -> None:
     measured = {"baseline_prefill_seconds": 3.0, "baseline_decode_seconds": 10.0}
     assert compute_speed_change(_export(tiny_target, **metrics), HERE | {"measured": measured}) is None
-
-
-def test_no_change_is_reported_for_the_kept_record() -> None:
-    export = Export.load(RECORDS / "best-packed-smollm2-2-cores.json")
-    record = json.loads((RECORDS / "verify-packed-smollm2-2-cores.json").read_text(encoding="utf-8"))
-    assert compute_speed_change(export, record) is None
 
 
 def _export(target: Target, **evidence: Any) -> Export:
@@ -83,9 +75,7 @@ def _export(target: Target, **evidence: Any) -> Export:
 FP8 = "{_target_:transformers.FineGrainedFP8Config,weight_block_size:[32,32]}"
 
 
-@pytest.mark.parametrize(
-    "given", [FP8, "{quant_method:fp8,weight_block_size:[32,32]}", "fp8"], ids=["object", "mapping", "name"]
-)
+@pytest.mark.parametrize("given", [FP8, "{quant_method:fp8,weight_block_size:[32,32]}", "fp8"])
 def test_a_command_line_can_give_any_configuration(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     """Without a GPU, transformers itself, or this package for a name, refuses it, and the field is named."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

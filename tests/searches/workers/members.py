@@ -148,4 +148,4 @@ def search(place: str, trials: int, record: Path, hours_ahead: float = 0.0) -> N
                 lines.write(f"{trial.number}\n")
 
         starts = [SpeculativeConfig("prompt_lookup", length) for length in (2, 3, 4)]
-        run_trials(study, objective, StudySettings(n_trials=trials, remeasure=100), on_trial, starts, pool=pool)
+        run_trials(study, objective, StudySettings(n_trials=trials), on_trial, starts, pool=pool)

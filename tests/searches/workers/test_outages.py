@@ -6,7 +6,7 @@ import itertools
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from searches.connections import Retry, is_unreachable
+from searches.connections import Retry, RetryingStorage, is_unreachable
 from searches.study.objective import Objective
 from searches.study.study import StudySettings, run_trials
 from searches.workers.board import of_kind
-from searches.workers.retrying_storage import RetryingStorage
 from tests.searches.known import PROMPTS, SETTINGS, Known
 from tests.searches.workers import members
 from tests.searches.workers.members import member, opened, study_in
@@ -76,22 +75,6 @@ def test_calls_are_repeated_and_carried_out_once(after: bool, capsys: pytest.Cap
         "cannot be reached; trying again for 10 minutes",
         "is back",
     }
-
-
-def test_an_outage_is_reported_once_and_does_not_last_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
-    answers: Iterator[Exception | None] = iter([_lost(), ConnectionRefusedError(), None, None])
-
-    def call() -> str:
-        if (error := next(answers)) is not None:
-            raise error
-        return "answer"
-
-    retry = Retry("study.storage: it")
-    assert [retry(call), retry(call)] == ["answer", "answer"]
-    assert (
-        capsys.readouterr().out
-        == "study.storage: it cannot be reached; trying again for 10 minutes\nstudy.storage: it is back\n"
-    )
 
 
 def test_after_a_long_outage_further_calls_are_not_repeated() -> None:
@@ -154,7 +137,7 @@ def test_a_study_goes_on_when_its_database_restarts(tmp_path: Path, capsys: pyte
             objective = Objective(bench, members.SPACE, PROMPTS, SETTINGS, seed=0)
             trials = 3
             while not restarted.is_set() or trials == 3:
-                run_trials(study, objective, StudySettings(n_trials=trials, remeasure=100), on_trial, pool=pool)
+                run_trials(study, objective, StudySettings(n_trials=trials), on_trial, pool=pool)
                 trials += 1
             states = {row.number: row.state for row in of_kind(pool.board.rows(), "worker")}
             assert states == {pool.worker: TrialState.RUNNING, other.worker: TrialState.RUNNING}

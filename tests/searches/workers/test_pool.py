@@ -28,28 +28,28 @@ def place(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> str:
     return database if request.param == "sqlite" else str(tmp_path / "study.log")
 
 
+def _end_well(*works: tuple[Any, ...]) -> None:
+    """Run functions in processes of their own, which end without an error."""
+    with contextlib.ExitStack() as stack:
+        for process in [stack.enter_context(started(*work)) for work in works]:
+            process.join(60)
+            assert process.exitcode == 0
+
+
 def test_one_worker_at_a_time_holds_a_claim(place: str, tmp_path: Path) -> None:
     number = tmp_path / "number"
     number.write_text("0")
-    with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(started(members.count, place, number, 4)) for _ in range(3)]
-        for process in processes:
-            process.join(60)
-            assert process.exitcode == 0
+    _end_well(*[(members.count, place, number, 4)] * 3)
     assert number.read_text() == "12"
 
 
 def test_each_piece_of_work_is_done_once_and_known_to_all(place: str, tmp_path: Path) -> None:
-    lines = tmp_path / "lines"
-    with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(started(members.share, place, lines)) for _ in range(3)]
-        for process in processes:
-            process.join(60)
-            assert process.exitcode == 0
-    assert sorted(lines.read_text().split("\n")[:-1]) == [f"piece {number}" for number in range(5)]
+    lines, pieces = tmp_path / "lines", [f"piece {number}" for number in range(5)]
+    _end_well(*[(members.share, place, lines)] * 3)
+    assert sorted(lines.read_text().split("\n")[:-1]) == pieces
     values = {path.read_text() for path in tmp_path.glob("values-*")}
     assert len(values) == 1  # of three workers
-    assert [name for name, _ in ast.literal_eval(values.pop())] == [f"piece {number}" for number in range(5)]
+    assert [name for name, _ in ast.literal_eval(values.pop())] == pieces
     with member(place) as pool:
         assert pool.share("piece 3", lambda: pytest.fail("done before"))[0] == "piece 3"
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from searches.workers import process
-from searches.workers.process import has_ended, start_of, this_process
+from searches.workers import pool
+from searches.workers.pool import has_ended, start_of, this_process
 
 pytestmark = pytest.mark.system
 
@@ -21,10 +21,10 @@ def _unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def refuse(path: str) -> str:
         raise OSError
 
-    process._machine.cache_clear()
+    pool._machine.cache_clear()
     monkeypatch.setattr(os, "readlink", refuse)
     yield
-    process._machine.cache_clear()
+    pool._machine.cache_clear()
 
 
 def _identity(pid: int) -> dict[str, object]:

@@ -8,12 +8,12 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
-from searches.space.search_space import SearchSpace
 from searches.study.budget import Budget
 from searches.study.objective import Objective
 from searches.study.study import DUPLICATE_OF, StudySettings, requeue_unfinished, run_trials
@@ -25,6 +25,19 @@ from tests.searches.workers import members
 from tests.searches.workers.members import member, opened, started, study_in
 
 TRIALS = 14
+
+
+def _run(study: optuna.Study, trials: int, bench: Known | None = None, **more: Any) -> list[int]:
+    """Run trials until the study has a number of finished ones; return the numbers of those that finished here."""
+    done: list[int] = []
+    objective = Objective(bench or Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
+    on_trial = more.pop("on_trial", lambda trial: None)
+    run_trials(study, objective, StudySettings(n_trials=trials), lambda t: (done.append(t.number), on_trial(t)), **more)
+    return done
+
+
+def _finished(study: optuna.Study) -> int:
+    return sum(trial.state in FINISHED for trial in study.trials)
 
 
 def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path: Path) -> None:
@@ -68,23 +81,21 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
 
 def test_finished_trials_from_before_there_were_workers_count(database: str) -> None:
     study = study_in(opened(database))
-    objective = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
-    run_trials(study, objective, StudySettings(n_trials=3), lambda trial: None)
+    _run(study, 3)
     with member(database) as pool:
-        run_trials(study, objective, StudySettings(n_trials=5), lambda trial: None, pool=pool)
-    assert sum(trial.state in FINISHED for trial in study.trials) == 5
+        _run(study, 5, pool=pool)
+    assert _finished(study) == 5
 
 
 def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(database: str) -> None:
     study = study_in(opened(database))
-    objective = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
     with member(database) as late:
         with member(database) as first:
-            run_trials(study, objective, StudySettings(n_trials=9), lambda trial: None, (), (), first, lambda: 0.0)
-            run_trials(study, objective, StudySettings(n_trials=9), lambda trial: None, pool=late)
-            assert sum(trial.state in FINISHED for trial in study.trials) == 2
-        run_trials(study, objective, StudySettings(n_trials=4), lambda trial: None, pool=late)  # it has more time
-    assert sum(trial.state in FINISHED for trial in study.trials) == 4
+            _run(study, 9, pool=first, seconds_left=lambda: 0.0)
+            _run(study, 9, pool=late)
+            assert _finished(study) == 2
+        _run(study, 4, pool=late)  # it has more time
+    assert _finished(study) == 4
 
 
 def test_the_start_of_a_further_worker_is_not_spent_twice(database: str) -> None:
@@ -97,7 +108,7 @@ def test_the_start_of_a_further_worker_is_not_spent_twice(database: str) -> None
 
 
 def test_a_configuration_that_another_worker_measures_is_not_measured_too(database: str) -> None:
-    study, space = study_in(opened(database)), SearchSpace(6, methods=["none", "prompt_lookup"])
+    study, bench = study_in(opened(database)), Known({})
     with member(database) as other, member(database) as pool:
         slot = take_slot(other, study, 2)
         assert slot is not None
@@ -105,17 +116,14 @@ def test_a_configuration_that_another_worker_measures_is_not_measured_too(databa
         other.sign(running)
         slot.begin(running)
         running.set_user_attr("config", lookup(4).to_dict())
-        study.enqueue_trial(space.params(lookup(4)))
-        bench = Known({})
-        objective = Objective(bench, space, PROMPTS, SETTINGS, seed=0)
-        starts = [lookup(5)]
+        study.enqueue_trial(members.SPACE.params(lookup(4)))
 
-        def finish_other(trial: optuna.trial.FrozenTrial) -> None:
+        def finish_other(trial: FrozenTrial) -> None:
             assert trial.user_attrs["config"] == lookup(5).to_dict()
             study.tell(running, 1.0)
-            slot.__exit__(None, None, None)
+            slot.__exit__()
 
-        run_trials(study, objective, StudySettings(n_trials=2), finish_other, starts, pool=pool)
+        _run(study, 2, bench, on_trial=finish_other, starts=[lookup(5)], pool=pool)
     refused = [trial for trial in study.trials if DUPLICATE_OF in trial.user_attrs]
     assert [trial.user_attrs[DUPLICATE_OF] for trial in refused] == [running.number]
     assert refused[0].state == TrialState.FAIL
@@ -136,16 +144,12 @@ def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(databas
                     with member(database, beat=60) as other:
                         other.board.finish(pool.worker, TrialState.FAIL)
                         pool._beat()  # it is alive after all
-                        more = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
-                        run_trials(study, more, StudySettings(n_trials=1), lambda trial: None, pool=other)
+                        _run(study, 1, pool=other)
                 return super().compare(*arguments)  # type: ignore[arg-type]
 
-        objective = Objective(Stolen({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
-        finished: list[int] = []
-        run_trials(study, objective, StudySettings(n_trials=1), lambda t: finished.append(t.number), pool=pool)
+        assert _run(study, 1, Stolen({}), pool=pool) == []
     states = [trial.state for trial in study.trials]
     assert sorted(states) == sorted([TrialState.FAIL, TrialState.COMPLETE])
-    assert finished == []
 
 
 def test_a_worker_that_was_presumed_dead_takes_another_slot(database: str) -> None:
@@ -211,13 +215,12 @@ def test_a_trial_that_is_interrupted_as_it_is_asked_for_is_not_left_running(data
             signal.raise_signal(signal.SIGINT)
 
     with member(database, beat=60) as pool:
-        objective, settings = Objective(Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0), StudySettings(n_trials=1)
         study.sampler = Interrupting()
         with pytest.raises(KeyboardInterrupt):
-            run_trials(study, objective, settings, lambda trial: None, [lookup(4)], pool=pool)
+            _run(study, 1, starts=[lookup(4)], pool=pool)
         assert [trial.state for trial in study.trials] == [TrialState.FAIL]
         study.sampler = optuna.samplers.RandomSampler()
-        run_trials(study, objective, settings, lambda trial: None, pool=pool)
+        _run(study, 1, pool=pool)
         study.enqueue_trial({"method": "none"})
         killed = study.ask()
         assert not pool.orphans(study.trials)

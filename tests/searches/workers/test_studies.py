@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from searches.app.checks import InputError
-from searches.study.opening import storage_url
+from searches.study.storage import storage_url
 from searches.study.study import StudySettings, preparation_seconds
 from searches.study.supervisor import LocalWorkers, Place, places
 from searches.tracking.names import DEVICE, WORKER
@@ -21,7 +21,7 @@ from searches.workers.board import of_kind
 from searches.workers.slots import FINISHED
 from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, quick, runs, sqlite, tracked
-from tests.searches.workers.members import opened, started, wait_until
+from tests.searches.workers.members import started, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -81,7 +81,7 @@ def test_another_type_of_device_is_refused_or_has_a_study_of_its_own(
     together: tuple[Path, list[str]], tiny_folder: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs, _ = together
-    monkeypatch.setattr("searches.sweep.device_type", lambda _: "another GPU")
+    monkeypatch.setattr("searches.study.sweep.device_type", lambda _: "another GPU")
     overrides = quick(tiny_folder, outputs, "study.name=one", "space.methods=[none,prompt_lookup]", "worker=2")
     refused = launch("layerskip", *overrides, "study.n_trials=1", cwd=outputs.parent)
     assert refused.returncode == 2
@@ -104,27 +104,6 @@ def test_workers_share_the_cores_or_have_a_gpu_each(monkeypatch: pytest.MonkeyPa
         places(4, "auto")
     with pytest.raises(InputError, match=r"study.storage: file.log is a journal file"):
         storage_url(StudySettings(storage="file.log"), Path())
-
-
-def test_failures_of_workers_are_shown_and_their_logs_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two programs that stand for workers: one fails before it joins."""
-    opened(f"sqlite:///{tmp_path}/study.db")
-    lines = ["import sys", "if sys.argv[-1] == 'worker=1': sys.exit('error: target: no such model')"]
-    lines += ["print('worker a/0 works on study some')"]
-    (tmp_path / "python").write_text("\n".join([f"#!{sys.executable}", *lines]))
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr("searches.study.supervisor._POLL_SECONDS", 0.05)
-    settings = StudySettings(storage=f"sqlite:///{tmp_path}/study.db", n_trials=1)
-    workers = LocalWorkers([], [Place({}), Place({})], tmp_path / "outputs", settings)
-    workers.watch()
-    assert workers.codes() == [0, 1]
-    assert workers.folder == tmp_path / "outputs" / "some"
-    assert "worker 1: error: target: no such model" in capsys.readouterr().err
-    assert sorted(path.name for path in (workers.folder / "workers").iterdir()) == ["0.log", "1.log"]
-    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["some"]
 
 
 _STAND_IN = """

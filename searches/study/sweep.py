@@ -1,0 +1,375 @@
+"""The search for a target's fastest lossless decoding, from the composed configuration to the export."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from layerskip import SpeculativeConfig
+from layerskip.config import contexts_of
+from layerskip.device.memory import within_memory
+from layerskip.measure.measurement import MIN_RESAMPLED
+from layerskip.models.environment import environment
+from searches.app.application import instantiate_part
+from searches.app.interrupt import is_interrupt
+from searches.backends.backend import BackendError, Row
+from searches.backends.selection import closing
+from searches.bridges.finalists import TrainedBridges
+from searches.bridges.spec import bridge_specs
+from searches.predict.preparation import Preparation
+from searches.predict.proposals import Limits, propose_all
+from searches.predict.scan_predictor import ScanPredictor, spread_contexts
+from searches.progress import Progress, say
+from searches.space.search_space import SearchSpace
+from searches.study import machine
+from searches.study.bench import ModelBench
+from searches.study.budget import FINALS, FITS, OPENING, PREDICTIONS, SHARED, TRIALS, Budget, TimeLedger, recorded_seconds
+from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
+from searches.study.finals import Finals, RunControl, measure_finals
+from searches.study.leaderboard import LeaderboardEntry, contenders, leader_line, ranking, trial_line
+from searches.study.objective import Objective
+from searches.study.plan import Plan, default_name, describe
+from searches.study.pruning import BoundEstimator
+from searches.study.starting_points import cheap_arms, compare_arms, starting_points
+from searches.study.storage import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
+from searches.study.study import (
+    STUDY_ID,
+    StudySettings,
+    counting_preparation,
+    fail_orphans,
+    finished,
+    open_study,
+    requeue_unfinished,
+    run_trials,
+    with_stored_methods,
+)
+from searches.tracking.tracker import Tracker
+from searches.workers.pool import Workers
+from searches.workers.slots import wait_for_slots
+
+_THREADS = "threads"
+"""User attribute of a study: the number of threads of the processor."""
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What shows a study. The command passes it in, because reports read studies, and studies know no report.
+
+    ``view`` makes a :class:`searches.report.page.LiveView`, ``publisher`` a :class:`searches.report.publish.Publisher`.
+    """
+
+    view: Callable[..., Any]
+    publisher: Callable[..., Any]
+    summary: Callable[[optuna.Study, Finals | None], str]
+
+
+def search(config: DictConfig, reports: Reports) -> Finals:
+    """Run a composed study to its end and return the verdict; ``conf/layerskip.yaml`` is the configuration.
+
+    1. Open the study, the MLflow run and the study's folder.
+    2. Compare the drafters that need no preparation, and export the fastest provisionally.
+    3. Predict the speedups of many skip masks from scans, without decoding.
+    4. Run trials, each of which decodes some tune prompts with one configuration.
+    5. Train the bridges of the best configurations, if asked for, and measure all finalists on held-out prompts.
+    6. Write the export and the report.
+
+    Each stage ends at its share of ``study.max_seconds``. Ctrl-C prints a summary of the finished trials, and the same
+    configuration continues.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    settings: StudySettings = instantiate(config.study)
+    with Progress(settings.max_seconds) as progress, _opened_sweep(config, progress, reports) as sweep, sweep.view.closing():
+        try:
+            sweep.compare_arms()
+            predictions = sweep.predict()
+            sweep.run_trials(predictions)
+            return sweep.finish(predictions)
+        except BaseException as error:
+            if is_interrupt(error):
+                say(reports.summary(sweep.study, None))
+            raise
+
+
+@contextlib.contextmanager
+def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> Iterator[Sweep]:
+    """Open or resume everything that a study needs, and close it at the end."""
+    say("loading the model")
+    pruner = instantiate_part(config, "pruner")
+    instantiate_part(config, "sampler", seed=0)  # refuse a bad one before anything is written
+    plan = Plan.of(config)
+    settings = describe(config, plan.target, plan.prompts, plan.space.fitted, plan.backend)
+    device, name = device_type(plan.target), plan.settings.name or default_name(config, settings)
+    shared = is_shared(plan.settings, config.get("worker"), plan.outputs / name)
+    name, folder = place(plan.outputs, name, plan.settings, device, shared)
+    database, tracker = connect(config, plan.settings.storage)
+    with joined(name, folder, plan.settings, database, device, shared) as (storage, pool):
+        with pool.claim("opening"):
+            study = open_study(name, storage, pruner, settings)
+            if not shared:  # workers of one machine share its cores
+                wanted = plan.settings.threads or study.user_attrs.get(_THREADS)  # a resumed study keeps its number
+                if (chosen := machine.set_threads(plan.target, wanted)) is not None:
+                    say(chosen)
+                study.set_user_attr(_THREADS, torch.get_num_threads())
+            say(machine.describe(plan.target, str(config.target.get("dtype", "auto"))))
+            if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
+                say(busy)
+            described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
+            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described)
+            tracker.log_text(composed(config), "config.yaml")
+            budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
+            budget.save()  # for workers that open it from now on
+        # A resumed sampler must not repeat its earlier draws, nor those of other workers.
+        study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + pool.seed)
+        plan = dataclasses.replace(plan, space=with_stored_methods(plan.space, study))
+        with tracker.closing(pool.leave), closing(plan.backend):
+            yield Sweep(plan, study, tracker, folder, pool, progress, budget, reports)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What is known before the first trial: predictors of masks, if layer skipping is scanned, and what to try first."""
+
+    predictor: ScanPredictor | None
+    bridged: Sequence[ScanPredictor]
+    starts: Sequence[SpeculativeConfig]
+
+
+class Sweep:
+    """The steps of one study, which is open."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        study: optuna.Study,
+        tracker: Tracker,
+        folder: Path,
+        pool: Workers,
+        progress: Progress,
+        budget: Budget,
+        reports: Reports,
+    ) -> None:
+        self.plan, self.study, self.tracker, self.folder, self.pool = plan, study, tracker, folder, pool
+        self.budget, self.progress = budget, progress
+        progress.started = budget.started
+        self.tune, held_out = plan.prompts.split()
+        self.held_out = held_out.take(plan.measuring.held_out_prompts)
+        self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
+        self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
+        self.view = reports.view(study, folder, plan.target.layers, plan.settings.n_trials, pool)
+        self.publisher = reports.publisher(plan, study, tracker, folder)
+        self.ledgers = TimeLedger(study, FITS), TimeLedger(study, SHARED)
+        if plan.bridge_store is not None:
+            plan.bridge_store.report_cost, plan.bridge_store.report_texts_cost = (ledger.use for ledger in self.ledgers)
+
+    def compare_arms(self) -> None:
+        """Compare the drafters that need no preparation, whose trials are the study's first."""
+        study, plan = self.study, self.plan
+        requeue_unfinished(study, self.pool)
+        if self.pool.alone:
+            self.tracker.reconcile(finished(study))
+        say(f"study {study.study_name}: {len(finished(study))} of {plan.settings.n_trials} trials are finished")
+        if len(self.held_out) < MIN_RESAMPLED:
+            say(
+                f"prompts: {len(self.held_out)} held-out prompts cannot show that anything is faster than plain decoding: "
+                f"{MIN_RESAMPLED} are the least"
+            )
+        self._begin(OPENING)
+        with counting_preparation(study, self.ledgers, self.pool):
+            self.space = self._space_with_costs() if "cascade" in plan.space.available_methods else plan.space
+            self.arms = cheap_arms(self.space)[: plan.settings.n_trials]
+            objective = self._objective(None)
+            if len(self.arms) > len(finished(study)):
+                objective.compared = self._compared(objective)
+        self._run_trials(objective, len(self.arms), self.arms)
+
+    def _compared(self, objective: Objective) -> dict[SpeculativeConfig, list[Row]]:
+        """Return the rows of the first comparison; none if one of them cannot be run beside the others."""
+        with self.progress.counting(len(objective.first), "prompts") as count:
+            after = self.view.after(count)
+            try:
+                found = within_memory(lambda: compare_arms(self.arms, objective, self.folder, self.budget, self.pool, after))
+            except BackendError as error:
+                say(f"{OPENING}: {error.reason}; each is measured by itself")
+                return {}
+        return found or {}
+
+    def predict(self) -> Predictions:
+        """Scan masks, measure costs, and choose the configurations to try first."""
+        self._begin(PREDICTIONS)
+        self.budget.begin(PREDICTIONS)
+        with counting_preparation(self.study, self.ledgers, self.pool):
+            predictor = self._prepare_predictor()
+            bridged = self._bridged_predictors(predictor)
+            proposed = self._propose(predictor, bridged)
+            starts = [*self.arms, *starting_points(self.space, proposed, predictor is not None)]
+        self.budget.save()
+        if self.pool.leads():
+            self._log_fits()
+        self.view.singles = None if predictor is None else predictor.single_agreements()
+        return Predictions(predictor, bridged, starts)
+
+    def run_trials(self, predictions: Predictions) -> None:
+        """Run trials until the study has enough, or its share of the budget ends."""
+        self._begin(TRIALS)
+        self.budget.begin(TRIALS)
+        predictor, wanted = predictions.predictor, self.plan.settings.n_trials
+        bounds = None if predictor is None else BoundEstimator(predictor, predictions.bridged)
+        self._run_trials(self._objective(bounds), wanted, predictions.starts, partial(self.budget.left, TRIALS))
+        if (done := len(finished(self.study))) < wanted:
+            self.budget.leave_out(TRIALS, f"{done} of {wanted} ran in the budget")
+
+    def _objective(self, bounds: BoundEstimator | None) -> Objective:
+        plan, refresh = self.plan, self.view.refresh
+        return Objective(self.bench, self.space, self.tune, plan.measuring, plan.seed, refresh, bounds, self.first_prompt)
+
+    def _run_trials(
+        self,
+        objective: Objective,
+        wanted: int,
+        starts: Sequence[SpeculativeConfig],
+        seconds_left: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """Run trials until the study has a number of finished ones."""
+        study, settings = self.study, dataclasses.replace(self.plan.settings, n_trials=max(1, wanted))
+        with self.progress.counting(wanted, "trials", len(finished(study))) as count:
+
+            def on_trial(trial: optuna.trial.FrozenTrial) -> None:
+                count()
+                self.tracker.record(trial)
+                if self.pool.leads():
+                    self._export_leader()
+                self.view.refresh()
+                self.progress.step(trial_line(trial))
+                self.budget.save()
+
+            if wanted:
+                run_trials(study, objective, settings, on_trial, starts, self.ledgers, self.pool, seconds_left)
+
+    def _export_leader(self) -> None:
+        """Export the leader provisionally, and name it in the progress."""
+        if self.publisher.publish_provisional(self.tune, self.budget.spent) and not self.progress.leader:
+            say(f"wrote {self.folder / 'best.json'}, provisional until the finals")
+        self.progress.leader = leader_line(self.study)
+
+    def _begin(self, stage: str, is_alone: bool = False) -> None:
+        self.progress.begin(stage)
+        self.view.begin(stage, is_alone)
+
+    def finish(self, predictions: Predictions) -> Finals:
+        """Measure the finalists and publish the results, which one of the workers does; return the results."""
+        study, pool = self.study, self.pool
+        wait_for_slots(pool)
+        fail_orphans(study, pool.orphans(study.get_trials(deepcopy=False), is_idle=True))
+        trials = finished(study)
+        publish = partial(self.publisher.publish, predictor=predictions.predictor, held_out=self.held_out)
+
+        def work(check: Callable[[], None]) -> Finals:
+            self.tracker.reconcile(trials)
+            finals = self._measure_finalists(predictions, check)
+            publish(finals)
+            return finals
+
+        finals = share_finals(pool, trials, work)
+        if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
+            publish(finals, log=False)
+        with pool.claim("mirror"):  # a store that was away for the worker with the finals may be back
+            self.tracker.reconcile(trials)
+            self.publisher.log(finals, again=False)
+        return finals
+
+    def _measure_finalists(self, predictions: Predictions, check: Callable[[], None]) -> Finals:
+        """Train the bridges of the best configurations, and measure all finalists on held-out prompts."""
+        measuring = self.plan.measuring
+        self._begin(FINALS, is_alone=True)
+        with counting_preparation(self.study, self.ledgers, self.pool):
+            trained = self._train_bridges(predictions)
+        self._log_fits()
+        maximum = len(self.held_out) * measuring.held_out_repeats
+        with self.progress.counting(maximum, "held-out prompts") as count:
+
+            def on_prompt() -> None:
+                check()
+                count()
+                self.view.refresh()
+                self.budget.save()
+
+            control = RunControl(self.folder, on_prompt, partial(self.budget.left, FINALS))
+            return measure_finals(self.study, self.bench, self.held_out, measuring, self.plan.seed, control, trained)
+
+    def _prepare_predictor(self) -> ScanPredictor | None:
+        """Return the predictor of masks without bridges, if layer skipping is searched and scanned."""
+        plan = self.plan
+        if not plan.scanning.enabled or "layer_skip" not in plan.space.available_methods:
+            return None
+        prompts = self.tune.take(plan.scanning.prompts, self.first_prompt)
+        is_over = partial(self.budget.is_over, PREDICTIONS)
+        preparation = Preparation(plan.target, plan.sampling, plan.outputs, self.ledgers[1].use, self.pool, is_over)
+        new_tokens = plan.measuring.max_new_tokens
+        predictor = preparation.predictor(prompts, new_tokens, plan.space, plan.scanning, self.folder, plan.seed)
+        if predictor is None:
+            say("scan: no predictions; every trial is decoded")
+        return predictor
+
+    def _bridged_predictors(self, predictor: ScanPredictor | None) -> list[ScanPredictor]:
+        """Return a predictor for each bridge spec of the space. The first spec has no bridges: ``predictor`` itself."""
+        space, store = self.plan.space, self.plan.bridge_store
+        if predictor is None or store is None:
+            return []
+        specs = bridge_specs(space.bridges, space.ranks, space.draft_heads, space.widths)
+        return [store.predictor(predictor, spec) for spec in specs[1:]]
+
+    def _propose(self, predictor: ScanPredictor | None, bridged: Sequence[ScanPredictor]) -> list[SpeculativeConfig]:
+        """Propose configurations from scans, fastest first."""
+        if predictor is None:
+            return []
+        plan, settings = self.plan, self.plan.scanning.proposals
+        masks = settings.budget(plan.space) * (1 + len(bridged))
+        leaders = ranking(self.study)[:1]
+        limits = Limits(
+            partial(self.budget.is_over, PREDICTIONS),
+            max(1.0, leaders[0].speedup) if leaders else 0.0,
+            partial(self.budget.leave_out, PREDICTIONS),
+        )
+        with self.progress.counting(masks, "masks") as count:
+            similar = predictor.similar_masks(plan.space.skippable)
+            empty, filled = ([other for other in bridged if other.drafts.fills_gaps == fills] for fills in (False, True))
+            return propose_all(predictor, plan.space, settings, self.view.after(count), similar, filled, empty, limits)
+
+    def _space_with_costs(self) -> SearchSpace:
+        """Return the space with the costs of verification and drafting, by which cascades choose."""
+        plan, study = self.plan, self.study
+        lengths = (len(plan.target.encode(item.messages())) for item in self.tune)
+        contexts = spread_contexts([length + plan.measuring.max_new_tokens / 2 for length in lengths])
+        timer = CostTimer(plan.target, plan.sampling, contexts, plan.seed)
+        claim = partial(self.pool.claim, "costs")
+        with claim():
+            costs = verify_cost(study, timer.verify_costs)
+            timer = dataclasses.replace(timer, contexts=contexts_of(costs) or timer.contexts)
+            drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
+        return dataclasses.replace(plan.space, verify_cost=costs, draft_cost=drafting)
+
+    def _train_bridges(self, predictions: Predictions) -> list[LeaderboardEntry]:
+        """Return the bridged contenders once more, with trained bridges, if the study trains any."""
+        store = self.plan.bridge_store
+        if store is None or not store.trains:
+            return []
+        entries = {entry.config: entry for entry in contenders(self.study, self.plan.measuring.finalists)}
+        trained = TrainedBridges(store, self.tracker, self.space.draft_cost).finalists(list(entries), predictions.bridged)
+        return [dataclasses.replace(entries[config], config=own) for own, config in trained.items()]
+
+    def _log_fits(self) -> None:
+        """Log the bridges that were fitted for the study so far."""
+        store = self.plan.bridge_store
+        if store is not None:
+            self.tracker.log_fits([store.fit_record(name) for name in recorded_seconds(self.study, FITS)])

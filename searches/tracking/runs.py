@@ -1,0 +1,292 @@
+"""The runs of a tracking store, which users may delete while a program writes to it.
+
+MLflow compares runs axis by axis. A run without a parameter is drawn at the end of its axis, and words are cut after ten
+characters. The parameters that all methods have are therefore numbers where there are any, and short names. A comparison
+begins with the first three parameters of the alphabet, so the names of the others begin with ``with_``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Metric, Param, Run, ViewType
+from mlflow.tracking import MlflowClient
+from optuna.trial import FrozenTrial
+
+from layerskip import SpeculativeConfig, mask
+from layerskip.config import methods
+from layerskip.files import atomic_write, read_json
+from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
+
+PARENT = "mlflow.parentRunId"
+"""The tag by which MLflow nests a run below another."""
+MEASURED = (
+    "tokens_per_second",
+    "baseline_tokens_per_second",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "acceptance_rate",
+    "mean_acceptance_length",
+    "draft_share",
+    "peak_memory_bytes",
+    "prefill_seconds",
+    "decode_seconds",
+)
+NOT_MEASURED = dict.fromkeys((*MEASURED, PREDICTED), math.nan)
+"""Metrics of a run without metrics. MLflow's parallel coordinates omit NaN, and draw a missing metric as the largest."""
+_METRICS = 999  # metrics per batch: a store takes at most 1000, and this divides into whole fits
+_PARAMS = 100  # parameters per batch: a store takes no more
+_NAME = 250  # characters of a run's name: a store takes no more
+_LARGEST = 1e300  # stores turn larger numbers into others
+
+
+class Store:
+    """An experiment of a tracking store; ``folder`` keeps metrics that it has not taken, and which nothing else keeps."""
+
+    def __init__(self, client: MlflowClient, experiment: str, folder: Path) -> None:
+        self.client, self.experiment, self.folder = client, experiment, folder
+
+    def search(self, query: str, view: int = ViewType.ACTIVE_ONLY) -> list[Run]:
+        """Return all runs that a query finds, the latest first."""
+        runs: list[Run] = []
+        token = None
+        while True:
+            page = self.client.search_runs([self.experiment], query, view, max_results=1000, page_token=token)
+            runs += page
+            if not (token := page.token):
+                return runs
+
+    def create(self, name: str, tags: Mapping[str, Any], start: int | None = None) -> str:
+        """Create a run that started at a time, in milliseconds; return its identifier."""
+        return str(self.client.create_run(self.experiment, start, dict(tags), run_name=name).info.run_id)
+
+    def log(self, run_id: str, metrics: Sequence[Metric], params: Mapping[str, str] | None = None) -> None:
+        """Log metrics and parameters together, in as few batches as a store takes."""
+        given = [Param(key, value) for key, value in (params or {}).items()]
+        while metrics or given:
+            self.client.log_batch(run_id, metrics=metrics[:_METRICS], params=given[:_PARAMS])
+            metrics, given = metrics[_METRICS:], given[_PARAMS:]
+
+    def left(self, study: str) -> Iterator[dict[str, Any]]:
+        """Yield the fields of nested runs of a study with metrics that an earlier process could not log."""
+        for path in sorted(self.folder.glob("*.json")):
+            if (fields := read_json(path)) is not None and fields["parent"] == study:
+                yield fields
+
+
+def metrics_now(metrics: Mapping[str, float], step: int = 0) -> list[Metric]:
+    """Return metrics of this moment. Infinite values, which stores turn into numbers, become NaN."""
+    now = int(time.time() * 1000)
+    return [Metric(k, float(v) if abs(v) < _LARGEST else math.nan, now, step) for k, v in metrics.items()]
+
+
+class StudyRun:
+    """The run of a study, or of a part of one. It is found, or made again after it was deleted, when it is written to.
+
+    ``identity`` and ``role`` distinguish it from others of its name.
+
+    Attributes:
+        id: the identifier; None until the store was reached.
+        texts: artifacts of the run, by name.
+        left: metrics that the store has not taken.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        identity: str,
+        role: str,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        parent: StudyRun | None = None,
+    ) -> None:
+        self.id: str | None = None
+        self.texts: dict[str, str] = {}
+        self._file = store.folder / f"{role}-{identity}.json"
+        stored = read_json(self._file) or {"metrics": []}
+        self.left = [Metric(*fields) for fields in stored["metrics"]]
+        self.name, self.identity, self.role, self.params, self.parent = name, identity, role, params, parent
+        self._store, self._is_checked = store, False
+        self._logged: tuple[str, dict[str, str]] | None = None  # the run that has texts, and which
+        self._tags = {"study": name, "study_id": identity, "role": role} | dict(tags)
+        self._query = f"tags.study_id = '{identity}' and tags.role = '{role}'"
+
+    def check_again(self) -> None:
+        """Look for the run before the next write."""
+        self._is_checked = False
+        if self.parent is not None:
+            self.parent.check_again()
+
+    def current(self) -> str:
+        """Return the identifier of the run, which is made again if it was deleted."""
+        if self.id is None or not self._is_checked:
+            tags = self._tags if self.parent is None else self._tags | {PARENT: self.parent.current()}
+            self.id, self._is_checked = self._find(tags), True
+        return self.id
+
+    def log_texts(self) -> None:
+        """Log the texts that the run does not have."""
+        wanted = self.current(), dict(self.texts)
+        if self._logged != wanted:
+            for name, text in self.texts.items():
+                self._store.client.log_text(wanted[0], text, name)
+            self._logged = wanted
+
+    def log_left(self) -> None:
+        """Log the metrics that the store has not taken."""
+        self._store.log(self.current(), self.left)
+        self.left = []
+        self._file.unlink(missing_ok=True)
+
+    def keep_left(self) -> None:
+        """Write the metrics that the store has not taken to a file, for the next start."""
+        if self.left:
+            fields: dict[str, Any] = {name: getattr(self, name) for name in ("name", "identity", "role", "params")}
+            fields["parent"] = None if self.parent is None else self.parent.identity
+            fields["metrics"] = [(metric.key, metric.value, metric.timestamp, metric.step) for metric in self.left]
+            with atomic_write(self._file) as partial:
+                partial.write_text(json.dumps(fields), encoding="utf-8")
+
+    def doubled(self) -> list[str]:
+        """Return the further runs of the study, which processes made that missed a deleted one at the same time."""
+        return [run.info.run_id for run in self._store.search(self._query)[:-1]]
+
+    def _find(self, tags: Mapping[str, str]) -> str:
+        client, found = self._store.client, self._store.search(self._query)
+        if self.id is not None and self.id in [run.info.run_id for run in found[-1:]]:
+            return self.id
+        deleted = self._store.search(self._query, ViewType.DELETED_ONLY)
+        if found:
+            run_id = str(found[-1].info.run_id)
+            client.update_run(run_id, status="RUNNING")
+        else:
+            run_id = self._store.create(self.name, tags)
+            if deleted:
+                print(f"tracking.uri: the run of {self.name} was deleted; it is made again", flush=True)
+        if not found or not found[-1].data.params:  # a failure may have come before them
+            self._store.log(run_id, metrics_now(NOT_MEASURED if self.role == "study" else {}), self.params)
+        for before in deleted:
+            for child in self._store.search(f"tags.`{PARENT}` = '{before.info.run_id}'"):
+                client.set_tag(child.info.run_id, PARENT, run_id)
+        return run_id
+
+
+class TrialRuns:
+    """Writer of the runs of a study's trials, which are nested below the study's run."""
+
+    def __init__(self, store: Store, study: StudyRun) -> None:
+        self._store, self._study = store, study
+        self._recorded: set[int] = set()
+        self._begun: dict[int, str] = {}  # runs whose writing failed
+        self._is_tidy = True
+
+    def check_again(self) -> None:
+        """Delete incomplete and doubled runs before the next one is written; nobody else may write any by then."""
+        self._is_tidy = False
+
+    def write(self, trial: FrozenTrial) -> None:
+        """Write the run of a finished trial, unless it exists."""
+        if not self._is_tidy:
+            self._tidy()
+        if trial.number in self._recorded:
+            return
+        config, client = SpeculativeConfig.from_dict(trial.user_attrs["config"]), self._store.client
+        if (run_id := self._begun.get(trial.number)) is None:
+            name = f"{trial.number} {config.label()}"[:_NAME]
+            start = _milliseconds(trial.datetime_start)
+            run_id = self._begun[trial.number] = self._store.create(name, self._tags(trial, config), start)
+        self._store.log(run_id, metrics_now(_metrics(trial)), {**parameters(config), **self._study.params})
+        if "table" in trial.user_attrs:
+            client.log_table(run_id, trial.user_attrs["table"], "prompts.json")
+        if ENGINE_LOG in trial.user_attrs:
+            client.log_text(run_id, trial.user_attrs[ENGINE_LOG], "engine.log")
+        failed = str(trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
+        client.set_terminated(run_id, "FAILED" if failed else "FINISHED", _milliseconds(trial.datetime_complete))
+        self._recorded.add(trial.number)
+
+    def _tags(self, trial: FrozenTrial, config: SpeculativeConfig) -> dict[str, str]:
+        measurement = trial.user_attrs.get("measurement", {})
+        tags = {
+            PARENT: self._study.current(),
+            "study": self._study.name,
+            "study_id": self._study.identity,
+            "role": "trial",
+            "trial_number": str(trial.number),
+            "trial_state": trial.state.name,
+            "mask": config.mask,
+            "config": config.label(),
+            "losslessness": measurement.get("losslessness", {}).get("verdict", "unchecked"),
+        }
+        return tags | {key: trial.user_attrs[key] for key in ("reason",) if key in trial.user_attrs}
+
+    def _tidy(self) -> None:
+        """Delete incomplete and doubled runs, and nest the others below the run of the study."""
+        study, recorded = self._study.current(), set[int]()
+        for run_id in self._study.doubled():
+            self._store.client.delete_run(run_id)
+        for run in self._store.search(f"tags.study_id = '{self._study.identity}' and tags.role = 'trial'"):
+            number = int(run.data.tags["trial_number"])
+            if run.info.status == "RUNNING" or number in recorded:
+                self._store.client.delete_run(run.info.run_id)
+                continue
+            recorded.add(number)
+            if run.data.tags.get(PARENT) != study:
+                self._store.client.set_tag(run.info.run_id, PARENT, study)
+        self._recorded, self._begun, self._is_tidy = recorded, {}, True
+
+
+def _metrics(trial: FrozenTrial) -> dict[str, float]:
+    known = trial.user_attrs
+    measurement = known.get("measurement", {})
+    metrics: dict[str, float] = NOT_MEASURED | {name: measurement[name] for name in MEASURED if name in measurement}
+    metrics |= known.get(METRICS, {})
+    if known.get(PREDICTED) is not None:
+        metrics[PREDICTED] = known[PREDICTED]
+    metrics |= {"seconds": known["seconds"], DRIFTED: known.get(DRIFTED, 0)}
+    for position, rate in enumerate(measurement.get("acceptance_by_position", ())):
+        metrics[f"acceptance_at_{position + 1:02d}"] = rate
+    return metrics
+
+
+def _milliseconds(moment: Any) -> int | None:
+    return None if moment is None else int(moment.timestamp() * 1000)
+
+
+def parameters(config: SpeculativeConfig) -> dict[str, str]:
+    """Return the MLflow parameters of a configuration: a summary that runs of all methods have, and the method's fields.
+
+    The summary is ``drafter`` (the method in at most ten characters), ``num_speculative_tokens``, ``skipped_attention`` and
+    ``skipped_mlp``. Plain decoding drafts 0 tokens; a cascade drafts as many as the member with the longest drafts. The
+    fields of the method follow, such as ``with_prompt_lookup_max``, and those of members, such as ``with_member_0_method``.
+    """
+    parts = config.members or (config,)
+    skipped = [mask.count_skipped(part.mask) for part in parts]
+    summary: dict[str, object] = {
+        "drafter": methods()[config.method].short,
+        "num_speculative_tokens": 0 if config.method == "none" else max(part.num_speculative_tokens for part in parts),
+        "skipped_attention": sum(attention for attention, _ in skipped),
+        "skipped_mlp": sum(mlp for _, mlp in skipped),
+    }
+    fields = _fields(config)
+    summary |= {f"with_{key}": fields[key] for key in fields if key not in ("method", "num_speculative_tokens")}
+    return {key: str(value) for key, value in summary.items()}
+
+
+def _fields(config: SpeculativeConfig) -> dict[str, object]:
+    """Return the fields of a configuration and its members. A mask is a tag of the run, because it may be long."""
+    stored = config.to_dict()
+    fields = {key: value for key, value in stored.items() if key not in ("mask", "stop", "members")}
+    for place, member in enumerate(config.members):
+        fields |= {f"member_{place}_{key}": value for key, value in _fields(member).items()}
+    if "stop" in stored:
+        fields["stop"] = config.stop.method
+        if config.stop.method != "length":
+            fields["threshold"] = config.stop.threshold
+    return fields

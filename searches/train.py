@@ -1,0 +1,289 @@
+"""Training of heads and bridges that draft for a target, on texts that the target generates itself.
+
+``python -m searches.train drafter=eagle`` (or ``medusa``) generates prompts and answers with the target, stores its hidden
+states of them, trains the head, and prints how often its drafts are accepted on held-out prompts. Each stage is stored, and
+the same command resumes. The result is a head for ``method: eagle``. ``drafter=layer_skip mask=...`` fits and trains the
+bridges of that mask instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor
+from tqdm import tqdm
+
+from layerskip import PromptSet, Target
+from layerskip.decoding.checkpoint_settings import default_sampling
+from layerskip.files import digest
+from layerskip.heads.eagle import MOST_BACK, EagleHead, EagleShape, read_modules
+from layerskip.heads.feature_store import FeatureStore, TextFeatures, check_readout, extract_features
+from layerskip.heads.induction import add_induction_heads
+from layerskip.heads.medusa import MedusaHeads, MedusaShape
+from layerskip.heads.readout import Readout
+from layerskip.heads.training import (
+    UNSCALED,
+    Batch,
+    HeadScaling,
+    acceptance,
+    fit_linear,
+    head_loss,
+    predict_tokens,
+    stored_modules,
+)
+from layerskip.models.environment import environment
+from layerskip.models.trained_module import save_trained
+from layerskip.texts.continuations import Continuation, continue_prompts
+from layerskip.texts.training_texts import TrainingText
+from searches.app.application import run
+from searches.app.checks import InputError, check_flag, check_folder, check_number, check_seed, check_whole
+from searches.bridges.training import bridge_shape, format_rates, held_out_scanner, load_warm_start, train_bridges
+from searches.results import exclusive
+from searches.tracking.tracker import Tracker
+from searches.training.texts import (
+    check_draft_vocabulary,
+    drafted_tokens,
+    opening_texts,
+    texts_digest,
+    texts_identity,
+    texts_settings,
+    write_texts,
+)
+from searches.training.trainer import (
+    Trainer,
+    TrainingCheckpoint,
+    TrainingRun,
+    check_learning,
+    check_training_folder,
+    disk_bytes,
+)
+
+_KINDS = ("eagle", "medusa", "layer_skip")
+_BUDGETS = ("feature_bytes", "calibration_bytes", "training_bytes", "remembered_bytes")
+_VERSION = 13  # of this module and layerskip.heads.training; a training resumes only with the same version
+_BRIDGE_SECONDS = 570.0  # default limit for bridges: ten minutes with the last step
+_LEARNING = ("steps", "max_seconds", "texts_per_step", "learning_rate", "unroll")
+_SCALED = 32  # texts from which the scale of hidden states is estimated
+_VALIDATION = 32  # the most validation texts; one text in twenty is one
+# Share of EAGLE's training for the next token only: such a step takes a third of the time, and later tokens depend on it.
+_NEXT_ONLY = 0.6
+
+
+def train(config: DictConfig) -> Path | None:
+    """Train a head or bridges; return their folder, or None if bridges do not improve on empty skips."""
+    _check(config)
+    kind, sampling = str(config.drafter.method), instantiate(config.sampling)
+    if kind == "layer_skip" and config.max_seconds is None:
+        config.max_seconds = _BRIDGE_SECONDS
+    prompts: PromptSet = instantiate(config.prompts)
+    held_out = prompts.split()[1].take(None)  # categories alternate, because memory may hold only the first prompts
+    like = opening_texts("begin_like", config.begin_like, prompts)
+    target: Target = instantiate(config.target)
+    check_draft_vocabulary("vocabulary", config.vocabulary, target)
+    outputs = Path(config.outputs)
+    texts_id = digest(texts_identity(config, target, sampling, like))
+    identity = {"kind": kind, "recipe": _VERSION, "texts": texts_id}
+    identity |= {name: config[name] for name in (*_LEARNING, "three_layers", "vocabulary", "feature_bytes")}
+    if kind == "eagle":
+        identity["lookback"] = int(config.lookback)
+    if kind == "layer_skip":
+        shape = bridge_shape(config, target)
+        identity |= {"bridges": shape.to_dict(), **{name: config[name] for name in ("calibration_bytes", "training_bytes")}}
+        warm_start = load_warm_start(config, target, shape)
+        if warm_start is not None:
+            identity["warm_start"] = digest([tensor.float().tolist() for tensor in warm_start.state_dict().values()])
+    folder = Path(config.head or outputs / f"{kind}-{digest(identity)[:8]}")
+    check_training_folder(folder, digest(identity))
+    with exclusive(folder), _opened_run(config, target, folder, identity) as run:
+        with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
+            continuations = continue_prompts(
+                target,
+                held_out,
+                default_sampling(target),
+                int(config.held_out_tokens),
+                config.seed,
+                outputs / "continuations",
+                bar.update,
+            )
+        # Targets that cannot be scanned, and full disks, are refused before the texts are written.
+        if kind == "layer_skip":
+            scanner = held_out_scanner(config, target, continuations)
+            texts = write_texts(config, target, sampling, like)
+            tokens = drafted_tokens(target, texts, config.vocabulary)
+            return train_bridges(run, shape, texts, scanner, tokens, warm_start)
+        check_readout(target)
+        three_layers = kind == "eagle" and bool(config.three_layers)
+        modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
+        states = outputs / "features" / digest([texts_settings(config, target, sampling, like), modules])[:16]
+        with exclusive(states):
+            store = FeatureStore(states, modules)
+            store.check_disk(int(config.feature_bytes))
+        seconds: list[float] = []
+        texts = write_texts(config, target, sampling, like, lambda _, total, __: seconds.append(total))
+        return _train_head(run, texts, sum(seconds), continuations, store)
+
+
+@contextlib.contextmanager
+def _opened_run(config: DictConfig, target: Target, folder: Path, identity: dict[str, Any]) -> Iterator[TrainingRun]:
+    """Open the tracked run of a training, or resume it."""
+    tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+    run_identity = digest([identity, str(folder.resolve())])
+    tracker.open_study(folder.name, run_identity, identity, environment(target), role="training")
+    with tracker.closing():
+        yield TrainingRun(config, target, folder, identity, tracker)
+
+
+def _train_head(
+    run: TrainingRun,
+    texts: list[TrainingText],
+    texts_seconds: float,
+    continuations: tuple[Continuation, ...],
+    store: FeatureStore,
+) -> Path:
+    config, target, folder, kind = run.config, run.target, run.folder, str(run.config.drafter.method)
+    head = _new_head(config, kind, target, texts)
+    store = _fill_store(run, texts, head, store)
+    held_out = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt), store.modules) for p in continuations]
+    checkpoint = run.checkpoint([run.identity, head.shape.to_dict(), texts_digest(texts)])
+    trainer = HeadTrainer(config, head, target, store, held_out, checkpoint)
+    trainer.train(run.tracker)
+    trainer.unscale()
+    accepted = trainer.evaluate()
+    training: dict[str, Any] = {
+        "data": texts_digest(texts[: trainer.texts]),
+        "positions": store.positions(trainer.texts),
+        "texts_seconds": texts_seconds,
+    } | run.identity
+    validation = range(trainer.texts, len(store))
+    spared = trainer.acceptance(store[index] for index in validation) if validation else []
+    training |= {"steps_done": trainer.step, "seconds": trainer.seconds, "held_out": accepted, "spared": spared}
+    weights = head.weights() if isinstance(head, EagleHead) else dict(head.state_dict())
+    save_trained(folder, kind, head.shape.to_dict(), weights, target, training)
+    run.tracker.log_file(folder / "head.json")
+    print(f"accepted on held-out prompts, token by token: {format_rates(accepted)}")
+    if spared:
+        rates = format_rates(spared)
+        print(f"on texts like the training texts: {rates}; begin_like makes training texts like the prompts in use")
+    print(f"wrote {folder}; decode with method={kind} head={folder}")
+    return folder
+
+
+def _fill_store(
+    run: TrainingRun, texts: list[TrainingText], head: EagleHead | MedusaHeads, store: FeatureStore
+) -> FeatureStore:
+    """Store the hidden states of texts, within the budget; the disk must keep room for the training's own files."""
+    with exclusive(store.folder), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
+        store = FeatureStore(store.folder, store.modules)  # another training may have extended it
+        folder, checkpoint = run.folder, run.folder / "training.pt"
+        spare = max(0, disk_bytes(head) - (checkpoint.stat().st_size if checkpoint.exists() else 0))
+        place = folder if folder.exists() else folder.parent
+        if place.stat().st_dev != store.folder.stat().st_dev:
+            if spare > (free := shutil.disk_usage(place).free):
+                raise InputError(f"head: a training takes {spare:,} bytes, and {place} has {free:,}")
+            spare = 0
+        store.fill(run.target, texts, int(run.config.feature_bytes), bar.update, spare)
+    if len(store) < len(texts):
+        print(f"feature_bytes: {run.config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
+    if not len(store):
+        raise InputError(f"feature_bytes: {run.config.feature_bytes} hold not even one text")
+    return store
+
+
+def _check(config: DictConfig) -> None:
+    check_seed(config.seed)
+    if config.drafter.get("method") not in _KINDS:
+        raise InputError(f"drafter: {config.drafter.get('method')!r} is not trained; {' and '.join(_KINDS)} are")
+    for name in ("tokens", "max_new_tokens", "batch", "held_out_tokens", *_BUDGETS):
+        check_whole(name, config[name])
+    check_learning(config)
+    if config.vocabulary is not None:
+        check_whole("vocabulary", config.vocabulary)
+    if config.max_seconds is not None:
+        check_number("max_seconds", config.max_seconds)
+    check_flag("three_layers", config.three_layers)
+    check_whole("lookback", config.lookback, 0, MOST_BACK)
+    if config.head is not None:
+        config.head = str(config.head)  # YAML reads a folder name of digits as a number
+        check_folder("head", config.head)
+    for name in ("bridge", "draft_head"):
+        if config.drafter.get(name):
+            raise InputError(f"drafter.{name}: this program makes it; warm_start names bridges to begin from")
+
+
+def _new_head(config: DictConfig, kind: str, target: Target, texts: list[TrainingText]) -> EagleHead | MedusaHeads:
+    tokens = drafted_tokens(target, texts, config.vocabulary)
+    size = None if tokens is None else tokens.shape[0]
+    torch.manual_seed(config.seed)
+    if kind == "eagle":
+        return EagleHead(EagleShape.of(target, bool(config.three_layers), size, int(config.lookback)), tokens)
+    return MedusaHeads(MedusaShape(target.hidden, int(config.unroll), read_modules(target), size), tokens)
+
+
+class HeadTrainer(Trainer):
+    """Trainer of a head; EAGLE's is trained in scaled units (:mod:`layerskip.heads.training`)."""
+
+    def __init__(
+        self,
+        config: DictConfig,
+        head: EagleHead | MedusaHeads,
+        target: Target,
+        store: FeatureStore,
+        held_out: list[TextFeatures],
+        checkpoint: TrainingCheckpoint,
+    ) -> None:
+        self.head, self.store, self._held_out = head.to(target.device).float().train(), store, held_out
+        self.embeddings = target.model.get_input_embeddings()
+        self.readout = Readout(target, self.head.tokens)
+        self._autocast = target.dtype == "bfloat16"
+        texts = len(store) - min(_VALIDATION, len(store) // 20)
+        self._scaling = UNSCALED
+        if isinstance(head, EagleHead):
+            some = (store[index] for index in range(min(_SCALED, texts)))
+            self._scaling = scaling = HeadScaling.of(head, self.embeddings, some)
+            identity = digest([checkpoint.identity, scaling.embeddings, scaling.inputs.tolist(), scaling.outputs])
+            checkpoint = replace(checkpoint, identity=identity)
+            if checkpoint.path.exists():
+                scaling.apply(head)  # scales what the checkpoint does not hold; it holds scaled weights
+        super().__init__(config, self.head, texts, checkpoint)
+
+    def initialise(self) -> None:
+        """Fit EAGLE's linear map in closed form, and add induction heads if it looks back."""
+        if isinstance(self.head, EagleHead):
+            fit_linear(self.head, self.embeddings, (self.store[index] for index in range(self.texts)))
+            tokens = torch.cat([self.store.tokens(index) for index in range(self.texts)])
+            add_induction_heads(self.head, self.embeddings, self.readout, tokens)
+            self._scaling.apply(self.head)
+
+    def unscale(self) -> None:
+        if isinstance(self.head, EagleHead):
+            self._scaling.inverse.apply(self.head)
+            self._scaling = UNSCALED
+
+    def loss(self, indices: list[int]) -> Tensor:
+        batch = Batch.of([self.store[index] for index in indices], self.head, self._scaling, whole=True)
+        next_only = isinstance(self.head, EagleHead) and self.progress < _NEXT_ONLY
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
+            predictions = predict_tokens(self.head, self.embeddings, batch, 1 if next_only else self.config.unroll)
+            return head_loss(predictions, self.readout)
+
+    def evaluate(self) -> list[float]:
+        return self.acceptance(self._held_out)
+
+    def acceptance(self, texts: Iterable[TextFeatures]) -> list[float]:
+        """Return the acceptance rates on texts, if only the tokens of the head's own vocabulary are drafted."""
+        self.head.eval()
+        rates = acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
+        self.head.train()
+        return rates
+
+
+if __name__ == "__main__":
+    run("train", train)

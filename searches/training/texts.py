@@ -1,0 +1,185 @@
+"""Training texts, which the target generates once, and the tokens that it generates most.
+
+Training and fitting use the same texts. In one outputs folder, equal settings give equal texts, and a request for more texts
+extends those that exist. Neither texts nor datastores may hold the prompts that are measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from tqdm import tqdm
+
+from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.config import check_type
+from layerskip.drafters.cross_tokenizer import Translation
+from layerskip.drafters.datastore import Datastore
+from layerskip.files import digest
+from layerskip.heads.readout import choose_tokens
+from layerskip.prompts import PromptItem
+from layerskip.texts import training_texts
+from layerskip.texts.continuations import Continuation, ReportCost
+from layerskip.texts.training_texts import TrainingText
+from searches.app.checks import InputError
+from searches.results import ResultLog, exclusive
+
+_FIELDS = ("max_new_tokens", "batch", "seed")
+_VERSION = 4  # of layerskip.texts.training_texts; texts of another version are written again
+
+
+def texts_identity(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
+    """Return everything that texts depend on, their number of tokens included; see :func:`texts_settings`."""
+    return texts_settings(config, target, sampling, like) | {"tokens": config.tokens}
+
+
+def texts_settings(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
+    """Return what texts depend on apart from their number. A smaller number gives the first of the same texts.
+
+    Args:
+        config: the length of texts, the batch and the seed.
+        sampling: of the target's tokens.
+        like: prompts that every other text begins like.
+    """
+    settings = {"recipe": _VERSION, "target": target.digest, "sampling": sampling.to_dict(), "like": list(like)}
+    return settings | {name: config[name] for name in _FIELDS}
+
+
+def write_texts(
+    config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str], report_cost: ReportCost = lambda *_: None
+) -> list[TrainingText]:
+    """Write the first training texts that together have as many tokens as the configuration asks for, or a few more.
+
+    Texts that are in the outputs folder are not written again. The name and the seconds of the texts are reported, also if
+    writing is interrupted. For the other arguments see :func:`texts_settings`.
+    """
+    file = Path(config.outputs) / "texts" / f"{digest(texts_settings(config, target, sampling, like))[:16]}.jsonl"
+    with exclusive(file):
+        log, texts = ResultLog(file), list[TrainingText]()
+        existing = len(log)
+        try:
+            texts = _write(config, target, sampling, like, log)
+        finally:
+            seconds = [log[str(index)][2] for index in range(len(texts) or len(log))]
+            report_cost(f"texts {file.stem}", sum(seconds), sum(seconds[existing:]))
+        return texts
+
+
+def _write(
+    config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str], log: ResultLog
+) -> list[TrainingText]:
+    texts = [TrainingText(tuple(log[name][0]), log[name][1]) for name in log]
+    totals = list(accumulate(len(text.tokens) - text.begin for text in texts))
+    enough = next((count for count, tokens in enumerate(totals, 1) if tokens >= config.tokens), None)
+    if enough is not None:
+        return texts[:enough]
+    left = int(config.tokens) - (totals[-1] if totals else 0)
+    with tqdm(total=int(config.tokens), initial=int(config.tokens) - left, unit="token", desc="texts", disable=None) as bar:
+        # After an interruption, another seed avoids that texts are drawn twice.
+        seed = config.seed + 1000 * len(texts)
+        source = training_texts.write_texts(target, sampling, int(config.max_new_tokens), int(config.batch), seed, like)
+        while left > 0:
+            start, text = time.monotonic(), next(source)  # the first text of a batch waits for the whole batch
+            log.add(str(len(texts)), [list(text.tokens), text.begin, time.monotonic() - start])
+            texts.append(text)
+            left -= len(text.tokens) - text.begin
+            bar.update(len(text.tokens) - text.begin)
+    return texts
+
+
+def texts_digest(texts: Sequence[TrainingText]) -> str:
+    """Return a digest of the texts themselves, which differ if they were written again with the same settings."""
+    return digest([list(text.tokens) for text in texts])
+
+
+def opening_texts(field: str, path: str | None, measured: PromptSet) -> list[str]:
+    """Return the last user messages of a file of prompts, which every other training text begins like.
+
+    Args:
+        field: that names the file, for messages.
+        path: the file; None for no texts.
+        measured: prompts that are searched or measured on, which must not be learned from.
+    """
+    if path is None:
+        return []
+    check_type(field, path, str)
+    texts = [item.messages()[-1]["content"] for item in PromptSet.load(path, field)]
+    known = {_normalised(text) for text in texts} & {text for item in measured for text in _user_texts(item)}
+    if known:
+        raise InputError(f"{field}: {path} holds {len(known)} of the prompts that are measured")
+    return texts
+
+
+def refuse_answers(field: str, folder: str, target: Target, prompts: PromptSet) -> None:
+    """Refuse a datastore, named by a field, that holds the target's own answers to measured prompts, or cannot be used."""
+    measured = {digest(item.content()) for item in prompts}  # by content, because ids may repeat in other files
+    known = measured.intersection(Datastore.load(folder, target).about["prompts"])
+    if known:
+        raise InputError(f"{field}: {folder} holds the target's own answers to {len(known)} of the measured prompts")
+
+
+def refuse_answers_of(owner: str, config: SpeculativeConfig, target: Target, prompts: PromptSet) -> None:
+    """Apply :func:`refuse_answers` to all datastores of a configuration, which the field ``owner`` has, and its members."""
+    configs = {owner: config} | {f"{owner}.members.{index}": member for index, member in enumerate(config.members)}
+    for field, part in configs.items():
+        if part.datastore:
+            refuse_answers(f"{field}.datastore", part.datastore, target, prompts)
+
+
+def _user_texts(item: PromptItem) -> list[str]:
+    texts = [message["content"] for message in item.messages() if message["role"] == "user"]
+    return [_normalised(text) for text in (*texts, *item.followups)]
+
+
+def _normalised(text: str) -> str:
+    return " ".join(text.split())
+
+
+def check_draft_vocabulary(name: str, size: int | None, target: Target) -> None:
+    """Check that a draft vocabulary, unless it is the whole one, has room for the special tokens, which are always in it."""
+    always = len(_special_tokens(target))
+    if size is not None and size < always:
+        raise InputError(f"{name}: {size} tokens are fewer than the {always} special ones, which are always among them")
+
+
+def drafted_tokens(target: Target, texts: list[TrainingText], size: int | None) -> Tensor | None:
+    """Return the draft vocabulary, ``[size]`` int64: the target's most frequent tokens; None for the whole vocabulary."""
+    return _most_frequent(target, (text.tokens[text.begin :] for text in texts), size)
+
+
+def translated_tokens(draft: Target, target: Target, texts: list[TrainingText], size: int) -> Tensor | None:
+    """Return the tokens of a draft model of another tokenizer for :func:`drafted_tokens`, from the translated answers."""
+    assert target.tokenizer is not None
+    assert draft.tokenizer is not None
+    translation = Translation(target.tokenizer, draft.tokenizer)
+    return _most_frequent(draft, (translation.to_draft(text.tokens[text.begin :]) for text in texts), size)
+
+
+def _most_frequent(owner: Target, answers: Iterable[Sequence[int]], size: int | None) -> Tensor | None:
+    if size is None or size >= owner.vocabulary:
+        return None
+    tokens = torch.tensor([token for answer in answers for token in answer if token < owner.vocabulary], dtype=torch.int64)
+    counts = torch.bincount(tokens, minlength=owner.vocabulary)
+    return choose_tokens(counts, size, _special_tokens(owner))
+
+
+def _special_tokens(target: Target) -> list[int]:
+    """Return the tokens that are in every draft vocabulary."""
+    special = [] if target.tokenizer is None else target.tokenizer.all_special_ids
+    return sorted({token for token in (*target.eos_ids, *special) if token < target.vocabulary})
+
+
+def continuations_of(texts: list[TrainingText]) -> list[Continuation]:
+    """Return the training texts of at least two answer tokens as continuations."""
+    continuations = []
+    for index, text in enumerate(texts):
+        answer = text.tokens[text.begin :]
+        if len(answer) > 1:
+            continuations.append(Continuation(str(index), "own", text.tokens[: text.begin], answer, len(answer)))
+    return continuations

@@ -1,0 +1,70 @@
+"""Passes of tiny models on caches, and decodings with many methods, which several files of tests run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerskip import SpeculativeConfig, Target, generate
+from layerskip.models.cache import KVCache
+from layerskip.models.cache_pool import acquire_cache
+from layerskip.models.forward import forward
+from layerskip.models.graph_capture import CapturingCache
+from tests.accelerator import DEVICE
+
+LAYERS = 4
+TORCH_DEVICE = torch.device(DEVICE)
+PROMPT, LENGTH = [7, 8, 9, 7, 8, 9, 7, 8, 10], 24
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "prompt_lookup": {"method": "prompt_lookup", "prompt_lookup_min": 1},
+    "layer_skip": {"method": "layer_skip", "mask": "attention:1;mlp:2", "num_speculative_tokens": 3},
+    "siblings": {"method": "layer_skip", "mask": "layers:1", "num_speculative_tokens": 3, "siblings": 2},
+    "token_recycling": {"method": "token_recycling", "min_token_prob": 0.0},
+    "lookahead": {"method": "lookahead", "window": 2, "num_speculative_tokens": 2},
+    "cascade": {"method": "cascade", "members": [{"method": "prompt_lookup"}, {"method": "layer_skip", "mask": "layers:1"}]},
+}
+
+
+def tokens_of(count: int, seed: int = 0) -> Tensor:
+    """Returns random tokens, the same for every call."""
+    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 3e-5) -> None:
+    """Compares relative to the largest entry."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * tolerance)
+
+
+def acquired(model: nn.Module, positions: int = 40, holder: object | None = None, layers: int = LAYERS) -> CapturingCache:
+    """Takes a capturing cache from the pool."""
+    cache = acquire_cache(model, layers, positions, TORCH_DEVICE, static_shapes=True, holder=holder)
+    assert isinstance(cache, CapturingCache)
+    return cache
+
+
+def filled(cache: CapturingCache, view: nn.Module, prompt: Tensor, positions: int = 40) -> tuple[CapturingCache, KVCache]:
+    """Reads a prompt into a cache and into a plain one, and returns both."""
+    plain = KVCache(len(cache.layers), positions, device=DEVICE)
+    for held in (cache, plain):
+        forward(view, prompt, held, last=1)
+        held.length = len(prompt)
+    return cache, plain
+
+
+def greedy(target: Target) -> list[int]:
+    """Returns the tokens that transformers' own ``generate`` gives after the prompt."""
+    ids = torch.tensor([PROMPT])
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=LENGTH, eos_token_id=None)
+    output: Tensor = target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return output[0, len(PROMPT) :].tolist()
+
+
+def assert_every_method_gives(expected: list[int], target: Target) -> None:
+    """Decodes the prompt with every method; drafts without an idle layer must be accepted."""
+    for name, fields in METHODS.items():
+        found = generate(target, PROMPT, SpeculativeConfig.from_dict(fields), max_new_tokens=LENGTH)
+        assert found.tokens == expected, name
+        assert name not in ("layer_skip", "siblings", "cascade") or found.stats.mean_acceptance_length > 1, name

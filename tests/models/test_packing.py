@@ -1,0 +1,314 @@
+"""Packed weights: products compared with torch's own, decoding with transformers' generate, lifetime of copies, settings."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from layerskip import SkipMask, SpeculativeConfig, Target, generate, load_target
+from layerskip.bridges.bridge import Bridges, BridgeShape, save_bridges
+from layerskip.costs.profile import profile_costs
+from layerskip.device.memory import tensor_bytes, total_bytes
+from layerskip.drafters.registry import build_drafter
+from layerskip.measure.measure import Decoder, Task
+from layerskip.models import packing
+from layerskip.models.draft_head import DraftHead, OutputRows
+from layerskip.models.environment import machine
+from layerskip.models.loading import load_draft
+from layerskip.models.packing import multiply, pack_like, pack_matrices, uses_packing
+from layerskip.models.skip_view import decoding_view, skip_view
+from tests.families import REPRESENTATIVE, build
+
+needs_packing = pytest.mark.skipif(
+    not packing._is_supported(torch.float32), reason="this processor does not support packed weights"
+)
+DTYPES = [torch.float32, torch.bfloat16]
+SKIP = SpeculativeConfig("layer_skip", 2, mask="layers:1")
+
+
+@pytest.fixture(autouse=True)
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Pack the weights of tiny models too, and record all packed weights."""
+    weights: list[Tensor] = []
+
+    def pack_weight(weight: Tensor) -> Tensor | None:
+        weights.append(weight)
+        return original(weight)
+
+    original = packing.pack_weight
+    monkeypatch.setattr(packing, "pack_weight", pack_weight)
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(DTYPES, 1))
+    return weights
+
+
+def layer_of(dtype: torch.dtype, bias: bool = True, width: int = 80, out: int = 112) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(width, out, bias, dtype=dtype)
+
+
+def _assert_same(actual: Tensor, expected: Tensor, bias: bool = False) -> None:
+    assert actual.dtype == expected.dtype
+    if expected.dtype == torch.float32:
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    elif bias:  # in some shapes torch rounds before it adds the bias
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
+    else:
+        assert torch.equal(actual, expected)  # bitwise, for any number of rows
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [(1,), (5,), (1, 1), (2, 3), (1, 300), (0,), ()])
+def test_products_equal_torchs(dtype: torch.dtype, bias: bool, rows: tuple[int, ...], packed: list[Tensor]) -> None:
+    layer = layer_of(dtype, bias)
+    pack_matrices(layer)
+    hidden = torch.randn(*rows, 80).to(dtype)
+    with torch.no_grad():
+        _assert_same(multiply(hidden, layer.weight, layer.bias), linear(hidden, layer.weight, layer.bias), bias)
+        every_other = torch.randn(*rows, 160).to(dtype)[..., ::2]  # not contiguous
+        _assert_same(multiply(every_other, layer.weight, layer.bias), linear(every_other, layer.weight, layer.bias), bias)
+    assert len(packed) == (packing._is_supported(dtype) and 0 not in rows)
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_any_width_equal_torchs(dtype: torch.dtype) -> None:
+    for width in (1, 7, 33, 64, 576):
+        layer = layer_of(dtype, False, width, 3 * width + 1)
+        pack_matrices(layer)
+        for rows in (1, 4, 17):
+            hidden = torch.randn(rows, width).to(dtype)
+            with torch.inference_mode():
+                _assert_same(multiply(hidden, layer.weight), linear(hidden, layer.weight))
+
+
+@needs_packing
+def test_a_changed_weight_is_packed_again(packed: list[Tensor]) -> None:
+    layer, hidden = layer_of(torch.float32, False), torch.randn(3, 80)
+    pack_matrices(layer)
+
+    def check() -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                _assert_same(multiply(hidden, layer.weight), linear(hidden, layer.weight))
+
+    check()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    check()
+    layer.load_state_dict(layer_of(torch.float32, False).state_dict())
+    check()
+    layer.weight.data = torch.randn(112, 80)
+    check()
+    assert len(packed) == 4
+    layer.to(torch.bfloat16)
+    hidden = hidden.to(torch.bfloat16)
+    check()
+
+
+@needs_packing
+@pytest.mark.parametrize("differentiated", ["hidden", "weight", "bias"])
+def test_gradients_equal_torchs(differentiated: str, packed: list[Tensor]) -> None:
+    layer, hidden = layer_of(torch.float32).requires_grad_(False), torch.randn(3, 80)
+    pack_matrices(layer)
+    leaf = {"hidden": hidden, "weight": layer.weight, "bias": layer.bias}[differentiated].requires_grad_()
+    actual, expected = (
+        torch.autograd.grad(product(hidden, layer.weight, layer.bias).square().sum(), leaf) for product in (multiply, linear)
+    )
+    torch.testing.assert_close(actual, expected)
+    assert not packed
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert multiply(hidden, layer.weight).dtype == torch.bfloat16
+
+
+@needs_packing
+def test_copies_multiply_by_their_own_weights() -> None:
+    hidden = torch.randn(1, 80)
+    layer = pack_like(build("llama"), layer_of(torch.float32, False))
+    with torch.no_grad():
+        before = layer(hidden)
+        for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            copied.weight.mul_(2)
+            torch.testing.assert_close(copied(hidden), 2 * before)
+        assert torch.equal(layer(hidden), before)
+
+
+@needs_packing
+def test_a_layer_with_a_replaced_forward_keeps_it() -> None:
+    layer = layer_of(torch.float32)
+    layer.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
+    assert pack_like(build("llama"), layer)(torch.ones(1, 80)).tolist() == [[1.0] * 80]
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_text_are_appended_to_packed_rows(dtype: torch.dtype, packed: list[Tensor]) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(300, 40).to(dtype), torch.randn(300).to(dtype)
+    for offset in (None, bias):
+        rows, hidden = OutputRows(weight, offset, torch.arange(0, 300, 3), 280, packed=True), torch.randn(2, 40).to(dtype)
+        for text in ([], [1, 3, 5], [1, 3, 5, 290, 8]):
+            rows.follow(text)
+            with torch.inference_mode():
+                _assert_same(rows.multiply(hidden), linear(hidden, weight, offset)[:, rows.tokens], offset is not None)
+
+
+@needs_packing
+def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> None:
+    layer = layer_of(torch.float32)
+    pack_matrices(layer)
+    with torch.no_grad():
+        multiply(torch.randn(1, 80), layer.weight)
+    gc.collect()
+    before = len(packing._packed)
+    packed.clear()
+    del layer
+    gc.collect()
+    assert len(packing._packed) == before - 1
+
+
+@needs_packing
+def test_small_weights_are_not_packed(monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]) -> None:
+    monkeypatch.setattr(packing, "_LEAST", {torch.float32: 80 * 112})
+    small, large = layer_of(torch.float32, width=79), layer_of(torch.float32)
+    tree = pack_like(large, nn.ModuleList([small, large]))
+    with torch.no_grad():
+        tree[0](torch.randn(1, 79))
+        tree[1](torch.randn(1, 80))
+    assert [id(weight) for weight in packed] == [id(large.weight)]
+    assert not uses_packing(build("llama"))
+
+
+@needs_packing
+def test_a_weight_changed_through_data_is_detected_before_the_next_text() -> None:
+    """Merging adapters writes to a weight's ``data``, which torch does not count as a new version."""
+    target = Target(build("llama"))
+    before = generate(target, [1, 2, 3], SKIP, max_new_tokens=12).tokens
+    for part in target.model.modules():
+        if type(part) is nn.Linear:
+            part.weight.data += 0.2 * torch.randn(part.weight.shape, generator=torch.Generator().manual_seed(1))
+    actual = generate(target, [1, 2, 3], SKIP, max_new_tokens=12).tokens
+    expected = target.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+    assert actual == expected != before
+
+
+@needs_packing
+def test_views_share_packed_weights_and_the_model_keeps_its_own_forward(packed: list[Tensor]) -> None:
+    target = Target(build("llama"))
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.inference_mode():
+        whole = decoding_view(target.model)(ids).logits
+        assert len(packed) == sum(type(part) is nn.Linear for part in target.model.modules())
+        skip_view(target.model, SkipMask.parse("layers:1", target.layers))(ids)
+        build_drafter(SpeculativeConfig("layer_skip", 2, mask="attention:0"), target)
+        before = len(packed)
+        torch.testing.assert_close(target.model(ids).logits, whole, rtol=1e-4, atol=1e-5)
+        assert len(packed) == before == len({id(weight) for weight in packed})
+
+
+@needs_packing
+def test_packing_follows_the_setting_and_otherwise_the_memory(monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]) -> None:
+    assert uses_packing(Target(build("llama")).model)
+    refused = Target(build("llama"), pack_weights=False)
+    assert not machine(refused)["packed_weights"]
+    plain = generate(refused, [1, 2, 3], SKIP, max_new_tokens=8)
+    head = DraftHead(refused.model, torch.tensor([1, 2]), refused.vocabulary)
+    assert head.tokens.tolist() == [1, 2]
+    assert not packed
+    model = build("llama")
+    needed = sum(part.weight.nbytes for part in model.modules() if type(part) is nn.Linear)
+    monkeypatch.setattr(packing, "total_bytes", lambda: 4 * needed - 1)
+    assert not uses_packing(model)
+    assert uses_packing(Target(build("llama"), pack_weights=True).model)
+    monkeypatch.setattr(packing, "total_bytes", lambda: 4 * needed)
+    target = Target(build("llama"))
+    assert machine(target)["packed_weights"]
+    drafted = generate(target, [1, 2, 3], SKIP, max_new_tokens=8)
+    assert drafted.tokens == plain.tokens
+    assert packed
+
+
+@needs_packing
+def test_a_view_is_rebuilt_when_a_dtype_change_makes_more_weights_packable(
+    monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]
+) -> None:
+    if not packing._is_supported(torch.bfloat16):
+        pytest.skip("this processor does not support packed weights in bfloat16")
+    model = build("gpt_bigcode")  # its conversion keeps every tensor object
+    largest = max(part.weight.numel() for part in model.modules() if type(part) is nn.Linear)
+    monkeypatch.setattr(packing, "_LEAST", {torch.float32: largest, torch.bfloat16: 1})
+    count = []
+    for dtype in DTYPES:
+        view = decoding_view(model.to(dtype))
+        with torch.inference_mode():
+            view(torch.tensor([[1, 2, 3]]))
+        count.append(len(packed))
+        packed.clear()
+    assert 0 < count[0] < count[1] == sum(type(part) is nn.Linear for part in model.modules())
+
+
+@needs_packing
+@pytest.mark.parametrize("family", REPRESENTATIVE)
+def test_every_family_decodes_with_packed_weights(family: str, packed: list[Tensor]) -> None:
+    target = Target(build(family))
+    prompt = [3, 4, 5, 3, 4, 5, 3, 4]
+    plain, drafted = (generate(target, prompt, config, max_new_tokens=12).tokens for config in (SpeculativeConfig(), SKIP))
+    ids = torch.tensor([prompt])
+    output = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert plain == drafted == output[0, len(prompt) :].tolist()
+    assert packed
+
+
+def test_an_unsupported_processor_packs_nothing(monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]) -> None:
+    monkeypatch.setattr(packing, "_is_supported", lambda dtype: False)
+    target = Target(build("llama"), pack_weights=True)
+    assert not uses_packing(target.model)
+    generate(target, [1, 2, 3], SpeculativeConfig(), max_new_tokens=4)
+    assert not packed
+
+
+@needs_packing
+def test_packed_weights_are_counted_unless_they_are_the_targets() -> None:
+    layer = pack_like(build("llama"), layer_of(torch.float32))
+    with torch.no_grad():
+        layer(torch.randn(1, 80))
+    assert 2 * layer.weight.nbytes <= tensor_bytes(layer) < 3 * layer.weight.nbytes
+    target = Target(build("llama"))
+    decoder = Decoder.of(target, SKIP)
+    decoder([1, 2, 3], Task(max_new_tokens=4), lambda _: None)
+    assert decoder.memory_bytes() < 1000  # Python objects only
+    assert 2**28 < total_bytes() < 2**48
+
+
+@needs_packing
+def test_bridges_are_timed_and_decode_with_packed_weights(tmp_path: Path, packed: list[Tensor]) -> None:
+    target = Target(build("llama"))
+    profile_costs(target, 12, 2, repeats=1, bridged=True)
+    own = {id(weight) for weight in target.model.parameters()}
+    timed = {weight.shape for weight in packed if id(weight) not in own}
+    assert torch.Size((target.hidden, target.hidden)) in timed
+    mask = SkipMask.parse("layers:1", target.layers)
+    save_bridges(tmp_path / "bridge", Bridges(BridgeShape.of(target, mask, "linear")), target, {})
+    packed.clear()
+    config = SpeculativeConfig("layer_skip", 2, mask="layers:1", bridge=str(tmp_path / "bridge"))
+    generate(target, [1, 2, 3], config, max_new_tokens=4)
+    assert torch.Size((target.hidden, target.hidden)) in {weight.shape for weight in packed}
+
+
+@needs_packing
+def test_a_later_setting_applies_to_existing_views_and_to_draft_models(tiny_folder: Path, packed: list[Tensor]) -> None:
+    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
+    generate(target, [7, 8, 9], SpeculativeConfig(), max_new_tokens=4)
+    assert packed
+    again = Target(target.model, target.tokenizer, pack_weights=False)
+    assert not machine(again)["packed_weights"]
+    assert not any(type(part) is packing._PackedLinear for part in decoding_view(again.model).modules())
+    assert not uses_packing(load_draft(again, str(tiny_folder)).model)
