@@ -173,7 +173,8 @@ def _own(deployment: Deployment, way: str) -> Launch:
 def _custom(deployment: Deployment) -> Launch:
     """Return a call with this library's decoding loop in ``generate``."""
     target, request = deployment.target, hugging_face_fields(deployment.sampling)
-    loading = {"revision": target.get("revision"), "dtype": target["dtype"], "quantization": target.get("quantization")}
+    dtype = "mixed" if "weights" in target else target["dtype"]
+    loading = {"revision": target.get("revision"), "dtype": dtype, "quantization": target.get("quantization")}
     given = "".join(f", {name}={value!r}" for name, value in loading.items() if value is not None)
     lines = [
         "import layerskip",

@@ -20,12 +20,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from layerskip.config import ConfigError
+from layerskip.kernels.cpu import has_kernels
 from layerskip.models.target import Target, TargetError
 from layerskip.models.weights import as_recorded, is_dense, quantization_config
 
 _TOKENIZER_FILES = ("token", "vocab", "merges", "piece", "spm", "bpe", "tekken")  # parts of their names
 _SUPPLEMENTS = ("special_tokens_map.json", "added_tokens.json")
 _STRATEGIES = ("balanced", "balanced_low_0", "sequential")  # of accelerate
+MIXED = "mixed"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _log = logging.getLogger(__name__)
 
@@ -98,8 +100,9 @@ def load_target(
     Args:
         name: ``smollm2`` or ``gemma3`` (from their wheels), a local folder, a ``.gguf`` file, or a hub id.
         revision: branch, tag or commit of a hub id.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (bfloat16 where the processor supports it, else float16 on
-            a GPU and float32 on a CPU).
+        dtype: ``float32``, ``bfloat16``, ``float16``, ``mixed`` (on a CPU: weights in bfloat16, activations and sums in
+            float32) or ``auto`` (bfloat16 where the processor multiplies it, else float16 on a GPU and mixed on a CPU, or
+            float32 without a C++ compiler).
         device: a torch device name, or ``auto`` (CUDA if available, else the CPU); for a model that one device cannot hold,
             ``balanced``, another strategy of accelerate, or a mapping of modules to devices.
         trust_remote_code: whether code from the model's repository may run.
@@ -120,6 +123,9 @@ def load_target(
         placed["device_map"], device = dict(device) if isinstance(device, Mapping) else device, "auto"
     torch_device = _device(device)
     torch_dtype, reason = choose_dtype(dtype, torch_device)
+    dense = quantization is None and not placed
+    if dtype == MIXED and not (dense and torch_device.type == "cpu"):
+        raise TargetError("target.dtype: mixed is for weights that are not quantised, on a CPU")
     if dtype == "auto" and torch_dtype == torch.float16:
         _log.warning("target.dtype=auto is float16: %s", reason)
     source, options = _source(name, revision)
@@ -137,6 +143,8 @@ def load_target(
     transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer, model = _load(name, source, torch_dtype, torch_device, options, placed)
+        if dtype == MIXED or (dtype == "auto" and dense and torch_device.type == "cpu" and torch_dtype == torch.float32):
+            _round_weights(model)
     finally:
         if not quiet:
             transformers.utils.logging.enable_progress_bar()
@@ -168,7 +176,7 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
     if name not in target.drafts:
         try:
             options: dict[str, Any] = {"pack_weights": target.pack_weights, "compile": target.compile}
-            target.drafts[name] = load_target(name, dtype=target.dtype, device=str(target.device), **options)
+            target.drafts[name] = load_target(name, dtype=target.precision, device=str(target.device), **options)
         except TargetError as error:
             reason = str(error).removeprefix("target: ").removeprefix("target.path: ")
             raise TargetError(f"draft_model: {reason}") from error.__cause__
@@ -225,6 +233,14 @@ def _load(
     return tokenizer, model if placed else model.to(device)
 
 
+@torch.no_grad()
+def _round_weights(model: PreTrainedModel) -> None:
+    """Round float32 weights to values that bfloat16 holds, if kernels read these at half the bytes."""
+    for weight in model.parameters() if has_kernels() else ():
+        if weight.dtype == torch.float32:
+            weight.copy_(weight.bfloat16())
+
+
 def _load_tokenizer(source: str, options: Mapping[str, Any]) -> Any:
     """Load a tokenizer; None if there is none.
 
@@ -256,9 +272,9 @@ def _device(device: str) -> torch.device:
 def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     """Return the data type of weights on a device, and why; a :class:`TargetError` if what was asked for is none."""
     if dtype != "auto":
-        if dtype not in DTYPES:
-            raise TargetError(f"target.dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-        return DTYPES[dtype], f"target.dtype={dtype} asks for it"
+        if dtype not in (*DTYPES, MIXED):
+            raise TargetError(f"target.dtype: {dtype!r} is not one of auto, {', '.join((*DTYPES, MIXED))}")
+        return DTYPES.get(dtype, torch.float32), f"target.dtype={dtype} asks for it"
     if device.type == "cuda":
         with torch.cuda.device(device):  # torch asks the current device
             native = torch.cuda.is_bf16_supported(including_emulation=False)  # as from Ampere on

@@ -118,6 +118,13 @@ class Target:
         """``float32``, ``bfloat16`` or ``float16``."""
         return str(self.model.dtype).removeprefix("torch.")
 
+    @functools.cached_property
+    def precision(self) -> str:
+        """The value of ``target.dtype`` that it can be loaded with: its dtype, or ``mixed`` for weights in bfloat16."""
+        samples = (weight[:: max(1, weight.numel() // _SAMPLED_VALUES)] for weight in self._weights())
+        mixed = self.dtype == "float32" and all(bool((part == part.bfloat16()).all()) for part in samples)
+        return "mixed" if mixed else self.dtype
+
     @property
     def device(self) -> torch.device:
         """The device on which tokens enter and logits come out."""
@@ -126,6 +133,7 @@ class Target:
     def describe(self) -> dict[str, Any]:
         """Return name, revision, architecture, layers, dtype and any quantisation on loading, as stored in exports."""
         described = {name: getattr(self, name) for name in ("name", "revision", "architecture", "layers", "dtype")}
+        described |= {"weights": "bfloat16"} if self.precision == "mixed" else {}
         return described if self.quantization is None else described | {"quantization": self.quantization}
 
     @functools.cached_property

@@ -37,7 +37,7 @@ def load_exported_target(fields: DictConfig, export: Export) -> Target:
     The data type of the export is the default.
     """
     if fields.dtype is None:
-        fields.dtype = export.target["dtype"]
+        fields.dtype = "mixed" if "weights" in export.target else export.target["dtype"]
     if "_target_" in fields:
         target: Target = instantiate(fields)
         return target

@@ -41,7 +41,8 @@ def describe(target: Target, dtype: str) -> str:
     on_card = target.device.type == "cuda"
     memory = torch.cuda.get_device_properties(target.device).total_memory if on_card else total_bytes()
     _, reason = choose_dtype(dtype, target.device)
-    return f"machine: {where}, {memory / 2**30:.0f} GiB of memory; {target.dtype}, because {reason}"
+    dtypes = "float32 with weights in bfloat16" if target.precision == "mixed" else target.dtype
+    return f"machine: {where}, {memory / 2**30:.0f} GiB of memory; {dtypes}, because {reason}"
 
 
 def busy_line() -> str | None:
