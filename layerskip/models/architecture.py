@@ -27,6 +27,7 @@ _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "m
 _MLP_CLASSES = ("MLP", "FeedForward", "MoE", "Moe")
 _REWINDABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 _PROBE_LENGTH = 8
+_OTHER_SIZE = 0.5  # the relative difference of logits in half precision between passes of other sizes, at most
 
 Form = int | None
 """The place of the hidden states in a module's result: None for the bare tensor, n for the first item of an n-tuple."""
@@ -107,9 +108,11 @@ def check_rewind(model: PreTrainedModel) -> None:
         written = bool(cache.buffers())
         cache = KVCache(layers, _PROBE_LENGTH, device=device)
         forward(model, tokens[:half], cache, last=1)
-        cache.length = half
-        forward(model, tokens.flip(0)[:half], cache, last=1)  # a rejected draft
-        rewound = forward(model, tokens[half:], cache, last=half)
+        passes = []
+        for block in (tokens[half:], tokens.flip(0)[:half], tokens[half:]):  # between the two, a rejected draft
+            cache.length = half
+            passes.append(forward(model, block, cache, last=half))
+        straight, _, rewound = passes
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise _refusal(model, f"it does not decode on a key-value cache that can rewind ({reason})") from error
@@ -119,8 +122,11 @@ def check_rewind(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"target.quantization: {layer} of {type(model).__name__} {reason}")
     if not written:
         raise _refusal(model, "it does not store keys and values in the cache it is given, so it cannot rewind")
-    if not nearly_equal(rewound, expected):
+    if not nearly_equal(rewound, straight):
         raise _refusal(model, "its cache does not rewind: rejected tokens change later logits")
+    # In half precision, a pass of another size differs much by rounding alone, yet less than one without the cache.
+    if not nearly_equal(straight, expected, None if model.dtype == torch.float32 else _OTHER_SIZE):
+        raise _refusal(model, "its cache does not rewind: tokens before a pass do not count as in one pass")
     _rewinds.add(model)
 
 

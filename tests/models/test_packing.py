@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from layerskip import SkipMask, SpeculativeConfig, Target, generate, load_target
 from layerskip.bridges.bridge import Bridges, BridgeShape, save_bridges
-from layerskip.costs.profile import profile_costs
+from layerskip.costs.profile import Repeats, profile_costs
 from layerskip.device.memory import tensor_bytes, total_bytes
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.measure import Decoder, Task
@@ -291,7 +291,7 @@ def test_packed_weights_are_counted_unless_they_are_the_targets() -> None:
 @needs_packing
 def test_bridges_are_timed_and_decode_with_packed_weights(tmp_path: Path, packed: list[Tensor]) -> None:
     target = Target(build("llama"))
-    profile_costs(target, 12, 2, repeats=1, bridged=True)
+    profile_costs(target, 12, 2, repeats=Repeats(1), bridged=True)
     own = {id(weight) for weight in target.model.parameters()}
     timed = {weight.shape for weight in packed if id(weight) not in own}
     assert torch.Size((target.hidden, target.hidden)) in timed
