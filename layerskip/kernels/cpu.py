@@ -118,7 +118,7 @@ def project(
     hidden: Tensor,
     weights: Sequence[HalfWeight],
     biases: Sequence[Tensor | None],
-    norms: Sequence[Tensor],
+    norms: Sequence[Tensor | None],
     epsilon: float,
     positions: tuple[Tensor, Tensor],
     width: int,

@@ -30,9 +30,10 @@ def fuse_layers(tree: Tree) -> Tree:
     """Let the modules of a tree that have a usual form run in few calls, if its weights are packed in bfloat16."""
     packed = next((layer for layer in tree.modules() if half_weight(layer) is not None), None)
     for module in () if packed is None else tree.modules():
-        form = next((form for form in (_Norm, _GatedMLP, _Attention) if form.matches(type(module))), None)
+        kind: Any = type(module)
+        form: Any = next((form for form in (_Norm, _GatedMLP, _Attention) if form.matches(kind)), None)
         if form is not None and "forward" not in module.__dict__:  # a replaced forward may do more
-            module.__class__ = _fused(form, type(module))
+            module.__class__ = _fused(form, kind)
     return tree
 
 
@@ -55,7 +56,7 @@ class _Form(nn.Module):
     _variant: int | None
 
     @classmethod
-    def matches(cls, module: type[nn.Module]) -> bool:
+    def matches(cls, module: Any) -> bool:
         """Return whether modules of a type may have this form."""
         used = _names(module)
         return not issubclass(module, _Form) and cls.needed <= used <= cls.names
@@ -125,14 +126,16 @@ class _Norm(_Form):
 
     def scale_for(self, width: int) -> Tensor | None:
         """Return the factors ``[width]``; None where they are others, or this norm has not been compared yet."""
-        weight: Any = self.weight
-        if self.__dict__.get("_variant") is None or weight.shape != (width,):
+        weight = self.weight
+        if self.__dict__.get("_variant") is None or not isinstance(weight, Tensor) or weight.shape != (width,):
             return None
         return 1 + weight if self._variant else weight
 
     def _prepare(self, hidden: Tensor) -> Tensor | None:
-        weight: Any = self.weight
-        return weight if weight.dtype == torch.float32 and weight.shape == hidden.shape[-1:] else None
+        weight = self.weight
+        if not isinstance(weight, Tensor) or weight.dtype != torch.float32 or weight.shape != hidden.shape[-1:]:
+            return None
+        return weight
 
     def _compute(self, variant: int, weight: Tensor, hidden: Tensor) -> Tensor:
         return normalise(hidden, 1 + weight if variant else weight, self.epsilon)
@@ -198,7 +201,7 @@ class _Attention(_Form):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[list[HalfWeight], list[Tensor]] | None:
+    ) -> tuple[list[HalfWeight], list[Tensor | None]] | None:
         module: Any = self
         width = module.head_dim
         norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
@@ -217,7 +220,7 @@ class _Attention(_Form):
     def _compute(
         self,
         variant: int,
-        parts: tuple[list[HalfWeight], list[Tensor]],
+        parts: tuple[list[HalfWeight], list[Tensor | None]],
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
@@ -257,7 +260,7 @@ def _first_equal(output: Any, expected: Any) -> bool:
 
 
 @functools.cache
-def _names(module: type[nn.Module]) -> frozenset[str]:
+def _names(module: Any) -> frozenset[str]:
     """Return the names that the ``forward`` of a type uses, with those of the ``_norm`` that some norms call."""
     functions = [inspect.unwrap(module.forward)] + [
         inspect.unwrap(part) for part in [getattr(module, "_norm", None)] if part
@@ -266,5 +269,5 @@ def _names(module: type[nn.Module]) -> frozenset[str]:
 
 
 @functools.cache
-def _fused(form: type[_Form], module: type[nn.Module]) -> type[nn.Module]:
+def _fused(form: Any, module: Any) -> type[nn.Module]:
     return type(module.__name__, (form, module), {"own": module, "__module__": module.__module__})

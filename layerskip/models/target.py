@@ -121,7 +121,8 @@ class Target:
     @functools.cached_property
     def precision(self) -> str:
         """The value of ``target.dtype`` that it can be loaded with: its dtype, or ``mixed`` for weights in bfloat16."""
-        samples = (weight[:: max(1, weight.numel() // _SAMPLED_VALUES)] for weight in self._weights())
+        matrices = (weight.detach().flatten() for _, weight in stored_weights(self.model) if weight.ndim > 1)
+        samples = (flat[:: max(1, flat.numel() // _SAMPLED_VALUES)] for flat in matrices)
         mixed = self.dtype == "float32" and all(bool((part == part.bfloat16()).all()) for part in samples)
         return "mixed" if mixed else self.dtype
 
