@@ -100,7 +100,8 @@ def check_rewind(model: PreTrainedModel) -> None:
     if kinds:
         raise _refusal(model, f"it has layers of type {', '.join(sorted(kinds))}, whose state cannot rewind")
     device = input_device(model)
-    tokens = torch.arange(_PROBE_LENGTH, device=device) % config.vocab_size
+    # Spread, because the first tokens are often untrained special ones, which amplify rounding errors.
+    tokens = (2 * torch.arange(_PROBE_LENGTH, device=device) + 1) * config.vocab_size // (2 * _PROBE_LENGTH)
     layers, half = config.num_hidden_layers, _PROBE_LENGTH // 2
     try:
         cache = KVCache(layers, _PROBE_LENGTH, device=device)
