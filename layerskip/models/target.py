@@ -123,8 +123,8 @@ class Target:
         """The value of ``target.dtype`` that it can be loaded with: its dtype, or ``mixed`` for weights in bfloat16."""
         matrices = (weight.detach().flatten() for _, weight in stored_weights(self.model) if weight.ndim > 1)
         samples = (flat[:: max(1, flat.numel() // _SAMPLED_VALUES)] for flat in matrices)
-        mixed = self.dtype == "float32" and all(bool((part == part.bfloat16()).all()) for part in samples)
-        return "mixed" if mixed else self.dtype
+        plain = self.dtype == "float32" and self.device.type == "cpu" and not getattr(self.model, "is_quantized", False)
+        return "mixed" if plain and all(bool((part == part.bfloat16()).all()) for part in samples) else self.dtype
 
     @property
     def device(self) -> torch.device:
@@ -132,7 +132,10 @@ class Target:
         return input_device(self.model)
 
     def describe(self) -> dict[str, Any]:
-        """Return name, revision, architecture, layers, dtype and any quantisation on loading, as stored in exports."""
+        """Return name, revision, architecture, layers, dtype and any quantisation on loading, as stored in exports.
+
+        ``weights`` is ``bfloat16`` in addition where these are in float32 arithmetic, on a CPU.
+        """
         described = {name: getattr(self, name) for name in ("name", "revision", "architecture", "layers", "dtype")}
         described |= {"weights": "bfloat16"} if self.precision == "mixed" else {}
         return described if self.quantization is None else described | {"quantization": self.quantization}

@@ -137,11 +137,11 @@ class Client:
             connection.request(method, self._prefix + path, body, headers | self._headers)
             yield connection.getresponse()
         except TimeoutError:
-            raise RequestFailed(f"no answer within {limit_seconds:g} seconds") from None
+            raise RequestFailed(f"{self.url}{path}: no answer within {limit_seconds:g} seconds") from None
         except (http.client.RemoteDisconnected, http.client.IncompleteRead, ConnectionError) as error:
-            raise RequestFailed(f"the connection broke ({type(error).__name__})") from None
+            raise RequestFailed(f"{self.url}{path}: the connection broke ({type(error).__name__})") from None
         except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed(f"{type(error).__name__}: {error}".strip(": ")) from None
+            raise RequestFailed(f"{self.url}{path}: {type(error).__name__}: {error}".strip(": ")) from None
         finally:
             connection.close()
 

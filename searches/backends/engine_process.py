@@ -63,8 +63,8 @@ def _end_orphans() -> None:
     """Kill the engines of programs that have ended; their guards were killed, too, or would end them just now."""
     orphans = []
     for process, mark in _marked():
-        _, namespace, program, start, *_ = mark.split(".")
-        if namespace == _namespace() and start_of(int(program)) != start:
+        fields = mark.split(".")  # other programs may write to files of such a name
+        if len(fields) > 4 and fields[1] == _namespace() and fields[2].isdigit() and start_of(int(fields[2])) != fields[3]:
             orphans.append(process)
     _kill(orphans)
 
@@ -134,7 +134,7 @@ class EngineProcess:
         self._log = _open_log()
         self.started = time.monotonic()
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", str(_GUARD), str(grace_seconds), *command],
+            [sys.executable, "-P", str(_GUARD), str(grace_seconds), *command],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,

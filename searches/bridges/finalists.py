@@ -179,7 +179,7 @@ class TrainedBridges:
         if predictor is None:
             return config
         folder = Path(config.bridge)
-        bridges = load_bridges(folder, self._target)
+        bridges = load_bridges(folder, self._target, SkipMask.parse(config.mask, self._target.layers))
         left_out = self._bridge_store.left_out(self._bridge_store.bridge_spec(config).tokens)
         extras, name = DraftExtras(**bridges.shape.size, left_out=left_out), digest([folder.name, training_record(folder)])
         tuned = within_memory(lambda: predictor.tuned(config, name, bridges, extras))

@@ -34,6 +34,7 @@ from searches.evaluate.criteria import Count, Parts, conclude
 from searches.predict.predictor import Prediction
 from searches.predict.preparation import Preparation
 from searches.predict.proposals import propose
+from searches.predict.scan_predictor import SCREENED_ROWS
 from searches.results import RESULTS_VERSION, ResultLog, record_header
 from searches.study.bench import BASELINE
 from searches.study.gaussian_process import GaussianProcess
@@ -41,7 +42,6 @@ from searches.study.plan import drop_unsupported
 
 _OURS, _CANDIDATE = "ours", "candidate"
 _SUBLAYERS = ("attention", "mlp")
-_SCREENED_ROWS = 128  # positions on which swift scores masks, as our search does
 _HELD_OUT_SEED = 1_000_003
 # SWIFT: share of sub-layers that a mask skips, masks between two Bayesian steps, and masks in all.
 _SKIP_RATIO, _BAYESIAN_EVERY, _MAX_MASKS = 0.45, 25, 1000
@@ -92,7 +92,7 @@ class Race:
         """Prepare only what screens masks."""
         new_tokens = self.parts.measuring.max_new_tokens
         scanner = _scannable(self.preparation.scanner(self.parts.prompts, new_tokens, self.space, self.seed))
-        sample = scanner.sample(_SCREENED_ROWS)
+        sample = scanner.sample(SCREENED_ROWS)
         return lambda masks: [scan.agreement for scan in sample.scan(masks, depth=1)]
 
     @property

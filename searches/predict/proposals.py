@@ -196,10 +196,10 @@ def propose_runs(
     return _best_first(predictor.predict(search.best_masks(settings.scanned)), settings.enqueued)
 
 
-def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace, maximum: int = _LOOKUPS) -> list[Prediction]:
+def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace) -> list[Prediction]:
     """Propose the prompt lookups with the greatest predicted speedups, best first. Their drafts depend on the text alone."""
     configs = [config for config in space.lookups() if predictor.can_predict(config)]
-    return _best_first([Prediction(config, predictor.speedup(config), 0.0) for config in configs], maximum)
+    return _best_first([Prediction(config, predictor.speedup(config), 0.0) for config in configs], _LOOKUPS)
 
 
 def propose_all(

@@ -36,7 +36,7 @@ from searches.workers.pool import ALONE, Workers
 
 SCANNED_MASKS = 64  # masks whose scans are expressed in whole trials
 _SHARED_TOGETHER = 256  # masks that several workers screen together, so that all have some
-_SCREENED_ROWS = 128  # positions on which masks are screened
+SCREENED_ROWS = 128  # positions on which masks are screened
 _ROWS_PER_MASK = 256  # fewer rows of a pass are not worth sharing among masks
 _CACHED_SCANS = 64  # scans kept in memory for further stop rules
 _STEP = 64  # timed contexts are rounded to multiples of it, so that similar prompt sets share a cost profile
@@ -187,7 +187,7 @@ class ScanPredictor:
         self.drafts = drafts or EmptyDrafts()
         self._folder, self._pool = folder, pool
         self.screened_together = SCREENED_TOGETHER if pool.alone else _SHARED_TOGETHER
-        self._scanner, self._screen, self._choices = scanner, scanner.sample(_SCREENED_ROWS), choices
+        self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), choices
         self._measure_costs = costs
         self._set_costs(profile)
         names = ("agreements", "counts", "others", "similar", "trained")

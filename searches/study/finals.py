@@ -170,7 +170,7 @@ def measure_finals(
     entries = {str(i): entry for i, entry in enumerate(chosen)}
     configs = {name: entry.config for name, entry in entries.items()}
     speedups = {name: entry.speedup for name, entry in entries.items()}
-    finals, _ = measure_held_out(configs, speedups, bench, prompts, settings, seed, control)
+    finals = measure_held_out(configs, speedups, bench, prompts, settings, seed, control)
     finals = replace(finals, left_out=" ".join(filter(None, (left_out, finals.left_out))))
     if (folder := control.folder) is None:
         return finals
@@ -186,22 +186,20 @@ def measure_held_out(
     settings: MeasureSettings,
     seed: int,
     control: RunControl = RunControl(),
-    drop_slower: bool = True,
-) -> tuple[Finals, list[Row]]:
-    """Measure configurations on held-out prompts; return the results and the rows that they were computed from.
+) -> Finals:
+    """Measure configurations on held-out prompts; those that are significantly slower than the leader are dropped.
 
     Args:
-    configs: by name.
-    expected: speedup of each configuration in the search.
-    bench: measures them.
-    prompts: with categories in turn, since the leader of the first category may not lead in all.
-    settings: of measuring.
-    seed: of the study.
-    control: its folder and its end.
-    drop_slower: whether configurations that are significantly slower than the leader are dropped.
+        configs: by name.
+        expected: speedup of each configuration in the search.
+        bench: measures them.
+        prompts: with categories in turn, since the leader of the first category may not lead in all.
+        settings: of measuring.
+        seed: of the study.
+        control: its folder and its end.
     """
     identities = [[config.to_dict(), attachment_digests(config)] for config in configs.values()]
-    asked = [identities, prompts.digest, seed, bench.conditions, *([] if drop_slower else ["all to the end"])]
+    asked = [identities, prompts.digest, seed, bench.conditions]
     log = ResultLog(None if control.folder is None else control.folder / _LOG.format(digest(asked)[:12]))
     rows: list[Row] = []
     left, dropped, tested = dict(configs), set[str](), 0
@@ -219,7 +217,7 @@ def measure_held_out(
             rows.append(row)
             control.on_prompt()
             is_last = number == len(prompts)  # another repeat may follow
-            enough = drop_slower and len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
+            enough = len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
             if enough and (is_last or (number % _BLOCK == 0 and len(rows) >= _GROWTH * tested)):
                 tested = len(rows)
                 leader = _leader(rows, left)
@@ -228,14 +226,14 @@ def measure_held_out(
                 if settings.indifference is not None and _is_clear(rows, left, settings.indifference):
                     is_clear = True
                     break
-        if ended or is_clear or (drop_slower and _is_settled(rows, left)):
+        if ended or is_clear or _is_settled(rows, left):
             break
     again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log, control.is_over)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
     baseline = _with_metrics(Measurement.of(rows, BASELINE, BASELINE))
     unsteady = sum(drifted for place, drifted in enumerate(drifted_rows(rows, settings.drift)) if place in again)
     finalists = _judge_rows(rows, configs, expected, left)
-    return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady, ended), rows
+    return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady, ended)
 
 
 def remeasure_drifted(

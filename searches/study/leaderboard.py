@@ -145,8 +145,6 @@ class Leaderboard:
         entry = self.entries.setdefault(config, LeaderboardEntry(config, first=trial.number))
         entry.first, entry.last = min(entry.first, trial.number), max(entry.last, trial.number)
         entry.failures += str(trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
-        if is_complete:
-            entry.predicted = trial.user_attrs.get(PREDICTED) or entry.predicted
         if "table" in trial.user_attrs:
             entry.add(trial.user_attrs["table"])
             entry.lossless &= trial.user_attrs["measurement"]["losslessness"]["verdict"] != "different"
@@ -154,6 +152,7 @@ class Leaderboard:
                 entry.complete += 1
                 if entry.latest is None or entry.latest.number < trial.number:
                     entry.latest = trial
+                    entry.predicted = trial.user_attrs.get(PREDICTED) or entry.predicted
 
 
 _LEADERBOARDS: weakref.WeakKeyDictionary[optuna.Study, Leaderboard] = weakref.WeakKeyDictionary()

@@ -41,7 +41,7 @@ def describe(target: Target, dtype: str) -> str:
     on_card = target.device.type == "cuda"
     memory = torch.cuda.get_device_properties(target.device).total_memory if on_card else total_bytes()
     _, reason = choose_dtype(dtype, target.device)
-    dtypes = "float32 with weights in bfloat16" if target.precision == "mixed" else target.dtype
+    dtypes = "float32 (weights in bfloat16)" if target.precision == "mixed" else target.dtype
     return f"machine: {where}, {memory / 2**30:.0f} GiB of memory; {dtypes}, because {reason}"
 
 

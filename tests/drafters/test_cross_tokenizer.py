@@ -220,9 +220,9 @@ def test_models_without_a_tokenizer_are_refused(tmp_path: Path, family: str) -> 
 def test_tokenizers_that_do_not_match_are_refused(tmp_path: Path) -> None:
     lossy = spelling("abcdef")
     lossy.backend_tokenizer.decoder = decoders.Replace("a", "b")
-    for draft, reason in ((spelling("xyz"), "share no token"), (lossy, "does not reproduce")):
+    for letters, draft, reason in (("ab", spelling("xyz"), "share no token"), ("a", lossy, "does not reproduce")):
         with pytest.raises(UnalignedTokenizers, match=reason):
-            Translation(spelling("ab"), draft)
+            Translation(spelling(letters), draft)
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     draft_model = load_target(str(save_tiny(tmp_path / "draft")), dtype="float32", device=DEVICE).model
     target.drafts["greek"] = Target(draft_model, spelling("αβγδ"), "greek")

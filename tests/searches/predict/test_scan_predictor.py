@@ -110,8 +110,8 @@ def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path
     predictor, _ = _predictor(tiny_target, tmp_path)
     ranges = {"num_speculative_tokens": (2, 7), "prompt_lookup_min": (1, 2), "prompt_lookup_max": (1, 2)}
     space = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0, ranges={"prompt_lookup": ranges})
-    found = propose_lookups(predictor, space, 4)
-    assert len(found) == 4
+    found = propose_lookups(predictor, space)
+    assert len(found) == 3
     assert found == sorted(found, key=lambda prediction: -prediction.speedup)
     assert not predictor.can_predict(SpeculativeConfig("prompt_lookup", 7))  # its verification was not timed
     stats = measure(tiny_target, PROMPTS, found[0].config, max_new_tokens=8).stats
