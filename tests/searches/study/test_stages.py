@@ -16,7 +16,7 @@ from tests.searches.programs import fork, journal_study, quick, tracked
 pytestmark = pytest.mark.system
 
 STAGES = ("continuations", "profile", "scan", "trials", "verdict")
-SMALL = ("study.name=mortal", "scan.profile_repeats=2", "scan.proposals.scanned=2")
+SMALL = ("study.name=mortal",)
 
 
 def _killed_and_resumed(stage: str, piece: int, folder: Path, *overrides: str) -> tuple[list[str], str, list[str]]:
