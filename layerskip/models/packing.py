@@ -11,7 +11,6 @@ The cost is a second copy of the weights.
 from __future__ import annotations
 
 import functools
-import math
 import platform
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ Tree = TypeVar("Tree", bound=nn.Module)
 
 _SHARE = 0.25  # of the machine's memory, the most that packed weights may take by default
 _ROWS = 4  # rows of input for which layouts are chosen; a thousand rows lose nothing by it
-_LEAST = {torch.float32: 2**16, torch.bfloat16: 2**14}  # values from which on packing a weight is faster
+_LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values from which on packing a weight is faster
 _SAMPLED = 8  # values that detect a change of a weight
 
 
@@ -170,8 +169,11 @@ def _packable_layers(tree: nn.Module) -> Iterator[Any]:
 def _is_packable(weight: Tensor) -> bool:
     """Return whether packing a weight is possible and faster."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and not weight.is_inference()
-    large = weight.numel() >= _LEAST.get(weight.dtype, math.inf)
-    return plain and large and weight.device.type == "cpu" and _is_supported(weight.dtype)
+    if not plain or weight.device.type != "cpu" or not _is_supported(weight.dtype):
+        return False
+    least = _LEAST[weight.dtype]
+    half = least > weight.numel() >= _LEAST.get(torch.bfloat16, least) and HalfWeight.fits(weight)
+    return weight.numel() >= least or half
 
 
 @functools.cache
