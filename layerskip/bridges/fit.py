@@ -90,7 +90,7 @@ _MIN_ROWS = 4  # rows per hidden state element that are used in any case
 
 @dataclass(frozen=True)
 class Fit:
-    """Fitted bridges in float32.
+    """Fitted bridges in float32, with the ridge constant of every gap.
 
     Args:
         empty: how often the draft's first token is the target's on held-out rows, without bridges.
@@ -99,6 +99,7 @@ class Fit:
     """
 
     bridges: Bridges
+    ridges: dict[str, float]
     empty: float
     bridged: float
     rows: int
@@ -172,9 +173,9 @@ class Calibration:
         with torch.random.fork_rng(devices=[]):  # initialises maps of lower rank and MLPs
             torch.manual_seed(0)
             bridges = Bridges(shape).to(self.target.device)
-        rows = self._fit(bridges)
+        ridges, rows = self._fit(bridges)
         empty, bridged = self.judge(bridges.mask, None), self.judge(bridges.mask, bridges)
-        return Fit(bridges, empty, bridged, rows, time.monotonic() - begin)
+        return Fit(bridges, ridges, empty, bridged, rows, time.monotonic() - begin)
 
     @torch.inference_mode()
     def _read(self, pack: StartPack) -> _Part:
@@ -185,8 +186,8 @@ class Calibration:
         )
 
     @torch.inference_mode()
-    def _fit(self, bridges: Bridges) -> int:
-        """Fit all gaps, and return the number of rows."""
+    def _fit(self, bridges: Bridges) -> tuple[dict[str, float], int]:
+        ridges: dict[str, float] = {}
         parts, rows = self._fitted_parts(bridges.mask.gaps)
         streams = [part.states[0] for part in parts]
         done, drifted = 0, False  # layers that the streams have passed; whether they differ from the target's states
@@ -198,7 +199,7 @@ class Calibration:
                 streams[number] = stream
                 after = part.states[gap.last + 1]
                 pairs.append((stream, after - stream) if whole else self._sublayer_pair(part, stream, gap, plain))
-            _regress(bridge, pairs, rows)
+            ridges[gap.name] = _regress(bridge, pairs, rows)
             del pairs
             for number, part in enumerate(parts):
                 if whole:
@@ -207,7 +208,7 @@ class Calibration:
                     self._prepare(part, _single(self.target.layers, gap), bridges)
                     streams[number] = part.layers[gap.first](streams[number])
             done, drifted = gap.last + 1, True
-        return rows
+        return ridges, rows
 
     def _fitted_parts(self, gaps: Sequence[Gap]) -> tuple[list[_Part], int]:
         """Return the parts that gaps are fitted to, evenly spread, and the number of their rows that are not held out."""
@@ -296,14 +297,14 @@ class Calibration:
         return right / judged
 
 
-def _regress(bridge: Bridge, pairs: list[tuple[Tensor, Tensor]], rows: int) -> None:
-    """Fit a bridge to the first rows of its inputs and wanted outputs, given by part."""
+def _regress(bridge: Bridge, pairs: list[tuple[Tensor, Tensor]], rows: int) -> float:
+    """Fit a bridge to the first rows of its inputs and wanted outputs, given by part; return the ridge constant."""
     wanted = torch.cat([part[0] for _, part in pairs])[:rows].float()
     norms = wanted.norm(dim=-1)
     near = norms <= _FAR * norms.median()
     wanted = wanted[near]
     inputs = torch.cat([hidden[0] for hidden, _ in pairs])[:rows][near].float()
-    (regress_mlp if bridge.shape.width else regress)(bridge, inputs, wanted)
+    return (regress_mlp if bridge.shape.width else regress)(bridge, inputs, wanted)
 
 
 def _held_out(rows: int) -> int:

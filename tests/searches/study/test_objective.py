@@ -98,7 +98,7 @@ def test_logits_that_only_a_draft_makes_nan_are_a_result(
         r"the engine failed: .*: the largest logit of .* is nan after position \d+ of prompt ", failed.user_attrs["reason"]
     )
     assert failed.constraints["out_of_memory"] > 0
-    finals, _ = measure_held_out({"0": LOOKUP}, {"0": 2.0}, objective.bench, PROMPTS, SETTINGS, 0, RunControl(tmp_path))
+    finals = measure_held_out({"0": LOOKUP}, {"0": 2.0}, objective.bench, PROMPTS, SETTINGS, 0, RunControl(tmp_path))
     assert finals.winner.config == SpeculativeConfig() and not finals.finalists[0].stayed
     assert f"left out: {LOOKUP.label()}: " in capsys.readouterr().out
 
