@@ -9,7 +9,6 @@ in drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,6 +127,3 @@ class _GradientCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.length + query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> Any:
-        return self.length

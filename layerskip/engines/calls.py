@@ -16,6 +16,7 @@ from layerskip.engines.deployment import (
     request_fields,
     way_of_drafting,
 )
+from layerskip.models.target import described_precision
 
 _TENSORRT_CONFIGS = {
     "none": "none",
@@ -173,7 +174,7 @@ def _own(deployment: Deployment, way: str) -> Launch:
 def _custom(deployment: Deployment) -> Launch:
     """Return a call with this library's decoding loop in ``generate``."""
     target, request = deployment.target, hugging_face_fields(deployment.sampling)
-    dtype = "mixed" if "weights" in target else target["dtype"]
+    dtype = described_precision(target)
     loading = {"revision": target.get("revision"), "dtype": dtype, "quantization": target.get("quantization")}
     given = "".join(f", {name}={value!r}" for name, value in loading.items() if value is not None)
     lines = [

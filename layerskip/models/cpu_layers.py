@@ -43,14 +43,12 @@ class _Form(nn.Module):
     Attributes:
         names: all names that the ``forward`` of such a module uses.
         needed: those that every one of them uses.
-        variants: number of ways of computing it.
         most_rows: the most rows of a step.
         own: the type of the module, whose ``forward`` computes everything else.
     """
 
     names: ClassVar[frozenset[str]]
     needed: ClassVar[frozenset[str]]
-    variants: ClassVar[int] = 1
     most_rows: ClassVar[int] = MOST_ROWS
     own: ClassVar[type[nn.Module]]
     _variant: int | None
@@ -79,8 +77,8 @@ class _Form(nn.Module):
         return expected if self._variant is not None else self.own.forward(self, *args, **kwargs)
 
     def _variants(self) -> Iterable[int]:
-        """Return the variants to try."""
-        return range(self.variants)
+        """Return the variants to try, as :meth:`_compute` numbers them."""
+        return (0,)
 
     def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
         """Return whether a result shows which variant is right; zeros are the same in all."""
@@ -127,7 +125,9 @@ class _Norm(_Form):
     )
     needed = frozenset(("mean", "pow", "rsqrt", "weight"))
     most_rows = 64 * MOST_ROWS  # those of queries are rows of heads
-    variants = 2
+
+    def _variants(self) -> Iterable[int]:
+        return 0, 1
 
     @property
     def epsilon(self) -> float:
@@ -306,9 +306,7 @@ def _has_hooks(module: nn.Module) -> bool:
 @functools.cache
 def _names(module: Any) -> frozenset[str]:
     """Return the names that the ``forward`` of a type uses, with those of the ``_norm`` that some norms call."""
-    functions = [inspect.unwrap(module.forward)] + [
-        inspect.unwrap(part) for part in [getattr(module, "_norm", None)] if part
-    ]
+    functions = [inspect.unwrap(getattr(module, name)) for name in ("forward", "_norm") if hasattr(module, name)]
     return frozenset(name for function in functions if hasattr(function, "__code__") for name in function.__code__.co_names)
 
 

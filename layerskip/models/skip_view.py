@@ -65,8 +65,9 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, replacements: Replacements
     detected = architecture(model)
     if mask.layers != len(detected.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
-    spans = {(gap.kind, gap.first): module for gap, module in (() if replacements is None else replacements.items())}
-    if replacements is not None and [gap for gap, _ in replacements.items()] != list(mask.gaps):
+    modules = dict(() if replacements is None else replacements.items())
+    spans = {(gap.kind, gap.first): module for gap, module in modules.items()}
+    if replacements is not None and list(modules) != list(mask.gaps):
         raise MaskError(f"mask: the replacements are not those of {mask.format()}")
     view = shared_copy(model)
     layers = view.get_submodule(detected.path)

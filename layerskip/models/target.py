@@ -55,6 +55,11 @@ class NotFinite(TargetError):
             raise cls(*error.fields, prompt_id, contender) from None
 
 
+def described_precision(description: Mapping[str, Any]) -> str:
+    """Return the value of ``target.dtype`` that loads a target again, from its description by :meth:`Target.describe`."""
+    return "mixed" if "weights" in description else str(description["dtype"])
+
+
 @dataclass(frozen=True, eq=False)
 class Target:
     """A loaded model and its identity.

@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from layerskip import Export, Target, TargetError, load_target
+from layerskip.models.target import described_precision
 from searches.app.composition import literal
 
 _OVERRIDE = re.compile(r"-|~\w|\+{0,2}[A-Za-z]\w*([./@]\w+)*=")  # or an option, such as --cfg
@@ -37,7 +38,7 @@ def load_exported_target(fields: DictConfig, export: Export) -> Target:
     The data type of the export is the default.
     """
     if fields.dtype is None:
-        fields.dtype = "mixed" if "weights" in export.target else export.target["dtype"]
+        fields.dtype = described_precision(export.target)
     if "_target_" in fields:
         target: Target = instantiate(fields)
         return target

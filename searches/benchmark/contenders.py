@@ -25,6 +25,7 @@ from layerskip import (
 from layerskip.config import Costs
 from layerskip.files import short_name
 from layerskip.measure.measure import Decoder
+from layerskip.models.target import described_precision
 from searches.app.checks import InputError
 from searches.benchmark.peers import EnginePeer, Peer, is_installed
 from searches.space.search_space import DraftCost
@@ -176,8 +177,12 @@ def _present(group: DictConfig) -> dict[str, Any]:
 
 def _report_differences(export: Export, target: Target, sampling: Sampling) -> None:
     """Print where the benchmark differs from the search that made the export."""
-    searched = {"target": export.target["name"], "dtype": export.target["dtype"], "sampling": export.sampling.to_dict()}
-    measured = {"target": target.name, "dtype": target.dtype, "sampling": sampling.to_dict()}
+    searched = {
+        "target": export.target["name"],
+        "dtype": described_precision(export.target),
+        "sampling": export.sampling.to_dict(),
+    }
+    measured = {"target": target.name, "dtype": target.precision, "sampling": sampling.to_dict()}
     for name, value in searched.items():
         if value != measured[name]:
             print(f"config: was searched with {name} {value}, and is measured with {measured[name]}", flush=True)
