@@ -27,6 +27,8 @@ os.environ |= (
     if "PYTEST_XDIST_WORKER" in os.environ
     else {}
 )
+# Without a GPU, Triton's kernels are interpreted.
+os.environ |= {"TRITON_INTERPRET": "1"} if os.environ.get("LAYERSKIP_TEST_DEVICE", "cpu") == "cpu" else {}
 
 import pytest
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import resource
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_GROUPS = Path("/proc/self/cgroup")
+_LIMITS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
+"""Folder and file of the limits of a control group's memory, of version 2 and 1, cgroups(7)."""
 Result = TypeVar("Result")
 _releases: list[Callable[[], None]] = []
 
@@ -49,6 +50,10 @@ class PeakMemory:
         try:
             lines = _STATUS.read_text().splitlines()
         except OSError:
+            if sys.platform == "win32":
+                return int(psutil.Process().memory_info().peak_wset)
+            import resource  # which Windows lacks
+
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
@@ -132,11 +137,25 @@ def _reachable(
 
 
 def total_bytes() -> int:
-    """Return the bytes that this process may use: the machine's, or the limit of its control group if that is lower."""
-    total = int(psutil.virtual_memory().total)
-    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-        total = min(total, int(_LIMIT.read_text()))
-    return total
+    """Return the bytes that this process may use: the machine's, or the lowest limit of its control groups."""
+    return min([int(psutil.virtual_memory().total), *_group_limits()])
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU, or on another device those that this process may use."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total_bytes()
+
+
+def _group_limits() -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for line in _GROUPS.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            for controller in _LIMITS.keys() & controllers.split(","):
+                root, name = _LIMITS[controller]
+                path = Path(group.lstrip("/"))
+                for folder in (path, *path.parents):
+                    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                        yield int(Path(root, folder, name).read_text())
 
 
 def release_memory() -> None:

@@ -1,10 +1,11 @@
-"""Trials of fast computations: each is compared with torch's own operators before it is used."""
+"""Trials of fast computations: each is compared with torch's own operators, and timed against them, before it is used."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,16 @@ from layerskip.device.transfer import waiting
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether the kernels' compiler is installed; torch's builds for CUDA bring it along."""
+_AMPERE = (8, 0)
+"""Compute capability; on earlier GPUs Triton 3.7 multiplies without matrix instructions and spills kilobytes a thread."""
+_TURNS = 3
+_CALLS = 20
+_SLEEP_CYCLES = 10_000_000  # some 5 ms
 _passed: dict[tuple[str, Hashable], bool] = {}
 _log = logging.getLogger(__name__)
+
+Compute = Callable[..., Tensor]
+"""A computation on the GPU."""
 
 
 def nearly_equal(tensor: Tensor, reference: Tensor, tolerance: float | None = None) -> bool:
@@ -39,19 +48,52 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def passes_trial(name: str, kind: Hashable, run: Callable[[], tuple[Tensor, Tensor]]) -> bool:
-    """Return whether a kernel works. Each kind of input is tried when it first occurs in a process; a failure is logged.
+def runs_kernels(tensor: Tensor) -> bool:
+    """Return whether the GPU of a tensor runs Triton's kernels well; False for a tensor that is not on a GPU."""
+    return HAS_TRITON and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= _AMPERE
 
-    ``run`` returns the kernel's output and the expected one.
+
+def faster_of_right(
+    name: str, kind: Hashable, kernel: Compute, operators: Compute, draw: Callable[[], Sequence[Any]]
+) -> Compute:
+    """Return a kernel, or torch's operators for the same where the kernel gives other results, fails or takes longer.
+
+    Each kind of input is tried when it first occurs in a process. A kernel that fails is logged. ``draw`` returns the inputs
+    of the trial.
     """
     if (name, kind) not in _passed:
         try:
             with waiting("default"):
-                reason = "" if nearly_equal(*run()) else "it gives other results"
+                given = draw()
+                found = kernel(*given)
+                reason = "" if nearly_equal(found, operators(*given)) else "it gives other results"
+                is_slower = not reason and found.is_cuda and _is_slower(kernel, operators, given, found.device)
         except Exception as error:  # compilers raise errors of many kinds
-            reason = first_line(error)
+            reason, is_slower = first_line(error), False
             _log.debug("the kernel for %s fails", name, exc_info=error)
         if reason:
             _log.warning("the kernel for %s cannot be used (%s): %s", name, kind, reason)
-        _passed[name, kind] = not reason
-    return _passed[name, kind]
+        elif is_slower:
+            _log.debug("the kernel for %s is slower than torch's operators (%s)", name, kind)
+        _passed[name, kind] = not (reason or is_slower)
+    return kernel if _passed[name, kind] else operators
+
+
+def _is_slower(kernel: Compute, operators: Compute, given: Sequence[Any], device: torch.device) -> bool:
+    """Return whether a kernel takes longer than torch's operators, by the fastest of a few turns."""
+    turns = [(_queued(kernel, given, device), _queued(operators, given, device)) for _ in range(_TURNS)]
+    return min(own for own, _ in turns) > min(others for _, others in turns)
+
+
+def _queued(compute: Compute, given: Sequence[Any], device: torch.device) -> float:
+    """Return the milliseconds of a GPU for calls that all wait in its queue, as those of a captured pass do."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]  # until the calls are launched
+        begin.record()
+        for _ in range(_CALLS):
+            compute(*given)
+        end.record()
+        end.synchronize()
+    return float(begin.elapsed_time(end))

@@ -3,7 +3,8 @@
 Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html): the keys are divided among programs, and the
 last one to end combines their partial sums by their maxima and totals. With grouped-query attention (arXiv 2305.13245), all
 heads of a group are rows of one program, so keys are read once and never copied for each head. In a long cache, a tile of
-keys that no query sees is not read, so the time follows the part in use, and the window of a sliding layer.
+keys that no query sees is not read, so the time follows the part in use, and the window of a sliding layer. Programs take
+tiles in turns, so that the part in use is divided among all of them.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from layerskip.device.trial import HAS_TRITON, passes_trial
+from layerskip.device.trial import HAS_TRITON, faster_of_right, runs_kernels
 
 _TILE = 64  # keys
 _MAX_SPLITS = 64
+_MAX_WIDTH = 256  # of a head; wider ones, and float32, do not fit the registers, and torch's operators compute them
 _DENSE = 1024  # keys; of fewer, tiles that no query sees are read too, as finding them out takes longer
 _MIN_COUNTERS = 4096
 _own_counters: ContextVar[dict[Hashable, Tensor] | None] = ContextVar("_own_counters", default=None)
@@ -33,7 +36,7 @@ if HAS_TRITON:
     def _attend_split(  # type: ignore[no-untyped-def]
         query, key, value, mask, result_to, sums, maxima, totals, counters, scale, count, group, keys, row_blocks, splits,
         query_head, query_row, key_head, key_row, value_head, value_row, mask_row,
-        BOOL: tl.constexpr, SPARSE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+        BOOL: tl.constexpr, SPARSE: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
         ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
     ):  # fmt: skip
         shared, split = tl.program_id(0) // row_blocks, tl.program_id(1)
@@ -46,8 +49,8 @@ if HAS_TRITON:
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         output = tl.zeros((ROWS, DIMS), tl.float32)
-        for start in range(0, SPLIT, KEYS):
-            columns = split * SPLIT + start + tl.arange(0, KEYS)
+        for turn in range(TILES):
+            columns = (turn * splits + split) * KEYS + tl.arange(0, KEYS)
             is_pair = is_row[:, None] & (columns < keys)[None]
             at = mask + token[:, None] * mask_row + columns[None]
             if BOOL:
@@ -61,12 +64,12 @@ if HAS_TRITON:
                 is_key = (columns < keys)[:, None] & is_dim[None]
                 key_at = key + shared * key_head + columns[:, None] * key_row + dims[None]
                 key_tile = tl.load(key_at, mask=is_key, other=0.0)
+                value_at = value + shared * value_head + columns[:, None] * value_row + dims[None]
+                value_tile = tl.load(value_at, mask=is_key, other=0.0)  # before the product, which would wait for it
                 scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * scale + bias
                 peak = tl.maximum(highest, tl.max(scores, 1))
                 finite = tl.where(peak == float("-inf"), 0.0, peak)
                 shares, decay = tl.exp(scores - finite[:, None]), tl.exp(highest - finite)
-                value_at = value + shared * value_head + columns[:, None] * value_row + dims[None]
-                value_tile = tl.load(value_at, mask=is_key, other=0.0)
                 output = output * decay[:, None] + tl.dot(shares.to(value_tile.dtype), value_tile, input_precision="ieee")
                 total = total * decay + tl.sum(shares, 1)
                 highest = peak
@@ -89,7 +92,7 @@ if HAS_TRITON:
             first = tl.min(tl.where(tops > float("-inf"), parts[:, None], SPLITS))
             total = tl.zeros((ROWS,), tl.float32)
             output = tl.zeros((ROWS, DIMS), tl.float32)
-            for part in tl.range(first, used, loop_unroll_factor=8):  # else each load waits for the one before
+            for part in tl.range(first, used, loop_unroll_factor=2):  # more would spill registers
                 at = part * heads * count + cells
                 peak = tl.load(maxima + at, mask=is_row, other=float("-inf"), cache_modifier=".cg")
                 weight = tl.where(peak > float("-inf"), tl.exp(peak - top), 0.0)
@@ -108,8 +111,8 @@ def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
     group = heads // shared
     rows = min(64, max(16, triton.next_power_of_2(group * count)))
     row_blocks = triton.cdiv(group * count, rows)
-    split = max(_TILE, triton.next_power_of_2(triton.cdiv(keys, _MAX_SPLITS)))
-    splits, dims = triton.cdiv(keys, split), max(16, triton.next_power_of_2(width))
+    tiles, dims = triton.cdiv(keys, _TILE), max(16, triton.next_power_of_2(width))
+    splits = min(tiles, _MAX_SPLITS)
     maxima, totals = torch.empty((2, splits, heads, count), dtype=torch.float32, device=query.device)
     sums = torch.empty((splits, heads, count, width), dtype=torch.float32, device=query.device)
     output = torch.empty((1, count, heads, width), dtype=query.dtype, device=query.device)
@@ -119,9 +122,8 @@ def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
             scale, count, group, keys, row_blocks, splits,
             *query.stride()[1:3], *key.stride()[1:3], *value.stride()[1:3], mask.stride(2),
             BOOL=mask.dtype == torch.bool, SPARSE=keys > _DENSE, WIDTH=width, ROWS=rows,
-            SPLIT=split, SPLITS=triton.next_power_of_2(splits),
-            KEYS=_TILE if query.element_size() == 2 else _TILE // 2, DIMS=dims,
-            num_warps=4, num_stages=1,
+            TILES=triton.cdiv(tiles, splits), SPLITS=triton.next_power_of_2(splits), KEYS=_TILE, DIMS=dims,
+            num_warps=4 if dims < _MAX_WIDTH else 8, num_stages=1,
         )  # fmt: skip
     return output
 
@@ -134,7 +136,7 @@ def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
 
 @torch.library.custom_op("layerskip::decode_attention", mutates_args=(), device_types="cuda")
 def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute attention under a mask that all heads share. Where the kernel fails its trial, torch's operators do.
+    """Compute attention under a mask that all heads share. Where they are faster, torch's operators do it.
 
     Args:
         query: ``[1, heads, n, d]``.
@@ -147,18 +149,16 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
         ``[1, n, heads, d]`` in the dtype of ``query``.
     """
     given = query, key, value, mask, scale
+    if not has_kernel(query):
+        return _attend_plainly(*given)
 
-    def run() -> tuple[Tensor, Tensor]:
+    def draw() -> tuple[Any, ...]:
         source = torch.Generator(query.device).manual_seed(0)
-
-        def draw(part: Tensor) -> Tensor:
-            return torch.randn(part.shape, generator=source, device=part.device).to(part.dtype)
-
-        drawn = draw(query), draw(key), draw(value), _mask_of_trial(mask), scale
-        return attend_on_gpu(*drawn), _attend_plainly(*drawn)
+        parts = (torch.randn(part.shape, generator=source, device=part.device).to(part.dtype) for part in given[:3])
+        return *parts, _mask_of_trial(mask), scale
 
     kind = query.device, query.dtype, tuple(query.shape), tuple(key.shape), mask.dtype
-    return (attend_on_gpu if passes_trial("attention of few queries", kind, run) else _attend_plainly)(*given)
+    return faster_of_right("attention of few queries", kind, attend_on_gpu, _attend_plainly, draw)(*given)
 
 
 def _mask_of_trial(mask: Tensor) -> Tensor:
@@ -199,5 +199,6 @@ def _counters(device: torch.device, count: int) -> Tensor:
 
 
 def has_kernel(query: Tensor) -> bool:
-    """Return whether there is a kernel for queries like these."""
-    return HAS_TRITON and query.is_cuda
+    """Return whether there is a kernel for queries like these, ``[1, heads, n, d]``."""
+    is_small = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= _MAX_WIDTH
+    return is_small and runs_kernels(query)

@@ -1,6 +1,6 @@
 """Products of few rows with a weight matrix on a GPU, in half precision, with what surrounds them in a decoder layer.
 
-Decoding multiplies 1 to 16 rows with every weight. Reading the weights takes most of the time, and libraries choose tiles
+Decoding multiplies 1 to 32 rows with every weight. Reading the weights takes most of the time, and libraries choose tiles
 for more rows. Every program here reads some rows of the weight once, in order. A row's result does not depend on the
 other rows.
 
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-from layerskip.device.trial import HAS_TRITON, passes_trial
+from layerskip.device.trial import HAS_TRITON, faster_of_right, runs_kernels
 
-MAX_ROWS = 16
+MAX_ROWS = 32  # a draft of 16 tokens is verified in 24
 _LARGE = 4096  # outputs; from here on each program computes more of them
 
 
@@ -107,10 +107,11 @@ def multiply_on_gpu(
     outputs, width = weight.shape[0] // (2 if gate else 1), weight.shape[1]
     result = hidden.new_empty(*hidden.shape[:-1], outputs)
     tile = 32 if outputs >= _LARGE and not gate else 16  # with a gate, a program reads twice as many rows of the weight
+    rows = hidden.numel() // width
     with torch.cuda.device_of(hidden):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         _multiply[(triton.cdiv(outputs, tile),)](
             hidden, weight, hidden if residual is None else residual, weight if scale is None else scale, result,
-            hidden.numel() // width, outputs, epsilon, WIDTH=width, ROWS=16, OUTPUTS=tile, STEP=128,
+            rows, outputs, epsilon, WIDTH=width, ROWS=16 if rows <= 16 else 32, OUTPUTS=tile, STEP=128,
             RESIDUAL=residual is not None, GATE=gate, NORM=norm, num_warps=2, num_stages=5,
         )  # fmt: skip
     return result
@@ -143,7 +144,7 @@ def few_rows_linear(
     scale: Tensor | None = None,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """Multiply at most 16 rows by a weight. Where the kernel fails its trial, torch's operators compute the same.
+    """Multiply at most 32 rows by a weight. Where they are faster, torch's operators do it.
 
     Args:
         hidden: ``[..., in]``, contiguous, float16 or bfloat16.
@@ -159,18 +160,17 @@ def few_rows_linear(
     """
     given = hidden, weight, residual, gate, norm, scale, epsilon
 
-    def run() -> tuple[Tensor, Tensor]:
+    def draw() -> list[Any]:
         source = torch.Generator(hidden.device).manual_seed(0)
-
-        def draw(part: Any) -> Any:
-            drawn = isinstance(part, Tensor) and part is not weight
-            return torch.randn(part.shape, generator=source, device=part.device).to(part.dtype) if drawn else part
-
-        drawn = [draw(part) for part in given]
-        return multiply_on_gpu(*drawn), _multiply_plainly(*drawn)
+        return [
+            torch.randn(part.shape, generator=source, device=part.device).to(part.dtype)
+            if isinstance(part, Tensor) and part is not weight
+            else part
+            for part in given
+        ]
 
     kind = hidden.device, hidden.dtype, tuple(hidden.shape), tuple(weight.shape), residual is not None, gate, norm
-    return (multiply_on_gpu if passes_trial("products of few rows", kind, run) else _multiply_plainly)(*given)
+    return faster_of_right("products of few rows", kind, multiply_on_gpu, _multiply_plainly, draw)(*given)
 
 
 few_rows_linear.register_kernel("cpu")(_multiply_plainly)
@@ -183,4 +183,4 @@ def _(hidden: Tensor, weight: Tensor, residual: Tensor | None = None, gate: str 
 
 def has_kernel(weight: Tensor) -> bool:
     """Return whether there is a kernel for weights like this."""
-    return HAS_TRITON and weight.is_cuda and weight.dtype in (torch.float16, torch.bfloat16)
+    return weight.dtype in (torch.float16, torch.bfloat16) and runs_kernels(weight)

@@ -46,11 +46,7 @@ class _Layer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate keys and values, ``[B, heads, max_length, head_dim]``, in the dtype and on the device of the states."""
-        # Zeros, not empty: with static shapes masked positions are read too, and NaN times 0 is NaN.
-        self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], self._owner.max_length, states.shape[3])
-            for states in (key_states, value_states)
-        )
+        self.keys, self.values = self._owner.allocate(key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -165,6 +161,14 @@ class KVCache(Cache):
         """Return the next positions, ``[count]`` int64 on the device; requires static shapes."""
         length = self._on_device()
         return torch.arange(count, device=length.device) + length
+
+    def allocate(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's buffers for keys and values like the given states ``[B, heads, n, head_dim]``."""
+        # Zeros, not empty: with static shapes masked positions are read too, and NaN times 0 is NaN.
+        keys, values = (
+            states.new_zeros(*states.shape[:2], self.max_length, states.shape[3]) for states in (key_states, value_states)
+        )
+        return keys, values
 
     def copy_from(self, parts: Sequence[tuple[KVCache, int]]) -> None:
         """Fill the cache with the first positions of other caches, as many as given; the length is then their end.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from layerskip.device.memory import on_memory_release
+from layerskip.device.memory import device_bytes, on_memory_release
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, prepare_compiling
 from layerskip.models.graph_capture import CapturingCache
@@ -27,7 +27,8 @@ _MAX_LENGTH = 131072
 A pass over a cache that is hardly used yet reads it in 5 ms, which is what launching the pass's kernels takes. Smaller
 models, fuller caches and the kernel that leaves unused positions out read less.
 """
-_POOLED = 4  # free caches kept per model, as long as they have no more than ``_MAX_LENGTH`` positions together
+_POOLED = 4  # free caches kept per model
+_FREE_SHARE = 1 / 8  # of the device's memory, for all but the latest of them
 
 _free: weakref.WeakKeyDictionary[nn.Module, list[CapturingCache]] = weakref.WeakKeyDictionary()
 _held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
@@ -98,8 +99,9 @@ def release_cache(model: nn.Module, cache: KVCache) -> None:
     if isinstance(cache, CapturingCache):
         with _lock:
             free = [cache, *(other for other in _free.get(model, ()) if other is not cache)][:_POOLED]
-            ends = itertools.accumulate(part.max_length for part in free)
-            _free[model] = [part for part, end in zip(free, ends, strict=True) if end <= _MAX_LENGTH]
+            ends = itertools.accumulate(part.nbytes for part in free)
+            limit = max(cache.nbytes, _FREE_SHARE * device_bytes(cache.device))
+            _free[model] = [part for part, end in zip(free, ends, strict=True) if end <= limit]
 
 
 def generation_lock(model: nn.Module) -> threading.RLock:

@@ -207,9 +207,8 @@ class FusedLinear(nn.Module):
     """A linear layer in a compiled tree, or a group of parallel ones, whose products it computes together.
 
     With ``single_rows``, a single row is multiplied by a small weight in a sum over the products, which the compiler fuses
-    with
-    what surrounds it. Every output then computes the row's own operators again. With a large weight this takes longer than
-    reading the weight, so the kernel for few rows is used.
+    with what surrounds it. Every output then computes the row's own operators again. With a large weight this takes longer
+    than reading the weight, so the kernel for few rows is used.
     """
 
     weight: Tensor
@@ -347,8 +346,11 @@ class CompiledLayers:
             _fuse_parallel_layers(self._trees[index], single_rows=_on_gpu(hidden))
         if cache is not None:
             assert isinstance(cache, KVCache)
-            kwargs["attention_mask"] = mask_of(kwargs["attention_mask"])
-            kwargs["past_key_values"] = cache.layer_buffers(index, hidden.shape[1])
+            kwargs["attention_mask"] = mask = mask_of(kwargs["attention_mask"])
+            kwargs["past_key_values"] = buffers = cache.layer_buffers(index, hidden.shape[1])
+            # Caches of all lengths share one compiled function; each took seconds in the middle of decoding.
+            for part, dimension in ((mask, -1), (buffers.keys, 2), (buffers.values, 2)):
+                torch._dynamo.maybe_mark_dynamic(part, dimension % part.ndim)
         return _compiled_run(self.fuses)(self._trees[index], hidden, args, kwargs)
 
     def _tree(self, index: int) -> nn.Module:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.device.memory import is_out_of_memory
+from layerskip.device.memory import is_out_of_memory, within_memory
 from layerskip.device.transfer import copy_to_device, now, waiting
 from layerskip.device.trial import first_line, nearly_equal
 from layerskip.kernels.decode_attention import own_counters
@@ -40,6 +40,7 @@ _DEVICE_LOST = ("device-side assert", "illegal memory access")  # after these er
 _seconds = 0.0
 _lock = threading.RLock()  # one capture at a time, as forbidding synchronisation applies to all threads
 _log = logging.getLogger(__name__)
+_failed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # once, which may pass
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 Compute = Callable[..., tuple[Tensor, ...]]
@@ -130,8 +131,36 @@ class CapturingCache(KVCache):
         self._next_positions: dict[int, Tensor] = {}  # of the current pass, by count
         self._moves: dict[int, CapturedPass] = {}  # by count
         self._captures_moves = True
+        self._stacks: list[Tensor] = []  # [buffers, B, heads, max_length, head_dim], of which layers have parts
+        self._unused: dict[Hashable, list[Tensor]] = {}  # parts, by shape and dtype
         self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Captured]] = weakref.WeakKeyDictionary()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def allocate(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return parts of one tensor for all layers of a shape, so that a move takes as many kernels as one layer's.
+
+        The first layer of a shape reserves for all layers that have no buffers yet.
+        """
+        layers = sum(not layer.is_initialized for layer in self._layers)
+        count = layers * (1 + (key_states.shape == value_states.shape))
+        keys, values = (self._part(states, count) for states in (key_states, value_states))
+        return keys, values
+
+    def _part(self, states: Tensor, count: int) -> Tensor:
+        batch, heads, _, width = states.shape
+        unused = self._unused.setdefault((batch, heads, width, states.dtype), [])
+        if not unused:
+            shape = count, batch, heads, self.max_length, width
+            stack = within_memory(lambda: states.new_zeros(shape))
+            stack = states.new_zeros(shape) if stack is None else stack  # idle caches were freed
+            self._stacks.append(stack)
+            unused += [stack[index] for index in reversed(range(count))]
+        return unused.pop()
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes."""
+        return sum(stack.nbytes for stack in self._stacks)
 
     def captures(self, model: nn.Module, width: int) -> bool:
         """Return whether a pass over ``width`` tokens at the current length is captured."""
@@ -190,7 +219,7 @@ class CapturingCache(KVCache):
     ) -> _Captured | None:
         """Capture a pass, with compiled layers if possible, and compare it with the eager one; None if it cannot be used.
 
-        The model is refused for good, except where memory ran out or the eager outputs have NaN.
+        A model that fails twice is refused for good, except where memory ran out or the eager outputs have NaN.
         """
         expected = compute_with(None)(*inputs)
         if any(bool(part.isnan().any()) for part in expected):
@@ -219,6 +248,9 @@ class CapturingCache(KVCache):
                 _log.debug("the pass of %s fails", type(model).__name__, exc_info=error)
             if tried is not None:
                 simplify_compiling(body, tried, reason)
+        if model not in _failed:
+            _failed.add(model)
+            return None
         _refused.add(model)
         _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
         return None
@@ -257,9 +289,9 @@ class CapturingCache(KVCache):
 
     def _move(self, offsets: Tensor) -> tuple[Tensor, ...]:
         self._next_positions = {}
-        destination = self.positions(offsets.shape[0])
-        for states in self.buffers():
-            states.index_copy_(2, destination, states.index_select(2, self._on_device() + offsets))
+        destination, source = self.positions(offsets.shape[0]), self._on_device() + offsets
+        for stack in self._stacks:
+            stack.index_copy_(3, destination, stack.index_select(3, source))
         return ()
 
     def _capture(self, inputs: Sequence[Tensor], compute: Compute) -> CapturedPass:
@@ -270,8 +302,8 @@ class CapturingCache(KVCache):
         """Zero the buffers, as masked positions are read too, and reset what an interrupted user may have left."""
         self.length = 0
         self.static_shapes, self._device_value = False, -1
-        for states in self.buffers():
-            states.zero_()
+        for stack in self._stacks:
+            stack.zero_()
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:

@@ -202,8 +202,7 @@ def _load(
     """Load tokenizer and model.
 
     ``options`` are those of every part: ``trust_remote_code``, ``revision`` or ``gguf_file``; ``placed`` has ``device_map``
-    and
-    ``quantization_config`` where they were requested.
+    and ``quantization_config`` where they were requested.
     """
     weights: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     field = "target"
@@ -228,6 +227,8 @@ def _load(
         raise
     except Exception as error:  # each library involved raises errors of its own
         reason = " ".join(str(error).split())[:300]
+        if unreadable := _unreadable(Path(source)):  # transformers says that there is no such file
+            reason = f"{unreadable} cannot be read: no permission, or a link to a file that is gone"
         raise TargetError(f"{field}: cannot load {name}: {reason}") from error
     if getattr(model.config, "is_encoder_decoder", False):
         raise TargetError(f"target: {name} is {type(model).__name__}, an encoder-decoder; decoders only")
@@ -237,6 +238,11 @@ def _load(
     if "quantization_config" in placed and all(map(is_dense, linear)):
         raise TargetError(f"target.quantization: no layer of {name} could be quantised; their sizes may not fit")
     return tokenizer, model if placed else model.to(device)
+
+
+def _unreadable(folder: Path) -> Path | None:
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return next((file for file in files if not os.access(file, os.R_OK)), None)
 
 
 def _load_tokenizer(source: str, options: Mapping[str, Any]) -> Any:

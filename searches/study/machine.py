@@ -14,7 +14,7 @@ import torch
 
 from layerskip import Target
 from layerskip.costs.timing import VerifyPass
-from layerskip.device.memory import total_bytes
+from layerskip.device.memory import device_bytes
 from layerskip.device.transfer import now
 from layerskip.models.environment import machine
 from layerskip.models.loading import choose_dtype
@@ -38,11 +38,9 @@ def describe(target: Target, dtype: str) -> str:
     if about["device"] == "cpu":
         isa = torch.backends.cpu.get_cpu_capability()
         where += f" ({isa}, {len(usable_cores())} cores, threads: {about['threads']})"
-    on_card = target.device.type == "cuda"
-    memory = torch.cuda.get_device_properties(target.device).total_memory if on_card else total_bytes()
     _, reason = choose_dtype(dtype, target.device)
     dtypes = "float32 (weights in bfloat16)" if target.precision == "mixed" else target.dtype
-    return f"machine: {where}, {memory / 2**30:.0f} GiB of memory; {dtypes}, because {reason}"
+    return f"machine: {where}, {device_bytes(target.device) / 2**30:.0f} GiB of memory; {dtypes}, because {reason}"
 
 
 def busy_line() -> str | None:

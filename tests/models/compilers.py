@@ -21,6 +21,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.utils import detect_fake_mode
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
@@ -36,6 +37,7 @@ _H100 = SimpleNamespace(
     name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32,
     max_threads_per_multi_processor=2048, max_threads_per_block=1024, total_memory=80 * 2**30, gcnArchName="",
 )  # fmt: skip
+_KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '{3}\n(.*?)'{3}", re.DOTALL)
 _GPU = torch.device("cuda:0")
 _Backend = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 
@@ -44,10 +46,14 @@ class _Written(BaseException):
     """Inductor has written its code."""
 
 
-def compile_for_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def compile_for_gpu(monkeypatch: pytest.MonkeyPatch, kernels: list[tuple[str, str]] | None = None) -> list[list[str]]:
     """Compile layers as for an H100 until the test ends, and run them as they are.
 
     Inductor gets the same operators for tensors that are said to be on the GPU, and its code is kept.
+
+    Args:
+        monkeypatch: undoes it.
+        kernels: gets the name and the code of each kernel that Inductor writes.
 
     Returns:
         A list to which the launches of each compiled layer are appended.
@@ -57,6 +63,8 @@ def compile_for_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def write(lowering: GraphLowering) -> None:
         code = lowering.codegen()[0].value  # type: ignore[union-attr]
         launches.append([line.strip() for line in code.splitlines() if _LAUNCH.match(line)])
+        if kernels is not None:
+            kernels.extend(_KERNEL.findall(code))
         raise _Written
 
     def compile_there(graph: GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
@@ -79,6 +87,7 @@ def compile_for_gpu(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     _compile_with(monkeypatch, backend)
     monkeypatch.setattr(GraphLowering, "_compile_to_module", write)
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda pool: False)  # it would compile for a GPU that is there
     monkeypatch.setattr(torch._inductor.scheduler, "has_triton", lambda: True)
     monkeypatch.setattr(torch.utils._triton, "triton_hash_with_backend", lambda *_: "")
     monkeypatch.setattr(interface.CudaInterface, "get_device_properties", staticmethod(lambda *_: _H100))

@@ -193,3 +193,11 @@ def test_code_from_the_model_runs_only_if_trusted(custom_folder: tuple[Path, Pat
     target = load_target(str(folder), dtype="float32", device=DEVICE, trust_remote_code=True)
     assert marker.exists()
     assert target.architecture == "ToyModel"
+
+
+def test_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "tiny")
+    weights = Path(folder) / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(tmp_path / "gone")  # a cache of the hub whose files were deleted
+    assert f"{weights} cannot be read: no permission, or a link to a file that is gone" in _refused(folder)
