@@ -14,12 +14,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import hydra
 import optuna
 from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -92,12 +94,28 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         if code and (interrupted or HydraConfig.get().mode != RunMode.MULTIRUN):
             sys.exit(code)
 
+    check_batch = Sweeper.validate_batch_is_legal
+
+    def keep_legal(sweeper: Sweeper, batch: list[Sequence[str]]) -> None:
+        # Hydra ends a multirun at the first job that cannot be composed. The others shall run.
+        refused: list[tuple[Sequence[str], HydraException]] = []
+        for overrides in batch:
+            try:
+                check_batch(sweeper, [overrides])
+            except HydraException as error:
+                refused.append((overrides, error))
+        if len(refused) == len(batch):
+            raise refused[0][1]
+        for overrides, reason in refused:
+            jobs.append(Job(tuple(overrides), *_report(reason, resumable)))
+            batch.remove(overrides)
+
     _set_up()
     store_drafters()
     program = hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(guarded)
     code = 0
     try:
-        with interruptible():
+        with interruptible(), patch.object(Sweeper, "validate_batch_is_legal", keep_legal):
             sys.argv[1:] = prepare_overrides(config_name, sys.argv[1:])
             program()
     except SystemExit as end:

@@ -64,6 +64,17 @@ def test_other_jobs_run_and_a_table_lists_them_all(
     assert shown.err.count("Traceback") == 1
 
 
+def test_a_choice_that_does_not_exist_ends_its_own_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _end([lambda: None, lambda: None], tmp_path, monkeypatch, "sampler=tpe,nonsense") == (2, [0, 1])
+    shown = capsys.readouterr()
+    refused = [line for line in shown.out.splitlines() if "sampler=nonsense" in line]
+    assert len(refused) == 2
+    assert all("| 2 | error: In 'layerskip': Could not find 'sampler/nonsense'" in line for line in refused)
+    assert "Traceback" not in shown.err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_jobs(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
