@@ -91,11 +91,6 @@ def replays(record: Record) -> Rows:
     yield {"name": ", ".join(map(str, record["draft_lengths"])), **sums, "differ": len(record["differing"])}
 
 
-def contexts(record: Record) -> Rows:
-    """Speedups at a long context, with the error of their predictions."""
-    yield from ({**row, "error": row["predicted"] / row["measured"] - 1} for row in entries(record, "points"))
-
-
 def strategies(record: Record) -> Rows:
     """The searches of a race by strategy. ``share`` is that of its seconds after which this project's is as good."""
     for name in dict.fromkeys(search["strategy"] for search in record["searches"]):
@@ -114,26 +109,15 @@ def agreements(record: Record) -> Rows:
 
 
 def bridged(record: Record) -> Rows:
-    """Decodings with and without bridges; ``exported`` is that of the winner."""
-    for row in entries(record, "measured"):
-        found = {**row, "over": record["over_empty"].get(row["name"])}
-        yield found | ({"exported": found} if row["config"] == record["winner"] else {})
+    """Decodings with and without bridges."""
+    yield from ({**row, "over": record["over_empty"].get(row["name"])} for row in entries(record, "measured"))
 
 
-def scenarios(record: Record) -> Rows:
-    """Studies of several workers, their faults, and the criteria that they miss."""
-    for row in entries(record, "scenarios"):
-        met = [count["passed"] for count in record["counts"] if count["name"].startswith(f"{row['name']}:")]
-        faults = ", ".join(f"{count} {fault.replace('_', ' ')}" for fault, count in row["faults"].items())
-        finished = sum(row["trials"].get(state, 0) for state in ("COMPLETE", "PRUNED"))
-        yield {**row, "finished": finished, "shown": faults, "met": sum(met), "of": len(met), "missed": met.count(False)}
-
-
-SOURCES = {f.__name__: f for f in (members, replays, contexts, strategies, agreements, bridged, scenarios)}
+SOURCES = {f.__name__: f for f in (members, replays, strategies, agreements, bridged)}
 
 
 def generate(described: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of a table, of its conditions and of its aim."""
+    """The lines of a table and of its conditions."""
     records = [Record(path) for name in described["records"].split(", ") for path in sorted(RECORDS.glob(f"{name}.json"))]
     source, only = described["rows"], described.get("only", "").split(", ")
     found = [Row(row) for one in records for row in (SOURCES[source](one) if source in SOURCES else entries(one, source))]
@@ -141,9 +125,6 @@ def generate(described: Mapping[str, Any]) -> Iterator[str]:
     head, cells = (line.split(" | ") for line in described["table"].splitlines())
     yield from table(head, ([row.text(cell) for cell in cells] for row in rows))
     yield from ("", f"*Conditions:* {conditions(records, rows, described['work'])}.")
-    if "aim" in described:
-        missed = [row.text(cells[0]) for row in rows if not all(meets(row, limit) for limit in described["limits"])]
-        yield from ("", f"*Aim:* {described['aim']}. " + (f"**Missed:** {', '.join(missed)}." if missed else "It is met."))
 
 
 def conditions(records: Sequence[Record], rows: Sequence[Row], work: str) -> str:
@@ -157,13 +138,6 @@ def conditions(records: Sequence[Record], rows: Sequence[Row], work: str) -> str
     outputs = " and ".join(f"{count} {verdict}" for verdict, count in verdicts.items() if verdict)
     parts = [", ".join(machine), records[0].text(work), outputs and f"output: {outputs}"]
     return "; ".join(filter(None, [*parts, *(record.source() for record in records)]))
-
-
-def meets(row: Row, limit: str) -> bool:
-    """Whether a row is within a limit such as ``{share} <= 0.05``. A value that the row lacks is within it."""
-    template, sign, bound = limit.split()
-    value = row.text(template)
-    return value in ("", "None") or (float(value) <= float(bound) if sign == "<=" else float(value) >= float(bound))
 
 
 def page() -> str:
