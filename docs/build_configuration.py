@@ -179,7 +179,7 @@ def _arguments(path: str) -> dict[str, str]:
         section = re.search(r"Args:\n(.*?)(\n\s*\n|\Z)", inspect.getdoc(one) or "", re.S)
         for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M):
             other = re.fullmatch(r"see :class:`~?([\w.]+)`\.?", text)  # the same argument of another class
-            found[name] = _arguments(other[1])[name] if other else _markdown(text).removeprefix("the ")
+            found[name] = _arguments(other[1])[name] if other else re.sub(r"^(the )?(number of )?", "", _markdown(text))
     return found
 
 

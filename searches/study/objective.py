@@ -59,7 +59,7 @@ class MeasureSettings:
         held_out_repeats: highest number of times that the finals decode each of them.
         finalists: configurations that are measured on held-out prompts. The best with other drafters and the first
             with the leader's drafter are added.
-        warmup: other tune prompts that drafters decode before each trial, unmeasured, if they learn from prompt to prompt.
+        warmup: other tune prompts that learning drafters decode before each trial, unmeasured.
         indifference: the finals end once no finalist can be more than this share faster than the leader; None: no such end.
     """
 

@@ -64,7 +64,7 @@ class StudySettings:
         max_seconds: seconds of the whole search, interrupted runs included. Each stage ends at its share, and says what it
             left out; None sets no limit.
         workers: number of worker processes to start, ``auto`` for one per visible GPU; None for this process alone.
-        devices: ``mixed`` lets devices of other types join the study, with results of their own; None refuses them.
+        devices: ``mixed`` lets devices of other types join, with results of their own; None refuses them.
         threads: of the processor; None: chosen by a short measurement, unless ``OMP_NUM_THREADS`` sets them.
     """
 
