@@ -97,12 +97,12 @@ def group_fields(group: str, chosen: str) -> Fields:
             described |= {name: field for name, field in described_fields(part, node).items() if field[1]}
         commented = commented_fields(path, "" if is_global else f"{group}.")
         for name, field in (described | commented | described).items():
-            files.setdefault(name, []).append(f"`{path.stem}`")
+            files.setdefault(name, []).append(path.stem)
             if name not in found or not found[name][1]:
                 found[name] = field
     for name, (value, meaning) in found.items():
-        if f"`{chosen}`" not in files[name]:
-            found[name] = (value, f"with {' or '.join(files[name])}: {meaning}")
+        if len(files[name]) == 1 and files[name] != [chosen]:
+            found[name] = (value, f"with `{files[name][0]}`: {meaning}")
     return found
 
 

@@ -74,7 +74,7 @@ def entries(record: Record, path: str) -> Rows:
     node: Any = record
     for key in filter(None, path.split(".")):
         node = node[key]
-    for name, value in node.items() if isinstance(node, Mapping) else [(row["name"], row) for row in node]:
+    for name, value in node.items() if isinstance(node, Mapping) else [(row.get("name"), row) for row in node]:
         yield from ({**record, "name": name, **row} for row in (value if isinstance(value, list) else [value]))
 
 
@@ -101,19 +101,12 @@ def strategies(record: Record) -> Rows:
         yield {"name": name, "finals": ", ".join(finals), "spent": spent, "share": max(shares, default=None)}
 
 
-def agreements(record: Record) -> Rows:
-    """How often drafts with each kind of bridge are right, by skipped run of layers."""
-    points = [point for point in record["points"] if point["tokens"] is None]
-    for mask in sorted({point["mask"] for point in points}):
-        yield {"mask": mask, **record, **{point["bridge"]: point for point in points if point["mask"] == mask}}
-
-
 def bridged(record: Record) -> Rows:
     """Decodings with and without bridges."""
     yield from ({**row, "over": record["over_empty"].get(row["name"])} for row in entries(record, "measured"))
 
 
-SOURCES = {f.__name__: f for f in (members, replays, strategies, agreements, bridged)}
+SOURCES = {f.__name__: f for f in (members, replays, strategies, bridged)}
 
 
 def generate(described: Mapping[str, Any]) -> Iterator[str]:

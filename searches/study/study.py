@@ -65,7 +65,7 @@ class StudySettings:
             left out; None sets no limit.
         workers: number of worker processes to start, ``auto`` for one per visible GPU; None for this process alone.
         devices: ``mixed`` lets devices of other types join, with results of their own; None refuses them.
-        threads: of the processor; None: chosen by a short measurement, unless ``OMP_NUM_THREADS`` sets them.
+        threads: threads of the processor; None: chosen by a short measurement, unless ``OMP_NUM_THREADS`` sets them.
     """
 
     name: str | None = None
