@@ -39,7 +39,7 @@ Every program is a [Hydra](https://hydra.cc) application. `group=choice` selects
 
 ## Fields
 
-These are the fields of `searches.layerskip`. They mean the same in the other programs, whose files describe further fields:
+These are the fields of `searches.layerskip`. They mean the same in other programs, whose files describe further fields:
 """
 
 DRAFTERS = """\
@@ -79,8 +79,8 @@ def described_fields(prefix: str, node: Any) -> Fields:
         value = node.get(name, default)
         if isinstance(value, DictConfig) and "_target_" in value:
             found |= described_fields(f"{prefix}.{name}", value)
-        else:
-            found[f"{prefix}.{name}"] = (_value(value), meanings.get(name, ""))
+        elif name in meanings:
+            found[f"{prefix}.{name}"] = (_value(value), meanings[name])
     return found
 
 
@@ -94,7 +94,7 @@ def group_fields(group: str, chosen: str) -> Fields:
         described: Fields = {}
         for part in (group, "workload") if is_global else (group,):
             node = loaded.get(part, {}) if is_global or path.stem == chosen else loaded
-            described |= {name: field for name, field in described_fields(part, node).items() if field[1]}
+            described |= described_fields(part, node)
         commented = commented_fields(path, "" if is_global else f"{group}.")
         for name, field in (described | commented | described).items():
             files.setdefault(name, []).append(path.stem)
@@ -115,9 +115,9 @@ def page() -> Iterator[str]:
             others = [f"`{path.stem}`" for path in sorted((CONF / group).glob("*.yaml")) if path.stem != chosen]
             fields[group] = (chosen, f"group; others: {', '.join(others)}" if others else "group")
             fields |= group_fields(group, chosen) if group != "experiment" else {}
-    names = [*PROGRAMS, *sorted({path.stem for path in CONF.glob("*.yaml")} - {*PROGRAMS, "layerskip"})]
-    links = [f"[`{'' if name in PROGRAMS else 'evaluate.'}{name}`](../conf/{name}.yaml)" for name in names]
-    yield from (INTRODUCTION, ",\n".join(links) + ".", "", *_table(fields), DRAFTERS)
+    files = [path.name for path in sorted(CONF.glob("*.yaml")) if path.stem != "layerskip"]
+    yield from (INTRODUCTION, ",\n".join(f"[{name}](../conf/{name})" for name in files) + ".", "")
+    yield from (*_table(fields), DRAFTERS)
     yield from (*table(["method", "source of the draft", "fields"], drafter_rows()), "", *_table(drafter_fields()))
 
 

@@ -104,8 +104,8 @@ def load_target(
         dtype: ``float32``, ``bfloat16``, ``float16``, ``mixed`` (weights of bfloat16 in float32 arithmetic), or ``auto``:
             bfloat16 where the processor multiplies it, else float16 on a GPU and mixed on a CPU. Without a C++ compiler,
             a CPU has float32 in place of mixed.
-        device: a torch device name, ``auto`` (CUDA if available, else the CPU), ``balanced``, another strategy of
-            accelerate, or a mapping of modules to devices. The last three are for a model that one device cannot hold.
+        device: a torch device name, ``auto`` (CUDA if available, else the CPU), ``balanced``, or a mapping of modules to
+            devices. The last two, and other strategies of accelerate, are for a model that one device cannot hold.
         trust_remote_code: whether code from the model's repository may run.
         pack_weights: see :class:`~layerskip.models.target.Target`.
         quantization: a mode such as ``torchao-int8``, or a quantisation configuration of transformers; None keeps the
