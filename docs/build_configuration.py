@@ -89,7 +89,7 @@ def group_fields(group: str, chosen: str) -> Fields:
     found: Fields = {}
     files: dict[str, list[str]] = {}
     for path in sorted((CONF / group).glob("*.yaml"), key=lambda path: (path.stem != chosen, path.stem)):
-        loaded = STUDY if path.stem == chosen else OmegaConf.load(path)
+        loaded: Any = STUDY if path.stem == chosen else OmegaConf.load(path)
         is_global = path.read_text(encoding="utf-8").startswith("# @package _global_")
         described: Fields = {}
         for part in (group, "workload") if is_global else (group,):
