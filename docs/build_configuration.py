@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from build_results import table, write_or_check
 from layerskip.config import Field, Method, methods
@@ -22,19 +22,7 @@ from searches.app.composition import compose_config, fields_of
 CONF = Path(__file__).parents[1] / "conf"
 STUDY = compose_config("layerskip")
 
-TYPES = {
-    "target": "layerskip.load_target",
-    "sampling": "layerskip.Sampling",
-    "space": "searches.space.search_space.SearchSpace",
-    "measure": "searches.study.objective.MeasureSettings",
-    "scan": "searches.predict.preparation.ScanSettings",
-    "scan.proposals": "searches.predict.proposals.ProposalSettings",
-    "bridging": "searches.bridges.store.BridgingSettings",
-    "study": "searches.study.study.StudySettings",
-}
-"""Groups whose fields are the arguments of a type. Other groups have the fields of the files in ``conf/<group>/``."""
-
-PROGRAMS = ("train", "benchmark", "datastore", "verify", "export")  # further ones test the search
+PROGRAMS = ("train", "benchmark", "datastore", "verify", "export")  # files whose fields all have a comment
 NAMED_BY_USERS = ("contenders", "peers")  # mappings whose entries have names of the user's choice
 
 INTRODUCTION = """\
@@ -51,15 +39,14 @@ Every program is a [Hydra](https://hydra.cc) application. `group=choice` selects
 
 ## Fields
 
-A field of `searches.layerskip` means the same in every program.
+These are the fields of `searches.layerskip`. They mean the same in other programs, whose files describe further fields:
 """
 
 DRAFTERS = """\
 ## Drafters
 
 A field is followed by the range or the choices of a study, with the first value in parentheses. They are overridden by
-`space.ranges.METHOD.FIELD=[...]`, which also names heads, models and datastores. Methods are in the order of their
-simplicity, which decides ties between finalists.
+`space.ranges.METHOD.FIELD=[...]`, which also names heads, models and datastores. The simplest method is first.
 """
 
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?P<value>[^#]*)(#\s*(?P<comment>.*))?$")
@@ -82,31 +69,40 @@ def commented_fields(path: Path, prefix: str = "") -> Fields:
     return found
 
 
-def described_fields(prefix: str, made: str, composed: Any) -> Fields:
-    """The fields of a type, with their values in a composed configuration."""
-    meanings = _arguments(made)
-    return {
-        f"{prefix}.{name}": (_value(composed.get(name, default)), meanings.get(name, ""))
-        for name, default in fields_of(made).items()
-        if f"{prefix}.{name}" not in TYPES
-    }
-
-
-def group_fields(group: str) -> Fields:
-    """The fields of a group of ``conf/``: those of its types, and those that its files comment on."""
+def described_fields(prefix: str, node: Any) -> Fields:
+    """The fields of the type that ``_target_`` names, with their values in a configuration."""
+    made = node.get("_target_", "")
+    defaults = fields_of(made)
+    meanings = _arguments(made) if defaults else {}
     found: Fields = {}
-    for path in sorted((CONF / group).glob("*.yaml")) if group == "backend" else ():
-        for part, node in OmegaConf.load(path).items():
-            for name, (value, meaning) in described_fields(str(part), node._target_, node).items():
-                found[name] = (value, meaning if name in found else f"with `{path.stem}`: {meaning}")
-    for part in (part for part in TYPES if part.partition(".")[0] == group):
-        found |= described_fields(part, TYPES[part], OmegaConf.select(STUDY, part))
-    if group == "bridging":
-        trained = commented_fields(CONF / "train.yaml")
-        found |= {name: (found[name][0], "see `searches.train`") for name in found if name.partition(".")[2] in trained}
-    for path in sorted((CONF / group).glob("*.yaml")) if group not in ("backend", "experiment") else ():
-        commented = commented_fields(path, f"{group}.")
-        found |= {name: field for name, field in commented.items() if name not in found or not found[name][1]}
+    for name, default in defaults.items():
+        value = node.get(name, default)
+        if isinstance(value, DictConfig) and "_target_" in value:
+            found |= described_fields(f"{prefix}.{name}", value)
+        elif name in meanings:
+            found[f"{prefix}.{name}"] = (_value(value), meanings[name])
+    return found
+
+
+def group_fields(group: str, chosen: str) -> Fields:
+    """The fields of a group of ``conf/``: those of the types of its files, and those that its files comment on."""
+    found: Fields = {}
+    files: dict[str, list[str]] = {}
+    for path in sorted((CONF / group).glob("*.yaml"), key=lambda path: (path.stem != chosen, path.stem)):
+        loaded: Any = STUDY if path.stem == chosen else OmegaConf.load(path)
+        is_global = path.read_text(encoding="utf-8").startswith("# @package _global_")
+        described: Fields = {}
+        for part in (group, "workload") if is_global else (group,):
+            node = loaded.get(part, {}) if is_global or path.stem == chosen else loaded
+            described |= described_fields(part, node)
+        commented = commented_fields(path, "" if is_global else f"{group}.")
+        for name, field in (described | commented | described).items():
+            files.setdefault(name, []).append(path.stem)
+            if name not in found or not found[name][1]:
+                found[name] = field
+    for name, (value, meaning) in found.items():
+        if len(files[name]) == 1 and files[name] != [chosen]:
+            found[name] = (value, f"with `{files[name][0]}`: {meaning}")
     return found
 
 
@@ -118,15 +114,11 @@ def page() -> Iterator[str]:
         if not group.startswith("override "):
             others = [f"`{path.stem}`" for path in sorted((CONF / group).glob("*.yaml")) if path.stem != chosen]
             fields[group] = (chosen, f"group; others: {', '.join(others)}" if others else "group")
-            fields |= {name: field for name, field in group_fields(group).items() if name not in fields}
-    yield from (INTRODUCTION, *_table(fields), DRAFTERS)
-    yield from (*table(["method", "source of the draft", "fields"], drafter_rows()), "")
-    yield from (*_table(drafter_fields()), "## Other programs", "", "Comments in these files describe their fields.", "")
-    for path in sorted(CONF.glob("*.yaml"), key=lambda path: (path.stem not in PROGRAMS, path.stem)):
-        if path.stem != "layerskip":
-            summary = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").partition(": python -m")[0]
-            name = path.stem if path.stem in PROGRAMS else f"evaluate.{path.stem}"
-            yield f"- [`searches.{name}`](../conf/{path.name}): {summary}."
+            fields |= group_fields(group, chosen) if group != "experiment" else {}
+    files = [path.name for path in sorted(CONF.glob("*.yaml")) if path.stem != "layerskip"]
+    yield from (INTRODUCTION, ",\n".join(f"[{name}](../conf/{name})" for name in files) + ".", "")
+    yield from (*_table(fields), DRAFTERS)
+    yield from (*table(["method", "source of the draft", "fields"], drafter_rows()), "", *_table(drafter_fields()))
 
 
 def drafter_rows() -> Iterator[list[str]]:
@@ -149,17 +141,17 @@ def _searched(method: Method, field: Field) -> str:
 def drafter_fields() -> Fields:
     """The fields that some drafter has. Where drafters differ, the meaning names them."""
     meanings: dict[str, dict[str, list[str]]] = {}
-    defaults: dict[str, str] = {}
+    found: Fields = {"accept": ("exact", "the [acceptance rule](drafters.md#lossy-rules) of all methods that draft")}
     for method in methods().values():
         for field in method.fields:
             meaning = f"{field.meaning}, in {field.unit}" if field.unit else field.meaning
             meanings.setdefault(field.name, {}).setdefault(meaning, []).append(f"`{method.name}`")
-            defaults[field.name] = "" if field.required else _value(getattr(field.default, "method", field.default))
-    found = {"accept": ("exact", "the [acceptance rule](drafters.md#lossy-rules) of all methods that draft")}
+            default = "" if field.required else _value(getattr(field.default, "method", field.default))
+            found[field.name] = (default, meaning)
     for name, by_meaning in meanings.items():
         usual = max(by_meaning, key=lambda meaning: len(by_meaning[meaning]))
         others = [f"{', '.join(of)}: {meaning}" for meaning, of in by_meaning.items() if meaning != usual]
-        found[name] = (defaults[name], "; ".join([usual, *others]))
+        found[name] = (found[name][0], "; ".join([usual, *others]))
     return found
 
 
@@ -187,7 +179,7 @@ def _arguments(path: str) -> dict[str, str]:
         section = re.search(r"Args:\n(.*?)(\n\s*\n|\Z)", inspect.getdoc(one) or "", re.S)
         for name, text in re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M):
             other = re.fullmatch(r"see :class:`~?([\w.]+)`\.?", text)  # the same argument of another class
-            found[name] = _arguments(other[1])[name] if other else _markdown(text).removeprefix("the ")
+            found[name] = _arguments(other[1])[name] if other else re.sub(r"^(the )?(number of )?", "", _markdown(text))
     return found
 
 
@@ -196,8 +188,8 @@ def _markdown(text: str) -> str:
     text = re.sub(r" \(:\w+:`[^`]*`\)", "", re.sub(r"\s+", " ", text))
     text = re.sub(r":\w+:`~?([\w.]+)`", lambda match: f"`{match[1].rpartition('.')[2]}`", text)
     text = re.sub(r"\bNone\b", "null", text).replace("``", "`").replace("|", "\\|")
-    return re.split(r"\.(?: (?!For )(?=[A-Z`])|$)", text)[0]
+    return re.split(r"\.(?: (?=[A-Z`])|$)", text)[0]
 
 
 if __name__ == "__main__":
-    write_or_check("configuration.md", "\n".join(page()) + "\n")
+    write_or_check("configuration.md", "\n".join(page()))

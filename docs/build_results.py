@@ -42,18 +42,18 @@ class Row(dict[str, Any]):
 class Record(Row):
     """The content of a record, and the name of its file."""
 
-    def __init__(self, file: str) -> None:
-        super().__init__(json.loads((RECORDS / file).read_text(encoding="utf-8"), object_hook=Row))
-        self.file = file
+    def __init__(self, path: Path) -> None:
+        super().__init__(json.loads(path.read_text(encoding="utf-8"), object_hook=Row))
+        self.file = path.name
 
     def machine(self) -> list[str]:
         """Device, threads, data type, packing of weights, and versions, as far as they are recorded."""
         where = self.get("environment", Row())
         versions = where.get("versions", self.get("versions", {}))
-        libraries = [name for name in ("torch", "transformers", "numpy") if name in versions]
         packing = {True: "", False: "weights not packed"}.get(where.get("packed_weights"), "packing not recorded")
         parts = [where.text("{device_name}"), where.text("{threads} threads").replace("1 threads", "1 thread")]
         parts += [self.text("{target[dtype]}"), packing if "threads" in where else ""]
+        libraries = [name for name in ("torch", "transformers", "numpy") if name in versions]
         parts += [f"{name} {versions[name].partition('+')[0]}" for name in libraries]
         return list(filter(None, parts)) or ["device and versions not recorded"]
 
@@ -63,7 +63,10 @@ class Record(Row):
         return f"{date}, [{commit}](../notebooks/records/{self.file})"
 
 
-def entries(record: Record, path: str) -> Iterator[Mapping[str, Any]]:
+Rows = Iterator[Mapping[str, Any]]
+
+
+def entries(record: Record, path: str) -> Rows:
     """The rows at a dotted path of a record, with the record's other values. Keys of a mapping are their ``name``."""
     if path == "record":
         yield record
@@ -71,78 +74,50 @@ def entries(record: Record, path: str) -> Iterator[Mapping[str, Any]]:
     node: Any = record
     for key in filter(None, path.split(".")):
         node = node[key]
-    for name, value in node.items() if isinstance(node, Mapping) else [(row["name"], row) for row in node]:
+    for name, value in node.items() if isinstance(node, Mapping) else [(row.get("name"), row) for row in node]:
         yield from ({**record, "name": name, **row} for row in (value if isinstance(value, list) else [value]))
 
 
-def members(record: Record) -> Iterator[Mapping[str, Any]]:
+def members(record: Record) -> Rows:
     """Each cascade of a benchmark over each of its members."""
     for name, row in record["results"].items():
         yield from ({"name": name, "member": member, **ratio} for member, ratio in row.get("members", {}).items())
 
 
-def replays(record: Record) -> Iterator[Mapping[str, Any]]:
+def replays(record: Record) -> Rows:
     """Counts of scans that were compared with decoding."""
     counts = ("decodings", "rounds", "drafted", "accepted")
     sums = {count: sum(mask[count] for mask in record["masks"]) for count in counts}
     yield {"name": ", ".join(map(str, record["draft_lengths"])), **sums, "differ": len(record["differing"])}
 
 
-def contexts(record: Record) -> Iterator[Mapping[str, Any]]:
-    """Speedups at a long context, with the error of their predictions."""
-    yield from ({**row, "error": row["predicted"] / row["measured"] - 1} for row in entries(record, "points"))
-
-
-def strategies(record: Record) -> Iterator[Mapping[str, Any]]:
+def strategies(record: Record) -> Rows:
     """The searches of a race by strategy. ``share`` is that of its seconds after which this project's is as good."""
     for name in dict.fromkeys(search["strategy"] for search in record["searches"]):
-        searches = [search for search in record["searches"] if search["strategy"] == name]
-        finals = {search["seed"]: f"{search['curve'][-1]['held_out_speedup']:.2f}" for search in searches}
+        searches = sorted((one for one in record["searches"] if one["strategy"] == name), key=lambda one: one["seed"])
+        finals = [f"{search['curve'][-1]['held_out_speedup']:.2f}" for search in searches]
         shares = [found["share_of_its_seconds"] for found in record["verdict"] if found["strategy"] == name]
-        row = {"name": name, "finals": ", ".join(finals[seed] for seed in sorted(finals))}
-        yield row | {"spent": max(search["spent"] for search in searches), "share": max(shares, default=None)}
+        spent = max(search["spent"] for search in searches)
+        yield {"name": name, "finals": ", ".join(finals), "spent": spent, "share": max(shares, default=None)}
 
 
-def agreements(record: Record) -> Iterator[Mapping[str, Any]]:
-    """How often drafts with each kind of bridge are right, by skipped run of layers."""
-    points = [point for point in record["points"] if point["tokens"] is None]
-    for mask in sorted({point["mask"] for point in points}):
-        yield {"name": record["target"]["name"], "mask": mask} | {p["bridge"]: p for p in points if p["mask"] == mask}
+def bridged(record: Record) -> Rows:
+    """Decodings with and without bridges."""
+    yield from ({**row, "over": record["over_empty"].get(row["name"])} for row in entries(record, "measured"))
 
 
-def bridged(record: Record) -> Iterator[Mapping[str, Any]]:
-    """Decodings with and without bridges; ``exported`` is that of the winner."""
-    for row in entries(record, "measured"):
-        found = {**row, "over": record["over_empty"].get(row["name"])}
-        yield found | ({"exported": found} if row["config"] == record["winner"] else {})
+SOURCES = {f.__name__: f for f in (members, replays, strategies, bridged)}
 
 
-def scenarios(record: Record) -> Iterator[Mapping[str, Any]]:
-    """Studies of several workers, their faults, and the criteria that they miss."""
-    for row in entries(record, "scenarios"):
-        met = [count["passed"] for count in record["counts"] if count["name"].startswith(f"{row['name']}:")]
-        faults = [f"{count} {fault.replace('_', ' ')}" for fault, count in row["faults"].items()]
-        finished = sum(row["trials"].get(state, 0) for state in ("COMPLETE", "PRUNED"))
-        counts = {"met": sum(met), "of": len(met), "missed": len(met) - sum(met)}
-        yield {**row, "finished": finished, "shown": ", ".join(faults), **counts}
-
-
-SOURCES = {f.__name__: f for f in (members, replays, contexts, strategies, agreements, bridged, scenarios)}
-
-
-def generate(description: Mapping[str, Any]) -> list[str]:
-    """The lines of a table, of its conditions and of its aim."""
-    records = [Record(path.name) for name in description["records"] for path in sorted(RECORDS.glob(name))]
-    source, columns, only = description["rows"], description["columns"], description.get("only")
-    found = [row for one in records for row in (SOURCES[source](one) if source in SOURCES else entries(one, source))]
-    rows = [row for row in map(Row, found) if only is None or row.text(description.get("by", "{name}")) in only]
-    lines = table(list(columns), [[row.text(text) for text in columns.values()] for row in rows])
-    lines += ["", f"*Conditions:* {conditions(records, rows, description.get('work', ''))}."]
-    if "aim" in description:
-        missed = [row.text(next(iter(columns.values()))) for row in rows
-                  if not all(meets(row, limit) for limit in description["limits"])]  # fmt: skip
-        lines += ["", f"*Aim:* {description['aim']}. " + (f"**Missed:** {', '.join(missed)}." if missed else "It is met.")]
-    return lines
+def generate(described: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a table and of its conditions."""
+    records = [Record(path) for name in described["records"].split(", ") for path in sorted(RECORDS.glob(f"{name}.json"))]
+    source, only = described["rows"], described.get("only", "").split(", ")
+    found = [Row(row) for one in records for row in (SOURCES[source](one) if source in SOURCES else entries(one, source))]
+    rows = [row for row in found if only == [""] or row.text(described.get("by", "{name}")) in only]
+    head, cells = (line.split(" | ") for line in described["table"].splitlines())
+    yield from table(head, ([row.text(cell) for cell in cells] for row in rows))
+    yield from ("", f"*Conditions:* {conditions(records, rows, described['work'])}.")
 
 
 def conditions(records: Sequence[Record], rows: Sequence[Row], work: str) -> str:
@@ -154,30 +129,21 @@ def conditions(records: Sequence[Record], rows: Sequence[Row], work: str) -> str
     machine += [f"or {', '.join(dict.fromkeys(others))}"] if others else []
     verdicts = Counter(row.text("{losslessness[verdict]}") or row.text("{losslessness}") for row in rows)
     outputs = " and ".join(f"{count} {verdict}" for verdict, count in verdicts.items() if verdict)
-    sources = [record.source() for record in records]
-    parts = [", ".join(machine), records[0].text(work), outputs and f"output: {outputs}", *sources]
-    return "; ".join(filter(None, parts))
-
-
-def meets(row: Row, limit: str) -> bool:
-    """Whether a row is within a limit such as ``{share} <= 0.05``. A value that the row lacks is within it."""
-    template, sign, bound = limit.split()
-    value = row.text(template)
-    return value in ("", "None") or (float(value) <= float(bound) if sign == "<=" else float(value) >= float(bound))
+    parts = [", ".join(machine), records[0].text(work), outputs and f"output: {outputs}"]
+    return "; ".join(filter(None, [*parts, *(record.source() for record in records)]))
 
 
 def page() -> str:
     """The page with its tables."""
     described = tomllib.loads((DOCS / "results.toml").read_text(encoding="utf-8"))
-    shared = described.pop("shared")
+    default = described.pop("default")
     text = (DOCS / "results.md").read_text(encoding="utf-8")
     for name, description in described.items():
-        lines = "\n".join(generate(shared.get(description.get("shared"), {}) | description))
         before, start, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         if not end:
             raise ValueError(f"results.md has no place for the table {name}")
-        text = f"{before}{start}{lines}\n{end}{after}"
+        text = before + start + "\n".join(generate(default | description)) + f"\n{end}{after}"
     return text
 
 

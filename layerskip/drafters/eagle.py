@@ -45,7 +45,7 @@ class Eagle(StopRuleDrafter):
                 "top_k",
                 range=(2, 8),
                 chains=1,
-                meaning="how many branches grow per level, and by how many tokens each; 1 drafts chains",
+                meaning="branches per level, and tokens of each; 1 drafts chains",
             ),
             shared("tree_tokens", range=(4, 24), used=lambda config: config.top_k > 1),
             shared("min_token_prob", range=(0.005, 0.5), used=lambda config: config.top_k > 1),

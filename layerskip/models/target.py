@@ -70,12 +70,12 @@ class Target:
         name: the name that it was loaded by.
         revision: the revision on the hub; None for other sources.
         pack_weights: whether to pack the weights for a CPU (:mod:`layerskip.models.packing`); None: if the packed copy takes
-            at most a quarter of the memory, or as already set for this model.
+            at most a quarter of the memory. A setting that the model already has is kept with None.
         quantization: how its weights were quantised on loading, as :func:`~layerskip.models.loading.load_target` accepts it;
             None if they were not.
         drafts: draft models that were loaded for it, by name.
-        compile: whether the layers of captured passes are compiled (:mod:`layerskip.models.compiled_layers`): ``auto``: on
-            CUDA; ``on`` or ``off``; None: as already set for this model, else ``auto``.
+        compile: whether the layers of captured passes are compiled (:mod:`layerskip.models.compiled_layers`): ``on``,
+            ``off``, or ``auto``, on CUDA. With None, the model's setting is kept; without one, it is ``auto``.
 
     Raises:
         TargetError: ``compile`` is another value.

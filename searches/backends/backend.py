@@ -48,8 +48,8 @@ class Workload:
     Args:
         concurrency: number of requests in flight, at least 1. The next one is sent as soon as one is finished. With several
             numbers, such as ``[1,8]``, every prompt is decoded under each of them, and a speedup is that of all together.
-        goal: what a speedup compares: ``decoding``, the tokens per second of a request after its first token, or
-            ``throughput``, the tokens per second of the engine, prefill included.
+        goal: what a speedup compares: ``decoding`` or ``throughput``. The first is the tokens per second of a request after
+            its first token, the second those of the engine, prefill included.
     """
 
     concurrency: int | Sequence[int] = 1

@@ -52,7 +52,7 @@ class ServedBackend(Backend):
     Args:
         target: the model that they serve; it encodes prompts and judges differences.
         engines: the most engines that run at the same time.
-        limit_seconds: for one request.
+        limit_seconds: the most seconds for one request.
         start_seconds: the most seconds that an engine may take to start.
     """
 

@@ -61,8 +61,7 @@ class ServerBackend(ServedBackend):
         baseline_command: the command of plain decoding, if leaving out does not make it.
         baseline_url: a running server that decodes plainly.
         candidate_url: a running server that drafts.
-        candidate: the configuration that it drafts with, such as ``{method: prompt_lookup, num_speculative_tokens: 4}``; in
-            ``searches.verify`` that of the export by default.
+        candidate: the configuration that it drafts with. In ``searches.verify`` it is that of the export by default.
     """
 
     name: ClassVar[str] = "server"

@@ -121,10 +121,10 @@ class VllmBackend(ServedBackend):
     """A back end that runs vLLM.
 
     Args:
-        python: interpreter in whose environment vLLM is installed; None for this program's own.
-        args: further arguments of ``vllm serve`` for all engines, such as ``[--max-model-len,"4096"]``.
-        env: environment variables of all engines, such as ``{VLLM_CPU_KVCACHE_SPACE: 4}``.
-        folder: where models are saved that vLLM cannot load itself, such as those from GGUF files.
+        python: interpreter that has vLLM; None for this program's own.
+        args: further arguments of ``vllm serve``, such as ``[--max-model-len,"4096"]``.
+        env: environment variables, such as ``{VLLM_CPU_KVCACHE_SPACE: 4}``.
+        folder: where models are saved that vLLM cannot load itself. Those from GGUF files are among them.
     """
 
     name: ClassVar[str] = "vllm"

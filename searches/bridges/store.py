@@ -48,18 +48,18 @@ class BridgingSettings:
     """Settings of fitting and training bridges.
 
     Args:
-        tokens: the number of tokens of the target's own answers in the training texts.
-        max_new_tokens: per answer.
+        tokens: tokens of the target's own answers in the training texts.
+        max_new_tokens: tokens per answer.
         batch: answers generated together.
-        calibration_bytes: budget for hidden states, keys, values and the temporary memory of a fit.
+        calibration_bytes: memory budget of a fit: hidden states, keys, values and temporary memory.
         train_seconds: seconds of training for every bridged finalist; 0 for none.
-        train_width: the width of the MLPs that are trained with the maps of finalists that have none; 0 for none.
+        train_width: width of the MLPs that are trained with the maps of finalists that have none; 0 for none.
         learning_rate: the highest learning rate of the training.
-        unroll: consecutive tokens that it learns to draft.
+        unroll: consecutive tokens that a step learns to draft.
         texts_per_step: the most answers of a training step.
-        training_bytes: budget of a training step with its optimiser.
-        remembered_bytes: budget of the target's states of texts, kept in memory for training.
-        begin_like: a file of prompts, none of which is measured; every other text begins like one of them.
+        training_bytes: memory budget of a training step with its optimiser.
+        remembered_bytes: memory budget of the target's states of the texts.
+        begin_like: file of unmeasured prompts; every other text begins like one of them.
     """
 
     tokens: int = 20000

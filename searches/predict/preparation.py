@@ -45,7 +45,7 @@ class ScanSettings:
     Args:
         enabled: whether masks are scanned at all.
         prompts: the number of tune prompts whose continuations are scanned, chosen by the seed; None for all.
-        thresholds: of the stop rules ``threshold`` and ``adaptive`` that every scanned mask is combined with.
+        thresholds: thresholds of the stop rules that scanned masks are combined with.
         proposals: how many masks are screened, scanned and enqueued.
     """
 

@@ -48,8 +48,8 @@ class ProposalSettings:
     """Amount of prediction before anything is decoded.
 
     Args:
-        screened: the most masks to screen by their first drafted token; None covers all contiguous runs of layers and four
-            further masks for each sub-layer that may be skipped, at least 200.
+        screened: the most masks to screen by their first drafted token; None for at least 200. Those are all
+            contiguous runs of layers and four further masks for each sub-layer that may be skipped.
         scanned: the most of them to scan in full.
         enqueued: the number of best masks that become trials.
     """

@@ -198,13 +198,13 @@ class SearchSpace:
         methods: the drafters to choose from; None for all. ``none`` is always among them.
         protect_first: the number of first layers that are never skipped.
         protect_last: the number of last layers that are never skipped.
-        ranges: what a study chooses a field from, by method and field, in place of its declared range or choices. For heads,
-            draft models and datastores, the folders or names; without any, methods that need one are left out.
+        ranges: what a study chooses a field from, by method and field, in place of its declared range or choices. Methods
+            that need a head, a draft model or a datastore are left out where none is named.
         masks: further masks to try first, in text form.
         bridges: what may stand in for skipped sub-layers: ``none``, ``mean``, ``linear``, ``mlp``.
         ranks: the ranks of the maps of ``linear`` and ``mlp`` bridges; 0 is a full-rank map.
         widths: the widths of the MLPs of ``mlp`` bridges.
-        draft_heads: sizes of the vocabulary that self-drafts and draft models choose from; 0 is the whole vocabulary.
+        draft_heads: sizes of the vocabulary that self-drafts and draft models choose from; 0 is all of it.
         allow_lossy: whether acceptance rules that change the output are searched and may win.
         trees: whether the target can verify trees.
         verify_cost: the cost of verification in cascades; empty if it was not measured.

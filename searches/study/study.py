@@ -57,16 +57,15 @@ class StudySettings:
     """The name, storage and length of a study.
 
     Args:
-        name: None makes one from the target, the sampler, the seed and a digest of everything that changes results.
+        name: None makes one from the target, the sampler, the seed and a digest of what changes results.
         n_trials: number of finished trials at the end, including those of earlier runs.
-        storage: a database URL or the path of a journal file; None puts a journal file, or an SQLite database for several
-            workers, into the study's folder. Several processes can work on a study in a database at the same time.
-        max_seconds: of the whole search, those of interrupted runs included. Each stage ends at its share, and says what it
+        storage: a database URL or the path of a journal file; None: a journal file in the study's folder, or SQLite for
+            several workers. Several processes can work on a study in a database at the same time.
+        max_seconds: seconds of the whole search, interrupted runs included. Each stage ends at its share, and says what it
             left out; None sets no limit.
-        workers: number of worker processes to start on this machine, ``auto`` for one per visible GPU; None for this
-            process alone.
-        devices: ``mixed`` lets devices of other types join the study, with results of their own; None refuses them.
-        threads: of the processor; None chooses it by a short measurement, unless ``OMP_NUM_THREADS`` sets it.
+        workers: number of worker processes to start, ``auto`` for one per visible GPU; None for this process alone.
+        devices: ``mixed`` lets devices of other types join, with results of their own; None refuses them.
+        threads: threads of the processor; None: chosen by a short measurement, unless ``OMP_NUM_THREADS`` sets them.
     """
 
     name: str | None = None
