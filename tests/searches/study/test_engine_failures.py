@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from optuna.trial import TrialState
 
@@ -15,12 +14,11 @@ from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig
 from layerskip.measure.measurement import Request, Sample
 from searches.backends.backend import BASELINE, BackendError, Workload
 from searches.report import markdown as report
-from searches.report import tables
 from searches.study.bench import ModelBench
 from searches.study.finals import RunControl, measure_finals
 from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings
-from tests.searches.known import HELD_OUT, PROMPTS, Known, lookup, new_study, run_known
+from tests.searches.known import HELD_OUT, PROMPTS, Known, lookup, run_known
 
 
 @dataclass
@@ -140,18 +138,6 @@ def test_throughput_compares_whole_requests() -> None:
     assert benches["decoding"].conditions != benches["throughput"].conditions
 
 
-def test_the_report_lists_trials_that_none_exceeds_in_throughput_and_latency() -> None:
-    study = run_known(Known({lookup(4): 1.5, lookup(6): 1.4, lookup(8): 1.3}), lookup(4), lookup(6), lookup(8))
-    assert "Pareto" not in report.summary(study, None)
-    metrics = [(100.0, 0.02), (90.0, 0.03), (80.0, 0.01)]  # the second is behind the first in both
-    other = new_study()
-    for trial, (throughput, seconds) in zip(study.trials, metrics, strict=True):
-        attributes = trial.user_attrs | {"metrics": {"throughput": throughput, "tpot_p50": seconds}}
-        other.add_trial(optuna.trial.create_trial(value=trial.value, user_attrs=attributes))
-    table = report.summary(other, None).partition("Pareto front")[2]
-    assert "| 0 | " in table and "| 2 | " in table and "| 1 | " not in table
-
-
 class _Loaded(Failing):
     """An engine whose samples hold their requests, eight at a time."""
 
@@ -181,6 +167,3 @@ def test_finals_state_throughput_and_latencies_of_each_finalist() -> None:
     assert finals.winner.held_out["metrics"] == found[fast]
     table = report.summary(study, finals).partition("Throughput and latency (held-out prompts)")[2]
     assert f"| {fast.label()} | 146.7 | 50.0 |" in table and "| no drafting | 80.0 | 100.0 |" in table
-    rows = tables.finals_rows(finals)
-    page = tables.as_html_with_requests(rows, rows, tables.finals_requests(finals))
-    assert '<td data-name="throughput">146.7</td>' in page

@@ -77,15 +77,6 @@ def test_a_database_that_cannot_be_opened_is_refused_without_its_password(monkey
     assert attempts == ["postgresql+psycopg://me:secret@there/it"]
 
 
-def test_a_proxy_needs_grpcio(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(**_: Any) -> NoReturn:
-        raise ImportError("No module named 'grpc'")
-
-    monkeypatch.setattr(storage, "GrpcStorageProxy", missing)
-    with pytest.raises(InputError, match="^study.storage: grpc://there needs grpcio"):
-        open_database("grpc://there")
-
-
 def _journal(path: Path, trials: int = 2) -> list[bytes]:
     """Write the journal of a study with some trials; return its lines."""
     study = optuna.create_study(study_name="s", storage=open_journal(path, alone=True), load_if_exists=True)
