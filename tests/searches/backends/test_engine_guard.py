@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from searches.backends import engine_guard
 from tests.searches.backends.processes import is_running
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")]
-_ORPHAN = "setsid sleep 60 & echo $! > orphan"  # in a session of its own, and its parent ends
 _LEFT = 99  # exit code of a guard that left a process behind
 
 Guard = Callable[..., int]
@@ -49,24 +49,23 @@ def guard(tmp_path: Path) -> Guard:
     return run
 
 
-@pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -KILL $$", 128 + signal.SIGKILL), ("true", 0)])
-def test_the_code_of_an_engine_that_ends_is_passed_on(guard: Guard, script: str, code: int) -> None:
-    assert guard(script) == code
+@pytest.mark.parametrize(
+    ("script", "code", "options"),
+    [
+        ("true", 0, {}),
+        ("exit 3", 3, {}),
+        ("kill -KILL $$", 128 + signal.SIGKILL, {}),
+        ("exec sleep 60", 0, {"is_ended": True}),  # once its input ends
+        ("sleep 60 & kill -TERM $PPID; exec sleep 60", 128 + signal.SIGTERM, {"written": b"ignored"}),
+        ("trap '' TERM; kill -HUP $PPID; while :; do sleep 60; done", 128 + signal.SIGHUP, {"grace_seconds": 0.1}),
+    ],
+)
+def test_a_guard_passes_on_how_its_engine_ended_or_why_it_ended_it(
+    guard: Guard, script: str, code: int, options: dict[str, Any]
+) -> None:
+    assert guard(script, **options) == code
 
 
 def test_what_an_engine_left_behind_ends_with_it(guard: Guard, tmp_path: Path) -> None:
-    assert guard(_ORPHAN) == 0
+    assert guard("setsid sleep 60 & echo $! > orphan") == 0  # in a session of its own, and its parent ends
     assert not is_running(int((tmp_path / "orphan").read_text()))
-
-
-def test_an_engine_ends_once_the_input_of_its_guard_does(guard: Guard) -> None:
-    assert guard("exec sleep 60", is_ended=True) == 0
-
-
-def test_a_signal_to_the_guard_ends_an_engine_and_is_its_code(guard: Guard) -> None:
-    assert guard("sleep 60 & kill -TERM $PPID; exec sleep 60", written=b"ignored") == 128 + signal.SIGTERM
-
-
-def test_an_engine_that_does_not_end_when_it_is_asked_to_is_killed(guard: Guard) -> None:
-    script = "trap '' TERM; kill -HUP $PPID; while :; do sleep 60; done"
-    assert guard(script, grace_seconds=0.1) == 128 + signal.SIGHUP

@@ -58,16 +58,6 @@ def test_an_engine_does_not_outlive_a_program_that_is_killed(tmp_path: Path, num
     assert wait_for(folder, 0) == []
 
 
-def test_an_engine_ends_even_if_its_guard_was_killed(tmp_path: Path) -> None:
-    process, client = _start(tmp_path)
-    process.wait_until(client.ready, 30)
-    engine, child = sorted(running(tmp_path), key=lambda each: _parent(each) in running(tmp_path))
-    os.kill(_parent(engine), signal.SIGKILL)
-    assert wait_for(tmp_path, 1) == [child]  # it has left the engine's group
-    process.stop()
-    assert running(tmp_path) == []
-
-
 def test_engines_of_a_program_that_was_killed_with_its_guard_end_at_the_next_start(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("orphaned", "running", "next")]
     for folder in folders:

@@ -88,16 +88,6 @@ def test_a_command_of_vllm_gets_its_own_configuration(tiny_target: Target) -> No
         backend.arguments(SpeculativeConfig("lookahead", 3), 80)
 
 
-def test_a_running_server_has_one_configuration(tiny_target: Target) -> None:
-    backend = ServerBackend(tiny_target, **_RUNNING)
-    space = backend.restrict(SearchSpace(tiny_target.layers, methods=["none", "prompt_lookup"]))
-    assert space.params(SpeculativeConfig.from_dict(_SERVED)) == {"method": "prompt_lookup"}
-    other = ServerBackend(tiny_target, **_RUNNING | {"candidate": {"method": "retrieval"}})
-    assert other.restrict(SearchSpace(tiny_target.layers, methods=["none", "retrieval"])).lookups() == []
-    described = other.describe()
-    assert described["urls"] == [_URL, _URL] and described["target"] == tiny_target.digest
-
-
 def test_reduced_vocabularies_are_for_the_own_decoder(tiny_target: Target) -> None:
     space = SearchSpace(
         tiny_target.layers,

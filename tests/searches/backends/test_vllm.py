@@ -20,6 +20,8 @@ from searches.backends.running_engine import RunningEngine
 from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend, refusal, served_folder, vllm_config
 from searches.space.search_space import SearchSpace
+from tests.accelerator import DEVICE
+from tests.gguf_files import save_gguf
 
 
 def save_head(target: Target, folder: Path, **shape: Any) -> None:
@@ -67,7 +69,6 @@ def test_configurations_have_the_fields_that_vllm_documents(
 @pytest.mark.parametrize(
     ("described", "method"),
     [
-        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "eagle3"),
         ({"speculators_model_type": "eagle"}, "eagle"),
@@ -158,14 +159,15 @@ def test_a_space_has_nothing_that_vllm_lacks(tiny_target: Target) -> None:
     assert backend.restrict(found) == found
 
 
-def test_a_model_from_a_gguf_file_is_saved_once_and_computes_the_same(smollm2: Target, tmp_path: Path) -> None:
-    folder = Path(served_folder(smollm2, tmp_path))
+def test_a_model_from_a_gguf_file_is_saved_once_and_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:
+    target = load_target(str(save_gguf(tiny_folder, tmp_path / "tiny.gguf")), dtype="float32", device=DEVICE)
+    folder = Path(served_folder(target, tmp_path))
     assert folder.parent == tmp_path and "quantization_config" not in json.loads((folder / "config.json").read_text())
     before = (folder / "model.safetensors").stat().st_mtime_ns
-    assert served_folder(smollm2, tmp_path) == str(folder)
+    assert served_folder(target, tmp_path) == str(folder)
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
-    again = load_target(str(folder), dtype="float32", device=str(smollm2.device))
-    assert again.weights_sample == smollm2.weights_sample and again.tokenizer_digest == smollm2.tokenizer_digest
+    again = load_target(str(folder), dtype="float32", device=DEVICE)
+    assert again.weights_sample == target.weights_sample and again.tokenizer_digest == target.tokenizer_digest
 
 
 def test_a_trained_head_is_saved_in_vllms_layout_once(tiny_target: Target, tmp_path: Path) -> None:
