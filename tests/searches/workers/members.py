@@ -29,6 +29,7 @@ from tests.searches.programs import FORKS
 NAME = "study"
 BEAT = 0.05  # seconds
 _ALL_LIVE = 1000  # beats; on a busy machine, processes stand still for some
+PIECES = [f"piece {number}" for number in range(5)]
 SPACE = SearchSpace(6, methods=["none", "prompt_lookup"])
 
 
@@ -71,28 +72,24 @@ def wait_until(done: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def count(place: str, file: Path, times: int) -> None:
-    """Add one to the number in a file again and again, which needs a lock."""
-    with member(place, patience=_ALL_LIVE) as pool:
-        for _ in range(times):
-            with pool.claim("number"):
-                number = int(file.read_text())
-                time.sleep(0.01)
-                file.write_text(str(number + 1))
-
-
-def share(place: str, file: Path) -> None:
-    """Share five pieces of work, each of which appends a line to a file, and write down the values."""
+def work_together(place: str, folder: Path) -> None:
+    """Add one to a number in a file, which needs a lock, and share pieces of work; write down what was found."""
+    number, lines = folder / "number", folder / "lines"
     with member(place, patience=_ALL_LIVE) as pool:
 
         def work(name: str) -> list[str]:
-            with file.open("a") as lines:
-                lines.write(f"{name}\n")
+            with lines.open("a") as file:
+                file.write(f"{name}\n")
             time.sleep(0.02)
             return [name, pool.name]
 
-        values = dict(pool.share_all([f"piece {number}" for number in range(5)], work))
-    file.with_name(f"values-{os.getpid()}").write_text(repr(sorted(values.items())))
+        for _ in range(4):
+            with pool.claim("number"):
+                before = int(number.read_text())
+                time.sleep(0.01)
+                number.write_text(str(before + 1))
+        values = dict(pool.share_all(PIECES, work))
+    (folder / f"values-{os.getpid()}").write_text(repr(sorted(values.items())))
 
 
 def hold(place: str, held: Path, seconds: float = 60.0) -> None:

@@ -170,16 +170,6 @@ def test_a_worker_that_was_presumed_dead_takes_another_slot(database: str) -> No
         assert pool.worker > before
 
 
-def test_an_interrupt_while_a_worker_waits_closes_its_slot(database: str) -> None:
-    def repair(trials: object, snapshot: Snapshot) -> bool:
-        raise KeyboardInterrupt
-
-    with member(database, beat=60) as pool:
-        with pytest.raises(KeyboardInterrupt):
-            take_slot(pool, study_in(opened(database)), 1, repair)
-        assert [row.state for row in of_kind(pool.board.rows(), "slot")] == [TrialState.COMPLETE]
-
-
 def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
     study = optuna.create_study(direction="maximize")
     study.enqueue_trial({"length": 4})
