@@ -43,6 +43,15 @@ def test_a_journal_that_cannot_be_written_is_refused(path: str, tmp_path: Path) 
         open_journal(tmp_path / path, alone=True)
 
 
+@pytest.mark.parametrize("content", [b"SQLite format 3\0and more", b"notes\nof mine"])
+def test_a_file_that_is_not_a_journal_is_not_changed(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "studies.db"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=f"^study.storage: {file} is no Optuna journal"):
+        open_journal(file, alone=True)
+    assert file.read_bytes() == content
+
+
 def _failing(times: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Make the first attempts to open a database fail; return the list of attempts."""
     attempts: list[str] = []
