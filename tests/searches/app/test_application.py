@@ -107,12 +107,6 @@ def test_a_disk_that_fills_up_ends_with_one_line_and_the_study_resumes(small_dis
     assert (outputs / "filling" / "best.json").exists()
 
 
-def _error(path: Path, mode: str = "w") -> OSError:
-    with pytest.raises(OSError, match="Errno") as raised, path.open(mode, buffering=1) as file:
-        file.write("line\n")
-    return raised.value
-
-
 @pytest.mark.parametrize(
     ("error", "line"),
     [

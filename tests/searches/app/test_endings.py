@@ -143,19 +143,3 @@ assert file.name == "opened"
     assert done.returncode == 0
     assert (tmp_path / "opened").read_text() == lost
     assert written is None or (tmp_path / "out").stat().st_size == written + 1
-
-
-def test_a_pipe_that_does_not_block_gets_everything() -> None:
-    program = """
-import sys
-sys.argv[0] = "-m"
-import searches
-print("x" * 1_000_000)
-"""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    with subprocess.Popen([sys.executable, "-c", program], stdout=writer, env=environment()) as process:
-        os.close(writer)
-        with os.fdopen(reader, "rb") as pipe:
-            assert len(pipe.read()) == 1_000_001
-    assert process.returncode == 0

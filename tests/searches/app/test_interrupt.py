@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sqlite3
-import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -83,15 +82,6 @@ def test_an_error_of_the_write_is_raised_or_is_the_context_of_the_interrupt() ->
     assert not is_interrupt(wrapped)
     wrapped.__cause__ = KeyboardInterrupt()  # a driver raises its own error from it
     assert is_interrupt(wrapped)
-
-
-def test_another_error_in_a_finaliser_is_shown_and_interrupts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, sent = [], []
-    monkeypatch.setattr(sys, "__unraisablehook__", shown.append)
-    monkeypatch.setattr(signal, "pthread_kill", lambda *again: sent.append(again))
-    dropped = SimpleNamespace(exc_type=ValueError)
-    resend_interrupt(dropped)  # type: ignore[arg-type]
-    assert (shown, sent) == ([dropped], [])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from searches.app.application import run
-from searches.app.checks import InputError
 from searches.app.interrupt import Terminated
 
 pytestmark = pytest.mark.system
@@ -96,26 +95,13 @@ def test_the_command_ends_with_the_code_and_the_line_of_its_job(
     (tmp_path / "file").touch()
     given = [override.format(tmp_path) for override in (*more, "hydra.sweep.dir={}/jobs", "study.n_trials=7")]
     assert _launch(_fail_as_worker_1, *given, monkeypatch=monkeypatch) == code
-    stderr = capsys.readouterr().err
+    stdout, stderr = capsys.readouterr()
     assert stderr.splitlines()[-1] == line.format(tmp_path)
+    assert stdout.splitlines()[-1] == f"| worker=1 | {code} | {line.format(tmp_path)} |"
     # A defect has its traceback where the job ran.
     assert stderr.count("Traceback") == (code == 1)
     assert SEEN in ([], [(0, 7), (1, 7)])
     assert "Error executing job with overrides" in stderr  # says which job
-
-
-def _refuse_or_fail(config: DictConfig) -> None:
-    if config.worker == 0:
-        raise InputError("seed: is refused")
-    raise ArithmeticError("a defect")
-
-
-def test_the_worst_job_decides_and_a_table_lists_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _launch(_refuse_or_fail, f"outputs={tmp_path}", monkeypatch=monkeypatch) == 1
-    rows = ["| worker=0 | 2 | error: seed: is refused |", "| worker=1 | 1 | ArithmeticError: a defect |"]
-    assert capsys.readouterr().out.splitlines()[2:] == rows
 
 
 def test_a_launcher_without_its_cluster_ends_with_one_line(

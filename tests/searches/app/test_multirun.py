@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 from omegaconf import DictConfig
 
-from searches.app.application import Job, run, table, worst
+from searches.app.application import run, worst
 from searches.app.checks import InputError
 
 pytestmark = pytest.mark.system
@@ -76,20 +76,8 @@ def test_a_signal_ends_all_jobs(
     assert shown.err.splitlines()[-1] == line
 
 
-def test_a_single_job_has_no_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _end([_refuse], tmp_path, monkeypatch) == (2, [0])
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize(
     ("codes", "last"), [([0], 0), ([0, 3], 3), ([3, 4], 4), ([4, 2], 2), ([2, 1, 4], 1), ([1, 130, 143, 0], 143)]
 )
 def test_the_worst_code(codes: list[int], last: int) -> None:
     assert worst(codes) == last
-
-
-def test_a_table_shows_the_overrides_that_differ() -> None:
-    jobs = [Job(("target=local", "seed=0", f"++sampler={name}"), 0, "finished") for name in ("tpe", "random")]
-    assert table(jobs).splitlines()[2:] == ["| sampler=tpe | 0 | finished |", "| sampler=random | 0 | finished |"]

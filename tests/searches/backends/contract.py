@@ -92,12 +92,6 @@ class BackendContract:
             assert TOKENS < sample.tokens <= 2 * TOKENS
             assert (sample.lossless.compared, sample.lossless.verdict) == (2, "exact")
 
-    def test_a_comparison_that_stops_early_can_be_followed_by_another(self, backend: Backend) -> None:
-        rows = iter(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
-        next(rows)
-        del rows
-        assert len(measure(backend, self.other, PROMPTS, TASK).candidate) == len(PROMPTS)
-
     def test_a_back_end_can_be_used_after_it_was_closed(self, backend: Backend) -> None:
         measure(backend, self.config, PROMPTS, TASK)
         backend.close()

@@ -13,10 +13,9 @@ import optuna
 import pytest
 from mlflow.tracking import MlflowClient
 
-from layerskip import Export, Sampling, SkipMask, Target
+from layerskip import Export
 from layerskip.measure.measurement import Sample
-from searches.bridges.spec import BridgeSpec
-from searches.bridges.store import BRIDGES_FOLDER, BridgeStore, BridgingSettings
+from searches.bridges.store import BRIDGES_FOLDER
 from searches.report import markdown as report
 from searches.study import budget as budgets
 from searches.study.budget import FINALS, FITS, OPENING, PREDICTIONS, SHARED, TRIALS, Budget, TimeLedger, recorded_seconds
@@ -114,39 +113,6 @@ def _kept(outputs: Path) -> dict[str, float]:
     """Return the seconds of every fit in the bridge store, from its files."""
     found = {path.parent.name: json.loads(path.read_text()) for path in outputs.glob(f"{BRIDGES_FOLDER}/*/*/head.json")}
     return {name: about["training"]["seconds"] for name, about in found.items() if about["kind"] == "bridge"}
-
-
-@pytest.mark.system
-def test_fits_count_once_in_every_study_that_uses_them(tiny_target: Target, tmp_path: Path) -> None:
-    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("layers:1", "layers:1-2", "mlp:1")]
-    first, second = optuna.create_study(), optuna.create_study()
-
-    def use(study: optuna.Study, *used: SkipMask) -> None:
-        ledgers = TimeLedger(study), TimeLedger(study, SHARED)
-        store = BridgeStore(tiny_target, Sampling(), BridgingSettings(600, 16, 8, 2**24), tmp_path, 0)
-        store.report_cost, store.report_texts_cost = (ledger.use for ledger in ledgers)
-        with counting_preparation(study, ledgers):
-            for mask in used:
-                store.bridge(mask, BridgeSpec("linear"))
-            assert store.texts
-
-    begin = time.monotonic()
-    use(first, *masks, *masks)  # each is used twice
-    wall, kept = time.monotonic() - begin, _kept(tmp_path)
-    assert len(kept) == 3
-    assert sum(kept.values()) < report.search_seconds(first, NO_FINALS) <= wall  # includes reading the texts once
-    assert f"took {sum(recorded_seconds(first, FITS).values()):.0f} seconds, 3 times" in report.summary(first, None)
-    use(second, masks[0])
-    shared = recorded_seconds(second, SHARED)
-    assert shared == recorded_seconds(first, SHARED)
-    assert {name.split()[0] for name in shared} == {"texts", "reading"} and min(shared.values()) > 0
-    (used,) = recorded_seconds(second, FITS)
-    assert recorded_seconds(second, FITS) == {used: kept[used]}
-    assert report.search_seconds(second, NO_FINALS) >= kept[used] + sum(shared.values())
-    use(second, SkipMask.parse("mlp:0", tiny_target.layers))  # reads the texts again, which counts no second time
-    assert recorded_seconds(second, SHARED) == shared
-    (fitted,) = _kept(tmp_path).keys() - kept.keys()
-    assert recorded_seconds(second, FITS)[fitted] == _kept(tmp_path)[fitted]
 
 
 @pytest.mark.system

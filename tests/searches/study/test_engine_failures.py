@@ -63,13 +63,6 @@ def test_a_failed_trial_keeps_its_reason_and_is_tried_twice() -> None:
     assert "- 0: the engine failed: out of memory at layer 3\n" in text
 
 
-def test_rows_before_a_failure_do_not_rank_a_configuration() -> None:
-    bad = lookup(8)
-    study = run_known(Failing({bad: 9.0}, fails=[bad], after=2), lookup(4), bad)
-    assert study.trials[1].user_attrs["measurement"]["prompts"] == 2
-    assert [entry.config for entry in ranking(study)] == [lookup(4)]
-
-
 def test_an_engine_that_runs_nothing_ends_the_study() -> None:
     configs = [lookup(length) for length in (4, 6, 8)]
     bench = Failing({}, fails=[SpeculativeConfig()])
@@ -99,14 +92,6 @@ def test_a_finalist_that_fails_is_dropped(after: int, tmp_path: Path) -> None:
     bench.asked.clear()
     assert measure_finals(study, bench, HELD_OUT, SETTINGS, 0, RunControl(tmp_path)) == finals
     assert not bench.asked
-
-
-def test_finals_end_if_plain_decoding_fails() -> None:
-    bench = Failing({lookup(4): 1.5})
-    study = run_known(bench, lookup(4))
-    bench.fails = [SpeculativeConfig()]
-    with pytest.raises(BackendError):
-        measure_finals(study, bench, HELD_OUT, MeasureSettings(), 0)
 
 
 class _Engine:

@@ -29,13 +29,6 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def test_the_machine_is_one_line(tiny_target: Target) -> None:
-    line = machine.describe(tiny_target, "float32")
-    assert line.startswith("machine: ")
-    assert torch.backends.cpu.get_cpu_capability() in line or tiny_target.device.type != "cpu"
-    assert line.endswith("float32, because target.dtype=float32 asks for it")
-
-
 def test_the_data_type_follows_the_instruction_set_that_torch_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert choose_dtype("auto", torch.device("cpu"))[0] == torch.float32

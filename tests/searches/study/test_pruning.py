@@ -112,13 +112,6 @@ def test_the_bound_widens_with_prediction_errors() -> None:
     assert _error(lookups, "layer_skip") == pytest.approx(0.15)  # errors of lookups do not count for masks
 
 
-def test_trials_on_other_prompts_do_not_calibrate_predictions() -> None:
-    bound = _estimate(AWFUL, *(_trial(SpeculativeConfig("layer_skip", i), 1.1, 0.9, ("y",)) for i in range(1, 9)))
-    assert bound.to_beat == pytest.approx(1.1)
-    assert bound.predicted is not None
-    assert bound.upper == pytest.approx(bound.predicted * UNKNOWN)
-
-
 class _Pessimist:
     """Estimator that bounds one configuration below the leader, and no others."""
 

@@ -93,26 +93,6 @@ def test_a_supervisor_that_is_interrupted_interrupts_its_workers(
     assert Path("interrupted").exists()
 
 
-def test_a_second_ctrl_c_kills_workers_that_do_not_end(database: str, tmp_path: Path) -> None:
-    _worker(f"trap '' INT; {_WAITING}")
-    workers = LocalWorkers([], [Place({})], tmp_path / "outputs", StudySettings(storage=database))
-    (process,) = workers._processes
-    wait, waits = process.wait, []
-
-    def interrupted() -> int:
-        waits.append(process.poll())
-        if len(waits) == 1:
-            raise KeyboardInterrupt
-        return wait()
-
-    process.wait = interrupted  # type: ignore[method-assign, assignment]
-    wait_until(Path("began").exists)
-    with pytest.raises(KeyboardInterrupt):
-        workers.stop()
-    assert workers.codes() == [128 + signal.SIGKILL]
-    assert waits[0] is None  # it ran when Ctrl-C came again
-
-
 def test_the_progress_of_the_study_is_shown(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -120,22 +119,9 @@ def study_in(storage: BaseStorage, seed: int = 0) -> optuna.Study:
     )  # fmt: skip
 
 
-def search(place: str, trials: int, record: Path, hours_ahead: float = 0.0) -> None:
-    """Run trials of the study until it has enough, and append the numbers of those that finished here to a file.
-
-    ``hours_ahead`` puts the clock of this process ahead.
-    """
+def search(place: str, trials: int, record: Path) -> None:
+    """Run trials of the study until it has enough, and append the numbers of those that finished here to a file."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    now, seconds = datetime.now, time.time
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-            return now(tz) + timedelta(hours=hours_ahead)
-
-    optuna.storages._rdb.storage.datetime = Clock  # type: ignore[attr-defined, misc]
-    optuna.trial._frozen.datetime.datetime = Clock  # type: ignore[attr-defined, misc]
-    time.time = lambda: seconds() + 3600 * hours_ahead
     with member(place, beat=0.2, patience=30) as pool:
         study = study_in(pool.board._storage, pool.seed)
         objective = Objective(Slow({}), SPACE, PROMPTS, SETTINGS, seed=0)

@@ -18,7 +18,7 @@ from searches.study.budget import Budget
 from searches.study.objective import Objective
 from searches.study.study import DUPLICATE_OF, StudySettings, requeue_unfinished, run_trials
 from searches.tracking.names import WORKER
-from searches.workers.board import Snapshot, of_kind
+from searches.workers.board import of_kind
 from searches.workers.slots import FINISHED, take_slot
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
 from tests.searches.workers import members
@@ -41,11 +41,11 @@ def _finished(study: optuna.Study) -> int:
 
 
 def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path: Path) -> None:
-    """Three workers, one with a clock that is an hour ahead; two are killed, two interrupted, and all four replaced."""
+    """Of three workers, two are killed, two interrupted, and all four replaced."""
     record, moment = tmp_path / "record", random.Random(3)
 
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(started(members.search, database, TRIALS, record, float(i == 0))) for i in range(3)]
+        processes = [stack.enter_context(started(members.search, database, TRIALS, record)) for _ in range(3)]
         for number in range(4):
             time.sleep(moment.uniform(0.05, 0.3))
             victim = moment.randrange(3)
@@ -53,8 +53,7 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
             assert pid is not None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, (signal.SIGKILL, signal.SIGINT)[number % 2])
-            arguments = members.search, database, TRIALS, record, float(number % 2)
-            processes[victim] = stack.enter_context(started(*arguments))
+            processes[victim] = stack.enter_context(started(members.search, database, TRIALS, record))
         for process in processes:
             process.join(60)
             assert process.exitcode == 0
@@ -150,24 +149,6 @@ def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(databas
         assert _run(study, 1, Stolen({}), pool=pool) == []
     states = [trial.state for trial in study.trials]
     assert sorted(states) == sorted([TrialState.FAIL, TrialState.COMPLETE])
-
-
-def test_a_worker_that_was_presumed_dead_takes_another_slot(database: str) -> None:
-    """It notices while it waits for its turn."""
-    study, looks = study_in(opened(database)), list[Snapshot]()
-    with member(database, beat=60) as other, member(database, beat=60) as pool:
-        before = pool.worker
-
-        def repair(trials: object, snapshot: Snapshot) -> bool:
-            looks.append(snapshot)
-            return len(looks) == 1 and other.board.finish(before, TrialState.FAIL)
-
-        slot = take_slot(pool, study, 1, repair)
-        assert slot is not None
-        lost, taken = of_kind(other.snapshot().rows, "slot")
-        assert (lost.user_attrs["worker"], lost.state) == (before, TrialState.FAIL)
-        assert (taken.user_attrs["worker"], taken.number) == (pool.worker, slot.number)
-        assert pool.worker > before
 
 
 def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
