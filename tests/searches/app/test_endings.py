@@ -111,20 +111,11 @@ def test_a_result_that_is_printed_must_reach_its_reader(
         assert ended.stderr == errors
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    ("redirected", "unbuffered", "written", "lost"),
-    [
-        (">&- 2>&-", "", None, "None"),
-        ("> /dev/full", "", None, "28"),
-        ("> /dev/full", "1", None, "28"),
-        ("2>&1 | true", "1", None, "None"),
-        ("> out", "", 1_000_002, "None"),
-        ("> out", "1", 1_000_002, "None"),
-    ],
+    ("redirected", "lost"), [(">&- 2>&-", "None"), ("> /dev/full", "28"), ("2>&1 | true", "None"), ("> out", "None")]
 )
-def test_descriptors_of_a_new_process(
-    redirected: str, unbuffered: str, written: int | None, lost: str, tmp_path: Path
-) -> None:
+def test_descriptors_of_a_new_process(redirected: str, unbuffered: str, lost: str, tmp_path: Path) -> None:
     program = """
 import sys
 sys.argv[0] = "-m"  # as Python has it while it looks for the program
@@ -142,4 +133,5 @@ assert file.name == "opened"
     done = subprocess.run(shell, cwd=tmp_path, env=environment() | {"PYTHONUNBUFFERED": unbuffered}, check=False)
     assert done.returncode == 0
     assert (tmp_path / "opened").read_text() == lost
-    assert written is None or (tmp_path / "out").stat().st_size == written + 1
+    if redirected == "> out":
+        assert (tmp_path / "out").stat().st_size == 1_000_003

@@ -16,7 +16,6 @@ from layerskip.measure.measurement import Sample
 from searches.report import markdown as report
 from searches.space.search_space import SearchSpace
 from searches.study.finals import Finals, RunControl, measure_finals, measure_held_out
-from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings, Objective
 from searches.study.study import StudySettings, run_trials
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
@@ -111,15 +110,6 @@ def test_the_last_finalist_is_measured_until_it_differs_from_plain_decoding(
     _finals(study, bench, held_out_repeats=3)
     assert bench.count(FAST) == repeats * 24
     assert bench.count(THIRD) == 12
-
-
-def test_trained_finalists_take_part() -> None:
-    bench = Known({FAST: 1.3, THIRD: 1.6})
-    study = run_known(bench, FAST)
-    also = [replace(ranking(study)[0], config=THIRD)]  # as if made from the first; no trial measured it
-    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1), 0, also=also)
-    assert finals.winner.config == THIRD
-    assert {finalist.config for finalist in finals.finalists} == {FAST, THIRD}
 
 
 @pytest.mark.usefixtures("a_second_a_row")
