@@ -122,6 +122,7 @@ def _copy(value: Any) -> Any:
 
 def _launch(task: Callable[[DictConfig], Any], *overrides: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
     """Run two workers of a program; return its exit code."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     SEEN.clear()
     monkeypatch.setitem(sys.modules, "hydra_plugins.pickled", sys.modules[__name__])
     ConfigStore.instance().store("pickled", {"_target_": "hydra_plugins.pickled.PickledLauncher"}, "hydra/launcher")
@@ -144,7 +145,7 @@ def _fail_as_worker_1(config: DictConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "line"),
+    ("own", "code", "line"),
     [
         (["outputs={}/file"], 2, "error: outputs: {}/file is not a folder"),
         (["outputs={}", "seed=0"], 1, "lines"),
@@ -153,12 +154,7 @@ def _fail_as_worker_1(config: DictConfig) -> None:
     ],
 )
 def test_the_command_ends_with_the_code_and_the_line_of_its_job(
-    own: list[str],
-    code: int,
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    own: list[str], code: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     given = [override.format(tmp_path) for override in (*own, "hydra.sweep.dir={}/jobs", "study.n_trials=7")]
@@ -175,7 +171,6 @@ def test_the_command_ends_with_the_code_and_the_line_of_its_job(
 def test_a_launcher_without_its_cluster_ends_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     monkeypatch.setenv("PATH", str(tmp_path))
     overrides = ("hydra/launcher=submitit_slurm", f"outputs={tmp_path}")
     assert _launch(_see, *overrides, monkeypatch=monkeypatch) == 1

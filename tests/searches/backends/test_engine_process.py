@@ -157,8 +157,6 @@ def test_a_held_port_is_for_the_server_that_is_told_it() -> None:
 _LEFT = 99  # exit code of a guard that left a process behind
 
 Guard = Callable[..., int]
-
-
 guarded = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 
 

@@ -6,7 +6,6 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,14 +27,6 @@ pytestmark = pytest.mark.system
 
 _LOG = "machine/0 works on study some"
 _WAITING = "touch began; while [ ! -e end ]; do sleep 0.02; done"
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """Restores what a worker does with Ctrl-C."""
-    handler = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture
