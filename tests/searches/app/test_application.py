@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -28,15 +29,15 @@ def _refused(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-def test_ctrl_c_in_a_finaliser_ends_the_program(tmp_path: Path) -> None:
-    program = """
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_finaliser_ends_the_program(number: signal.Signals, tmp_path: Path) -> None:
+    program = f"""
 import signal, time
 from searches.app.application import run
-from searches.benchmark.program import benchmark
 
 class Dying:
     def __del__(self):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal({number:d})
 
 def task(config):
     Dying()
@@ -47,8 +48,7 @@ run("datastore", task)
 """
     (tmp_path / "dying.py").write_text(program, encoding="utf-8")
     ended = fork("dying.py", cwd=tmp_path, timeout=50)
-    assert ended.returncode == 130, ended.stderr
-    assert ended.stdout == "dropped\n"
+    assert (ended.returncode, ended.stdout) == (128 + number, "dropped\n"), ended.stderr
     assert ended.stderr == "interrupted; the same command continues from here\n"
 
 

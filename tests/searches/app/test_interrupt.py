@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import signal
 import sqlite3
-import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +14,6 @@ from searches.app.interrupt import (
     interrupt_code,
     interruptible,
     is_interrupt,
-    resend_interrupt,
 )
 
 pytestmark = pytest.mark.system
@@ -82,24 +79,6 @@ def test_an_error_of_the_write_is_raised_or_is_the_context_of_the_interrupt() ->
     assert not is_interrupt(wrapped)
     wrapped.__cause__ = KeyboardInterrupt()  # a driver raises its own error from it
     assert is_interrupt(wrapped)
-
-
-@pytest.mark.parametrize(
-    ("dropped", "number"), [(KeyboardInterrupt(), signal.SIGINT), (Terminated(signal.SIGTERM), signal.SIGTERM)]
-)
-def test_a_signal_in_a_finaliser_is_sent_again(
-    dropped: BaseException, number: signal.Signals, handlers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent, done = [], threading.Event()
-
-    def send(thread: int, number: int) -> None:
-        sent.append((thread, number))
-        done.set()
-
-    monkeypatch.setattr(signal, "pthread_kill", send)
-    resend_interrupt(SimpleNamespace(exc_type=type(dropped), exc_value=dropped))  # type: ignore[arg-type]
-    assert done.wait(10)
-    assert sent == [(threading.main_thread().ident, number)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Callable
@@ -115,9 +114,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(
             assert stats.accepted <= sample.stats.accepted <= stats.accepted + config.num_speculative_tokens
 
 
-def test_the_exported_command_serves_the_text_of_plain_decoding_and_is_verified(
-    python: str, tiny_target: Target, tmp_path: Path, launch: Launch
-) -> None:
+def test_the_exported_command_serves_the_text_of_plain_decoding(python: str, tiny_target: Target, tmp_path: Path) -> None:
     environment = {"device": "cpu", "backend": {"name": "vllm", "args": list(ARGS)}}
     best = tmp_path / "best.json"
     Export(Export.describe(tiny_target), LOOKUP, environment=environment).save(best)
@@ -134,18 +131,5 @@ def test_the_exported_command_serves_the_text_of_plain_decoding_and_is_verified(
             expected = generate(tiny_target, item.messages(), max_new_tokens=24)
             answer = client.complete(tiny_target.encode(item.messages()), Task(max_new_tokens=24))
             assert (answer.text, list(answer.tokens or ())) == (expected.text, list(expected.tokens))
-        plain = VllmBackend(tiny_target, python=python, args=ARGS)._start(SpeculativeConfig())
-        urls = (f"backend.baseline_url={plain.client.url}", f"backend.candidate_url={client.url}")
-        lines = [json.dumps({"prompt": f"the cat and the cat {place}"}) for place in range(12)]
-        (tmp_path / "short.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        options = [*urls, "backend=server", "prompts=jsonl", "prompts.path=short.jsonl", "measure.max_repeats=1"]
-        options += ["measure.max_new_tokens=12", "target.device=cpu"]
-        done = launch("verify", f"export={best}", *options, cwd=tmp_path)
-        plain.stop()
-        assert done.returncode in (0, 3, 4), done.stderr  # a verdict; which one depends on the machine
     finally:
         server.stop()
-    record = json.loads((tmp_path / "outputs" / "verify.json").read_text(encoding="utf-8"))
-    assert record["measured"]["losslessness"]["verdict"] == "exact"
-    assert record["measured"]["acceptance_rate"] > 0
-    assert record["environment"]["backend"]["name"] == "server"
