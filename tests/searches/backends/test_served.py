@@ -275,21 +275,6 @@ def test_a_command_is_filled_in_for_a_configuration_and_cut_for_plain_decoding(t
     assert own.arguments(_LOOKUP, 80) == backend.arguments(_LOOKUP, 80)
 
 
-def test_a_command_of_vllm_gets_its_own_configuration(tiny_target: Target) -> None:
-    backend = ServerBackend(tiny_target, command=_VLLM)
-    *front, option, value = backend.arguments(_LOOKUP, 80)
-    assert (front, option) == (shlex.split("vllm serve m --port 80"), "--speculative-config")
-    assert json.loads(value) == {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    }
-    assert backend.arguments(SpeculativeConfig(), 80) == front
-    with pytest.raises(BackendError, match="server: config.method: vLLM has no counterpart of lookahead"):
-        backend.arguments(SpeculativeConfig("lookahead", 3), 80)
-
-
 def test_reduced_vocabularies_are_for_the_own_decoder(tiny_target: Target) -> None:
     space = SearchSpace(
         tiny_target.layers,

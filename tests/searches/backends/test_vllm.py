@@ -34,10 +34,6 @@ def save_head(target: Target, folder: Path, **shape: Any) -> None:
     [
         (SpeculativeConfig(), {}),
         (
-            SpeculativeConfig("draft_model", 3, draft_model="a/model"),
-            {"method": "draft_model", "num_speculative_tokens": 3, "model": "in a folder: a/model"},
-        ),
-        (
             SpeculativeConfig("cross_tokenizer", 3, draft_model="another"),
             {
                 "method": "draft_model",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from optuna.trial import TrialState
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig
+from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Request, Sample
 from searches.backends.backend import BASELINE, BackendError, Workload
 from searches.report import markdown as report
@@ -94,24 +96,14 @@ def test_a_finalist_that_fails_is_dropped(after: int, tmp_path: Path) -> None:
     assert not bench.asked
 
 
-class _Engine:
-    """A back end with the samples of a bench."""
-
-    exact = False
-
-    def __init__(self, bench: Known) -> None:
-        self.bench = bench
-
-    def describe(self) -> dict[str, Any]:
-        return {"version": 1}
-
-    def compare(self, configs: Any, prompts: PromptSet, task: Any, workload: Workload, repeats: int, *rest: Any) -> Any:
-        return self.bench.compare(configs, prompts, repeats, task.seed, *rest)
-
-
 def test_throughput_compares_whole_requests() -> None:
-    config, engine = lookup(4), _Engine(Known({lookup(4): 2.0}))
-    benches = {goal: ModelBench(engine, Sampling(), 11, Workload(8, goal)) for goal in ("decoding", "throughput")}  # type: ignore[arg-type]
+    config, bench = lookup(4), Known({lookup(4): 2.0})
+
+    def compare(configs: Any, prompts: PromptSet, task: Task, _: Workload, repeats: int, *rest: Any) -> Any:
+        return bench.compare(configs, prompts, repeats, task.seed, *rest)
+
+    engine: Any = SimpleNamespace(exact=False, describe=dict, compare=compare)
+    benches = {goal: ModelBench(engine, Sampling(), 11, Workload(8, goal)) for goal in ("decoding", "throughput")}
     measured = {
         goal: Measurement.of(bench.compare({"candidate": config}, PROMPTS, 1, 0), BASELINE, "candidate")
         for goal, bench in benches.items()

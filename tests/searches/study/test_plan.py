@@ -37,16 +37,14 @@ def test_another_draft_model_or_head_in_the_same_folder_is_another_study(tmp_pat
         )
         return describe(config, load_target(str(model), dtype="float32", device=DEVICE), PromptSet.of(["x", "y"]))
 
-    settings = []
-    for idle in ((), (0,)):
+    drafts, heads = [], []
+    for idle, weights in (((), b"one"), ((0,), b"other")):
         save_tiny(draft, idle=idle)
-        settings.append(described("draft_model", f"space.ranges.draft_model.draft_model=[{draft}]"))
-    assert settings[0] != settings[1]
-    settings = []
-    for weights in (b"one", b"other"):
+        drafts.append(described("draft_model", f"space.ranges.draft_model.draft_model=[{draft}]"))
         (head / "pytorch_model.bin").write_bytes(weights)
-        settings.append(described("eagle", f"space.ranges.eagle.head=[{head}]"))
-    assert settings[0] != settings[1]
+        heads.append(described("eagle", f"space.ranges.eagle.head=[{head}]"))
+    assert drafts[0] != drafts[1]
+    assert heads[0] != heads[1]
 
 
 def test_heads_draft_chains_if_trees_cannot_be_verified(tmp_path: Path) -> None:

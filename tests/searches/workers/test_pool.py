@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import pytest
 from optuna.storages import InMemoryStorage
@@ -111,28 +111,16 @@ def test_of_workers_that_leave_the_last_finds_no_others(database: str) -> None:
     assert not [row for row in last.board.rows() if row.state == TrialState.RUNNING]
 
 
-class Failing(InMemoryStorage):
-    """A storage that fails once it is told to."""
-
-    error: Exception | None = None
-
-    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Any = None) -> bool:
-        if self.error is not None:
-            raise self.error
-        return bool(super().set_trial_state_values(trial_id, state, values))
-
-
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerPool, WorkerPool]]:
     """Two workers in this process, which beat when they are told to."""
     monkeypatch.setattr(pools, "_LONGEST_PAUSE", 0.05)
-    storage = Failing()
+    storage = InMemoryStorage()
     with (
         WorkerPool(storage, "study", beat_seconds=60, patience=2) as one,
         WorkerPool(storage, "study", beat_seconds=60) as other,
     ):
         yield one, other
-        storage.error = None
 
 
 def _claims(pool: WorkerPool) -> list[TrialState]:
@@ -178,12 +166,12 @@ def test_a_worker_without_signs_is_presumed_dead_after_some_beats_of_another(pai
 
 
 def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(pair: tuple[WorkerPool, WorkerPool]) -> None:
-    one, _ = pair
-    storage = one.board._storage
-    assert isinstance(storage, Failing)
-    storage.error = ConnectionRefusedError()
-    assert one.leave()
-    storage.error = None
+    def refuse(*_: object) -> NoReturn:
+        raise ConnectionRefusedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InMemoryStorage, "set_trial_state_values", refuse)
+        assert pair[0].leave()
 
 
 def test_a_process_ends_for_all_that_see_it() -> None:
