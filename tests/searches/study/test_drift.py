@@ -70,12 +70,6 @@ def test_a_longer_prompt_is_not_drift() -> None:
     assert drifted_rows(rows, 0.3) == [False, False, False, True, False, False]
 
 
-def test_rows_without_rounds_do_not_drift() -> None:
-    empty = _row(0, {"plain": 0.0, "one": 0.0}, rounds=0)
-    assert drifted_rows([empty, empty], 0.3) == [False, False]
-    assert drifted_rows([], 0.3) == []
-
-
 def test_measuring_drifted_rows_again_does_not_bias_speedups() -> None:
     """If only stalls of plain decoding were measured again, a speedup of 1.10 would come out as 1.03."""
     random = np.random.default_rng(0)

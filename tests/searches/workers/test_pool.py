@@ -148,23 +148,6 @@ def test_a_worker_that_was_presumed_dead_in_a_line_stands_in_it_anew(pair: tuple
     assert _claims(one) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
 
 
-def test_a_worker_without_signs_is_presumed_dead_after_some_beats_of_another(pair: tuple[WorkerPool, WorkerPool]) -> None:
-    one, other = pair
-    for _ in range(4):  # both are alive
-        one._beat()
-        other._beat()
-    assert one.snapshot().live == {one.worker, other.worker}
-    one._beat()  # sees the last beat of the other one
-    one._beat()
-    assert one.snapshot().live == {one.worker, other.worker}
-    one._beat()
-    assert one.snapshot().live == {one.worker}
-    before = other.worker
-    other._beat()  # it is alive after all
-    assert other.worker > before
-    assert one.snapshot().live == {one.worker, other.worker}
-
-
 def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(pair: tuple[WorkerPool, WorkerPool]) -> None:
     def refuse(*_: object) -> NoReturn:
         raise ConnectionRefusedError

@@ -14,7 +14,6 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from searches.study.budget import Budget
 from searches.study.objective import Objective
 from searches.study.study import DUPLICATE_OF, StudySettings, requeue_unfinished, run_trials
 from searches.tracking.names import WORKER
@@ -95,15 +94,6 @@ def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(dat
             assert _finished(study) == 2
         _run(study, 4, pool=late)  # it has more time
     assert _finished(study) == 4
-
-
-def test_the_start_of_a_further_worker_is_not_spent_twice(database: str) -> None:
-    study = study_in(opened(database))
-    with member(database) as first, member(database) as further:
-        Budget(study, 100.0, time.monotonic() - 30, first.leads()).save()
-        assert Budget(study, 100.0, time.monotonic() - 20, further.leads()).spent == pytest.approx(30, abs=2)
-    with member(database) as resumed:
-        assert Budget(study, 100.0, time.monotonic() - 20, resumed.leads()).spent == pytest.approx(50, abs=2)
 
 
 def test_a_configuration_that_another_worker_measures_is_not_measured_too(database: str) -> None:
