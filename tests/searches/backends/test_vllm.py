@@ -19,7 +19,7 @@ from searches.app.checks import InputError
 from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend, refusal, served_folder, vllm_config
 from tests.accelerator import DEVICE
-from tests.gguf_files import save_gguf
+from tests.tiny import save_gguf
 
 
 def save_head(target: Target, folder: Path, **shape: Any) -> None:

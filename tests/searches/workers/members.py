@@ -91,9 +91,9 @@ def work_together(place: str, folder: Path) -> None:
     (folder / f"values-{os.getpid()}").write_text(repr(sorted(values.items())))
 
 
-def hold(place: str, held: Path, seconds: float = 60.0) -> None:
+def hold(place: str, held: Path, seconds: float = 60.0, patience: int = 4) -> None:
     """Hold the claim ``thing``, and say so by a file."""
-    with member(place) as pool, pool.claim("thing"):
+    with member(place, patience=patience) as pool, pool.claim("thing"):
         held.touch()
         time.sleep(seconds)
 

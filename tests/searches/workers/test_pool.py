@@ -62,9 +62,11 @@ def test_the_claim_of_a_killed_worker_passes_on(
 
 
 def test_a_slow_holder_keeps_its_claim(database: str, tmp_path: Path) -> None:
-    with member(database) as pool, started(members.hold, database, tmp_path / "held", 0.6) as process:
+    patience = 20  # beats, which a busy machine needs
+    held = started(members.hold, database, tmp_path / "held", 1.6, patience)
+    with member(database, patience=patience) as pool, held as process:
         wait_until((tmp_path / "held").exists)
-        with pool.claim("thing"):  # twelve beats later
+        with pool.claim("thing"):  # 32 beats later
             process.join(30)
         assert process.exitcode == 0
         assert all(row.state != TrialState.FAIL for row in of_kind(pool.board.rows(), "worker"))
