@@ -16,6 +16,7 @@ from layerskip.engines.deployment import Unsupported
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
 from searches.app.checks import InputError
+from searches.backends.running_engine import RunningEngine
 from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend, refusal, served_folder, vllm_config
 from tests.accelerator import DEVICE
@@ -105,6 +106,14 @@ def test_a_command_serves_the_target_in_its_data_type(tiny_target: Target, tiny_
     for option, value in {"--dtype": "float32", "--port": "8123", "--max-model-len": "256"}.items():
         assert command[command.index(option) + 1] == value
     assert "--speculative-config" not in backend.command(SpeculativeConfig(), 8123)
+
+
+def test_an_engine_asks_for_no_key(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of another server")
+    started: list[Any] = []
+    monkeypatch.setattr(RunningEngine, "started", lambda *arguments: started.extend(arguments))
+    VllmBackend(tiny_target)._start(SpeculativeConfig())
+    assert (started[2]["VLLM_API_KEY"], started[2]["VLLM_NO_USAGE_STATS"]) == ("", "1")
 
 
 def test_a_model_from_a_gguf_file_is_saved_once_and_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:

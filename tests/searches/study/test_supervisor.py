@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import optuna
 import pytest
@@ -82,6 +83,20 @@ def test_a_supervisor_that_is_interrupted_interrupts_its_workers(
     done = launch("layerskip", "study.workers=1", "target.device=cpu", f"study.storage={database}", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (128 + number, "interrupted; the same command continues from here\n")
     assert Path("interrupted").exists()
+
+
+def test_a_second_ctrl_c_kills_workers_that_do_not_end(database: str, tmp_path: Path) -> None:
+    def interrupted() -> NoReturn:
+        raise KeyboardInterrupt
+
+    _worker(f"trap '' INT; {_WAITING}")
+    workers = LocalWorkers([], [Place({})], tmp_path / "outputs", StudySettings(storage=database))
+    wait_until(Path("began").exists)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers._processes[0], "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workers.stop()
+    assert workers.codes() == [128 + signal.SIGKILL]
 
 
 def test_the_progress_of_the_study_is_shown(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,15 +80,15 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
 def test_finished_trials_from_before_there_were_workers_count(database: str) -> None:
     study = study_in(opened(database))
     _run(study, 3)
-    with member(database) as pool:
+    with member(database, beat=60) as pool:
         _run(study, 5, pool=pool)
     assert _finished(study) == 5
 
 
 def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(database: str) -> None:
     study = study_in(opened(database))
-    with member(database) as late:
-        with member(database) as first:
+    with member(database, beat=60) as late:
+        with member(database, beat=60) as first:
             _run(study, 9, pool=first, seconds_left=lambda: 0.0)
             _run(study, 9, pool=late)
             assert _finished(study) == 2
@@ -98,7 +98,7 @@ def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(dat
 
 def test_a_configuration_that_another_worker_measures_is_not_measured_too(database: str) -> None:
     study, bench = study_in(opened(database)), Known({})
-    with member(database) as other, member(database) as pool:
+    with member(database, beat=60) as other, member(database, beat=60) as pool:
         slot = take_slot(other, study, 2)
         assert slot is not None
         running = study.ask()
@@ -139,6 +139,20 @@ def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(databas
         assert _run(study, 1, Stolen({}), pool=pool) == []
     states = [trial.state for trial in study.trials]
     assert sorted(states) == sorted([TrialState.FAIL, TrialState.COMPLETE])
+
+
+def test_a_worker_that_was_presumed_dead_while_it_waits_takes_another_slot(database: str) -> None:
+    with member(database, beat=60) as other, member(database, beat=60) as pool:
+        before, looks = pool.worker, iter([True])
+
+        def repair(*_: object) -> bool:
+            return next(looks, False) and other.board.finish(before, TrialState.FAIL)
+
+        slot = take_slot(pool, study_in(opened(database)), 1, repair)
+        lost, taken = of_kind(other.snapshot().rows, "slot")
+        assert slot is not None
+        assert (lost.user_attrs["worker"], lost.state) == (before, TrialState.FAIL)
+        assert (taken.user_attrs["worker"], taken.number) == (pool.worker, slot.number)
 
 
 def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
