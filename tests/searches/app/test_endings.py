@@ -27,27 +27,20 @@ def _with_output(output: str, module: str, folder: Path) -> Path:
     return program
 
 
-@pytest.mark.parametrize("number", _SIGNALS)
-def test_a_signal_during_imports_ends_with_one_line(number: signal.Signals, tmp_path: Path) -> None:
-    heavy = f"import os, time\nos.kill(os.getpid(), {number:d})\ntime.sleep(60)\n"
+@pytest.mark.parametrize(("number", "is_ignored"), [*((number, False) for number in _SIGNALS), (signal.SIGHUP, True)])
+def test_a_signal_during_imports_ends_with_one_line_unless_it_is_ignored(
+    number: signal.Signals, is_ignored: bool, tmp_path: Path
+) -> None:
+    heavy = f"import os, time\nos.kill(os.getpid(), {number:d})\ntime.sleep(0.1)\nraise SystemExit('imported')\n"
     (tmp_path / "omegaconf.py").write_text(heavy, encoding="utf-8")  # in place of the library, which is imported first
     paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    ended = subprocess.run(
-        command("layerskip"), env=environment() | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (128 + number, "interrupted before it began\n")
-
-
-def test_nohup_is_respected_during_imports(tmp_path: Path) -> None:
-    heavy = "import os\nos.kill(os.getpid(), 1)\nprint('imported')\nraise SystemExit\n"
-    (tmp_path / "omegaconf.py").write_text(heavy, encoding="utf-8")
-    paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    script = 'trap "" HUP; exec "$@"'
+    script = 'trap "" HUP; exec "$@"' if is_ignored else 'exec "$@"'  # as nohup does
     ended = subprocess.run(
         ["sh", "-c", script, "sh", *command("layerskip")],
         env=environment() | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (ended.returncode, ended.stdout) == (0, "imported\n"), ended.stderr
+    expected = (1, "imported\n") if is_ignored else (128 + number, "interrupted before it began\n")
+    assert (ended.returncode, ended.stderr) == expected
 
 
 @pytest.mark.parametrize(("number", "interrupted"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGHUP, True)])
@@ -118,20 +111,11 @@ def test_a_result_that_is_printed_must_reach_its_reader(
         assert ended.stderr == errors
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    ("redirected", "unbuffered", "written", "lost"),
-    [
-        (">&- 2>&-", "", None, "None"),
-        ("> /dev/full", "", None, "28"),
-        ("> /dev/full", "1", None, "28"),
-        ("2>&1 | true", "1", None, "None"),
-        ("> out", "", 1_000_002, "None"),
-        ("> out", "1", 1_000_002, "None"),
-    ],
+    ("redirected", "lost"), [(">&- 2>&-", "None"), ("> /dev/full", "28"), ("2>&1 | true", "None"), ("> out", "None")]
 )
-def test_descriptors_of_a_new_process(
-    redirected: str, unbuffered: str, written: int | None, lost: str, tmp_path: Path
-) -> None:
+def test_descriptors_of_a_new_process(redirected: str, unbuffered: str, lost: str, tmp_path: Path) -> None:
     program = """
 import sys
 sys.argv[0] = "-m"  # as Python has it while it looks for the program
@@ -149,22 +133,5 @@ assert file.name == "opened"
     done = subprocess.run(shell, cwd=tmp_path, env=environment() | {"PYTHONUNBUFFERED": unbuffered}, check=False)
     assert done.returncode == 0
     assert (tmp_path / "opened").read_text() == lost
-    assert written is None or (tmp_path / "out").stat().st_size == written + 1
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_pipe_that_does_not_block_gets_everything(unbuffered: str) -> None:
-    program = """
-import sys
-sys.argv[0] = "-m"
-import searches
-print("x" * 1_000_000)
-"""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    variables = environment() | {"PYTHONUNBUFFERED": unbuffered}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=writer, env=variables) as process:
-        os.close(writer)
-        with os.fdopen(reader, "rb") as pipe:
-            assert len(pipe.read()) == 1_000_001
-    assert process.returncode == 0
+    if redirected == "> out":
+        assert (tmp_path / "out").stat().st_size == 1_000_003

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import signal
 import sqlite3
-import sys
-import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +14,6 @@ from searches.app.interrupt import (
     interrupt_code,
     interruptible,
     is_interrupt,
-    resend_interrupt,
 )
 
 pytestmark = pytest.mark.system
@@ -79,60 +75,10 @@ def test_an_error_of_the_write_is_raised_or_is_the_context_of_the_interrupt() ->
     with pytest.raises(KeyboardInterrupt) as interrupt:
         fail(interrupted=True)
     assert isinstance(interrupt.value.__context__, sqlite3.OperationalError)
-
-
-def test_other_threads_handle_no_signals() -> None:
-    found = []
-
-    @defer_interrupt()
-    def begin() -> None:
-        with interruptible():
-            found.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=begin)
-    thread.start()
-    thread.join()
-    assert found == [signal.SIG_DFL]
-
-
-def test_an_interrupt_is_recognised_as_the_cause_of_a_drivers_error() -> None:
-    def commit() -> None:
-        try:
-            ctrl_c()
-        except KeyboardInterrupt as error:
-            raise sqlite3.OperationalError("database is locked") from error
-
-    with pytest.raises(sqlite3.OperationalError) as wrapped:
-        commit()
-    assert is_interrupt(wrapped.value)
-    assert not is_interrupt(sqlite3.OperationalError("database is locked"))
-
-
-def test_another_error_in_a_finaliser_is_shown_and_interrupts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, sent = [], []
-    monkeypatch.setattr(sys, "__unraisablehook__", shown.append)
-    monkeypatch.setattr(signal, "pthread_kill", lambda *again: sent.append(again))
-    dropped = SimpleNamespace(exc_type=ValueError)
-    resend_interrupt(dropped)  # type: ignore[arg-type]
-    assert (shown, sent) == ([dropped], [])
-
-
-@pytest.mark.parametrize(
-    ("dropped", "number"), [(KeyboardInterrupt(), signal.SIGINT), (Terminated(signal.SIGTERM), signal.SIGTERM)]
-)
-def test_a_signal_in_a_finaliser_is_sent_again(
-    dropped: BaseException, number: signal.Signals, handlers: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent, done = [], threading.Event()
-
-    def send(thread: int, number: int) -> None:
-        sent.append((thread, number))
-        done.set()
-
-    monkeypatch.setattr(signal, "pthread_kill", send)
-    resend_interrupt(SimpleNamespace(exc_type=type(dropped), exc_value=dropped))  # type: ignore[arg-type]
-    assert done.wait(10)
-    assert sent == [(threading.main_thread().ident, number)]
+    wrapped = sqlite3.OperationalError("database is locked")
+    assert not is_interrupt(wrapped)
+    wrapped.__cause__ = KeyboardInterrupt()  # a driver raises its own error from it
+    assert is_interrupt(wrapped)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

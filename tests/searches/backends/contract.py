@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import optuna
 import psutil
 import pytest
 
@@ -18,8 +17,6 @@ from layerskip import PromptSet, SpeculativeConfig, Target, generate
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Measurement, Sample
 from searches.backends.backend import BASELINE, CANDIDATE, LOG_LINES, Backend, BackendError, Workload
-from searches.backends.selection import supported_space
-from searches.space.search_space import SearchSpace
 
 TOKENS = 12
 TASK = Task(max_new_tokens=TOKENS)
@@ -77,9 +74,6 @@ class BackendContract:
         json.dumps([metrics, backend.metrics()], allow_nan=False)
         assert all(isinstance(value, float) and math.isfinite(value) for value in backend.metrics().values())
 
-    def test_plain_decoding_alone_is_measured(self, backend: Backend) -> None:
-        assert [row.keys() for row in backend.compare({}, PROMPTS, TASK)] == [{BASELINE}] * len(PROMPTS)
-
     def test_several_configurations_share_rows_until_one_is_left_out(self, backend: Backend) -> None:
         without: set[str] = set()
         found = []
@@ -98,12 +92,6 @@ class BackendContract:
             assert TOKENS < sample.tokens <= 2 * TOKENS
             assert (sample.lossless.compared, sample.lossless.verdict) == (2, "exact")
 
-    def test_a_comparison_that_stops_early_can_be_followed_by_another(self, backend: Backend) -> None:
-        rows = iter(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
-        next(rows)
-        del rows
-        assert len(measure(backend, self.other, PROMPTS, TASK).candidate) == len(PROMPTS)
-
     def test_a_back_end_can_be_used_after_it_was_closed(self, backend: Backend) -> None:
         measure(backend, self.config, PROMPTS, TASK)
         backend.close()
@@ -120,16 +108,6 @@ class BackendContract:
             assert backend.supports(method) is None
         reason = backend.supports("astrology")
         assert reason and "\n" not in reason
-
-    def test_every_suggestion_of_its_space_is_supported(self, backend: Backend, tiny_target: Target) -> None:
-        space = supported_space(SearchSpace(tiny_target.layers, protect_first=0, protect_last=0), backend)
-        assert supported_space(space, backend) == space
-        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-        for _ in range(20):
-            config = space.suggest(study.ask())
-            assert backend.supports(config.method) is None
-            study.enqueue_trial(space.params(config))
-            assert space.suggest(study.ask()) == config
 
 
 class FailingEngine:

@@ -63,14 +63,6 @@ def test_a_server_gets_all_parameters_of_sampling_and_a_strict_one_those_that_ha
     assert asked.keys() >= {"temperature", "seed"} and not asked.keys() & {"top_k", "min_p", "repetition_penalty"}
 
 
-def test_so_many_requests_are_in_flight() -> None:
-    prompts = [[50, place] for place in range(7)]
-    with _served("--pause", "0.02") as client:
-        found = client.complete_all(prompts, [Task(max_new_tokens=4)] * 7, 3)
-        assert client.get("/max_in_flight") == "3"
-    assert [each.tokens for each in found] == [tuple(planted(prompt, 4)) for prompt in prompts]
-
-
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

@@ -1,4 +1,4 @@
-"""Measuring through servers, against stand-ins whose tokens, rounds and faults are planted."""
+"""Servers as back ends, against stand-ins whose tokens, rounds and faults are planted; their settings and commands."""
 
 from __future__ import annotations
 
@@ -19,23 +19,19 @@ from layerskip.measure.measurement import check_output
 from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
 from searches.backends.backend import BackendError, Workload
-from searches.backends.client import Client
-from searches.backends.engine_process import EngineProcess, free_port
-from searches.backends.selection import supported_space
+from searches.backends.client import RequestFailed, _piece
+from searches.backends.selection import closing, supported_space
 from searches.backends.server import ServerBackend
 from searches.space.search_space import SearchSpace
 from searches.study.bench import ModelBench
 from tests.searches.backends.processes import STANDIN, running, wait_for
 from tests.searches.backends.standin import planted_rounds
+from tests.searches.known import lookup
 
 _TASK = Task(max_new_tokens=12)
 _PROMPTS = PromptSet(tuple(PromptItem(f"p{place}", "chat", f"prompt {place}") for place in range(4)))
 _PER_ENGINE = 2  # processes
 Serve = Callable[..., ServerBackend]
-
-
-def _lookup(length: int) -> SpeculativeConfig:
-    return SpeculativeConfig("prompt_lookup", length)
 
 
 @pytest.fixture
@@ -70,7 +66,7 @@ def backend(serve: Serve) -> ServerBackend:
 
 
 def _measure(backend: ServerBackend, length: int = 2) -> Measurement:
-    return contract.measure(backend, _lookup(length), _PROMPTS, _TASK)
+    return contract.measure(backend, lookup(length), _PROMPTS, _TASK)
 
 
 class TestServer(contract.BackendContract, contract.FailingEngine, contract.ServesSeveral):
@@ -80,7 +76,7 @@ class TestServer(contract.BackendContract, contract.FailingEngine, contract.Serv
 
     @pytest.fixture
     def broken(self) -> SpeculativeConfig:
-        return _lookup(7)
+        return lookup(7)
 
 
 def test_a_server_that_shares_no_port_is_started(serve: Serve) -> None:
@@ -88,15 +84,10 @@ def test_a_server_that_shares_no_port_is_started(serve: Serve) -> None:
 
 
 def test_rows_are_pairs_with_the_planted_rounds(backend: ServerBackend) -> None:
-    rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK))
-    assert [row["two"].prompt_id for row in rows] == [item.id for item in _PROMPTS]
-    for row in rows:
-        assert row["baseline"].tokens == row["two"].tokens == 12
+    for row in backend.compare({"two": lookup(2)}, _PROMPTS, _TASK):
         assert [each.accepted for each in row["baseline"].stats.rounds] == [0] * 11
         assert sorted(each.accepted for each in row["two"].stats.rounds) == sorted(planted_rounds(11, 2))
         assert row["two"].stats.drafted == 2 * len(planted_rounds(11, 2))
-        assert row["two"].lossless.verdict == row["baseline"].lossless.verdict == "exact"
-        assert row["two"].decode_seconds > 0 and row["two"].prefill_seconds > 0
     metrics = backend.metrics()
     assert metrics.keys() >= {"startup_seconds", "baseline_startup_seconds", "throughput", "ttft_p50", "tpot_p95"}
     assert all(value > 0 for value in metrics.values())
@@ -104,7 +95,7 @@ def test_rows_are_pairs_with_the_planted_rounds(backend: ServerBackend) -> None:
 
 def test_configurations_that_do_not_fit_take_turns(backend: ServerBackend, folder: Path) -> None:
     backend.engines = 2
-    configs = {str(length): _lookup(length) for length in (1, 2, 3)}
+    configs = {str(length): lookup(length) for length in (1, 2, 3)}
     rows = list(backend.compare(configs, _PROMPTS, _TASK))
     assert len(rows) == len(_PROMPTS)
     for row in rows:
@@ -115,7 +106,7 @@ def test_configurations_that_do_not_fit_take_turns(backend: ServerBackend, folde
     assert len(running(folder)) == 2 * _PER_ENGINE
     assert len(list(folder.iterdir())) == 4 * _PER_ENGINE  # plain decoding started once
     backend.engines = 1
-    (row,) = backend.compare({"1": _lookup(1)}, PromptSet(_PROMPTS.items[:1]), _TASK)
+    (row,) = backend.compare({"1": lookup(1)}, PromptSet(_PROMPTS.items[:1]), _TASK)
     assert row.keys() == {"baseline", "1"}
     assert len(running(folder)) == _PER_ENGINE
 
@@ -141,7 +132,7 @@ def test_counters_of_another_engine_are_not_read(serve: Serve) -> None:
 
 def test_several_numbers_of_requests_are_measured_one_after_the_other(serve: Serve) -> None:
     backend = serve("--pause", "0.01")
-    rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK, Workload([1, 3])))
+    rows = list(backend.compare({"two": lookup(2)}, _PROMPTS, _TASK, Workload([1, 3])))
     metrics, clients = backend.metrics(), [engine.client for engine in backend._running.values()]
     requests = [json.loads(client.get("/seen")) for client in clients]
     assert [client.get("/max_in_flight") for client in clients] == ["3", "3"]
@@ -168,11 +159,10 @@ def test_changed_outputs_are_different(serve: Serve) -> None:
     assert ended.to_dict()["different"] == len(_PROMPTS)
 
 
-@pytest.mark.parametrize("goal", ["decoding", "throughput"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("goal", "temperature"), [("decoding", 0.0), ("throughput", 1.0)])
 def test_outputs_that_end_at_once_are_neither_measured_nor_compared(goal: str, temperature: float, serve: Serve) -> None:
     bench = ModelBench(serve("--fault", "ends"), Sampling(temperature=temperature), 12, Workload(goal=goal))
-    rows = list(bench.compare({"two": _lookup(2)}, _PROMPTS, 1, 0))
+    rows = list(bench.compare({"two": lookup(2)}, _PROMPTS, 1, 0))
     measured = Measurement.of(rows, "baseline", "two")
     assert measured.lossless.verdict == "unchecked"
     assert measured.to_dict()["empty_prompts"] == len(_PROMPTS)
@@ -181,7 +171,7 @@ def test_outputs_that_end_at_once_are_neither_measured_nor_compared(goal: str, t
 
 
 def test_sampled_outputs_are_not_compared_but_greedy_ones_are(backend: ServerBackend) -> None:
-    rows = list(backend.compare({"two": _lookup(2)}, _PROMPTS, Task(Sampling(temperature=1.0), 12)))
+    rows = list(backend.compare({"two": lookup(2)}, _PROMPTS, Task(Sampling(temperature=1.0), 12)))
     assert [row["two"].lossless.compared for row in rows] == [1, 0, 0, 0]
     assert rows[0]["two"].lossless.basis.startswith("greedy outputs of one prompt")
 
@@ -189,7 +179,6 @@ def test_sampled_outputs_are_not_compared_but_greedy_ones_are(backend: ServerBac
 @pytest.mark.parametrize(
     ("fault", "reason", "logged"),
     [
-        ("crash_at_start", "ended with exit code 1, while it started", "a planned crash at the start"),
         ("crash", "ended with exit code 3, ", "a planned crash"),
         ("memory", "out of memory (exit code 1), ", "CUDA out of memory"),
         ("hang", "no answer within 2 seconds", ""),
@@ -200,35 +189,115 @@ def test_a_failing_engine_is_an_error_and_the_next_configuration_runs(
 ) -> None:
     backend = serve("--only-drafting", "--fault", fault, limit_seconds=2.0 if fault == "hang" else 30.0)
     with pytest.raises(BackendError) as error:
-        list(backend.compare({"two": _lookup(2)}, _PROMPTS, _TASK))
+        list(backend.compare({"two": lookup(2)}, _PROMPTS, _TASK))
     assert reason in error.value.reason and error.value.name == "two"
     assert logged in error.value.log_tail
     assert len(wait_for(folder, _PER_ENGINE)) == _PER_ENGINE  # plain decoding alone
     assert len(list(backend.compare({}, _PROMPTS, _TASK))) == 4
 
 
-def test_two_running_servers_are_measured_as_they_are(tiny_target: Target) -> None:
-    urls, servers = [f"http://127.0.0.1:{free_port()}" for _ in range(2)], []
-    options: list[list[str]] = [[], ["--speculative-config", '{"num_speculative_tokens": 2}']]
-    try:
-        for url, more in zip(urls, options, strict=True):
-            servers.append(EngineProcess([*STANDIN, "--port", url.rpartition(":")[2], *more], {}, "stand-in", 2.0))
-            servers[-1].wait_until(Client(url).ready, 30)
-        served = {"method": "prompt_lookup", "num_speculative_tokens": 2}
-        backend = ServerBackend(tiny_target, baseline_url=urls[0], candidate_url=urls[1], candidate=served)
-        assert backend.supports("prompt_lookup") is None and "prompt_lookup" in str(backend.supports("eagle"))
-        space = supported_space(SearchSpace(tiny_target.layers, methods=["prompt_lookup"]), backend)
-        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-        assert {space.suggest(study.ask()) for _ in range(10)} == {SpeculativeConfig(), _lookup(2)}
-        assert {*space.lookups()} == {_lookup(2)}
-        measured = _measure(backend)
-        assert measured.lossless.verdict == "exact" and measured.to_dict()["acceptance_rate"] > 0
-        with pytest.raises(BackendError, match="drafts with prompt lookup"):
-            _measure(backend, 3)
-        backend.close()
-        assert all(server.running for server in servers)
-    finally:
-        for server in servers:
-            server.stop()
+def test_two_running_servers_are_measured_as_they_are(backend: ServerBackend, folder: Path, tiny_target: Target) -> None:
+    list(backend.compare({"two": lookup(2)}, _PROMPTS, _TASK))
+    urls = [backend._running[config].client.url for config in (SpeculativeConfig(), lookup(2))]
+    served = {"method": "prompt_lookup", "num_speculative_tokens": 2}
+    named = ServerBackend(tiny_target, baseline_url=urls[0], candidate_url=urls[1], candidate=served)
+    assert named.supports("prompt_lookup") is None and "prompt_lookup" in str(named.supports("eagle"))
+    space = supported_space(SearchSpace(tiny_target.layers, methods=["prompt_lookup"]), named)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    assert {space.suggest(study.ask()) for _ in range(10)} == {SpeculativeConfig(), lookup(2)}
+    assert {*space.lookups()} == {lookup(2)}
+    assert named.describe()["urls"] == urls
+    measured = _measure(named)
+    assert measured.lossless.verdict == "exact" and measured.to_dict()["acceptance_rate"] > 0
+    with pytest.raises(BackendError, match="drafts with prompt lookup"):
+        _measure(named, 3)
+    named.close()
+    assert len(running(folder)) == 2 * _PER_ENGINE
+    backend.close()
     with pytest.raises(BackendError, match="nothing answers at"):
-        _measure(backend)
+        _measure(named)
+
+
+_URL = "http://127.0.0.1:1"
+_SERVED = {"method": "prompt_lookup", "num_speculative_tokens": 2}
+_RUNNING: dict[str, Any] = {"baseline_url": _URL, "candidate_url": _URL, "candidate": _SERVED}
+_VLLM = "vllm serve m --port {port} --speculative-config {speculative_config}"
+_LOOKUP = SpeculativeConfig("prompt_lookup", 3, prompt_lookup_min=2, prompt_lookup_max=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"command": _VLLM, "candidate_url": _URL}, "backend.command: starts the servers"),
+        ({"command": "serve {num_speculative_tokens}"}, "backend.command: has no {port}"),
+        ({"command": "serve {port}"}, "backend.command: has no {speculative_config}"),
+        ({}, "backend.baseline_url: is missing"),
+        (_RUNNING | {"candidate_url": ""}, "backend.candidate_url: is missing"),
+        (_RUNNING | {"baseline_url": "localhost"}, "backend.baseline_url: 'localhost' is not a URL"),
+        (_RUNNING | {"candidate": {"method": "nonesuch"}}, "backend.candidate.method: "),
+        (_RUNNING | {"candidate": {"method": "none"}}, "backend.candidate: state what candidate_url drafts with"),
+    ],
+)
+def test_settings_are_refused_by_field(settings: dict[str, Any], field: str, tiny_target: Target) -> None:
+    with pytest.raises(InputError) as raised:
+        ServerBackend(tiny_target, **settings)
+    assert str(raised.value).startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("places", "supported"),
+    [
+        ("{speculative_config}", {"none", "prompt_lookup", "retrieval", "draft_model", "eagle"}),
+        ("--lookup {num_speculative_tokens}", {"none", "prompt_lookup"}),
+        ("--draft {draft_model} --count {num_speculative_tokens}", {"none", "draft_model"}),
+        ("--head {head}", {"none", "eagle"}),
+    ],
+)
+def test_a_command_drafts_with_the_methods_that_it_has_places_for(
+    places: str, supported: set[str], tiny_target: Target
+) -> None:
+    backend = ServerBackend(tiny_target, command=f"serve {{port}} {places}")
+    methods = ("none", "prompt_lookup", "retrieval", "draft_model", "eagle", "layer_skip", "lookahead")
+    assert {method for method in methods if backend.supports(method) is None} == supported
+
+
+def test_a_command_is_filled_in_for_a_configuration_and_cut_for_plain_decoding(tiny_target: Target) -> None:
+    command = (
+        "serve --port {port} --json '{\"a\": 1}'"
+        " --lookup {num_speculative_tokens} --n={prompt_lookup_min},{prompt_lookup_max} --last x"
+    )
+    backend = ServerBackend(tiny_target, command=command)
+    kept = ["serve", "--port", "80", "--json", '{"a": 1}']
+    assert backend.arguments(_LOOKUP, 80) == [*kept, "--lookup", "3", "--n=2,4", "--last", "x"]
+    assert backend.arguments(SpeculativeConfig(), 80) == [*kept, "--last", "x"]
+    own = ServerBackend(tiny_target, command=command, baseline_command="plain --port {port}")
+    assert own.arguments(SpeculativeConfig(), 80) == ["plain", "--port", "80"]
+    assert own.arguments(_LOOKUP, 80) == backend.arguments(_LOOKUP, 80)
+
+
+def test_reduced_vocabularies_are_for_the_own_decoder(tiny_target: Target) -> None:
+    space = SearchSpace(
+        tiny_target.layers,
+        methods=["none", "draft_model"],
+        ranges={"draft_model": {"draft_model": ["a/model"]}},
+        draft_heads=(16,),
+    )
+    with pytest.raises(InputError, match=r"^space\.bridges, space\.draft_heads: backend=server has none"):
+        supported_space(space, ServerBackend(tiny_target, command=_VLLM))
+
+
+def test_the_log_of_an_engine_that_failed_for_good_is_printed(
+    tiny_target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, closed = ServerBackend(tiny_target, **_RUNNING), list[str]()
+    monkeypatch.setattr(ServerBackend, "close", lambda _: closed.append("closed"))
+    with pytest.raises(BackendError), closing(backend):
+        raise BackendError("server: it ended", "the last words")
+    assert capsys.readouterr().err == "the last words\n"
+    assert closed == ["closed"]
+
+
+@pytest.mark.parametrize("event", [{"choices": 5}, {"choices": [{"token_ids": ["x"]}]}, {"usage": {}}])
+def test_an_event_of_another_form_is_no_piece_of_an_answer(event: dict[str, Any]) -> None:
+    with pytest.raises(RequestFailed, match="^not a piece of an answer: "):
+        _piece(event)

@@ -19,7 +19,8 @@ from searches.app.checks import InputError
 from searches.backends.running_engine import RunningEngine
 from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend, refusal, served_folder, vllm_config
-from searches.space.search_space import SearchSpace
+from tests.accelerator import DEVICE
+from tests.tiny import save_gguf
 
 
 def save_head(target: Target, folder: Path, **shape: Any) -> None:
@@ -29,45 +30,18 @@ def save_head(target: Target, folder: Path, **shape: Any) -> None:
     save_trained(folder, "eagle", head.shape.to_dict(), head.weights(), target, {})
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (SpeculativeConfig(), {}),
-        (
-            SpeculativeConfig("draft_model", 3, draft_model="a/model"),
-            {"method": "draft_model", "num_speculative_tokens": 3, "model": "in a folder: a/model"},
-        ),
-        (
-            SpeculativeConfig("cross_tokenizer", 3, draft_model="another"),
-            {
-                "method": "draft_model",
-                "num_speculative_tokens": 3,
-                "model": "in a folder: another",
-                "use_heterogeneous_vocab": True,
-            },
-        ),
-        (
-            SpeculativeConfig("retrieval", 8, prompt_lookup_max=4, tree_tokens=16, min_token_prob=0.2),
-            {
-                "method": "suffix",
-                "num_speculative_tokens": 8,
-                "suffix_decoding_max_tree_depth": 12,
-                "suffix_decoding_max_spec_factor": 4.0,
-                "suffix_decoding_min_token_prob": 0.2,
-            },
-        ),
-    ],
-)
-def test_configurations_have_the_fields_that_vllm_documents(
-    config: SpeculativeConfig, expected: Any, tiny_target: Target
-) -> None:
-    assert vllm_config(tiny_target, config, lambda part: f"in a folder: {part.draft_model}") == expected
+def test_configurations_have_the_fields_that_vllm_documents(tiny_target: Target) -> None:
+    crossed = SpeculativeConfig("cross_tokenizer", 3, draft_model="another")
+    found = vllm_config(tiny_target, crossed, lambda part: f"in a folder: {part.draft_model}")
+    expected = {"method": "draft_model", "num_speculative_tokens": 3, "model": "in a folder: another"}
+    assert found == expected | {"use_heterogeneous_vocab": True}
+    assert vllm_config(tiny_target, SpeculativeConfig("retrieval"))["method"] == "suffix"
+    assert vllm_config(tiny_target, SpeculativeConfig()) == {}
 
 
 @pytest.mark.parametrize(
     ("described", "method"),
     [
-        ({"architectures": ["EagleLlamaForCausalLM"]}, "eagle"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "eagle3"),
         ({"speculators_model_type": "eagle"}, "eagle"),
@@ -139,33 +113,18 @@ def test_an_engine_asks_for_no_key(tiny_target: Target, monkeypatch: pytest.Monk
     started: list[Any] = []
     monkeypatch.setattr(RunningEngine, "started", lambda *arguments: started.extend(arguments))
     VllmBackend(tiny_target)._start(SpeculativeConfig())
-    assert started[2]["VLLM_API_KEY"] == ""
-    assert started[2]["VLLM_NO_USAGE_STATS"] == "1"
+    assert (started[2]["VLLM_API_KEY"], started[2]["VLLM_NO_USAGE_STATS"]) == ("", "1")
 
 
-def test_a_space_has_nothing_that_vllm_lacks(tiny_target: Target) -> None:
-    backend = VllmBackend(tiny_target)
-    space = SearchSpace(
-        3,
-        methods=["none", "prompt_lookup", "draft_model"],
-        protect_first=0,
-        protect_last=0,
-        ranges={"draft_model": {"draft_model": ["a", "b"]}},
-    )
-    found = backend.restrict(space)
-    assert (found.values("draft_model", "stop"), found.values("prompt_lookup", "match")) == (("length",), ("first",))
-    assert not found.allow_lossy
-    assert backend.restrict(found) == found
-
-
-def test_a_model_from_a_gguf_file_is_saved_once_and_computes_the_same(smollm2: Target, tmp_path: Path) -> None:
-    folder = Path(served_folder(smollm2, tmp_path))
+def test_a_model_from_a_gguf_file_is_saved_once_and_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:
+    target = load_target(str(save_gguf(tiny_folder, tmp_path / "tiny.gguf")), dtype="float32", device=DEVICE)
+    folder = Path(served_folder(target, tmp_path))
     assert folder.parent == tmp_path and "quantization_config" not in json.loads((folder / "config.json").read_text())
     before = (folder / "model.safetensors").stat().st_mtime_ns
-    assert served_folder(smollm2, tmp_path) == str(folder)
+    assert served_folder(target, tmp_path) == str(folder)
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
-    again = load_target(str(folder), dtype="float32", device=str(smollm2.device))
-    assert again.weights_sample == smollm2.weights_sample and again.tokenizer_digest == smollm2.tokenizer_digest
+    again = load_target(str(folder), dtype="float32", device=DEVICE)
+    assert again.weights_sample == target.weights_sample and again.tokenizer_digest == target.tokenizer_digest
 
 
 def test_a_trained_head_is_saved_in_vllms_layout_once(tiny_target: Target, tmp_path: Path) -> None:

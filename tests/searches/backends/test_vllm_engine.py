@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,19 +13,15 @@ from layerskip import Export, SkipMask, SpeculativeConfig, Target, generate, loa
 from layerskip.measure.measure import Task
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
-from searches.backends.running_engine import RunningEngine
-from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend
 from searches.export import script
 from tests.engines.known import SIZES, interpreter
 from tests.searches.backends.contract import (
     LOOKUP,
     PROMPTS,
-    SHORTER,
     BackendContract,
     FailingEngine,
     ServesSeveral,
-    children,
     measure,
 )
 from tests.searches.conftest import Launch
@@ -37,34 +31,7 @@ from tests.tiny import save_tiny
 pytestmark = pytest.mark.slow
 
 ARGS = ("--max-model-len", "512", "--enforce-eager")
-PLAIN = SpeculativeConfig()
 TOKENS = 48
-Pool = dict[SpeculativeConfig, "RunningEngine | None"]
-
-
-@dataclass(eq=False)
-class Sharing(VllmBackend):
-    """vLLM, with engines that tests share: those of the pool outlive the back end."""
-
-    pool: Pool = field(default_factory=dict)
-
-    def _start(self, config: SpeculativeConfig) -> RunningEngine:
-        if config not in self.pool:
-            return super()._start(config)
-        engine = self.pool[config]
-        if engine is None or not engine.running:
-            engine = self.pool[config] = super()._start(config)
-        return engine
-
-    def _forget(self, config: SpeculativeConfig) -> None:
-        if config in self.pool:
-            self._running.pop(config, None)
-        else:
-            super()._forget(config)
-
-    def close(self) -> None:
-        for config in list(self._running):
-            self._forget(config)
 
 
 @pytest.fixture(scope="module")
@@ -79,46 +46,14 @@ def tiny_target(python: str, tmp_path_factory: pytest.TempPathFactory) -> Target
     return load_target(str(folder), dtype="float32", device="cpu")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Engines of plain decoding and of the contract's configurations, each started when it is first needed."""
-    before, engines = children(), Pool.fromkeys((PLAIN, LOOKUP, SHORTER))
-    yield engines
-    for engine in engines.values():
-        if engine is not None:
-            engine.stop()
-    assert children() <= before
-
-
-@pytest.fixture(scope="module")
-def started(python: str, pool: Pool, tiny_target: Target) -> Pool:
-    """All engines of the pool, started before a test looks at what runs."""
-    for config in pool:
-        Sharing(tiny_target, python=python, args=ARGS, pool=pool)._start(config)
-    return pool
-
-
 class TestVllm(BackendContract, FailingEngine, ServesSeveral):
     @pytest.fixture
-    def make(self, python: str, started: Pool, tmp_path: Path) -> Callable[[Target], VllmBackend]:
-        return lambda target: Sharing(target, python=python, args=ARGS, folder=str(tmp_path), pool=started)
+    def make(self, python: str, tmp_path: Path) -> Callable[[Target], VllmBackend]:
+        return lambda target: VllmBackend(target, python=python, args=ARGS, folder=str(tmp_path))
 
     @pytest.fixture
     def broken(self) -> SpeculativeConfig:
         return SpeculativeConfig("prompt_lookup", 100000)
-
-
-class TestRunningServers(BackendContract, ServesSeveral):
-    """Two servers that run already: one plain, one with a single configuration."""
-
-    other = LOOKUP
-
-    @pytest.fixture
-    def make(self, started: Pool) -> Callable[[Target], ServerBackend]:
-        plain, drafting = (started[config] for config in (PLAIN, LOOKUP))
-        assert plain is not None and drafting is not None
-        urls = {"baseline_url": plain.client.url, "candidate_url": drafting.client.url}
-        return lambda target: ServerBackend(target, candidate=LOOKUP.to_dict(), **urls)
 
 
 _TRAINING = (
@@ -158,9 +93,9 @@ _METHODS = ("prompt_lookup", "retrieval", "cross_tokenizer", *_LIKE_OURS)
 
 @pytest.mark.parametrize("method", _METHODS)
 def test_greedy_outputs_are_those_of_plain_decoding(
-    method: str, python: str, pool: Pool, tiny_target: Target, tmp_path: Path, launch: Launch
+    method: str, python: str, tiny_target: Target, tmp_path: Path, launch: Launch
 ) -> None:
-    backend = Sharing(tiny_target, python=python, args=ARGS, folder=str(tmp_path / "served"), pool=pool)
+    backend = VllmBackend(tiny_target, python=python, args=ARGS, folder=str(tmp_path / "served"))
     if (reason := backend.supports(method.removesuffix("3"))) is not None:
         pytest.skip(reason)
     config = _config(method, tiny_target, tmp_path, launch)
@@ -179,9 +114,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(
             assert stats.accepted <= sample.stats.accepted <= stats.accepted + config.num_speculative_tokens
 
 
-def test_the_exported_command_serves_the_text_of_plain_decoding_and_is_verified(
-    python: str, pool: Pool, tiny_target: Target, tmp_path: Path, launch: Launch
-) -> None:
+def test_the_exported_command_serves_the_text_of_plain_decoding(python: str, tiny_target: Target, tmp_path: Path) -> None:
     environment = {"device": "cpu", "backend": {"name": "vllm", "args": list(ARGS)}}
     best = tmp_path / "best.json"
     Export(Export.describe(tiny_target), LOOKUP, environment=environment).save(best)
@@ -198,17 +131,5 @@ def test_the_exported_command_serves_the_text_of_plain_decoding_and_is_verified(
             expected = generate(tiny_target, item.messages(), max_new_tokens=24)
             answer = client.complete(tiny_target.encode(item.messages()), Task(max_new_tokens=24))
             assert (answer.text, list(answer.tokens or ())) == (expected.text, list(expected.tokens))
-        plain = Sharing(tiny_target, python=python, args=ARGS, pool=pool)._start(PLAIN)
-        urls = (f"backend.baseline_url={plain.client.url}", f"backend.candidate_url={client.url}")
-        lines = [json.dumps({"prompt": f"the cat and the cat {place}"}) for place in range(12)]
-        (tmp_path / "short.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        options = [*urls, "backend=server", "prompts=jsonl", "prompts.path=short.jsonl", "measure.max_repeats=1"]
-        options += ["measure.max_new_tokens=12", "target.device=cpu"]
-        done = launch("verify", f"export={best}", *options, cwd=tmp_path)
-        assert done.returncode in (0, 3, 4), done.stderr  # a verdict; which one depends on the machine
     finally:
         server.stop()
-    record = json.loads((tmp_path / "outputs" / "verify.json").read_text(encoding="utf-8"))
-    assert record["measured"]["losslessness"]["verdict"] == "exact"
-    assert record["measured"]["acceptance_rate"] > 0
-    assert record["environment"]["backend"]["name"] == "server"

@@ -61,10 +61,13 @@ def test_longer_verification_on_one_prompt_is_not_drift() -> None:
     assert drifted_rows(rows, 0.3) == [False, True, False, False, False, False]
 
 
-def test_rows_without_rounds_do_not_drift() -> None:
-    empty = _row(0, {"plain": 0.0, "one": 0.0}, rounds=0)
-    assert drifted_rows([empty, empty], 0.3) == [False, False]
-    assert drifted_rows([], 0.3) == []
+def test_a_longer_prompt_is_not_drift() -> None:
+    rows = [_row(place, {"plain": 4.0 + place, "one": 2.0 + place / 2}) for place in range(6)]
+    for place, row in enumerate(rows):
+        row.update({name: replace(sample, prefill_seconds=0.1 + place) for name, sample in row.items()})
+    assert not any(drifted_rows(rows, 0.3))
+    rows[3] = {name: replace(sample, decode_seconds=2 * sample.decode_seconds) for name, sample in rows[3].items()}
+    assert drifted_rows(rows, 0.3) == [False, False, False, True, False, False]
 
 
 def test_measuring_drifted_rows_again_does_not_bias_speedups() -> None:

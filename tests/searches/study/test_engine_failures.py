@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import optuna
 import pytest
 from optuna.trial import TrialState
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig
+from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Request, Sample
 from searches.backends.backend import BASELINE, BackendError, Workload
 from searches.report import markdown as report
-from searches.report import tables
 from searches.study.bench import ModelBench
 from searches.study.finals import RunControl, measure_finals
 from searches.study.leaderboard import ranking
 from searches.study.objective import MeasureSettings
-from tests.searches.known import HELD_OUT, PROMPTS, Known, lookup, new_study, run_known
+from tests.searches.known import HELD_OUT, PROMPTS, Known, lookup, run_known
 
 
 @dataclass
@@ -65,13 +65,6 @@ def test_a_failed_trial_keeps_its_reason_and_is_tried_twice() -> None:
     assert "- 0: the engine failed: out of memory at layer 3\n" in text
 
 
-def test_rows_before_a_failure_do_not_rank_a_configuration() -> None:
-    bad = lookup(8)
-    study = run_known(Failing({bad: 9.0}, fails=[bad], after=2), lookup(4), bad)
-    assert study.trials[1].user_attrs["measurement"]["prompts"] == 2
-    assert [entry.config for entry in ranking(study)] == [lookup(4)]
-
-
 def test_an_engine_that_runs_nothing_ends_the_study() -> None:
     configs = [lookup(length) for length in (4, 6, 8)]
     bench = Failing({}, fails=[SpeculativeConfig()])
@@ -103,32 +96,14 @@ def test_a_finalist_that_fails_is_dropped(after: int, tmp_path: Path) -> None:
     assert not bench.asked
 
 
-def test_finals_end_if_plain_decoding_fails() -> None:
-    bench = Failing({lookup(4): 1.5})
-    study = run_known(bench, lookup(4))
-    bench.fails = [SpeculativeConfig()]
-    with pytest.raises(BackendError):
-        measure_finals(study, bench, HELD_OUT, MeasureSettings(), 0)
-
-
-class _Engine:
-    """A back end with the samples of a bench."""
-
-    exact = False
-
-    def __init__(self, bench: Known) -> None:
-        self.bench = bench
-
-    def describe(self) -> dict[str, Any]:
-        return {"version": 1}
-
-    def compare(self, configs: Any, prompts: PromptSet, task: Any, workload: Workload, repeats: int, *rest: Any) -> Any:
-        return self.bench.compare(configs, prompts, repeats, task.seed, *rest)
-
-
 def test_throughput_compares_whole_requests() -> None:
-    config, engine = lookup(4), _Engine(Known({lookup(4): 2.0}))
-    benches = {goal: ModelBench(engine, Sampling(), 11, Workload(8, goal)) for goal in ("decoding", "throughput")}  # type: ignore[arg-type]
+    config, bench = lookup(4), Known({lookup(4): 2.0})
+
+    def compare(configs: Any, prompts: PromptSet, task: Task, _: Workload, repeats: int, *rest: Any) -> Any:
+        return bench.compare(configs, prompts, repeats, task.seed, *rest)
+
+    engine: Any = SimpleNamespace(exact=False, describe=dict, compare=compare)
+    benches = {goal: ModelBench(engine, Sampling(), 11, Workload(8, goal)) for goal in ("decoding", "throughput")}
     measured = {
         goal: Measurement.of(bench.compare({"candidate": config}, PROMPTS, 1, 0), BASELINE, "candidate")
         for goal, bench in benches.items()
@@ -138,18 +113,6 @@ def test_throughput_compares_whole_requests() -> None:
     assert measured["throughput"].speedup == pytest.approx(1.1 / 0.6)
     assert measured["throughput"].baseline_tokens_per_second == pytest.approx(10.0)
     assert benches["decoding"].conditions != benches["throughput"].conditions
-
-
-def test_the_report_lists_trials_that_none_exceeds_in_throughput_and_latency() -> None:
-    study = run_known(Known({lookup(4): 1.5, lookup(6): 1.4, lookup(8): 1.3}), lookup(4), lookup(6), lookup(8))
-    assert "Pareto" not in report.summary(study, None)
-    metrics = [(100.0, 0.02), (90.0, 0.03), (80.0, 0.01)]  # the second is behind the first in both
-    other = new_study()
-    for trial, (throughput, seconds) in zip(study.trials, metrics, strict=True):
-        attributes = trial.user_attrs | {"metrics": {"throughput": throughput, "tpot_p50": seconds}}
-        other.add_trial(optuna.trial.create_trial(value=trial.value, user_attrs=attributes))
-    table = report.summary(other, None).partition("Pareto front")[2]
-    assert "| 0 | " in table and "| 2 | " in table and "| 1 | " not in table
 
 
 class _Loaded(Failing):
@@ -181,6 +144,3 @@ def test_finals_state_throughput_and_latencies_of_each_finalist() -> None:
     assert finals.winner.held_out["metrics"] == found[fast]
     table = report.summary(study, finals).partition("Throughput and latency (held-out prompts)")[2]
     assert f"| {fast.label()} | 146.7 | 50.0 |" in table and "| no drafting | 80.0 | 100.0 |" in table
-    rows = tables.finals_rows(finals)
-    page = tables.as_html_with_requests(rows, rows, tables.finals_requests(finals))
-    assert '<td data-name="throughput">146.7</td>' in page

@@ -6,7 +6,6 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from layerskip import SpeculativeConfig, StopRule
 from searches.space.search_space import SearchSpace
 from searches.study.gaussian_process import GaussianProcess, trials_of_leading_method
 from searches.tracking.names import PREDICTED
@@ -66,21 +65,3 @@ def test_pruned_trials_count_with_their_predictions() -> None:
     known = [found.value for found in trials_of_leading_method(study)]
     assert 0.7 in known
     assert len(known) == sum(found.params["method"] == "layer_skip" for found in study.trials)
-
-
-def test_enqueued_values_outside_the_choices_are_ignored() -> None:
-    space = SearchSpace(6, methods=["none", "layer_skip"])
-    study = optuna.create_study(direction="maximize", sampler=GaussianProcess(2, seed=0))
-    for threshold in (0.95, 0.62, 0.5):
-        config = SpeculativeConfig("layer_skip", 3, mask="mlp:2", stop=StopRule("threshold", threshold))
-        study.enqueue_trial(space.params(config))
-        trial = study.ask()
-        assert space.suggest(trial).stop.threshold == threshold
-        study.tell(trial, 1.0 + threshold)
-    assert len(trials_of_leading_method(study)) == 1
-    space.suggest(study.ask())
-    other = SpeculativeConfig("layer_skip", 3, mask="mlp:2", stop=StopRule("threshold", 0.62))
-    study.enqueue_trial(space.params(other))
-    assert space.suggest(study.ask()) == other  # another worker measures it
-    study.enqueue_trial({"method": "layer_skip"})
-    assert space.suggest(study.ask()).method == "layer_skip"

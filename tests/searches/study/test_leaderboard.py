@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import optuna
@@ -51,16 +50,3 @@ def test_the_best_of_another_drafter_and_the_first_of_the_leaders_contend_if_abo
         study = run_known(bench, *lookups, recycling)
         configs = [entry.config for entry in contenders(study, 2)]
         assert configs == [*[*reversed(lookups[-2:]), recycling][:count], lookups[0]]
-
-
-def test_a_lucky_leader_is_measured_again_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("searches.study.study._REMEASURE", 3)
-    lucky, solid = lookup(4), lookup(5)
-
-    def speedups(name: str) -> Mapping[SpeculativeConfig, float]:
-        return {solid: 1.4, lucky: 1.6 if bench.calls < 5 else 1.0}
-
-    bench = Known(speedups)
-    study = run_known(bench, lucky, solid, *(lookup(length) for length in range(6, 12)), trials=14)
-    assert ranking(study)[0].config == solid
-    assert next(entry.complete for entry in ranking(study) if entry.config == lucky) >= 2

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from layerskip import Target
+from layerskip.models.loading import choose_dtype
 from searches.study import machine
-from tests.searches.programs import environment
 
 pytestmark = pytest.mark.system
 
@@ -29,19 +29,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def test_the_machine_is_one_line(tiny_target: Target) -> None:
-    line = machine.describe(tiny_target, "float32")
-    assert line.startswith("machine: ")
-    assert torch.backends.cpu.get_cpu_capability() in line or tiny_target.device.type != "cpu"
-    assert line.endswith("float32, because target.dtype=float32 asks for it")
-
-
-@pytest.mark.parametrize(("isa", "dtypes"), [("avx2", {"float32"}), ("unknown", {"float32", "bfloat16"})])
-def test_the_data_type_follows_the_instruction_set_that_torch_may_use(isa: str, dtypes: set[str]) -> None:
-    script = "import torch, layerskip.models.loading as loading; print(loading.choose_dtype('auto', torch.device('cpu'))[0])"
-    command, variables = [sys.executable, "-c", script], environment() | {"ATEN_CPU_CAPABILITY": isa}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.strip().removeprefix("torch.") in dtypes
+def test_the_data_type_follows_the_instruction_set_that_torch_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert choose_dtype("auto", torch.device("cpu"))[0] == torch.float32
 
 
 def test_other_programs_on_all_cores_are_noticed() -> None:
@@ -60,7 +50,6 @@ def test_other_programs_on_all_cores_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
     [
-        ({4: 1.0, 3: 1.1, 2: 1.5}, 4),
         ({4: 1.0, 3: 0.98, 2: 1.5}, 4),
         ({4: 3.0, 3: 1.1, 2: 1.5}, 3),
         ({4: 3.0, 3: 2.0, 2: 1.0}, 2),
@@ -76,6 +65,10 @@ def test_fewer_threads_are_chosen_where_they_are_clearly_faster(
     line = machine.set_threads(tiny_target, None)
     assert (asked, torch.get_num_threads()) == ([[4, 3, 2]], chosen)
     assert (line is None) == (chosen == threads)
+    monkeypatch.undo()
+    timed = machine._time_threads(tiny_target, [2, 1])
+    assert timed.keys() == {1, 2}
+    assert all(each > 0 for each in timed.values())
 
 
 def test_a_number_of_threads_that_is_set_is_kept(tiny_target: Target, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +78,3 @@ def test_a_number_of_threads_that_is_set_is_kept(tiny_target: Target, threads: i
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "2")
     assert machine.set_threads(tiny_target, None) is None
     assert torch.get_num_threads() == 3
-
-
-def test_threads_are_really_timed(tiny_target: Target, threads: int) -> None:
-    timed = machine._time_threads(tiny_target, [2, 1])
-    assert timed.keys() == {1, 2}
-    assert all(seconds > 0 for seconds in timed.values())

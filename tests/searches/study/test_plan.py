@@ -37,22 +37,19 @@ def test_another_draft_model_or_head_in_the_same_folder_is_another_study(tmp_pat
         )
         return describe(config, load_target(str(model), dtype="float32", device=DEVICE), PromptSet.of(["x", "y"]))
 
-    settings = []
-    for idle in ((), (0,)):
+    drafts, heads = [], []
+    for idle, weights in (((), b"one"), ((0,), b"other")):
         save_tiny(draft, idle=idle)
-        settings.append(described("draft_model", f"space.ranges.draft_model.draft_model=[{draft}]"))
-    assert settings[0] != settings[1]
-    settings = []
-    for weights in (b"one", b"other"):
+        drafts.append(described("draft_model", f"space.ranges.draft_model.draft_model=[{draft}]"))
         (head / "pytorch_model.bin").write_bytes(weights)
-        settings.append(described("eagle", f"space.ranges.eagle.head=[{head}]"))
-    assert settings[0] != settings[1]
+        heads.append(described("eagle", f"space.ranges.eagle.head=[{head}]"))
+    assert drafts[0] != drafts[1]
+    assert heads[0] != heads[1]
 
 
-@pytest.mark.parametrize("family", ["gpt_neo", "llama4_text"])
-def test_heads_draft_chains_if_trees_cannot_be_verified(family: str, tmp_path: Path) -> None:
+def test_heads_draft_chains_if_trees_cannot_be_verified(tmp_path: Path) -> None:
     """Heads that only draft trees are not loaded."""
-    model = save_tiny(tmp_path / "model", family)
+    model = save_tiny(tmp_path / "model", "gpt_neo")
     target = load_target(str(model), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(target))
     save_trained(tmp_path / "head", KIND, head.shape.to_dict(), head.weights(), target, {})
@@ -85,25 +82,17 @@ def test_an_unusable_draft_model_is_refused(tiny_folder: Path, tmp_path: Path) -
         _plan(tiny_folder, f"space.ranges.draft_model.draft_model=[{greek}]")
     with pytest.raises(ConfigError, match="^draft_model: .*greek cannot draft for .*share no token"):
         _plan(tiny_folder, f"space.ranges.cross_tokenizer.draft_model=[{greek}]")
-    (greek / "tokenizer.json").unlink()
-    (greek / "tokenizer_config.json").unlink()
-    with pytest.raises(TargetError, match="^draft_model: .*greek"):
-        _plan(tiny_folder, f"space.ranges.cross_tokenizer.draft_model=[{greek}]")
 
 
 def test_draft_heads_must_hold_every_models_special_tokens(tiny_folder: Path, tmp_path: Path) -> None:
     draft = save_tiny(tmp_path / "draft")
-    spelling = AutoTokenizer.from_pretrained(draft)
-    spelling.add_special_tokens({"additional_special_tokens": ["a", "e", "n", "t"]})
-    spelling.save_pretrained(draft)
-    few = (
-        "space.draft_heads=[6]",
-        "space.methods=[none,cross_tokenizer]",
-        f"space.ranges.cross_tokenizer.draft_model=[{tiny_folder}]",
-    )
-    assert _plan(tiny_folder, *few).space.fitted
+    words = AutoTokenizer.from_pretrained(draft)
+    words.add_special_tokens({"additional_special_tokens": ["a", "e", "n", "t"]})
+    words.save_pretrained(draft)
+    few = ("space.draft_heads=[6]", "space.methods=[none,cross_tokenizer]")
+    assert _plan(tiny_folder, *few, f"space.ranges.cross_tokenizer.draft_model=[{tiny_folder}]").space.fitted
     with pytest.raises(InputError, match=r"^space\.draft_heads: 6 tokens are fewer than the \d+ special ones"):
-        _plan(tiny_folder, *few[:2], f"space.ranges.cross_tokenizer.draft_model=[{draft}]")
+        _plan(tiny_folder, *few, f"space.ranges.cross_tokenizer.draft_model=[{draft}]")
 
 
 def test_a_draft_model_too_large_for_memory_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,8 @@ quiet = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarnin
 class Pessimist:
     """Estimator that lets nothing win once a trial has finished."""
 
-    def __init__(self, leaves_first: bool) -> None:
-        self.leaves_first = leaves_first
-
     def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound:
-        return SpeedupBound(0.5, 0.6, 0.5 if self.leaves_first and not finished(study) else 1.5)
+        return SpeedupBound(0.5, 0.6, 1.5 if finished(study) else 0.5)
 
 
 def test_only_trials_level_with_the_leader_get_more_prompts() -> None:
@@ -61,16 +58,6 @@ def test_prompts_with_drift_are_measured_again(slow: object, trials: int, drifte
     assert bench.calls == 5 * trials + sum(drifted)
     assert done[-1].value == pytest.approx(1.5)
     assert len(set(done[-1].user_attrs["table"]["baseline_tokens_per_second"])) == 1
-
-
-def test_learning_drafters_are_warmed_when_a_prompt_is_measured_again() -> None:
-    config = lookup(4)
-    bench = Known({config: 1.5}, drift=lambda call: 2.0 if call == 17 else 1.0)
-    run_known(bench, config, config, config, config)
-    names = [item.id for item in PROMPTS.take(None)]
-    others, measured = names[5:], names[:5]
-    # Each trial begins with unmeasured prompts; the repeated prompt was also preceded by measured ones.
-    assert [before for _, _, before in bench.comparisons] == [others] * 4 + [[*others, *measured[:2]]]
 
 
 def test_no_two_comparisons_share_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,19 +103,11 @@ def test_a_configuration_that_does_not_lead_is_not_measured_a_third_time() -> No
     assert bench.count(slow) == 6
 
 
-def test_a_pruned_configuration_is_bounded_again() -> None:
-    """A sampler repeats configurations; a repeated suggestion is still not decoded."""
-    bench = Known({})
-    study = run_known(bench, *[lookup(4)] * 3, bounds=Pessimist(leaves_first=False))
-    assert [trial.state for trial in finished(study)] == [TrialState.PRUNED] * 3
-    assert not bench.asked
-
-
 def test_a_leader_is_measured_again_whatever_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest of many trials is likely to exceed its prediction and must not block the study."""
     monkeypatch.setattr("searches.study.study._REMEASURE", 3)
     fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
-    study, objective = new_study(), objective_of(Known({fast: 1.5}), bounds=Pessimist(leaves_first=True))
+    study, objective = new_study(), objective_of(Known({fast: 1.5}), bounds=Pessimist())
     run_trials(study, objective, StudySettings(n_trials=12), lambda trial: None, [fast, *others])
     trials = finished(study)
     assert [trial.number for trial in trials if configuration(trial) == fast] == [0, 4, 8]

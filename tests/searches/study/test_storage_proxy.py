@@ -24,13 +24,10 @@ PAGE = REPOSITORY / "docs" / "scale.md"
 
 def _serve(folder: Path, port: int) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)
-    for ours, own in (
-        ("sqlite:///studies.db", f"sqlite:///{folder / 'studies.db'}"),
-        ("0.0.0.0", "localhost"),
-        ("13000", port),
-    ):
-        assert block.count(ours) == 1
-        block = block.replace(ours, str(own))
+    own = {"sqlite:///studies.db": f"sqlite:///{folder / 'studies.db'}", "0.0.0.0": "localhost", "13000": str(port)}
+    for written, used in own.items():
+        assert block.count(written) == 1
+        block = block.replace(written, used)
     exec(block, {})
 
 
@@ -45,7 +42,7 @@ def proxy(tmp_path: Path) -> Iterator[str]:
     process.join()
 
 
-@pytest.mark.parametrize("place", ["localhost:free", "localhost:x", "localhost:99999"])
+@pytest.mark.parametrize("place", ["localhost:free", "localhost:x"])
 def test_a_proxy_that_does_not_answer_is_refused_in_one_line(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = place.replace("free", str(free_port()))
     monkeypatch.setattr(storage, "_PROXY_SECONDS", 0.1)

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import optuna
 import pytest
+import torch
 
+from searches.app.checks import InputError
 from searches.app.interrupt import INTERRUPTED
 from searches.study import supervisor
-from searches.study.storage import open_database
+from searches.study.storage import open_database, storage_url
 from searches.study.study import StudySettings
-from searches.study.supervisor import LocalWorkers, Place
+from searches.study.supervisor import LocalWorkers, Place, places
 from tests.searches.conftest import Launch
 from tests.searches.tracking.studies import compared_study
-from tests.searches.workers.members import wait_until
+from tests.searches.workers.members import started, wait_until
 
 pytestmark = pytest.mark.system
 
 _LOG = "machine/0 works on study some"
-_GET_PARENT_DEATH_SIGNAL, _SET_PARENT_DEATH_SIGNAL = 2, 1  # of linux/prctl.h
 _WAITING = "touch began; while [ ! -e end ]; do sleep 0.02; done"
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """Restores what a worker does with Ctrl-C."""
-    handler = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture
@@ -94,23 +86,17 @@ def test_a_supervisor_that_is_interrupted_interrupts_its_workers(
 
 
 def test_a_second_ctrl_c_kills_workers_that_do_not_end(database: str, tmp_path: Path) -> None:
+    def interrupted() -> NoReturn:
+        raise KeyboardInterrupt
+
     _worker(f"trap '' INT; {_WAITING}")
     workers = LocalWorkers([], [Place({})], tmp_path / "outputs", StudySettings(storage=database))
-    (process,) = workers._processes
-    wait, waits = process.wait, []
-
-    def interrupted() -> int:
-        waits.append(process.poll())
-        if len(waits) == 1:
-            raise KeyboardInterrupt
-        return wait()
-
-    process.wait = interrupted  # type: ignore[method-assign, assignment]
     wait_until(Path("began").exists)
-    with pytest.raises(KeyboardInterrupt):
-        workers.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers._processes[0], "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workers.stop()
     assert workers.codes() == [128 + signal.SIGKILL]
-    assert waits[0] is None  # it ran when Ctrl-C came again
 
 
 def test_the_progress_of_the_study_is_shown(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,25 +121,44 @@ def test_the_progress_of_the_study_is_shown(database: str, tmp_path: Path, monke
     assert " 1.90 x (" in terminal.getvalue()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent has ended")
-def test_a_worker_is_interrupted_with_its_supervisor_and_keeps_to_its_cores() -> None:
-    cores, told, library = os.sched_getaffinity(0), ctypes.c_int(), ctypes.CDLL(None)
+def test_workers_share_the_cores_or_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5, 6})
+    assert places(2, "cpu") == [Place({"OMP_NUM_THREADS": "2"}, (0, 1)), Place({"OMP_NUM_THREADS": "2"}, (4, 5))]
+    assert len(places("auto", "cpu")) == 1
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-1a,7")
+    assert [place.variables["CUDA_VISIBLE_DEVICES"] for place in places("auto", "auto")] == ["5", "GPU-1a", "7"]
+    with pytest.raises(InputError, match=r"study.workers: 4 is more than the 3 visible GPUs"):
+        places(4, "auto")
+    with pytest.raises(InputError, match=r"study.storage: file.log is a journal file"):
+        storage_url(StudySettings(storage="file.log"), Path())
+
+
+_STAND_IN = """
+import os, sys, time, pathlib
+folder = pathlib.Path(sys.argv[0]).parent
+try:
+    (folder / f"began {sys.argv[-1]}").write_text(str(len(os.sched_getaffinity(0))))
+    time.sleep(60)
+except KeyboardInterrupt:
+    (folder / f"interrupted {sys.argv[-1]}").touch()
+"""
+
+
+def _supervise(folder: Path) -> None:
+    """Start two programs that stand for workers, like a script that runs in the background of a shell."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        supervisor._prepare_worker([min(cores)], os.getppid())
-        assert os.sched_getaffinity(0) == {min(cores)}
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        library.prctl(_GET_PARENT_DEATH_SIGNAL, ctypes.byref(told), 0, 0, 0)
-        assert told.value == signal.SIGINT
-    finally:
-        library.prctl(_SET_PARENT_DEATH_SIGNAL, 0, 0, 0, 0)
-        os.sched_setaffinity(0, cores)
+    sys.executable = str(folder / "python")
+    settings = StudySettings(storage=f"sqlite:///{folder}/study.db", n_trials=1)
+    LocalWorkers([], [Place({}), Place({}, (min(os.sched_getaffinity(0)),))], folder / "outputs", settings).watch()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent has ended")
-def test_a_worker_whose_supervisor_has_ended_before_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(supervisor, "_LIBRARY", SimpleNamespace(prctl=lambda *_: 0))
-    supervisor._prepare_worker(None, os.getpid())
-    assert codes == [INTERRUPTED]
+def test_workers_are_interrupted_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text(f"#!{sys.executable}\n{_STAND_IN}")
+    (tmp_path / "python").chmod(0o755)
+    with started(_supervise, tmp_path) as process:
+        wait_until(lambda: len(list(tmp_path.glob("began *"))) == 2)
+        wait_until(lambda: (tmp_path / "began worker=1").read_text() == "1")  # it keeps to its core
+        process.kill()
+        wait_until(lambda: len(list(tmp_path.glob("interrupted *"))) == 2)

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tests.searches.programs import FORKS
 NAME = "study"
 BEAT = 0.05  # seconds
 _ALL_LIVE = 1000  # beats; on a busy machine, processes stand still for some
+PIECES = [f"piece {number}" for number in range(5)]
 SPACE = SearchSpace(6, methods=["none", "prompt_lookup"])
 
 
@@ -71,33 +71,29 @@ def wait_until(done: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def count(place: str, file: Path, times: int) -> None:
-    """Add one to the number in a file again and again, which needs a lock."""
-    with member(place, patience=_ALL_LIVE) as pool:
-        for _ in range(times):
-            with pool.claim("number"):
-                number = int(file.read_text())
-                time.sleep(0.01)
-                file.write_text(str(number + 1))
-
-
-def share(place: str, file: Path) -> None:
-    """Share five pieces of work, each of which appends a line to a file, and write down the values."""
+def work_together(place: str, folder: Path) -> None:
+    """Add one to a number in a file, which needs a lock, and share pieces of work; write down what was found."""
+    number, lines = folder / "number", folder / "lines"
     with member(place, patience=_ALL_LIVE) as pool:
 
         def work(name: str) -> list[str]:
-            with file.open("a") as lines:
-                lines.write(f"{name}\n")
+            with lines.open("a") as file:
+                file.write(f"{name}\n")
             time.sleep(0.02)
             return [name, pool.name]
 
-        values = dict(pool.share_all([f"piece {number}" for number in range(5)], work))
-    file.with_name(f"values-{os.getpid()}").write_text(repr(sorted(values.items())))
+        for _ in range(4):
+            with pool.claim("number"):
+                before = int(number.read_text())
+                time.sleep(0.01)
+                number.write_text(str(before + 1))
+        values = dict(pool.share_all(PIECES, work))
+    (folder / f"values-{os.getpid()}").write_text(repr(sorted(values.items())))
 
 
-def hold(place: str, held: Path, seconds: float = 60.0) -> None:
+def hold(place: str, held: Path, seconds: float = 60.0, patience: int = 4) -> None:
     """Hold the claim ``thing``, and say so by a file."""
-    with member(place) as pool, pool.claim("thing"):
+    with member(place, patience=patience) as pool, pool.claim("thing"):
         held.touch()
         time.sleep(seconds)
 
@@ -123,22 +119,9 @@ def study_in(storage: BaseStorage, seed: int = 0) -> optuna.Study:
     )  # fmt: skip
 
 
-def search(place: str, trials: int, record: Path, hours_ahead: float = 0.0) -> None:
-    """Run trials of the study until it has enough, and append the numbers of those that finished here to a file.
-
-    ``hours_ahead`` puts the clock of this process ahead.
-    """
+def search(place: str, trials: int, record: Path) -> None:
+    """Run trials of the study until it has enough, and append the numbers of those that finished here to a file."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    now, seconds = datetime.now, time.time
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-            return now(tz) + timedelta(hours=hours_ahead)
-
-    optuna.storages._rdb.storage.datetime = Clock  # type: ignore[attr-defined, misc]
-    optuna.trial._frozen.datetime.datetime = Clock  # type: ignore[attr-defined, misc]
-    time.time = lambda: seconds() + 3600 * hours_ahead
     with member(place, beat=0.2, patience=30) as pool:
         study = study_in(pool.board._storage, pool.seed)
         objective = Objective(Slow({}), SPACE, PROMPTS, SETTINGS, seed=0)

@@ -6,10 +6,11 @@ import ast
 import contextlib
 import os
 import signal
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import pytest
 from optuna.storages import InMemoryStorage
@@ -17,7 +18,7 @@ from optuna.trial import TrialState
 
 from searches.workers import pool as pools
 from searches.workers.board import of_kind
-from searches.workers.pool import LeaseLost, WorkerPool
+from searches.workers.pool import LeaseLost, WorkerPool, has_ended, start_of, this_process
 from tests.searches.workers import members
 from tests.searches.workers.members import member, started, wait_until
 
@@ -28,28 +29,16 @@ def place(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> str:
     return database if request.param == "sqlite" else str(tmp_path / "study.log")
 
 
-def _end_well(*works: tuple[Any, ...]) -> None:
-    """Run functions in processes of their own, which end without an error."""
+def test_one_worker_at_a_time_holds_a_claim_and_each_piece_of_work_is_done_once(place: str, tmp_path: Path) -> None:
+    (tmp_path / "number").write_text("0")
     with contextlib.ExitStack() as stack:
-        for process in [stack.enter_context(started(*work)) for work in works]:
+        for process in [stack.enter_context(started(members.work_together, place, tmp_path)) for _ in range(3)]:
             process.join(60)
             assert process.exitcode == 0
-
-
-def test_one_worker_at_a_time_holds_a_claim(place: str, tmp_path: Path) -> None:
-    number = tmp_path / "number"
-    number.write_text("0")
-    _end_well(*[(members.count, place, number, 4)] * 3)
-    assert number.read_text() == "12"
-
-
-def test_each_piece_of_work_is_done_once_and_known_to_all(place: str, tmp_path: Path) -> None:
-    lines, pieces = tmp_path / "lines", [f"piece {number}" for number in range(5)]
-    _end_well(*[(members.share, place, lines)] * 3)
-    assert sorted(lines.read_text().split("\n")[:-1]) == pieces
-    values = {path.read_text() for path in tmp_path.glob("values-*")}
-    assert len(values) == 1  # of three workers
-    assert [name for name, _ in ast.literal_eval(values.pop())] == pieces
+    assert (tmp_path / "number").read_text() == "12"
+    assert sorted((tmp_path / "lines").read_text().splitlines()) == members.PIECES
+    (values,) = {path.read_text() for path in tmp_path.glob("values-*")}  # the same of all workers
+    assert [name for name, _ in ast.literal_eval(values)] == members.PIECES
     with member(place) as pool:
         assert pool.share("piece 3", lambda: pytest.fail("done before"))[0] == "piece 3"
 
@@ -73,9 +62,11 @@ def test_the_claim_of_a_killed_worker_passes_on(
 
 
 def test_a_slow_holder_keeps_its_claim(database: str, tmp_path: Path) -> None:
-    with member(database) as pool, started(members.hold, database, tmp_path / "held", 0.6) as process:
+    patience = 20  # beats, which a busy machine needs
+    held = started(members.hold, database, tmp_path / "held", 1.6, patience)
+    with member(database, patience=patience) as pool, held as process:
         wait_until((tmp_path / "held").exists)
-        with pool.claim("thing"):  # twelve beats later
+        with pool.claim("thing"):  # 32 beats later
             process.join(30)
         assert process.exitcode == 0
         assert all(row.state != TrialState.FAIL for row in of_kind(pool.board.rows(), "worker"))
@@ -122,28 +113,16 @@ def test_of_workers_that_leave_the_last_finds_no_others(database: str) -> None:
     assert not [row for row in last.board.rows() if row.state == TrialState.RUNNING]
 
 
-class Failing(InMemoryStorage):
-    """A storage that fails once it is told to."""
-
-    error: Exception | None = None
-
-    def set_trial_state_values(self, trial_id: int, state: TrialState, values: Any = None) -> bool:
-        if self.error is not None:
-            raise self.error
-        return bool(super().set_trial_state_values(trial_id, state, values))
-
-
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerPool, WorkerPool]]:
     """Two workers in this process, which beat when they are told to."""
     monkeypatch.setattr(pools, "_LONGEST_PAUSE", 0.05)
-    storage = Failing()
+    storage = InMemoryStorage()
     with (
         WorkerPool(storage, "study", beat_seconds=60, patience=2) as one,
         WorkerPool(storage, "study", beat_seconds=60) as other,
     ):
         yield one, other
-        storage.error = None
 
 
 def _claims(pool: WorkerPool) -> list[TrialState]:
@@ -171,65 +150,27 @@ def test_a_worker_that_was_presumed_dead_in_a_line_stands_in_it_anew(pair: tuple
     assert _claims(one) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
 
 
-def test_an_interrupt_in_a_line_gives_up_the_place(
-    pair: tuple[WorkerPool, WorkerPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, other = pair
+def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(pair: tuple[WorkerPool, WorkerPool]) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise ConnectionRefusedError
 
-    def interrupted(_: Callable[[], bool]) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(other, "wait", interrupted)
-    with one.claim("thing"):
-        with pytest.raises(KeyboardInterrupt), other.claim("thing"):
-            pytest.fail("it is held")
-        assert _claims(one) == [TrialState.RUNNING, TrialState.FAIL]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InMemoryStorage, "set_trial_state_values", refuse)
+        assert pair[0].leave()
 
 
-def test_work_of_a_worker_that_was_presumed_dead_is_done_again(pair: tuple[WorkerPool, WorkerPool]) -> None:
-    one, other = pair
-    done: list[int] = []
-
-    def work() -> str:
-        done.append(other.worker)
-        if len(done) == 1:
-            one.board.finish(other.worker, TrialState.FAIL)
-            one.snapshot()  # finishes what it held
-        return f"value {len(done)}"
-
-    assert other.share("piece", work) == "value 2"
-    assert done[0] < done[1] == other.worker
-    assert one.share("piece", lambda: pytest.fail("done before")) == "value 2"
+def test_a_process_ends_for_all_that_see_it() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        identity = this_process() | {"pid": child.pid, "started": start_of(child.pid)}
+        assert not has_ended(identity)
+        assert not has_ended(this_process())
+        assert has_ended(identity | {"started": "1"})  # its number was given to another process
+        child.kill()
+    assert has_ended(identity)
+    assert not has_ended(identity | {"machine": "another"})  # it cannot be seen from here
+    assert start_of(child.pid) == ""
 
 
-def test_a_worker_without_signs_is_presumed_dead_after_some_beats_of_another(pair: tuple[WorkerPool, WorkerPool]) -> None:
-    one, other = pair
-    for _ in range(4):  # both are alive
-        one._beat()
-        other._beat()
-    assert one.snapshot().live == {one.worker, other.worker}
-    one._beat()  # sees the last beat of the other one
-    one._beat()
-    assert one.snapshot().live == {one.worker, other.worker}
-    one._beat()
-    assert one.snapshot().live == {one.worker}
-    before = other.worker
-    other._beat()  # it is alive after all
-    assert other.worker > before
-    assert one.snapshot().live == {one.worker, other.worker}
-
-
-@pytest.mark.parametrize("error", [ConnectionRefusedError(), ValueError("a defect")])
-def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(
-    pair: tuple[WorkerPool, WorkerPool], error: Exception
-) -> None:
-    one, _ = pair
-    storage = one.board._storage
-    assert isinstance(storage, Failing)
-    storage.error = error
-    if isinstance(error, ValueError):
-        with pytest.raises(ValueError, match="a defect"):
-            one.leave()
-    else:
-        assert one.leave()
-    storage.error = None
+def test_nothing_is_known_to_have_ended_on_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "_machine", lambda: "")
+    assert not has_ended(this_process() | {"started": "1"})

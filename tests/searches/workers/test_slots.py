@@ -14,11 +14,10 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from searches.study.budget import Budget
 from searches.study.objective import Objective
 from searches.study.study import DUPLICATE_OF, StudySettings, requeue_unfinished, run_trials
 from searches.tracking.names import WORKER
-from searches.workers.board import Snapshot, of_kind
+from searches.workers.board import of_kind
 from searches.workers.slots import FINISHED, take_slot
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
 from tests.searches.workers import members
@@ -41,11 +40,11 @@ def _finished(study: optuna.Study) -> int:
 
 
 def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path: Path) -> None:
-    """Three workers, one with a clock that is an hour ahead; two are killed, two interrupted, and all four replaced."""
+    """Of three workers, two are killed, two interrupted, and all four replaced."""
     record, moment = tmp_path / "record", random.Random(3)
 
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(started(members.search, database, TRIALS, record, float(i == 0))) for i in range(3)]
+        processes = [stack.enter_context(started(members.search, database, TRIALS, record)) for _ in range(3)]
         for number in range(4):
             time.sleep(moment.uniform(0.05, 0.3))
             victim = moment.randrange(3)
@@ -53,8 +52,7 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
             assert pid is not None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, (signal.SIGKILL, signal.SIGINT)[number % 2])
-            arguments = members.search, database, TRIALS, record, float(number % 2)
-            processes[victim] = stack.enter_context(started(*arguments))
+            processes[victim] = stack.enter_context(started(members.search, database, TRIALS, record))
         for process in processes:
             process.join(60)
             assert process.exitcode == 0
@@ -82,15 +80,15 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
 def test_finished_trials_from_before_there_were_workers_count(database: str) -> None:
     study = study_in(opened(database))
     _run(study, 3)
-    with member(database) as pool:
+    with member(database, beat=60) as pool:
         _run(study, 5, pool=pool)
     assert _finished(study) == 5
 
 
 def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(database: str) -> None:
     study = study_in(opened(database))
-    with member(database) as late:
-        with member(database) as first:
+    with member(database, beat=60) as late:
+        with member(database, beat=60) as first:
             _run(study, 9, pool=first, seconds_left=lambda: 0.0)
             _run(study, 9, pool=late)
             assert _finished(study) == 2
@@ -98,18 +96,9 @@ def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(dat
     assert _finished(study) == 4
 
 
-def test_the_start_of_a_further_worker_is_not_spent_twice(database: str) -> None:
-    study = study_in(opened(database))
-    with member(database) as first, member(database) as further:
-        Budget(study, 100.0, time.monotonic() - 30, first.leads()).save()
-        assert Budget(study, 100.0, time.monotonic() - 20, further.leads()).spent == pytest.approx(30, abs=2)
-    with member(database) as resumed:
-        assert Budget(study, 100.0, time.monotonic() - 20, resumed.leads()).spent == pytest.approx(50, abs=2)
-
-
 def test_a_configuration_that_another_worker_measures_is_not_measured_too(database: str) -> None:
     study, bench = study_in(opened(database)), Known({})
-    with member(database) as other, member(database) as pool:
+    with member(database, beat=60) as other, member(database, beat=60) as pool:
         slot = take_slot(other, study, 2)
         assert slot is not None
         running = study.ask()
@@ -152,32 +141,18 @@ def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(databas
     assert sorted(states) == sorted([TrialState.FAIL, TrialState.COMPLETE])
 
 
-def test_a_worker_that_was_presumed_dead_takes_another_slot(database: str) -> None:
-    """It notices while it waits for its turn."""
-    study, looks = study_in(opened(database)), list[Snapshot]()
+def test_a_worker_that_was_presumed_dead_while_it_waits_takes_another_slot(database: str) -> None:
     with member(database, beat=60) as other, member(database, beat=60) as pool:
-        before = pool.worker
+        before, looks = pool.worker, iter([True])
 
-        def repair(trials: object, snapshot: Snapshot) -> bool:
-            looks.append(snapshot)
-            return len(looks) == 1 and other.board.finish(before, TrialState.FAIL)
+        def repair(*_: object) -> bool:
+            return next(looks, False) and other.board.finish(before, TrialState.FAIL)
 
-        slot = take_slot(pool, study, 1, repair)
-        assert slot is not None
+        slot = take_slot(pool, study_in(opened(database)), 1, repair)
         lost, taken = of_kind(other.snapshot().rows, "slot")
+        assert slot is not None
         assert (lost.user_attrs["worker"], lost.state) == (before, TrialState.FAIL)
         assert (taken.user_attrs["worker"], taken.number) == (pool.worker, slot.number)
-        assert pool.worker > before
-
-
-def test_an_interrupt_while_a_worker_waits_closes_its_slot(database: str) -> None:
-    def repair(trials: object, snapshot: Snapshot) -> bool:
-        raise KeyboardInterrupt
-
-    with member(database, beat=60) as pool:
-        with pytest.raises(KeyboardInterrupt):
-            take_slot(pool, study_in(opened(database)), 1, repair)
-        assert [row.state for row in of_kind(pool.board.rows(), "slot")] == [TrialState.COMPLETE]
 
 
 def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:

@@ -1,27 +1,19 @@
-"""Real studies of a tiny model by several processes, and the processes that are started together."""
+"""Real studies of a tiny model by several processes."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
 from pathlib import Path
 
 import optuna
 import pytest
-import torch
 
-from searches.app.checks import InputError
-from searches.study.storage import storage_url
-from searches.study.study import StudySettings, preparation_seconds
-from searches.study.supervisor import LocalWorkers, Place, places
+from searches.study.study import preparation_seconds
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import of_kind
 from searches.workers.slots import FINISHED
 from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, quick, runs, sqlite, tracked
-from tests.searches.workers.members import started, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -91,45 +83,3 @@ def test_another_type_of_device_is_refused_or_has_a_study_of_its_own(
     assert mixed.returncode == 0, mixed.stderr
     assert (outputs / "one" / "another-GPU" / "best.json").exists()
     assert json.loads((outputs / "one" / "best.json").read_text(encoding="utf-8"))["search"]["trials"] == TRIALS
-
-
-def test_workers_share_the_cores_or_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5, 6})
-    assert places(2, "cpu") == [Place({"OMP_NUM_THREADS": "2"}, (0, 1)), Place({"OMP_NUM_THREADS": "2"}, (4, 5))]
-    assert len(places("auto", "cpu")) == 1
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-1a,7")
-    assert [place.variables["CUDA_VISIBLE_DEVICES"] for place in places("auto", "auto")] == ["5", "GPU-1a", "7"]
-    with pytest.raises(InputError, match=r"study.workers: 4 is more than the 3 visible GPUs"):
-        places(4, "auto")
-    with pytest.raises(InputError, match=r"study.storage: file.log is a journal file"):
-        storage_url(StudySettings(storage="file.log"), Path())
-
-
-_STAND_IN = """
-import sys, time, pathlib
-folder = pathlib.Path(sys.argv[0]).parent
-try:
-    (folder / f"began {sys.argv[-1]}").touch()
-    time.sleep(60)
-except KeyboardInterrupt:
-    (folder / f"interrupted {sys.argv[-1]}").touch()
-"""
-
-
-def _supervise(folder: Path) -> None:
-    """Start two programs that stand for workers, like a script that runs in the background of a shell."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.executable = str(folder / "python")
-    settings = StudySettings(storage=f"sqlite:///{folder}/study.db", n_trials=1)
-    LocalWorkers([], [Place({}), Place({}, (min(os.sched_getaffinity(0)),))], folder / "outputs", settings).watch()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent has ended")
-def test_workers_are_interrupted_when_their_supervisor_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "python").write_text(f"#!{sys.executable}\n{_STAND_IN}")
-    (tmp_path / "python").chmod(0o755)
-    with started(_supervise, tmp_path) as supervisor:
-        wait_until(lambda: len(list(tmp_path.glob("began *"))) == 2)
-        supervisor.kill()
-        wait_until(lambda: len(list(tmp_path.glob("interrupted *"))) == 2)
