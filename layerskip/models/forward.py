@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, PreTrainedModel
 
 from layerskip.models.draft_head import OutputLayer
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.weights import is_split
+
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Features:
@@ -83,11 +86,12 @@ def forward(
 def _captured_forward(
     model: nn.Module, reduced: OutputLayer | None, tokens: Tensor, cache: CapturingCache, last: int, features: Features
 ) -> Tensor:
-    size = tokens.shape[0]
-    if last == size:  # few widths are captured, so other blocks are followed by copies of their first token
-        wide = _chain_width(size)
-        if wide > size and cache.pads_chains and cache.captures(model, wide):
-            tokens, last = torch.cat((tokens, tokens[:1].expand(wide - size))), wide
+    size, wanted = tokens.shape[0], last
+    wide = _chain_width(size)
+    if wide == size or (cache.pads_chains and cache.captures(model, wide)):
+        # Few widths are captured, so blocks are followed by copies of their first token, and all rows have logits.
+        tokens = tokens if wide == size else torch.cat((tokens, tokens[:1].expand(wide - size)))
+        last = min(last, 1) * wide
 
     def compute(block: Tensor) -> tuple[Tensor, ...]:
         with features.collect(model), contextlib.nullcontext() if reduced is None else reduced.with_reserved():
@@ -97,7 +101,8 @@ def _captured_forward(
     kind = last, features.modules, None if reduced is None else reduced.rows.reserve()
     logits, *parts = cache.replay(model, kind, (tokens,), compute)
     features.parts = tuple(part[..., :size, :] for part in parts)
-    return logits[:size, : None if reduced is None else reduced.weight.shape[0]]
+    rows = logits if last == wanted else logits[size - wanted : size]
+    return rows[:, : None if reduced is None else reduced.weight.shape[0]]
 
 
 def _chain_width(size: int) -> int:
@@ -113,7 +118,10 @@ def _forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, position
         options["logits_to_keep"] = torch.arange(size - last, size, device="cpu" if is_split(model) else tokens.device)
     if positions is not None:
         options["position_ids"] = positions[None]
-    output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **options)
+    # The attention of cuDNN makes a plan for each new shape, and every length is one.
+    kernels = sdpa_kernel(_KERNELS) if tokens.is_cuda else contextlib.nullcontext()
+    with kernels:
+        output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **options)
     logits: Tensor = output.logits
     return logits[0, logits.shape[1] - last :]
 

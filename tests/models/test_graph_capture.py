@@ -73,6 +73,17 @@ def test_captured_passes_equal_eager_ones(family: str) -> None:
 
 
 @torch.inference_mode()
+def test_blocks_of_similar_widths_share_a_captured_pass() -> None:
+    """Also those of which only the last row is wanted, such as the rest of a prompt."""
+    model, source = build("llama"), tokens_of(20)
+    view = decoding_view(model)
+    cache, plain = filled(acquired(model), view, source[:9])
+    for width, last in ((5, 1), (8, 8), (6, 2), (7, 1), (8, 1)):
+        assert_close(*(forward(view, source[9 : 9 + width], held, last=last) for held in (cache, plain)))
+    assert [len(passes) for passes in cache._passes.values()] == [1]
+
+
+@torch.inference_mode()
 def test_views_and_features_have_captured_passes_of_their_own() -> None:
     model, tokens = build("llama"), tokens_of(20)
     views = [decoding_view(model), skip_view(model, SkipMask.parse("attention:1;mlp:2", LAYERS))]
