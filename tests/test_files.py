@@ -43,20 +43,6 @@ def test_a_file_that_does_not_fit_leaves_the_earlier_one(small_disk: Path, write
     assert file.read_text() == "before"
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_errors_are_converted_only_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
-    if full:
-        monkeypatch.setattr(files, "_probe_error", lambda _: errno.ENOSPC)
-    expected = OSError if full else RuntimeError
-
-    def write() -> None:
-        with atomic_write(tmp_path / "file") as partial:
-            partial.write_text("half")
-            raise RuntimeError("broken")
-
-    with pytest.raises(expected, match="No space left" if full else "broken"):
-        write()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", '{"half": '])

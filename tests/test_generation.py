@@ -41,15 +41,6 @@ tiny_methods = pytest.mark.parametrize("config", TINY_CONFIGS, ids=lambda config
 Reference = Callable[..., list[int]]
 
 
-def test_one_drafter_serves_consecutive_requests(tiny_target: Target) -> None:
-    """Token recycling learns from the first request; the output does not change."""
-    config = SpeculativeConfig("token_recycling", 4, tree_tokens=6)
-    drafter = build_drafter(config, tiny_target)
-    first, second = (generate(tiny_target, FRUITS, drafter, max_new_tokens=24) for _ in range(2))
-    fresh = generate(tiny_target, FRUITS, config, max_new_tokens=24)
-    assert first.tokens == second.tokens == fresh.tokens
-    assert first.stats == fresh.stats
-    assert second.stats.mean_acceptance_length > first.stats.mean_acceptance_length
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +67,6 @@ def idle_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(str(folder), dtype="float32", device=DEVICE)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
-@pytest.mark.parametrize("prompt", representative([FRUITS], [FRENCH]))
-def test_a_real_model_gives_the_output_of_transformers(
-    smollm2: Target, reference: Reference, config: SpeculativeConfig, prompt: str
-) -> None:
-    result = generate(smollm2, prompt, config, max_new_tokens=24)
-    assert result.tokens == reference(smollm2, smollm2.encode(prompt), max_new_tokens=24)
-    assert smollm2.tokenizer is not None
-    assert result.text == smollm2.tokenizer.decode(result.tokens, skip_special_tokens=True)
-    assert result.finish == ("eos" if result.tokens[-1] in smollm2.eos_ids else "length")
 
 
 # The model's answer to FRUITS: "1. Banana\n2. Apple\n3. Grapefruit".
@@ -128,14 +109,6 @@ def test_every_form_of_prompt_is_continued_as_in_transformers(
         assert (len(result.tokens), result.finish) == (length, "length")
 
 
-@tiny_methods
-def test_repetition_is_penalised_as_in_transformers(
-    idle_target: Target, reference: Reference, config: SpeculativeConfig
-) -> None:
-    tokens = idle_target.encode(FRUITS)
-    result = generate(idle_target, FRUITS, config, sampling=Sampling(repetition_penalty=1.3), max_new_tokens=16)
-    assert result.tokens == reference(idle_target, tokens, max_new_tokens=16, repetition_penalty=1.3)
-    assert result.tokens != reference(idle_target, tokens, max_new_tokens=16)
 
 
 @tiny_methods
@@ -151,13 +124,6 @@ def test_a_stop_string_is_found_at_every_position_of_a_draft(
         assert stop in result.text
 
 
-@tiny_methods
-def test_tokens_are_streamed_round_by_round(idle_target: Target, config: SpeculativeConfig) -> None:
-    parts: list[list[int]] = []
-    result = generate(idle_target, "the", config, max_new_tokens=30, callback=parts.append)
-    assert [token for part in parts for token in part] == result.tokens
-    assert [len(part) for part in parts] == [1, *(r.committed for r in result.stats.rounds)]
-    assert result.stats.mean_acceptance_length == pytest.approx(29 / len(result.stats.rounds))
 
 
 @tiny_methods
@@ -178,11 +144,6 @@ def test_a_target_without_tokenizer_gives_tokens_only(tiny_target: Target) -> No
         generate(Target(tiny_target.model), [7, 8], stop_strings="x")
 
 
-def test_a_draft_model_is_loaded_by_its_folder(idle_target: Target, reference: Reference, tiny_folder: Path) -> None:
-    config = SpeculativeConfig("draft_model", draft_model=str(tiny_folder), num_speculative_tokens=3)
-    result = generate(idle_target, "the", config, max_new_tokens=40)
-    assert result.tokens == reference(idle_target, idle_target.encode("the"), max_new_tokens=40)
-    assert result.stats.drafted > 0
 
 
 @pytest.mark.parametrize(
@@ -205,7 +166,3 @@ def test_invalid_arguments_are_refused_by_name(
         generate(tiny_target, **{"prompt": "the"} | arguments)  # type: ignore[arg-type]
 
 
-def test_a_draft_model_that_cannot_rewind_is_refused_by_field(tiny_target: Target, tmp_path: Path) -> None:
-    config = SpeculativeConfig("draft_model", draft_model=str(save_tiny(tmp_path / "mamba", "mamba")))
-    with pytest.raises(UnsupportedModel, match=r"^draft_model: Mamba.*rewind"):
-        generate(tiny_target, "the", config)

@@ -55,7 +55,3 @@ def test_all_public_names_exist_and_are_documented_and_all_errors_are_value_erro
         assert not (isinstance(value, type) and issubclass(value, Exception)) or issubclass(value, ValueError)
 
 
-def test_importing_layerskip_loads_no_search_program() -> None:
-    check = "import sys, layerskip; print(*{'hydra', 'optuna', 'mlflow', 'searches'} & set(sys.modules))"
-    completed = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert completed.stdout.split() == []

@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from layerskip.config import StopRule
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.tree import tree_model
-from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.mask import SkipMask
 from layerskip.models import compiled_layers as module
 from layerskip.models.cache import KVCache
@@ -29,13 +26,14 @@ from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target, TargetError
-from tests.accelerator import DEVICE, decode_static
+from tests.accelerator import DEVICE
 from tests.exhaustive import EXHAUSTIVE
 from tests.families import SKIPPABLE, build
 from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, tokens_of
 
 EXHAUSTIVE_ONLY = pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes seconds a family; run by make lossless")
 COMPILED = ("llama", "gemma3_text")  # one of plain layers, one of two types of layers with norms of queries and keys
+BLOCK = tokens_of(20)[12:18]
 
 
 def _model(family: str) -> PreTrainedModel:
@@ -50,12 +48,22 @@ def _caches(model: PreTrainedModel, view: nn.Module, prompt: int) -> tuple[Captu
     return filled(acquired(model, 60, layers=layers), view, tokens_of(prompt), 60)
 
 
+def _compiled_passes(cache: CapturingCache) -> list[bool]:
+    return [captured.layers is not None for passes in cache._passes.values() for captured in passes.values()]
+
+
 def _fail(*_: object) -> None:
     raise TypeError("no\nsuch thing")
 
 
-def _compiled_passes(cache: CapturingCache) -> list[bool]:
-    return [captured.layers is not None for passes in cache._passes.values() for captured in passes.values()]
+def _double(*args: Any) -> Any:
+    return 2 * module._run(*args)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the layers that would be compiled as they are."""
+    monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
 
 
 @EXHAUSTIVE_ONLY
@@ -84,20 +92,9 @@ def test_compiled_trees_and_views_equal_eager_ones() -> None:
         model = _model("llama")
     trees, view = tree_model(model), skip_view(model, SkipMask.parse("layers:1;attention:2", LAYERS))
     cache, plain = _caches(model, decoding_view(model), 12)
-    block, parents = tokens_of(20)[12:18], (-1, 0, 0, 2, -1)
-    assert_close(trees.run(block, parents, cache), trees.run(block, parents, plain))
-    assert_close(*(forward(view, block[:2], held, last=2) for held in (cache, plain)))
+    assert_close(*(trees.run(BLOCK, (-1, 0, 0, 2, -1), held) for held in (cache, plain)))
+    assert_close(*(forward(view, BLOCK[:2], held, last=2) for held in (cache, plain)))
     assert _compiled_passes(cache) == [True, True]
-
-
-@EXHAUSTIVE_ONLY
-def test_compiled_decoding_gives_the_tokens_of_generate() -> None:
-    model, prompt = _model("llama"), tokens_of(12)
-    expected = model.generate(prompt[None], max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 12:]
-    for drafter in (NoDraft(), LayerSkip(skip_view(model, SkipMask.parse("layers:1", LAYERS)), 2, StopRule())):
-        target = Target(model, compile="on")
-        found = decode_static(target, drafter, prompt.tolist(), Sampling(), 20, stops=Stops(frozenset()))
-        assert found.tokens == expected.tolist()
 
 
 def test_the_weights_of_siblings_are_laid_out_without_a_copy() -> None:
@@ -126,17 +123,6 @@ def test_a_single_row_is_multiplied_as_several_are(bias: bool) -> None:
         torch.testing.assert_close(actual, layer(row))
 
 
-@pytest.mark.parametrize("outputs", [4096, 4095])
-def test_a_single_row_of_a_large_weight_takes_the_kernel_for_few_rows(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum over a small one is fused with what surrounds it."""
-    asked: list[int] = []
-    monkeypatch.setattr(module, "has_kernel", lambda weight: True)
-    monkeypatch.setattr(module, "few_rows_linear", lambda row, weight: (asked.append(len(weight)), linear(row, weight))[1])
-    layer, row = nn.Linear(1024, outputs, bias=False), torch.randn(1, 1, 1024)
-    torch.testing.assert_close(FusedLinear([layer], single_rows=True).compute(row)[0], layer(row))
-    assert asked == [4096] * (outputs == 4096)
-
-
 def test_layers_are_compiled_on_cuda_by_default_and_the_mode_of_a_model_reaches_its_views() -> None:
     """Another target over the same model, as ``custom_generate`` makes one, changes nothing; a new mode makes new views."""
     model = build("llama")
@@ -148,13 +134,13 @@ def test_layers_are_compiled_on_cuda_by_default_and_the_mode_of_a_model_reaches_
         Target(model, compile="maybe")
 
 
+@pytest.mark.usefixtures("uncompiled")
 @torch.inference_mode()
-def test_a_compiled_tree_model_is_freed_with_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_tree_model_is_freed_with_its_model() -> None:
     """Its layers refer to it, so whatever keeps them for the compiler must not keep it."""
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
     model = _model("llama")
     cache, _ = _caches(model, decoding_view(model), 12)
-    tree_model(model).run(tokens_of(20)[12:18], (-1, 0, 0, 2, -1), cache)
+    tree_model(model).run(BLOCK, (-1, 0, 0, 2, -1), cache)
     assert _compiled_passes(cache) == [True]
     views = [weakref.ref(tree_model(model).view), weakref.ref(decoding_view(model))]
     del model, cache
@@ -199,44 +185,20 @@ def test_another_thread_may_run_the_view_meanwhile(monkeypatch: pytest.MonkeyPat
     assert torch.equal(found[0], expected)
 
 
-@torch.inference_mode()
-def test_threads_run_the_compiled_layers_of_a_shared_view_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a draft model of two targets. The second pass waits for the first, and is compiled, too."""
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
-    with torch.inference_mode(False):
-        model = _model("llama")
-    layers, entered, left = compiled_layers(decoding_view(model)), threading.Event(), list[bool]()
-    assert layers is not None
-
-    def enter() -> None:
-        with layers.running(lambda mask: mask):
-            left.append(bool(entered.is_set()))
-            left.append("forward" in layers._layers[0].__dict__)
-
-    with layers.running(lambda mask: mask):
-        thread = threading.Thread(target=enter)
-        thread.start()
-        thread.join(0.1)
-        entered.set()
-    thread.join()
-    assert left == [True, True]
-
-
-def test_replaced_weights_are_read_by_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("uncompiled")
+def test_replaced_weights_are_read_by_compiled_layers() -> None:
     """Also if only their data was replaced, as by an average of weights."""
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
     model = _model("llama")
-    block = tokens_of(20)[12:16]
     with torch.inference_mode():
         cache, _ = _caches(model, decoding_view(model), 12)
-        forward(decoding_view(model), block, cache, last=4)
+        forward(decoding_view(model), BLOCK[:4], cache, last=4)
         release_cache(model, cache)
     for weight in model.parameters():
         weight.data = weight.data * 0.7
     with torch.inference_mode():
         view = decoding_view(model)
         cache, plain = _caches(model, view, 12)
-        assert_close(*(forward(view, block, held, last=4) for held in (cache, plain)))
+        assert_close(*(forward(view, BLOCK[:4], held, last=4) for held in (cache, plain)))
         assert _compiled_passes(cache) == [True]
 
 
@@ -250,14 +212,10 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(
     cache, plain = _caches(model, view, 12)
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: _fail)
     for width in (3, 1):
-        assert_close(*(forward(view, tokens_of(20)[12 : 12 + width], held, last=width) for held in (cache, plain)))
+        assert_close(*(forward(view, BLOCK[:width], held, last=width) for held in (cache, plain)))
     assert caplog.text.count("run as they are: no") == 1
     assert "such" not in caplog.text
     assert _compiled_passes(cache) == [False, False]
-
-
-def _double(*args: Any) -> Any:
-    return 2 * module._run(*args)
 
 
 @pytest.mark.parametrize(("wrong", "reason"), [(_fail, "no"), (_double, "the captured pass gives other results")])
@@ -275,7 +233,7 @@ def test_layers_whose_products_cannot_be_fused_are_compiled_without(
     view = decoding_view(model)
     cache, plain = _caches(model, view, 12)
     for width in (3, 1):
-        assert_close(*(forward(view, tokens_of(20)[12 : 12 + width], held, last=width) for held in (cache, plain)))
+        assert_close(*(forward(view, BLOCK[:width], held, last=width) for held in (cache, plain)))
     assert _compiled_passes(cache) == [True, True]
     assert asked[0]
     assert not any(asked[-2 * LAYERS :])

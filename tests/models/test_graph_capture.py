@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,12 +26,12 @@ from layerskip.measure.measure import measure
 from layerskip.models.cache_pool import release_cache
 from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import Features, forward
-from layerskip.models.graph_capture import CapturingCache, EagerPass, _refused, capture_seconds
+from layerskip.models.graph_capture import CapturingCache, _refused, capture_seconds
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target
 from tests.accelerator import decode_static
 from tests.families import REPRESENTATIVE, build
-from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, tokens_of
+from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, let_token_63_overflow, tokens_of
 
 needs_gpu = pytest.mark.skipif(TORCH_DEVICE.type != "cuda", reason="needs a GPU")
 
@@ -153,8 +151,7 @@ def test_capture_time_is_not_part_of_decoding_time(tiny_target: Target, monkeypa
 def test_an_overflow_after_the_length_does_not_affect_later_passes(static: bool) -> None:
     """A rejected token overflows; a pass that is captured later reads its values under the mask."""
     model, tokens = build("llama").half(), tokens_of(12)
-    words, values = model.get_input_embeddings().weight, model.model.layers[0].self_attn.v_proj.weight
-    words[:, 0], values[:, 0], words[63] = 0.0, 6e4, torch.eye(32, dtype=torch.float16)[0]
+    let_token_63_overflow(model)
     tokens[tokens == 63] = 5
     overflowing = tokens.clone()
     overflowing[11] = 63
@@ -266,24 +263,3 @@ def test_a_move_that_cannot_be_captured_runs_eagerly(monkeypatch: pytest.MonkeyP
     for states, old in zip(cache.buffers(), before, strict=True):
         assert torch.equal(states[:, :, 4], old[:, :, 6])
     assert len(attempts) == 1
-
-
-def test_one_pass_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    running: list[int] = []
-    peaks: list[int] = []
-
-    def slow(cache: CapturingCache, *_: object) -> EagerPass:
-        running.append(0)
-        peaks.append(len(running))
-        time.sleep(0.2)
-        running.pop()
-        return EagerPass()
-
-    @torch.inference_mode()
-    def capture(cache: CapturingCache) -> None:
-        cache.gather([1])
-
-    monkeypatch.setattr(CapturingCache, "_capture", slow)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(capture, [CapturingCache(LAYERS, 40, TORCH_DEVICE) for _ in range(2)]))
-    assert peaks == [1, 1]

@@ -78,16 +78,6 @@ def test_products_equal_torchs(dtype: torch.dtype, bias: bool, rows: tuple[int, 
     assert len(packed) == (packing._is_supported(dtype) and 0 not in rows)
 
 
-@needs_packing
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_any_width_equal_torchs(dtype: torch.dtype) -> None:
-    for width in (1, 7, 33, 64, 576):
-        layer = layer_of(dtype, False, width, 3 * width + 1)
-        pack_matrices(layer)
-        for rows in (1, 4, 17):
-            hidden = torch.randn(rows, width).to(dtype)
-            with torch.inference_mode():
-                _assert_same(multiply(hidden, layer.weight), linear(hidden, layer.weight))
 
 
 @needs_packing
@@ -236,23 +226,6 @@ def test_packing_follows_the_setting_and_otherwise_the_memory(monkeypatch: pytes
     assert packed
 
 
-@needs_packing
-def test_a_view_is_rebuilt_when_a_dtype_change_makes_more_weights_packable(
-    monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]
-) -> None:
-    if not packing._is_supported(torch.bfloat16):
-        pytest.skip("this processor does not support packed weights in bfloat16")
-    model = build("gpt_bigcode")  # its conversion keeps every tensor object
-    largest = max(part.weight.numel() for part in model.modules() if type(part) is nn.Linear)
-    monkeypatch.setattr(packing, "_LEAST", {torch.float32: largest, torch.bfloat16: 1})
-    count = []
-    for dtype in DTYPES:
-        view = decoding_view(model.to(dtype))
-        with torch.inference_mode():
-            view(torch.tensor([[1, 2, 3]]))
-        count.append(len(packed))
-        packed.clear()
-    assert 0 < count[0] < count[1] == sum(type(part) is nn.Linear for part in model.modules())
 
 
 @needs_packing
@@ -288,19 +261,6 @@ def test_packed_weights_are_counted_unless_they_are_the_targets() -> None:
     assert 2**28 < total_bytes() < 2**48
 
 
-@needs_packing
-def test_bridges_are_timed_and_decode_with_packed_weights(tmp_path: Path, packed: list[Tensor]) -> None:
-    target = Target(build("llama"))
-    profile_costs(target, 12, 2, repeats=Repeats(1), bridged=True)
-    own = {id(weight) for weight in target.model.parameters()}
-    timed = {weight.shape for weight in packed if id(weight) not in own}
-    assert torch.Size((target.hidden, target.hidden)) in timed
-    mask = SkipMask.parse("layers:1", target.layers)
-    save_bridges(tmp_path / "bridge", Bridges(BridgeShape.of(target, mask, "linear")), target, {})
-    packed.clear()
-    config = SpeculativeConfig("layer_skip", 2, mask="layers:1", bridge=str(tmp_path / "bridge"))
-    generate(target, [1, 2, 3], config, max_new_tokens=4)
-    assert torch.Size((target.hidden, target.hidden)) in {weight.shape for weight in packed}
 
 
 @needs_packing

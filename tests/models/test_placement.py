@@ -69,9 +69,6 @@ def test_offloaded_weights_are_named_in_an_environment_and_refuse_heads(folders:
     assert Readout(whole, None).weight is whole.model.get_output_embeddings().weight
 
 
-def test_a_map_of_unknown_places_is_refused(tiny_folder: Path) -> None:
-    with pytest.raises(TargetError, match=r"^target\.device: cannot load [^\n]*nonsense[^\n]*$"):
-        load_target(str(tiny_folder), dtype="float32", device={"": "nonsense"})
 
 
 def test_a_view_does_not_keep_a_placed_model(folders: dict[str, Path]) -> None:

@@ -148,12 +148,6 @@ def test_whatever_a_chat_template_raises_is_one_line(tiny_target: Target, reason
     assert "\n" not in str(refusal.value)
 
 
-def test_a_target_without_tokenizer_accepts_ids_only(tiny_target: Target) -> None:
-    bare = Target(tiny_target.model)
-    assert bare.encode([7, 8, 9]) == [7, 8, 9]
-    assert bare.decode([7, 8, 9]) == ""
-    with pytest.raises(TargetError, match=r"^prompt: .*tokenizer"):
-        bare.encode("hello")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen2"])
@@ -168,11 +162,6 @@ def test_a_folder_without_a_tokenizer_is_a_target_without_one(tmp_path: Path, fa
         generate(target, "hello", max_new_tokens=4)
 
 
-def test_a_tokenizer_of_special_tokens_alone_is_none(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "m")
-    spelling = Tokenizer(models.BPE({"<eos>": 0}, []))
-    PreTrainedTokenizerFast(tokenizer_object=spelling, eos_token="<eos>").save_pretrained(folder)
-    assert load_target(str(folder), dtype="float32", device="cpu").tokenizer is None
 
 
 @pytest.mark.parametrize("source", ["generation_config", "config", "tokenizer"])
@@ -190,34 +179,10 @@ def test_ends_that_are_no_token_ids_are_refused_by_name(source: str) -> None:
                 use()
 
 
-def test_generation_ends_at_any_end_token(tiny_folder: Path, tmp_path: Path) -> None:
-    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
-    free = generate(target, "hello", max_new_tokens=24)
-    assert free.finish == "length"
-    chosen = free.tokens[9]
-    target.model.generation_config.eos_token_id = [1, chosen]
-    ended = generate(target, "hello", max_new_tokens=24)
-    assert (ended.tokens, ended.finish) == (free.tokens[: free.tokens.index(chosen) + 1], "eos")
 
 
-def test_a_draft_model_has_the_targets_dtype_and_is_loaded_once(tiny_folder: Path, tmp_path: Path) -> None:
-    target = load_target(str(tiny_folder), dtype="bfloat16", device="cpu")
-    folder = str(save_tiny(tmp_path / "draft", seed=1, num_hidden_layers=1))
-    draft = load_draft(target, folder)
-    assert (draft.dtype, draft.layers) == ("bfloat16", 1)
-    assert load_draft(target, folder) is draft
 
 
-def test_a_draft_that_is_missing_or_has_another_tokenizer_is_refused(tiny_target: Target, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "draft")
-    words = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = words["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (folder / "tokenizer.json").write_text(json.dumps(words))
-    reasons = {str(folder): ".*tokenizer", "/no/such/draft": "there is no folder /no/such/draft$"}
-    for name, reason in (reasons | {"no-such-draft": "cannot load no-such-draft: "}).items():
-        with pytest.raises(TargetError, match=f"^draft_model: {reason}"):
-            load_draft(tiny_target, name)
 
 
 def test_the_weights_sample_covers_every_kind_of_tensor() -> None:
