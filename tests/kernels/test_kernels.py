@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def drawn(*shape: int) -> Tensor:
 @needs_triton
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 @pytest.mark.parametrize(
-    ("heads", "shared", "count", "width", "keys", "used"),
+    "shape",  # heads, heads of keys, queries, width, keys, keys in use
     [
         (9, 3, 1, 64, 512, 37),  # one tile in use
         (9, 3, 5, 64, 512, 200),
@@ -47,17 +48,10 @@ def drawn(*shape: int) -> Tensor:
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("biased", [False, True])
 def test_attention_to_a_cache_equals_torchs(
-    heads: int,
-    shared: int,
-    count: int,
-    width: int,
-    keys: int,
-    used: int,
-    window: int | None,
-    biased: bool,
-    dtype: torch.dtype,
+    shape: tuple[int, ...], window: int | None, biased: bool, dtype: torch.dtype
 ) -> None:
     """Also if only some keys are seen, and twice in a row, as the kernel must leave its counters at 0."""
+    heads, shared, count, width, keys, used = shape
     query = drawn(1, count, heads, width).to(dtype).transpose(1, 2)
     key, value = drawn(1, shared, keys, width).to(dtype), drawn(1, shared, keys, width).to(dtype) + 1
     last = torch.arange(used - count, used, device=DEVICE)[:, None]
@@ -145,16 +139,17 @@ def test_torchs_operators_replace_a_kernel_that_fails_its_trial(
     ]
 
 
-@pytest.mark.parametrize(
-    ("run", "reason"),
-    [
-        (lambda: (torch.ones(2), torch.zeros(2)), "it gives other results"),
-        (lambda: (_ for _ in ()).throw(ValueError("no\nsuch")), "no"),
-    ],
-)
-def test_a_kernel_that_fails_its_trial_is_not_used(run: object, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def _raise() -> tuple[Tensor, Tensor]:
+    raise ValueError("no\nsuch")
+
+
+WRONG = [(lambda: (torch.ones(2), torch.zeros(2)), "it gives other results"), (_raise, "no")]
+
+
+@pytest.mark.parametrize(("run", "reason"), WRONG)
+def test_a_kernel_that_fails_its_trial_is_not_used(run: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     """It is tried once, and one line is logged."""
     for _ in range(2):
-        assert not passes_trial("products", reason, run)  # type: ignore[arg-type]
+        assert not passes_trial("products", reason, run)
     assert [record.message for record in caplog.records] == [f"the kernel for products cannot be used ({reason}): {reason}"]
     assert passes_trial("products", "right", lambda: (torch.ones(2), torch.ones(2)))

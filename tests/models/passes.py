@@ -14,6 +14,7 @@ from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from tests.accelerator import DEVICE
+from tests.generated import generated
 
 LAYERS = 4
 TORCH_DEVICE = torch.device(DEVICE)
@@ -70,10 +71,7 @@ def filled(cache: CapturingCache, view: nn.Module, prompt: Tensor, positions: in
 
 def greedy(target: Target) -> list[int]:
     """Returns the tokens that transformers' own ``generate`` gives after the prompt."""
-    ids = torch.tensor([PROMPT])
-    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=LENGTH, eos_token_id=None)
-    output: Tensor = target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return output[0, len(PROMPT) :].tolist()
+    return generated(target.model, PROMPT, LENGTH, eos_token_id=None)
 
 
 def assert_every_method_gives(expected: list[int], target: Target) -> None:
