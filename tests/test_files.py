@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from layerskip import SkipMask, Target, files, save_draft_checkpoint
+from layerskip import SkipMask, Target, save_draft_checkpoint
 from layerskip.drafters.datastore import Datastore
 from layerskip.files import atomic_write, read_json, short_name, write_json
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
@@ -41,8 +41,6 @@ def test_a_file_that_does_not_fit_leaves_the_earlier_one(small_disk: Path, write
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(file))
     assert [path.name for path in file.parent.iterdir()] == ["file"]
     assert file.read_text() == "before"
-
-
 
 
 @pytest.mark.parametrize("text", ["", '{"half": '])

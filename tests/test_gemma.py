@@ -5,26 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from layerskip import (
-    PromptSet,
-    Sampling,
-    SpeculativeConfig,
-    Target,
-    TargetError,
-    generate,
-    load_target,
-    save_draft_checkpoint,
-)
+from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, TargetError, generate, load_target
 from layerskip.bridges.bridge import BridgeShape, save_bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.drafters.cross_tokenizer import Translation
 from layerskip.mask import SkipMask
+from layerskip.models.skip_view import save_draft_checkpoint
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts
 from tests.accelerator import DEVICE
 from tests.exhaustive import EXHAUSTIVE
+from tests.generated import generated
 
 NEW_TOKENS = 24
 PROMPTS = PromptSet.packaged().take(None if EXHAUSTIVE else 3)
@@ -48,10 +40,8 @@ def draft(gemma3: Target, smollm2: Target, tmp_path_factory: pytest.TempPathFact
 def test_a_draft_with_another_tokenizer_does_not_change_the_output(gemma3: Target, draft: str) -> None:
     config, accepted = SpeculativeConfig("cross_tokenizer", 4, draft_model=draft), 0
     for item in PROMPTS:
-        ids = torch.tensor([gemma3.encode(item.messages())])
-        outputs = gemma3.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
         result = generate(gemma3, item.messages(), config, max_new_tokens=NEW_TOKENS)
-        assert result.tokens == outputs[0, ids.shape[1] :].tolist()
+        assert result.tokens == generated(gemma3.model, gemma3.encode(item.messages()), NEW_TOKENS)
         accepted += result.stats.accepted
     assert accepted > 0
 
@@ -65,8 +55,6 @@ def test_shared_tokens_decode_to_the_same_text(gemma3: Target, smollm2: Target) 
     for own, theirs in shared[:: len(shared) // 200]:
         if not {own, theirs} & {*gemma3.eos_ids, *smollm2.eos_ids}:
             assert gemma3.tokenizer.decode([own]) == smollm2.tokenizer.decode([theirs])
-
-
 
 
 def test_the_scan_of_a_bridged_mask_equals_decoding(gemma3: Target, tmp_path: Path) -> None:
