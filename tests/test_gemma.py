@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, TargetError, generate, load_target
-from layerskip.bridges.bridge import BridgeShape, save_bridges
-from layerskip.bridges.fit import Calibration
+from layerskip import PromptSet, SpeculativeConfig, Target, TargetError, generate, load_target
 from layerskip.drafters.cross_tokenizer import Translation
 from layerskip.mask import SkipMask
 from layerskip.models.skip_view import save_draft_checkpoint
-from layerskip.scan.scan import Scanner
-from layerskip.texts.continuations import continue_prompts
 from tests.accelerator import DEVICE
 from tests.exhaustive import EXHAUSTIVE
 from tests.generated import generated
@@ -55,16 +49,3 @@ def test_shared_tokens_decode_to_the_same_text(gemma3: Target, smollm2: Target) 
     for own, theirs in shared[:: len(shared) // 200]:
         if not {own, theirs} & {*gemma3.eos_ids, *smollm2.eos_ids}:
             assert gemma3.tokenizer.decode([own]) == smollm2.tokenizer.decode([theirs])
-
-
-def test_the_scan_of_a_bridged_mask_equals_decoding(gemma3: Target, tmp_path: Path) -> None:
-    """On a model with sliding windows and norms after every sub-layer."""
-    continuations = continue_prompts(gemma3, PROMPTS, Sampling(), NEW_TOKENS)
-    mask = SkipMask.parse("layers:3-5;mlp:9", gemma3.layers)
-    fit = Calibration(gemma3, continuations, 2**30).fit(BridgeShape.of(gemma3, mask))
-    save_bridges(tmp_path / "bridge", fit.bridges, gemma3, {})
-    (scan,) = (scanner := Scanner(gemma3, continuations, Sampling(), 3)).scan([mask], replacements=[fit.bridges])
-    config = SpeculativeConfig("layer_skip", 3, mask=mask.format(), bridge=str(tmp_path / "bridge"))
-    for item, rounds in zip(PROMPTS, scanner.rounds(scan, 3, config.stop), strict=True):
-        result = generate(gemma3, item.messages(), config, max_new_tokens=NEW_TOKENS)
-        assert rounds == list(result.stats.rounds)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StopStringCriteria,
-    TextIteratorStreamer,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -153,15 +151,6 @@ def test_tokens_are_streamed_as_by_generate_and_a_dictionary_is_returned_on_requ
     assert ours.got == theirs.got
     assert [[token] for part in parts for token in part] == ours.got[1:-1]
     assert len(parts) > 1
-
-
-def test_a_reader_of_a_streamer_reaches_its_end(tiny_target: Target) -> None:
-    streamer = TextIteratorStreamer(tiny_target.tokenizer, skip_prompt=True, timeout=60)
-    method = _method(tiny_target, CONFIGS[1])
-    with ThreadPoolExecutor(1) as pool:
-        output = pool.submit(_generate, tiny_target.model, custom_generate=method, streamer=streamer, **GREEDY)
-        text = "".join(streamer)
-    assert text == tiny_target.decode(output.result()[0, PROMPT.shape[1] :].tolist())
 
 
 WARPINGS = [{"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.4}, {"top_k": 2, "repetition_penalty": 2.0}]

@@ -32,20 +32,6 @@ def _cache(model: PreTrainedModel, static_shapes: bool = False, length: int = LE
 
 @SHAPES
 @torch.inference_mode()
-def test_blocks_of_any_size_give_the_logits_of_one_pass(model: PreTrainedModel, static_shapes: bool) -> None:
-    tokens, cache, target = tokens_of(LENGTH), _cache(model, static_shapes), decoding_view(model)
-    expected = fresh(model, tokens)
-    for size, last in ((5, 5), (1, 1), (1, 1), (80, 4), (3, 1), (10, 10)):
-        start = cache.length
-        actual = forward(target, tokens[start : start + size], cache, last)
-        assert cache.length == cache.get_seq_length() == start  # a pass never changes it
-        cache.length += size
-        _assert_close(actual, expected[cache.length - last : cache.length])
-    assert cache.length == LENGTH
-
-
-@SHAPES
-@torch.inference_mode()
 def test_a_rewind_leaves_no_trace(model: PreTrainedModel, static_shapes: bool) -> None:
     """Committed positions, more than a window of them, are rewound and written again."""
     tokens, cache, target = tokens_of(LENGTH), _cache(model, static_shapes), decoding_view(model)

@@ -1,17 +1,22 @@
-"""Compiled layers give the outputs of the layers as they are; models that cannot be compiled run on."""
+"""Compiled layers give the outputs of the layers as they are; models that cannot be compiled run on.
+
+For them, weights are laid out as one matrix, which nothing else may notice.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
+import io
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
@@ -21,7 +26,7 @@ from layerskip.mask import SkipMask
 from layerskip.models import compiled_layers as module
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import release_cache
-from layerskip.models.compiled_layers import CompiledLayers, FusedLinear, compiled_layers, set_compiling
+from layerskip.models.compiled_layers import CompiledLayers, FusedLinear, compiled_layers, prepare_compiling, set_compiling
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view, skip_view
@@ -29,7 +34,7 @@ from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
 from tests.exhaustive import EXHAUSTIVE
 from tests.families import SKIPPABLE, build
-from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, tokens_of
+from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, fresh, tokens_of
 
 EXHAUSTIVE_ONLY = pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes seconds a family; run by make lossless")
 COMPILED = ("llama", "gemma3_text")  # one of plain layers, one of two types of layers with norms of queries and keys
@@ -97,22 +102,51 @@ def test_compiled_trees_and_views_equal_eager_ones() -> None:
     assert _compiled_passes(cache) == [True, True]
 
 
-def test_the_weights_of_siblings_are_laid_out_without_a_copy() -> None:
-    """Values, names and training of the model do not change, and a move to another memory keeps it working."""
-    model = _model("llama")
-    before = copy.deepcopy(model.state_dict())
-    acquired(model)
-    attention = model.model.layers[1].self_attn
-    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    model(tokens_of(5)[None]).logits.sum().backward()
-    assert attention.k_proj.weight.grad is not None
-    for _ in range(2):
-        assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
-        assert parts[1].data_ptr() == parts[0].data_ptr() + parts[0].nbytes
-        for part in parts:
-            part.data = part.data.clone()
-        acquired(model)
+@pytest.fixture(params=["llama", "qwen2"])  # without and with biases
+def laid_out(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A model whose weights of parallel layers were laid out as matrices."""
+    model = _model(request.param)
+    prepare_compiling(model)
+    query, key = model.model.layers[1].self_attn.q_proj, model.model.layers[1].self_attn.k_proj
+    assert (query.bias is not None) == (request.param == "qwen2")
+    assert key.weight.data_ptr() == query.weight.data_ptr() + query.weight.nbytes
+    return model
+
+
+def test_laid_out_weights_are_trained_and_saved_as_before(laid_out: PreTrainedModel, tmp_path: Path) -> None:
+    """Values and names do not change, and a move to another memory lays them out again."""
+    models, sizes, states = (build(laid_out.config.model_type), laid_out), [], []
+    for place, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(place), max_shard_size="10KB")
+        sizes.append({file.name: file.stat().st_size for file in (tmp_path / str(place)).glob("*.safetensors")})
+        states.append(io.BytesIO())
+        torch.save(model.state_dict(), states[-1])
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 1
+    assert states[1].tell() <= states[0].tell()  # fewer storages, each with a header
+    expected, other = fresh(laid_out, BLOCK), build(laid_out.config.model_type, 1)
+    states[1].seek(0)
+    other.load_state_dict(torch.load(states[1], weights_only=True))
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "1").to(DEVICE)
+    assert all(torch.equal(fresh(model, BLOCK), expected) for model in (other, stored))
+    laid_out(BLOCK[None]).logits.sum().backward()
+    key = laid_out.model.layers[1].self_attn.k_proj.weight
+    assert key.grad is not None
+    for part in laid_out.parameters():
+        part.data = part.data.clone()
+    acquired(laid_out)
+    assert key.untyped_storage().nbytes() > key.nbytes
+
+
+def test_a_copy_of_laid_out_weights_has_memory_of_its_own(laid_out: PreTrainedModel) -> None:
+    expected, copied = fresh(laid_out, BLOCK), copy.deepcopy(laid_out)
+    storages = [[part.untyped_storage() for part in each.state_dict().values()] for each in (laid_out, copied)]
+    own, other = ({storage.data_ptr(): storage.nbytes() for storage in each} for each in storages)
+    assert not own.keys() & other.keys() and sum(own.values()) == sum(other.values())
+    assert torch.equal(fresh(copied, BLOCK), expected)
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.zero_()
+    assert torch.equal(fresh(laid_out, BLOCK), expected)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -202,40 +236,37 @@ def test_replaced_weights_are_read_by_compiled_layers() -> None:
         assert _compiled_passes(cache) == [True]
 
 
-@torch.inference_mode()
-def test_a_model_that_cannot_be_compiled_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With one line in the log; its passes are captured all the same."""
-    model = _model("llama")
-    view = decoding_view(model)
-    cache, plain = _caches(model, view, 12)
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: _fail)
-    for width in (3, 1):
-        assert_close(*(forward(view, BLOCK[:width], held, last=width) for held in (cache, plain)))
-    assert caplog.text.count("run as they are: no") == 1
-    assert "such" not in caplog.text
-    assert _compiled_passes(cache) == [False, False]
+FUSED, UNFUSED = (
+    "products of its layers cannot be fused with what surrounds them: ",
+    "its layers cannot be compiled and run as they are: ",
+)
 
 
-@pytest.mark.parametrize(("wrong", "reason"), [(_fail, "no"), (_double, "the captured pass gives other results")])
+@pytest.mark.parametrize(
+    ("on_gpu", "wrong", "logged"),
+    [
+        (False, _fail, UNFUSED + "no"),
+        (True, _fail, FUSED + "no"),
+        (True, _double, FUSED + "the captured pass gives other results"),
+    ],
+)
 @torch.inference_mode()
-def test_layers_whose_products_cannot_be_fused_are_compiled_without(
-    wrong: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_layers_that_cannot_be_compiled_run_with_fewer_fusions_or_as_they_are(
+    on_gpu: bool, wrong: Any, logged: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a GPU: once, with one line in the log, whether compiling fails or the results differ."""
+    """With one line in the log, whether compiling fails or the results differ; passes are captured all the same."""
     asked: list[bool] = []
-    monkeypatch.setattr(module, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(module, "_on_gpu", lambda tensor: on_gpu)
     monkeypatch.setattr(module, "_unfused", set())
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: asked.append(fuses) or (wrong if fuses else module._run))
+    run = lambda fuses: asked.append(fuses) or (wrong if fuses == on_gpu else module._run)  # noqa: E731
+    monkeypatch.setattr(module, "_compiled_run", run)
     with torch.inference_mode(False):
         model = _model("llama")
     view = decoding_view(model)
     cache, plain = _caches(model, view, 12)
     for width in (3, 1):
         assert_close(*(forward(view, BLOCK[:width], held, last=width) for held in (cache, plain)))
-    assert _compiled_passes(cache) == [True, True]
-    assert asked[0]
-    assert not any(asked[-2 * LAYERS :])
+    assert [record.message for record in caplog.records] == [f"LlamaForCausalLM: {logged}"]
+    assert _compiled_passes(cache) == [on_gpu, on_gpu]
+    assert asked[0] == on_gpu and not any(asked[-2 * LAYERS :])
     assert not CompiledLayers(view, "model.layers").fuses  # nor are those of other views of such models
-    assert [record.message.rpartition(": ")[2] for record in caplog.records] == [reason]
