@@ -167,11 +167,9 @@ def test_an_export_of_schema_1_is_converted(tmp_path: Path) -> None:
 
 
 def test_a_conversion_renames_the_fields_of_members_and_of_one_method_alone() -> None:
-    stop = {"kind": "threshold", "threshold": 0.5}
     members = [
         {"kind": "lookahead", "draft_length": 2, "candidates": 3},
-        {"kind": "eagle", "head": "h", "candidates": 1, "stop": stop},
-        {"kind": "draft_model", "draft": "d", "least_probability": 0.1},
+        {"kind": "eagle", "head": "h", "candidates": 1, "least_probability": 0.1, "stop": {"kind": "length"}},
     ]
     fields = {
         "schema": "layerskip.export/1",
@@ -182,8 +180,7 @@ def test_a_conversion_renames_the_fields_of_members_and_of_one_method_alone() ->
     }
     parts = [
         {"method": "lookahead", "num_speculative_tokens": 2, "guess_set_size": 3},
-        {"method": "eagle", "head": "h", "top_k": 1, "stop": {"method": "threshold", "threshold": 0.5}},
-        {"method": "draft_model", "draft_model": "d", "min_token_prob": 0.1},
+        {"method": "eagle", "head": "h", "top_k": 1, "min_token_prob": 0.1, "stop": {"method": "length"}},
     ]
     assert convert_schema_1(fields) == {
         "schema": "layerskip.export/2",

@@ -82,13 +82,6 @@ class Ending(StoppingCriteria):
         return (input_ids.sum(-1) % 7 == 0) & (input_ids.shape[1] > 14)
 
 
-class Longer(MaxLengthCriteria):
-    """A criterion of transformers with an additional condition."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        return super().__call__(input_ids, scores, **options) | (input_ids[:, -1] % 3 == 0)  # type: ignore[arg-type, return-value]
-
-
 EXPIRED = MaxTimeCriteria(max_time=60.0, initial_timestamp=0.0)  # in 1970
 ENDS: dict[str, tuple[Callable[[Target, list[int]], dict[str, Any]], int, int]] = {
     "a length": (lambda target, free: {"max_new_tokens": None, "max_length": 20}, 11, 11),
@@ -109,7 +102,6 @@ ENDS: dict[str, tuple[Callable[[Target, list[int]], dict[str, Any]], int, int]] 
     "an end criterion": (
         lambda target, free: {"stopping_criteria": [EosTokenCriteria([free[12]])], "eos_token_id": free[3]}, 5, 32
     ),
-    "a subclass": (lambda target, free: {"stopping_criteria": [Longer(30)]}, 1, 20),
 }  # fmt: skip
 """Options of ``generate``, made of a target and its plain output, with the fewest and the most new tokens."""
 
@@ -191,17 +183,12 @@ def _scores(model: PreTrainedModel, output: Tensor, options: dict[str, Any]) -> 
     return torch.stack([_generate(model, output[:, :length], **options).scores[0][0] for length in lengths])
 
 
-def test_one_method_serves_several_models(tiny_target: Target) -> None:
-    method = _method(tiny_target, CONFIGS[0])
-    models = [build("llama", seed, num_hidden_layers=3) for seed in (1, 2)]
+@kinds
+def test_one_method_serves_several_models_also_after_a_change_of_dtype(
+    tiny_target: Target, config: SpeculativeConfig
+) -> None:
+    method, models = _method(tiny_target, config), [build("llama", seed, num_hidden_layers=3) for seed in (1, 2)]
     for model in (*models, *models):
-        assert _generate(model, custom_generate=method, **GREEDY).equal(_generate(model, **GREEDY))
-
-
-def test_a_method_continues_after_a_dtype_change(tiny_target: Target) -> None:
-    model = build("llama", num_hidden_layers=3)
-    for config in CONFIGS:
-        method = _method(tiny_target, config)
         assert _generate(model.float(), custom_generate=method, **GREEDY).equal(_generate(model, **GREEDY))
         model.bfloat16()
         assert _generate(model, custom_generate=method, **GREEDY).shape == (1, PROMPT.shape[1] + 32)

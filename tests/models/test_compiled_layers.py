@@ -5,11 +5,8 @@ For them, weights are laid out as one matrix, which nothing else may notice.
 
 from __future__ import annotations
 
-import copy
-import gc
 import io
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from layerskip.mask import SkipMask
 from layerskip.models import compiled_layers as module
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import release_cache
-from layerskip.models.compiled_layers import CompiledLayers, FusedLinear, compiled_layers, prepare_compiling, set_compiling
+from layerskip.models.compiled_layers import CompiledLayers, compiled_layers, prepare_compiling, set_compiling
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view, skip_view
@@ -137,26 +134,6 @@ def test_laid_out_weights_are_trained_and_saved_as_before(laid_out: PreTrainedMo
     assert key.untyped_storage().nbytes() > key.nbytes
 
 
-def test_a_copy_of_laid_out_weights_has_memory_of_its_own(laid_out: PreTrainedModel) -> None:
-    expected, copied = fresh(laid_out, BLOCK), copy.deepcopy(laid_out)
-    storages = [[part.untyped_storage() for part in each.state_dict().values()] for each in (laid_out, copied)]
-    own, other = ({storage.data_ptr(): storage.nbytes() for storage in each} for each in storages)
-    assert not own.keys() & other.keys() and sum(own.values()) == sum(other.values())
-    assert torch.equal(fresh(copied, BLOCK), expected)
-    with torch.no_grad():
-        for weight in copied.parameters():
-            weight.zero_()
-    assert torch.equal(fresh(laid_out, BLOCK), expected)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_single_row_is_multiplied_as_several_are(bias: bool) -> None:
-    layers = [nn.Linear(8, size, bias=bias) for size in (6, 3)]
-    fused, row = FusedLinear(layers, single_rows=True), torch.randn(1, 1, 8)
-    for actual, layer in zip(fused.compute(row), layers, strict=True):
-        torch.testing.assert_close(actual, layer(row))
-
-
 def test_layers_are_compiled_on_cuda_by_default_and_the_mode_of_a_model_reaches_its_views() -> None:
     """Another target over the same model, as ``custom_generate`` makes one, changes nothing; a new mode makes new views."""
     model = build("llama")
@@ -166,20 +143,6 @@ def test_layers_are_compiled_on_cuda_by_default_and_the_mode_of_a_model_reaches_
         assert (compiled_layers(decoding_view(model)) is not None) == compiled
     with pytest.raises(TargetError, match=r"^target.compile: 'maybe' is not auto, on, off$"):
         Target(model, compile="maybe")
-
-
-@pytest.mark.usefixtures("uncompiled")
-@torch.inference_mode()
-def test_a_compiled_tree_model_is_freed_with_its_model() -> None:
-    """Its layers refer to it, so whatever keeps them for the compiler must not keep it."""
-    model = _model("llama")
-    cache, _ = _caches(model, decoding_view(model), 12)
-    tree_model(model).run(BLOCK, (-1, 0, 0, 2, -1), cache)
-    assert _compiled_passes(cache) == [True]
-    views = [weakref.ref(tree_model(model).view), weakref.ref(decoding_view(model))]
-    del model, cache
-    gc.collect()
-    assert [view() for view in views] == [None, None]
 
 
 def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:

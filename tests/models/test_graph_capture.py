@@ -87,16 +87,6 @@ def test_views_and_features_have_captured_passes_of_their_own() -> None:
 
 
 @torch.inference_mode()
-def test_passes_under_autocast_are_not_captured_and_those_without_logits_are() -> None:
-    view, cache = _prefilled(build("llama"))
-    with torch.autocast(TORCH_DEVICE.type, torch.bfloat16):
-        forward(view, tokens_of(1), cache, last=1)
-    assert not any(cache._passes.values())
-    assert forward(view, tokens_of(2), cache, last=0).shape == (0, 64)
-    assert any(cache._passes.values())
-
-
-@torch.inference_mode()
 def test_the_pass_of_a_draft_head_is_captured_while_its_vocabulary_grows() -> None:
     """Its logits include the tokens of the text; with more of them than there is room for, the pass is captured anew."""
     model = build("llama", vocab_size=600)

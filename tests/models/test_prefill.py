@@ -58,15 +58,6 @@ def test_parts_give_the_result_of_one_pass(family: str, part: int, count: int, m
         assert_close(run_prefill(decoding_view(model), tokens[count:], cache, last=3), logits[count:], 2e-4)
 
 
-def test_parts_are_nearly_equal_and_cover_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_PART", 10)
-    for count in (1, 9, 10, 11, 20, 21, 99):
-        parts = parts_of(count)
-        assert [place for part in parts for place in range(part.start, part.stop)] == list(range(count))
-        sizes = [part.stop - part.start for part in parts]
-        assert max(sizes) <= 10 and max(sizes) - min(sizes) <= 1
-
-
 LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 24}
 
 

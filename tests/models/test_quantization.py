@@ -6,7 +6,6 @@ The packages are optional: the extra ``quantised`` installs torchao, which quant
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from tests.models.passes import LENGTH, METHODS, PROMPT, assert_every_method_giv
 from tests.tiny import VOCABULARY, save_gguf, save_tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-PER_PASS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 
 def _torchao(name: str, granularity: str = "", **changes: Any) -> Any:
@@ -41,24 +39,10 @@ def _int8(**changes: Any) -> Any:
     return _torchao("Int8WeightOnlyConfig", **changes)
 
 
-def _int4_on_cpu() -> Any:
-    """The CPU layout of four bits, a prototype that not every version of torchao has."""
-    found = pytest.importorskip("torchao.prototype.quantization.int4")
-    if not hasattr(found, "Int4WeightOnlyOpaqueTensorConfig"):
-        pytest.skip("this torchao has no four-bit layout for a CPU")
-    return transformers.TorchAoConfig(found.Int4WeightOnlyOpaqueTensorConfig(group_size=32, set_inductor_config=False))
-
-
-def _named(name: str) -> Callable[[], str]:
-    def make() -> str:
-        pytest.importorskip(name.partition("-")[0])
-        return name
-
-    return make
-
-
-def _load(folder: Path, how: Any, dtype: str = "float32") -> Target:
-    return load_target(str(folder), dtype=dtype, device="cpu", quantization=how)
+def _load(folder: Path, how: Any) -> Target:
+    if isinstance(how, str):
+        pytest.importorskip(how.partition("-")[0])
+    return load_target(str(folder), dtype="float32", device="cpu", quantization=how)
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +53,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("how", [_named("torchao-int8"), _int4_on_cpu, _named("bitsandbytes-4bit")])
-def test_a_quantised_target_decodes_as_in_transformers(
-    folders: dict[str, Path], family: str, how: Callable[[], Any]
-) -> None:
-    target = _load(folders[family], how())
+@pytest.mark.parametrize("name", ["torchao-int8", "bitsandbytes-4bit"])
+def test_a_quantised_target_decodes_as_in_transformers(folders: dict[str, Path], family: str, name: str) -> None:
+    target = _load(folders[family], name)
     assert_every_method_gives(greedy(target), target)
 
 
 def test_weights_are_quantised_and_the_views_share_them(folders: dict[str, Path]) -> None:
     """Heads read the dense output layer. Where packing is asked for, it alone may be packed."""
-    target, name = _load(folders["llama"], _named("torchao-int8")()), "model.layers.1.mlp.up_proj"
+    target, name = _load(folders["llama"], "torchao-int8"), "model.layers.1.mlp.up_proj"
     weight = target.model.get_submodule(name).weight
     own = load_target(str(folders["llama"]), dtype="float32", device="cpu").model.get_submodule(name).weight.detach()
     assert weight.qdata.dtype == torch.int8
@@ -106,26 +88,21 @@ def test_rows_of_a_quantised_output_layer_are_refused(folders: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("kind", ["none", "layer_skip"])
-@pytest.mark.parametrize("package", ["torchao", "bitsandbytes"])
-def test_scales_of_a_whole_pass_are_refused(folders: dict[str, Path], package: str, kind: str) -> None:
-    """A token's result would depend on the tokens that are verified with it. A scale for each token is accepted."""
-    pytest.importorskip(package)
-    activations = "Int8DynamicActivationInt8WeightConfig"
-    how = _torchao(activations, "PerTensor") if package == "torchao" else PER_PASS
-    target = _load(folders["llama"], how, "float16" if how is PER_PASS else "float32")
-    config = SpeculativeConfig.from_dict(METHODS[kind])
+def test_scales_of_a_whole_pass_are_refused_and_those_of_tokens_are_not(folders: dict[str, Path], kind: str) -> None:
+    """With one scale for all, a token's result would depend on the tokens that are verified with it."""
+    whole, each = (_torchao("Int8DynamicActivationInt8WeightConfig", name) for name in ("PerTensor", "PerRow"))
+    target, config = _load(folders["llama"], whole), SpeculativeConfig.from_dict(METHODS[kind])
     with pytest.raises(UnsupportedModel, match=r"^target\.quantization: .*q_proj .* beside other tokens") as error:
         generate(target, PROMPT, config, max_new_tokens=4)
     assert "\n" not in str(error.value)
-    if package == "torchao":
-        target = _load(folders["llama"], _torchao(activations, "PerRow"))
-        assert generate(target, PROMPT, config, max_new_tokens=LENGTH).tokens == greedy(target)
+    target = _load(folders["llama"], each)
+    assert generate(target, PROMPT, config, max_new_tokens=LENGTH).tokens == greedy(target)
 
 
 def test_an_export_tells_a_quantised_target_apart_and_loads_it_again(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = folders["llama"]
     dense = load_target(str(folder), dtype="float32", device="cpu")
-    for how in (_named("torchao-int8")(), _int8()):
+    for how in ("torchao-int8", _int8()):
         target = _load(folder, how)
         Export(Export.describe(target), SpeculativeConfig()).save(tmp_path / "best.json")
         stored = json.loads((tmp_path / "best.json").read_text())["target"]
@@ -137,7 +114,7 @@ def test_an_export_tells_a_quantised_target_apart_and_loads_it_again(folders: di
 
 
 def test_a_checkpoint_that_is_quantised_needs_no_setting(folders: dict[str, Path], tmp_path: Path) -> None:
-    target = _load(folders["llama"], _named("torchao-int8")())
+    target = _load(folders["llama"], "torchao-int8")
     target.model.save_pretrained(tmp_path)
     assert target.tokenizer is not None
     target.tokenizer.save_pretrained(tmp_path)
@@ -146,13 +123,6 @@ def test_a_checkpoint_that_is_quantised_needs_no_setting(folders: dict[str, Path
     assert stored.weights_sample == target.weights_sample
     config = SpeculativeConfig.from_dict(METHODS["layer_skip"])
     assert generate(stored, PROMPT, config, max_new_tokens=LENGTH).tokens == greedy(target)
-
-
-def _refused(folder: Path, how: Any) -> str:
-    with pytest.raises(TargetError, match=r"^target\.quantization: ") as error:
-        _load(folder, how)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +144,13 @@ def test_what_cannot_be_quantised_is_refused_with_its_reason(
     monkeypatch.setattr(weights, "find_spec", lambda _: installed or None)
     message = _refused(tiny_folder, name)
     assert all(word in message for word in words)
+
+
+def _refused(folder: Path, how: Any) -> str:
+    with pytest.raises(TargetError, match=r"^target\.quantization: ") as error:
+        load_target(str(folder), dtype="float32", device="cpu", quantization=how)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_files_and_models_of_which_nothing_can_be_quantised_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
