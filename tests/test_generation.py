@@ -31,16 +31,16 @@ def idle_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 # The model's answer to FRUITS: "1. Banana\n2. Apple\n3. Grapefruit".
 STOPS = {
     "over several tokens and inside one": ["rap"],
+    "only the end": ["zebra", "<|im_end|>"],
     "begins in the prompt": ["\n1"],
     "the first of several": ["Grape", "zebra", " Apple", "Apple\n"],
-    "only the end": ["zebra", "<|im_end|>"],
     "one token": ["."],
     "over several tokens": ["nana\n2"],
     "inside a token": ["App"],
 }
 
 
-@pytest.mark.parametrize("where", representative(list(STOPS)[:4], list(STOPS)[4:]))
+@pytest.mark.parametrize("where", representative(list(STOPS)[:2], list(STOPS)[2:]))
 def test_a_stop_string_ends_the_output_of_a_real_model_where_transformers_ends_it(smollm2: Target, where: str) -> None:
     stops, words = STOPS[where], smollm2.tokenizer
     assert words is not None

@@ -159,7 +159,7 @@ class Parts:
     def eagle(self, folder: Path) -> None:
         """Its linear map is fitted in closed form, and its attention copies earlier text."""
         head = EagleHead(EagleShape.of(self.target, vocabulary=512, lookback=2), self.common_tokens)
-        texts = [prompt + output for _, prompt, output in self.texts[:3]]
+        texts = [prompt + output for _, prompt, output in self.texts[: 3 if EXHAUSTIVE else 1]]
         read = [read_features(self.target, tokens, head.shape.modules) for tokens in texts]
         features = [TextFeatures(torch.tensor(tokens), states, 1) for tokens, states in zip(texts, read, strict=True)]
         embeddings, readout = self.target.model.get_input_embeddings(), Readout(self.target, self.common_tokens)

@@ -141,10 +141,10 @@ def test_captured_passes_survive_an_interrupted_request_of_which_no_trace_is_lef
     with pytest.raises(KeyboardInterrupt):
         decode_static(target, NoDraft(), [5, 9, 3, 7], Sampling(), 8, callback=interrupt)
     (cache,) = cache_pool._free[target.model]
-    with torch.inference_mode():  # as if the interrupt had come within a pass
+    with torch.inference_mode():
         cache.length = 7
-        cache._on_device().fill_(9)
+        cache._on_device().fill_(9)  # as if the interrupt had come within a pass
         cache.static_shapes = True
-    assert acquired(target.model) is cache
-    cache.length = 7
-    assert not cache.static_shapes and int(cache._on_device()) == 7
+        assert acquired(target.model) is cache
+        cache.length = 7
+        assert not cache.static_shapes and int(cache._on_device()) == 7

@@ -6,13 +6,12 @@ For them, weights are laid out as one matrix, which nothing else may notice.
 from __future__ import annotations
 
 import io
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.decoding.decode import Stops, decode
@@ -152,34 +151,6 @@ def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.
     expected = decode(Target(build("llama")), NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens
     assert decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens == expected
     assert runs
-
-
-@torch.inference_mode()
-def test_another_thread_may_run_the_view_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a check of an output beside a decoding. Its pass runs the layers as they are, on its own cache."""
-    with torch.inference_mode(False):
-        model = _model("llama")
-    view, tokens = decoding_view(model), tokens_of(16)
-    cache, plain = _caches(model, view, 12)
-    expected = forward(view, tokens, KVCache(LAYERS, 16, device=DEVICE), last=16)
-    found: list[Tensor] = []
-
-    @torch.inference_mode()
-    def check() -> None:
-        found.append(forward(view, tokens, KVCache(LAYERS, 16, device=DEVICE), last=16))
-
-    def run(*args: Any) -> Any:
-        if not found:  # between two layers of the compiled pass
-            thread = threading.Thread(target=check)
-            thread.start()
-            thread.join()
-        return module._run(*args)
-
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: run)
-    assert_close(*(forward(view, tokens[12:], held, last=4) for held in (cache, plain)))
-    assert _compiled_passes(cache) == [True]
-    assert len(found) == 1
-    assert torch.equal(found[0], expected)
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import Stops
-from layerskip.decoding.drafter import Context, NoDraft
+from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.device.trial import nearly_equal
 from layerskip.drafters.layer_skip import LayerSkip
@@ -32,8 +31,6 @@ from layerskip.models.target import Target
 from tests.accelerator import decode_static
 from tests.families import REPRESENTATIVE, build
 from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, let_token_63_overflow, tokens_of
-
-needs_gpu = pytest.mark.skipif(TORCH_DEVICE.type != "cuda", reason="needs a GPU")
 
 
 def _prefilled(model: PreTrainedModel) -> tuple[PreTrainedModel, CapturingCache]:
@@ -156,31 +153,6 @@ def test_an_overflow_after_the_length_does_not_affect_later_passes(static: bool)
         cache.length = 9
     assert nearly_equal(forward(view, tokens[9:10], cache, last=1), forward(view, tokens[9:10], plain, last=1))
     assert any(cache._passes.values()) and view not in _refused
-
-
-class _Synchronises(nn.Module):
-    """A sub-layer that reads a value back from the device, as expert routing may."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden: Tensor) -> Any:
-        return self.inner(hidden) * (1.0 if float(hidden.sum()) > 0 else 0.5)
-
-
-@needs_gpu
-def test_a_model_that_synchronises_is_not_captured() -> None:
-    """The device still works after it."""
-    for synchronises in (True, False):
-        model, tokens = build("llama"), []
-        if synchronises:
-            model.model.layers[1].mlp = _Synchronises(model.model.layers[1].mlp)
-        for static in (True, False):
-            found = decode_static(Target(model), NoDraft(), tokens_of(9).tolist(), Sampling(), 20, static=static)
-            tokens.append(found.tokens)
-        assert tokens[0] == tokens[1]
-        assert (decoding_view(model) in _refused) == synchronises
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])

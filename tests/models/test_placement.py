@@ -76,6 +76,7 @@ def test_a_view_does_not_keep_a_placed_model(folders: dict[str, Path]) -> None:
     assert model() is None
 
 
+@pytest.mark.system
 def test_every_pass_of_a_split_model_stays_on_its_devices() -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch has no devices without a kernel")

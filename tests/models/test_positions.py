@@ -49,7 +49,9 @@ def test_a_text_that_may_cross_the_threshold_is_refused() -> None:
             generate(target, _prompt(length), LOOKUP, max_new_tokens=16)
 
 
-@pytest.mark.parametrize(("family", "config"), [("gpt2", LOOKUP), ("gptj", SKIP), ("gptj", SpeculativeConfig())], ids=str)
+@pytest.mark.parametrize(
+    ("family", "config"), [("gpt2", LOOKUP), ("gptj", SKIP), ("gptj", SpeculativeConfig())], ids=["gpt2", "gptj", "plain"]
+)
 def test_a_text_fills_a_table_of_positions_and_is_refused_beyond(family: str, config: SpeculativeConfig) -> None:
     """Learned, or of sines. The last token of an output needs no position, as in transformers."""
     model, prompt = build(family, max_position_embeddings=THRESHOLD), _prompt(8)

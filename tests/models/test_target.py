@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,22 +41,13 @@ def test_weights_have_the_requested_dtype(tiny_folder: Path, dtype: str) -> None
     assert target.dtype == dtype or (dtype == "auto" and target.dtype in loading.DTYPES)
 
 
-@pytest.mark.parametrize(("cards", "dtype"), [([True, False], torch.float16), ([False, True], torch.bfloat16)])
-def test_a_card_without_bfloat16_has_float16(monkeypatch: pytest.MonkeyPatch, cards: list[bool], dtype: torch.dtype) -> None:
-    """Torch asks the current device, which need not be the one that was named."""
-    current = [0]
-
-    @contextlib.contextmanager
-    def select(device: torch.device) -> Iterator[None]:
-        current.append(0 if device.index is None else device.index)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", select)
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or cards[current[-1]]
-    )
+@pytest.mark.parametrize(("native", "dtype"), [(False, torch.float16), (True, torch.bfloat16)])
+def test_a_card_without_bfloat16_has_float16(monkeypatch: pytest.MonkeyPatch, native: bool, dtype: torch.dtype) -> None:
+    current: list[int | None] = []  # torch asks the current device, which need not be the one that was named
+    monkeypatch.setattr(torch.cuda, "device", lambda device: current.append(device.index) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or native)
     assert loading.choose_dtype("auto", torch.device("cuda:1"))[0] == dtype
+    assert current == [1]
     assert loading.choose_dtype("bfloat16", torch.device("cuda:1"))[0] == torch.bfloat16  # as asked
 
 
