@@ -26,7 +26,7 @@ from tests.exhaustive import representative
 from tests.families import REPRESENTATIVE, build
 from tests.generated import generated
 
-needs_packing = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     DEVICE != "cpu" or not packing._is_supported(torch.float32), reason="needs a processor that supports packed weights"
 )
 FEW = ["llama", "gpt2", "gpt_oss", "phi"]
@@ -65,7 +65,6 @@ def _assert_same(actual: Tensor, expected: Tensor, bias: bool = False) -> None:
         assert torch.equal(actual, expected)  # bitwise, for any number of rows
 
 
-@needs_packing
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("width", [1, 33, 80, 576])
@@ -81,7 +80,6 @@ def test_products_equal_torchs(dtype: torch.dtype, bias: bool, width: int, packe
     assert len(packed) == packing._is_supported(dtype)
 
 
-@needs_packing
 def test_a_changed_weight_is_packed_again(packed: list[Tensor]) -> None:
     layer, hidden = layer_of(torch.float32, False), torch.randn(3, 80)
     pack_matrices(layer)
@@ -105,7 +103,6 @@ def test_a_changed_weight_is_packed_again(packed: list[Tensor]) -> None:
         _assert_same(multiply(hidden.bfloat16(), layer.weight), linear(hidden.bfloat16(), layer.weight))
 
 
-@needs_packing
 @pytest.mark.parametrize("differentiated", ["hidden", "weight", "bias"])
 def test_gradients_equal_torchs(differentiated: str, packed: list[Tensor]) -> None:
     layer, hidden = layer_of(torch.float32).requires_grad_(False), torch.randn(3, 80)
@@ -120,7 +117,6 @@ def test_gradients_equal_torchs(differentiated: str, packed: list[Tensor]) -> No
         assert multiply(hidden, layer.weight).dtype == torch.bfloat16
 
 
-@needs_packing
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_a_text_are_appended_to_packed_rows(dtype: torch.dtype, packed: list[Tensor]) -> None:
     torch.manual_seed(0)
@@ -133,7 +129,6 @@ def test_rows_of_a_text_are_appended_to_packed_rows(dtype: torch.dtype, packed: 
                 _assert_same(rows.multiply(hidden), linear(hidden, weight, offset)[:, rows.tokens], offset is not None)
 
 
-@needs_packing
 def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> None:
     layer = layer_of(torch.float32)
     pack_matrices(layer)
@@ -147,7 +142,6 @@ def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> Non
     assert len(packing._packed) == before - 1
 
 
-@needs_packing
 def test_small_weights_and_replaced_forward_passes_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]
 ) -> None:
@@ -163,7 +157,6 @@ def test_small_weights_and_replaced_forward_passes_are_left_alone(
     assert not uses_packing(build("llama"))
 
 
-@needs_packing
 def test_a_weight_changed_through_data_is_detected_before_the_next_text() -> None:
     """Merging adapters writes to a weight's ``data``, which torch does not count as a new version."""
     target = Target(build("llama"))
@@ -175,7 +168,6 @@ def test_a_weight_changed_through_data_is_detected_before_the_next_text() -> Non
     assert actual == generated(target.model, [1, 2, 3], 12) != before
 
 
-@needs_packing
 def test_views_share_packed_weights_and_the_model_keeps_its_own_forward(packed: list[Tensor]) -> None:
     target = Target(build("llama"))
     ids = torch.tensor([[1, 2, 3]])
@@ -189,7 +181,6 @@ def test_views_share_packed_weights_and_the_model_keeps_its_own_forward(packed: 
         assert len(packed) == before == len({id(weight) for weight in packed})
 
 
-@needs_packing
 def test_packing_follows_the_setting_and_otherwise_the_memory(monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]) -> None:
     refused = Target(build("llama"), pack_weights=False)
     assert not machine(refused)["packed_weights"]
@@ -206,9 +197,10 @@ def test_packing_follows_the_setting_and_otherwise_the_memory(monkeypatch: pytes
     assert machine(target)["packed_weights"]
     assert generate(target, [1, 2, 3], SKIP, max_new_tokens=8).tokens == plain.tokens
     assert packed
+    monkeypatch.setattr(packing, "_is_supported", lambda dtype: False)
+    assert not uses_packing(Target(build("llama"), pack_weights=True).model)
 
 
-@needs_packing
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_decodes_with_packed_weights(family: str, packed: list[Tensor]) -> None:
     target = Target(build(family))
@@ -218,15 +210,6 @@ def test_every_family_decodes_with_packed_weights(family: str, packed: list[Tens
     assert packed
 
 
-def test_an_unsupported_processor_packs_nothing(monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]) -> None:
-    monkeypatch.setattr(packing, "_is_supported", lambda dtype: False)
-    target = Target(build("llama"), pack_weights=True)
-    assert not uses_packing(target.model)
-    generate(target, [1, 2, 3], SpeculativeConfig(), max_new_tokens=4)
-    assert not packed
-
-
-@needs_packing
 def test_packed_weights_are_counted_unless_they_are_the_targets() -> None:
     layer = pack_like(build("llama"), layer_of(torch.float32))
     with torch.no_grad():
@@ -239,7 +222,6 @@ def test_packed_weights_are_counted_unless_they_are_the_targets() -> None:
     assert 2**28 < total_bytes() < 2**48
 
 
-@needs_packing
 def test_a_later_setting_applies_to_existing_views_and_to_draft_models(tiny_folder: Path, packed: list[Tensor]) -> None:
     target = load_target(str(tiny_folder), dtype="float32", device="cpu")
     generate(target, [7, 8, 9], SpeculativeConfig(), max_new_tokens=4)
