@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
 import resource
 import signal
@@ -50,13 +52,10 @@ def _edit(file: Path, **changes: Any) -> Path:
     fields = json.loads(file.read_text())
     for name, value in changes.items():
         *path, last = name.split("__")
-        table = fields
-        for key in path:
-            table = table[key]
+        table = functools.reduce(operator.getitem, path, fields)
+        table[last] = value
         if value is None:
             del table[last]
-        else:
-            table[last] = value
     file.write_text(json.dumps(fields))
     return file
 
@@ -65,15 +64,10 @@ def test_the_file_has_the_layout_of_its_schema(file: Path, tiny_target: Target, 
     fields = json.loads(file.read_text())
     assert next(iter(fields)) == "schema"
     assert set(fields.pop("engines")) == {"vllm", "sglang", "tensorrt_llm", "llama_cpp", "openvino_genai", "transformers"}
+    target = dict(name=str(tiny_folder), revision=None, architecture="LlamaForCausalLM", layers=3, dtype="float32")
     assert fields == {
         "schema": "layerskip.export/2",
-        "target": {
-            "name": str(tiny_folder),
-            "revision": None,
-            "architecture": "LlamaForCausalLM",
-            "layers": 3,
-            "dtype": "float32",
-        },
+        "target": target,
         "config": CONFIG.to_dict(),
         "sampling": {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.0},
         "evidence": EVIDENCE,
