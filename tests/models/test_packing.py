@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +117,16 @@ def test_gradients_equal_torchs(differentiated: str, packed: list[Tensor]) -> No
     assert not packed
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert multiply(hidden, layer.weight).dtype == torch.bfloat16
+
+
+def test_copies_multiply_by_their_own_weights() -> None:
+    layer, hidden = pack_like(build("llama"), layer_of(torch.float32, False)), torch.randn(1, 80)
+    with torch.no_grad():
+        before = layer(hidden)
+        for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            copied.weight.mul_(2)
+            torch.testing.assert_close(copied(hidden), 2 * before)
+        assert torch.equal(layer(hidden), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
