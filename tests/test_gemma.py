@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from layerskip import PromptSet, SpeculativeConfig, Target, TargetError, generate, load_target
+from layerskip import PromptSet, SpeculativeConfig, Target, generate, load_target
 from layerskip.drafters.cross_tokenizer import Translation
 from layerskip.mask import SkipMask
+from layerskip.models.loading import WHEELS
 from layerskip.models.skip_view import save_draft_checkpoint
 from tests.accelerator import DEVICE
 from tests.exhaustive import EXHAUSTIVE
@@ -18,10 +19,8 @@ PROMPTS = PromptSet.packaged().take(None if EXHAUSTIVE else 3)
 
 @pytest.fixture(scope="module")
 def gemma3() -> Target:
-    try:
-        return load_target("gemma3", dtype="float32", device=DEVICE)
-    except TargetError as error:
-        pytest.skip(str(error))
+    pytest.importorskip(WHEELS["gemma3"].package)
+    return load_target("gemma3", dtype="float32", device=DEVICE)
 
 
 @pytest.fixture(scope="module")
