@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -98,11 +97,6 @@ class Browser:
         self._call("Input.insertText", text=text)
         for method in ("keyDown", "keyUp"):
             self._call("Input.dispatchKeyEvent", type=method, key=key, code=key, windowsVirtualKeyCode=_KEYS[key])
-
-    def screenshot(self, path: Path) -> None:
-        """Save a picture of the whole page."""
-        picture = self._call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(picture["data"]))
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1

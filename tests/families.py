@@ -43,11 +43,6 @@ _LATENT: _Fields = dict(
     num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
     v_head_dim=12,
 )  # fmt: skip
-_MAMBA: _Fields = dict(mamba_n_heads=4, mamba_d_state=8, mamba_chunk_size=8)
-_LINEAR: _Fields = dict(
-    layer_types=("linear_attention", "full_attention"), linear_num_key_heads=2, linear_num_value_heads=4,
-    linear_key_head_dim=8, linear_value_head_dim=8,
-)  # fmt: skip
 
 
 def _same_fields(families: str, fields: _Fields) -> dict[str, _Fields]:
@@ -109,31 +104,21 @@ TINY: dict[str, _Fields] = {
     "youtu": _LATENT,
     # The families in REFUSED follow.
     **_same_fields("biogpt bloom mpt rwkv", {}),
-    **_same_fields("mamba falcon_mamba", dict(state_size=8)),
-    "bamba": _MAMBA | dict(attn_layer_indices=[1, 3]),
-    "falcon_h1": _MAMBA | dict(mamba_d_ssm=32),
-    "granitemoehybrid": _LOCAL
-    | _MAMBA
-    | dict(shared_intermediate_size=24, layer_types=("linear_attention", "full_attention")),
+    "bamba": dict(mamba_n_heads=4, mamba_d_state=8, mamba_chunk_size=8, attn_layer_indices=[1, 3]),
     "jamba": _EXPERTS | dict(attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8),
     "lfm2": dict(layer_types=("conv", "full_attention"), block_auto_adjust_ff_dim=False),
-    "mamba2": dict(num_heads=8, state_size=8, n_groups=2, chunk_size=8),
-    "minimax": _LOCAL | dict(block_size=8, layer_types=("linear_attention", "full_attention")),
-    "olmo_hybrid": _LINEAR,
+    "mamba": dict(state_size=8),
     "opt": dict(word_embed_proj_dim=32, ffn_dim=48),
-    "qwen3_5_text": _LINEAR,
-    "qwen3_next": _EXPERTS | _LINEAR,
+    "qwen3_next": _EXPERTS
+    | dict(layer_types=("linear_attention", "full_attention"), linear_num_key_heads=2, linear_num_value_heads=4)
+    | dict(linear_key_head_dim=8, linear_value_head_dim=8),
     "recurrent_gemma": dict(attention_window_size=8),
     "xglm": dict(ffn_dim=48),
-    "zamba2": dict(n_mamba_heads=4, mamba_d_state=8, chunk_size=8, layers_block_type=("mamba", "hybrid")),
 }
 
-_STATEFUL = """
-    bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 mamba mamba2 minimax olmo_hybrid qwen3_5_text
-    qwen3_next recurrent_gemma rwkv zamba2
-"""
+_STATEFUL = ("bamba", "jamba", "lfm2", "mamba", "qwen3_next", "recurrent_gemma", "rwkv")
 _REASONS = {
-    **dict.fromkeys(_STATEFUL.split(), "recurrent state cannot rewind"),
+    **dict.fromkeys(_STATEFUL, "recurrent state cannot rewind"),
     **dict.fromkeys(("bloom", "mpt"), "the residual is added inside the sub-layer"),
     **dict.fromkeys(("biogpt", "opt", "xglm"), "no child of a block is the MLP"),
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
 import resource
 import signal
@@ -22,26 +24,21 @@ from tests.families import build
 CONFIG = SpeculativeConfig(
     "layer_skip", mask="layers:1", num_speculative_tokens=5, stop=StopRule("threshold", threshold=0.4)
 )
-RECORDS = Path(__file__).parents[1] / "notebooks" / "records"
+RECORD = Path(__file__).parents[1] / "notebooks" / "records" / "best-packed-smollm2-2-cores.json"
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 EVIDENCE = {"speedup": 1.25, "speedup_low": 1.1, "speedup_high": 1.4, "losslessness": {"verdict": "exact"}}
 
 
-def _export(target: Target, **changes: Any) -> Export:
-    fields: dict[str, Any] = dict(
-        target=Export.describe(target),
+@pytest.fixture
+def export(tiny_target: Target) -> Export:
+    return Export(
+        target=Export.describe(tiny_target),
         config=CONFIG,
         sampling=SAMPLING,
         evidence=EVIDENCE,
         environment={"device": "cpu", "versions": {"torch": "2"}},
         search={"study": "s", "trials": 40, "seconds": 900.0, "mlflow_run_id": "abc"},
     )
-    return Export(**fields | changes)
-
-
-@pytest.fixture
-def export(tiny_target: Target) -> Export:
-    return _export(tiny_target)
 
 
 @pytest.fixture
@@ -55,13 +52,10 @@ def _edit(file: Path, **changes: Any) -> Path:
     fields = json.loads(file.read_text())
     for name, value in changes.items():
         *path, last = name.split("__")
-        table = fields
-        for key in path:
-            table = table[key]
+        table = functools.reduce(operator.getitem, path, fields)
+        table[last] = value
         if value is None:
             del table[last]
-        else:
-            table[last] = value
     file.write_text(json.dumps(fields))
     return file
 
@@ -70,15 +64,10 @@ def test_the_file_has_the_layout_of_its_schema(file: Path, tiny_target: Target, 
     fields = json.loads(file.read_text())
     assert next(iter(fields)) == "schema"
     assert set(fields.pop("engines")) == {"vllm", "sglang", "tensorrt_llm", "llama_cpp", "openvino_genai", "transformers"}
+    target = dict(name=str(tiny_folder), revision=None, architecture="LlamaForCausalLM", layers=3, dtype="float32")
     assert fields == {
         "schema": "layerskip.export/2",
-        "target": {
-            "name": str(tiny_folder),
-            "revision": None,
-            "architecture": "LlamaForCausalLM",
-            "layers": 3,
-            "dtype": "float32",
-        },
+        "target": target,
         "config": CONFIG.to_dict(),
         "sampling": {"temperature": 0.7, "top_k": 0, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.0},
         "evidence": EVIDENCE,
@@ -87,22 +76,18 @@ def test_the_file_has_the_layout_of_its_schema(file: Path, tiny_target: Target, 
     }
 
 
-def test_a_saved_export_is_loaded(export: Export, file: Path, tiny_target: Target) -> None:
+def test_a_saved_export_is_loaded_and_some_fields_may_be_missing(export: Export, file: Path, tiny_target: Target) -> None:
     assert Export.load(file) == export
     assert Export.load(str(file), tiny_target) == export
-
-
-def test_fields_that_are_optional_or_follow_from_others(export: Export, file: Path) -> None:
     stored = json.loads(file.read_text())["engines"]
     assert Export.load(_edit(file, engines={"vllm": {"command": ["other"]}})).engines(file) == stored
     assert Export.load(_edit(file, engines=None)) == export
     loaded = Export.load(_edit(file, sampling=None, evidence=None, environment=None, search=None))
-    assert (loaded.config, loaded.sampling) == (CONFIG, Sampling())
-    assert (loaded.evidence, loaded.environment, loaded.search) == ({}, {}, {})
+    assert loaded == Export(export.target, CONFIG)
 
 
-def _changed(export: Export, **evidence: Any) -> Export:
-    return Export(export.target, export.config, export.sampling, evidence)
+def _noted(export: Export, notes: Any) -> Export:
+    return replace(export, evidence={"notes": notes})
 
 
 def test_a_failed_write_leaves_the_old_file_alone_in_its_folder(export: Export, tmp_path: Path) -> None:
@@ -110,14 +95,14 @@ def test_a_failed_write_leaves_the_old_file_alone_in_its_folder(export: Export, 
     file = tmp_path / "outputs" / "study" / "best.json"
     export.save(str(file))
     before = file.read_bytes()
-    for value in (float("nan"), float("inf"), object()):
-        with pytest.raises((ValueError, TypeError)):
-            _changed(export, speedup=value).save(file)
+    for bad in (float("nan"), Path("/")):
+        with pytest.raises((TypeError, ValueError)):
+            _noted(export, bad).save(file)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            _changed(export, notes="x" * 100_000).save(file)
+            _noted(export, "x" * 100_000).save(file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert file.read_bytes() == before
@@ -132,7 +117,7 @@ def test_a_killed_process_leaves_a_complete_file(export: Export, file: Path) -> 
         writer = os.fork()
         if writer == 0:
             while True:
-                _changed(export, notes="x" * length * 200_000).save(file)
+                _noted(export, "x" * length * 200_000).save(file)
         while file.stat().st_mtime_ns == before:
             time.sleep(0)
         os.kill(writer, signal.SIGKILL)
@@ -145,19 +130,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"schema": None}, "schema: "),
     ({"schema": "layerskip.export/3"}, r"schema: .*layerskip.export/3.*layerskip.export/2"),
     *(({name: None}, f"{name}: is missing") for name in ("target", "config")),
-    *(({name: 3}, f"{name}: ") for name in ("target", "config", "evidence", "engines", "sampling", "extra")),
+    *(({name: 3}, f"{name}: ") for name in ("target", "config", "evidence", "engines", "extra")),
     *(({f"target__{name}": None}, f"target.{name}: ") for name in ("name", "architecture", "layers", "dtype")),
     *(({"target__layers": value}, "target.layers: ") for value in ("3", 3.0, True)),
     ({"target__architecture": 7}, "target.architecture: "),
     ({"target__name": "a\x1b[31m"}, "target.name: 'a.x1b.31m' has characters that cannot be printed"),
     ({"config__method": "hydra"}, "config.method: 'hydra'"),
-    ({"config__num_speculative_tokens": 0}, "config.num_speculative_tokens: 0"),
-    ({"config__mask": "layers:x"}, "config.mask: .*'x'"),
     ({"config__prompt_lookup_max": 2}, "config.prompt_lookup_max: "),
     ({"config__stop__method": "never"}, "config.stop.method: "),
-    ({"config__stop__threshold": "high"}, "config.stop.threshold: "),
     ({"sampling__temperature": -1}, "sampling.temperature: -1"),
-    ({"sampling__heat": 1}, "sampling.heat: "),
 ]
 
 
@@ -170,22 +151,19 @@ def test_a_bad_field_is_refused_by_its_name(file: Path, changes: dict[str, Any],
 
 
 def test_an_export_of_schema_1_is_converted(tmp_path: Path) -> None:
-    stored = json.loads((RECORDS / "best-packed-smollm2-2-cores.json").read_text(encoding="utf-8"))
+    stored = json.loads(RECORD.read_text(encoding="utf-8"))
     assert stored["schema"] == "layerskip.export/1"
-    export = Export.load(RECORDS / "best-packed-smollm2-2-cores.json")
-    assert export.config.to_dict() == convert_schema_1(stored)["config"]
-    assert export.evidence == convert_schema_1(stored)["evidence"]
+    export, converted = Export.load(RECORD), convert_schema_1(stored)
+    assert (export.config.to_dict(), export.evidence) == (converted["config"], converted["evidence"])
     export.save(tmp_path / "best.json")
     assert json.loads((tmp_path / "best.json").read_text())["schema"] == "layerskip.export/2"
     assert Export.load(tmp_path / "best.json") == export
 
 
 def test_a_conversion_renames_the_fields_of_members_and_of_one_method_alone() -> None:
-    stop = {"kind": "threshold", "threshold": 0.5}
     members = [
         {"kind": "lookahead", "draft_length": 2, "candidates": 3},
-        {"kind": "eagle", "head": "h", "candidates": 1, "stop": stop},
-        {"kind": "draft_model", "draft": "d", "least_probability": 0.1},
+        {"kind": "eagle", "head": "h", "candidates": 1, "least_probability": 0.1, "stop": {"kind": "length"}},
     ]
     fields = {
         "schema": "layerskip.export/1",
@@ -196,8 +174,7 @@ def test_a_conversion_renames_the_fields_of_members_and_of_one_method_alone() ->
     }
     parts = [
         {"method": "lookahead", "num_speculative_tokens": 2, "guess_set_size": 3},
-        {"method": "eagle", "head": "h", "top_k": 1, "stop": {"method": "threshold", "threshold": 0.5}},
-        {"method": "draft_model", "draft_model": "d", "min_token_prob": 0.1},
+        {"method": "eagle", "head": "h", "top_k": 1, "min_token_prob": 0.1, "stop": {"method": "length"}},
     ]
     assert convert_schema_1(fields) == {
         "schema": "layerskip.export/2",
@@ -231,15 +208,9 @@ def test_an_export_for_another_model_is_refused_by_field(
     export: Export, file: Path, family: str, changes: dict[str, int], field: str
 ) -> None:
     other = Target(build(family, **changes))
-    with pytest.raises(ExportError, match=f"^target.{field}: ") as refusal:
+    with pytest.raises(ExportError, match=f"^target.{field}: .*{export.target[field]}.*{getattr(other, field)}"):
         Export.load(file, other)
-    expected, actual = export.target[field], getattr(other, field)
-    assert str(expected) in str(refusal.value)
-    assert str(actual) in str(refusal.value)
-
-
-def test_another_name_dtype_or_revision_is_accepted(export: Export) -> None:
-    """A configuration is valid for every dtype, name and revision of a model."""
+    # A configuration is valid for every dtype, name and revision of a model.
     export.check(Target(build("llama", num_hidden_layers=3).bfloat16(), name="elsewhere", revision="main"))
 
 
@@ -267,12 +238,10 @@ def test_a_bridge_of_another_mask_or_model_is_refused(tiny_target: Target, tmp_p
 
 
 def test_a_provisional_export_says_so_when_it_is_loaded(
-    export: Export, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    export: Export, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "best.json"
-    export.save(path)
-    assert not Export.load(path).is_provisional
+    assert not Export.load(file).is_provisional
     assert caplog.text == ""
-    replace(export, search={**export.search, "provisional": True}).save(path)
-    assert Export.load(path).is_provisional
-    assert f"{path} is provisional" in caplog.text
+    replace(export, search={**export.search, "provisional": True}).save(file)
+    assert Export.load(file).is_provisional
+    assert f"{file} is provisional" in caplog.text

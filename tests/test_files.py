@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from layerskip import SkipMask, Target, files, save_draft_checkpoint
+from layerskip import SkipMask, Target, save_draft_checkpoint
 from layerskip.drafters.datastore import Datastore
 from layerskip.files import atomic_write, read_json, short_name, write_json
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
@@ -41,22 +41,6 @@ def test_a_file_that_does_not_fit_leaves_the_earlier_one(small_disk: Path, write
     assert (refusal.value.errno, refusal.value.filename) == (errno.ENOSPC, str(file))
     assert [path.name for path in file.parent.iterdir()] == ["file"]
     assert file.read_text() == "before"
-
-
-@pytest.mark.parametrize("full", [True, False])
-def test_errors_are_converted_only_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
-    if full:
-        monkeypatch.setattr(files, "_probe_error", lambda _: errno.ENOSPC)
-    expected = OSError if full else RuntimeError
-
-    def write() -> None:
-        with atomic_write(tmp_path / "file") as partial:
-            partial.write_text("half")
-            raise RuntimeError("broken")
-
-    with pytest.raises(expected, match="No space left" if full else "broken"):
-        write()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", '{"half": '])

@@ -2,71 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from layerskip import (
-    ConfigError,
-    Sampling,
-    SpeculativeConfig,
-    Target,
-    TargetError,
-    UnsupportedModel,
-    build_drafter,
-    generate,
-    load_target,
-)
+from layerskip import ConfigError, Sampling, SpeculativeConfig, Target, TargetError, generate, load_target
 from tests.accelerator import DEVICE
 from tests.exhaustive import representative
+from tests.generated import generated
 from tests.tiny import save_tiny
 
 FRUITS = "List three fruits, one per line."
-FRENCH = "Translate to French: The weather is nice today."
 EMOJIS = "Reply with three emojis."
 CHAT = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "Capital of Italy?"}]
-CONFIGS = [
-    SpeculativeConfig(),
-    SpeculativeConfig("layer_skip", mask="attention:0,7;mlp:1", num_speculative_tokens=3),
-    SpeculativeConfig("prompt_lookup", prompt_lookup_min=1, prompt_lookup_max=3, num_speculative_tokens=6),
-]
-TINY_CONFIGS = [
-    SpeculativeConfig(),
-    SpeculativeConfig("layer_skip", mask="layers:1", num_speculative_tokens=5),
-    SpeculativeConfig("prompt_lookup", prompt_lookup_max=2, num_speculative_tokens=6),
-]
-tiny_methods = pytest.mark.parametrize("config", TINY_CONFIGS, ids=lambda config: config.method)
-Reference = Callable[..., list[int]]
-
-
-def test_one_drafter_serves_consecutive_requests(tiny_target: Target) -> None:
-    """Token recycling learns from the first request; the output does not change."""
-    config = SpeculativeConfig("token_recycling", 4, tree_tokens=6)
-    drafter = build_drafter(config, tiny_target)
-    first, second = (generate(tiny_target, FRUITS, drafter, max_new_tokens=24) for _ in range(2))
-    fresh = generate(tiny_target, FRUITS, config, max_new_tokens=24)
-    assert first.tokens == second.tokens == fresh.tokens
-    assert first.stats == fresh.stats
-    assert second.stats.mean_acceptance_length > first.stats.mean_acceptance_length
-
-
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    """New tokens of transformers' plain generate, cached."""
-    cache: dict[str, list[int]] = {}
-
-    def generated(target: Target, prompt: Sequence[int], **options: object) -> list[int]:
-        key = repr((target.name, list(prompt), sorted(options.items())))
-        if key not in cache:
-            tokens = torch.tensor([list(prompt)])
-            options |= {"tokenizer": target.tokenizer} if "stop_strings" in options else {}
-            output = target.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **options)
-            cache[key] = output[0, tokens.shape[1] :].tolist()
-        return cache[key]
-
-    return generated
+LOOKUP = SpeculativeConfig("prompt_lookup", prompt_lookup_max=2, num_speculative_tokens=6)
+SKIP = SpeculativeConfig("layer_skip", mask="layers:1", num_speculative_tokens=5)
+methods = pytest.mark.parametrize("config", [SpeculativeConfig(), SKIP, LOOKUP], ids=lambda config: config.method)
 
 
 @pytest.fixture(scope="module")
@@ -76,91 +28,62 @@ def idle_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(str(folder), dtype="float32", device=DEVICE)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
-@pytest.mark.parametrize("prompt", representative([FRUITS], [FRENCH]))
-def test_a_real_model_gives_the_output_of_transformers(
-    smollm2: Target, reference: Reference, config: SpeculativeConfig, prompt: str
-) -> None:
-    result = generate(smollm2, prompt, config, max_new_tokens=24)
-    assert result.tokens == reference(smollm2, smollm2.encode(prompt), max_new_tokens=24)
-    assert smollm2.tokenizer is not None
-    assert result.text == smollm2.tokenizer.decode(result.tokens, skip_special_tokens=True)
-    assert result.finish == ("eos" if result.tokens[-1] in smollm2.eos_ids else "length")
-
-
 # The model's answer to FRUITS: "1. Banana\n2. Apple\n3. Grapefruit".
 STOPS = {
     "over several tokens and inside one": ["rap"],
+    "only the end": ["zebra", "<|im_end|>"],
     "begins in the prompt": ["\n1"],
     "the first of several": ["Grape", "zebra", " Apple", "Apple\n"],
-    "only the end": ["zebra", "<|im_end|>"],
     "one token": ["."],
     "over several tokens": ["nana\n2"],
     "inside a token": ["App"],
 }
 
 
-@pytest.mark.parametrize("where", representative(list(STOPS)[:3], list(STOPS)[3:]))
-def test_a_stop_string_ends_the_output_where_transformers_ends_it(smollm2: Target, reference: Reference, where: str) -> None:
-    result = generate(smollm2, FRUITS, CONFIGS[2], max_new_tokens=24, stop_strings=STOPS[where])
-    assert result.tokens == reference(smollm2, smollm2.encode(FRUITS), max_new_tokens=24, stop_strings=STOPS[where])
+@pytest.mark.parametrize("where", representative(list(STOPS)[:2], list(STOPS)[2:]))
+def test_a_stop_string_ends_the_output_of_a_real_model_where_transformers_ends_it(smollm2: Target, where: str) -> None:
+    stops, words = STOPS[where], smollm2.tokenizer
+    assert words is not None
+    result = generate(smollm2, FRUITS, LOOKUP, max_new_tokens=24, stop_strings=stops)
+    assert result.tokens == generated(smollm2.model, smollm2.encode(FRUITS), 24, stop_strings=stops, tokenizer=words)
+    assert result.text == words.decode(result.tokens, skip_special_tokens=True)
+    assert result.finish == ("eos" if where == "only the end" else "stop")
 
 
-def test_a_character_of_several_tokens_stops_where_transformers_stops(smollm2: Target, reference: Reference) -> None:
+def test_a_character_of_several_tokens_stops_where_transformers_stops(smollm2: Target) -> None:
     first = generate(smollm2, EMOJIS, max_new_tokens=12).text[0]
     result = generate(smollm2, EMOJIS, max_new_tokens=12, stop_strings=first)
-    assert result.tokens == reference(smollm2, smollm2.encode(EMOJIS), max_new_tokens=12, stop_strings=[first])
+    stops = {"stop_strings": [first], "tokenizer": smollm2.tokenizer}
+    assert result.tokens == generated(smollm2.model, smollm2.encode(EMOJIS), 12, **stops)
     assert 1 < len(result.tokens) < 12
     assert (result.text, result.finish) == (first, "stop")
 
 
-@tiny_methods
+@methods
 @pytest.mark.parametrize("prompt", ["the on in", CHAT, [9, 30, 31, 32, 30, 31]], ids=["text", "chat", "ids"])
 def test_every_form_of_prompt_is_continued_as_in_transformers(
-    idle_target: Target, reference: Reference, config: SpeculativeConfig, prompt: object
+    idle_target: Target, config: SpeculativeConfig, prompt: object
 ) -> None:
-    tokens = idle_target.encode(prompt)  # type: ignore[arg-type]
-    expected = reference(idle_target, tokens, max_new_tokens=40)
-    for length in (1, 2, 3, 17, 40):
+    expected = generated(idle_target.model, idle_target.encode(prompt), 40)  # type: ignore[arg-type]
+    for length in (1, 2, 17, 40):
         result = generate(idle_target, prompt, config, max_new_tokens=length)  # type: ignore[arg-type]
         assert result.tokens == expected[:length]
         assert result.text == idle_target.decode(result.tokens)
         assert (len(result.tokens), result.finish) == (length, "length")
 
 
-@tiny_methods
-def test_repetition_is_penalised_as_in_transformers(
-    idle_target: Target, reference: Reference, config: SpeculativeConfig
-) -> None:
-    tokens = idle_target.encode(FRUITS)
-    result = generate(idle_target, FRUITS, config, sampling=Sampling(repetition_penalty=1.3), max_new_tokens=16)
-    assert result.tokens == reference(idle_target, tokens, max_new_tokens=16, repetition_penalty=1.3)
-    assert result.tokens != reference(idle_target, tokens, max_new_tokens=16)
-
-
-@tiny_methods
-def test_a_stop_string_is_found_at_every_position_of_a_draft(
-    idle_target: Target, reference: Reference, config: SpeculativeConfig
-) -> None:
-    text = generate(idle_target, "the", max_new_tokens=24).text
+@methods
+def test_a_stop_string_is_found_at_every_position_of_a_draft(idle_target: Target, config: SpeculativeConfig) -> None:
+    text, prompt = generate(idle_target, "the", max_new_tokens=24).text, idle_target.encode("the")
     for start in range(0, len(text) - 2, 3):
         stop = text[start : start + 2]
         result = generate(idle_target, "the", config, max_new_tokens=24, stop_strings=stop)
-        expected = reference(idle_target, idle_target.encode("the"), max_new_tokens=24, stop_strings=[stop])
+        expected = generated(idle_target.model, prompt, 24, stop_strings=[stop], tokenizer=idle_target.tokenizer)
         assert (result.tokens, result.finish) == (expected, "stop")
         assert stop in result.text
 
 
-@tiny_methods
-def test_tokens_are_streamed_round_by_round(idle_target: Target, config: SpeculativeConfig) -> None:
-    parts: list[list[int]] = []
-    result = generate(idle_target, "the", config, max_new_tokens=30, callback=parts.append)
-    assert [token for part in parts for token in part] == result.tokens
-    assert [len(part) for part in parts] == [1, *(r.committed for r in result.stats.rounds)]
-    assert result.stats.mean_acceptance_length == pytest.approx(29 / len(result.stats.rounds))
-
-
-@tiny_methods
+@methods
 @pytest.mark.parametrize("given", [True, False], ids=["seed", "torch's random state"])
 def test_sampling_is_reproducible(idle_target: Target, config: SpeculativeConfig, given: bool) -> None:
     outputs = []
@@ -171,28 +94,12 @@ def test_sampling_is_reproducible(idle_target: Target, config: SpeculativeConfig
     assert outputs[0] == outputs[1] != outputs[2]
 
 
-def test_a_target_without_tokenizer_gives_tokens_only(tiny_target: Target) -> None:
-    result = generate(Target(tiny_target.model), [7, 8, 9], max_new_tokens=5)
-    assert (len(result.tokens), result.text) == (5, "")
-    with pytest.raises(ValueError, match=r"^stop_strings: .*tokenizer"):
-        generate(Target(tiny_target.model), [7, 8], stop_strings="x")
-
-
-def test_a_draft_model_is_loaded_by_its_folder(idle_target: Target, reference: Reference, tiny_folder: Path) -> None:
-    config = SpeculativeConfig("draft_model", draft_model=str(tiny_folder), num_speculative_tokens=3)
-    result = generate(idle_target, "the", config, max_new_tokens=40)
-    assert result.tokens == reference(idle_target, idle_target.encode("the"), max_new_tokens=40)
-    assert result.stats.drafted > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"prompt": ""}, TargetError, "prompt: "),
         ({"prompt": []}, TargetError, "prompt: "),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens: 0"),
         ({"stop_strings": ""}, ValueError, "stop_strings: "),
-        ({"stop_strings": ["a", ""]}, ValueError, "stop_strings: "),
         ({"stop_strings": ["a", 7]}, ValueError, "stop_strings: 7 "),
         ({"config": SpeculativeConfig("layer_skip", mask="layers:3")}, ConfigError, "mask: .*layer 3"),
         ({"config": SpeculativeConfig("draft_model", draft_model="/no/draft")}, TargetError, "draft_model: .*/no/draft"),
@@ -203,9 +110,3 @@ def test_invalid_arguments_are_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=f"^{message}"):
         generate(tiny_target, **{"prompt": "the"} | arguments)  # type: ignore[arg-type]
-
-
-def test_a_draft_model_that_cannot_rewind_is_refused_by_field(tiny_target: Target, tmp_path: Path) -> None:
-    config = SpeculativeConfig("draft_model", draft_model=str(save_tiny(tmp_path / "mamba", "mamba")))
-    with pytest.raises(UnsupportedModel, match=r"^draft_model: Mamba.*rewind"):
-        generate(tiny_target, "the", config)

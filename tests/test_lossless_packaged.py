@@ -6,9 +6,9 @@ and takes more than an hour.
 
 from __future__ import annotations
 
-import copy
+import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, TargetError, save_draft_checkpoint
+from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
 from layerskip.bridges.bridge import BridgeShape, save_bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.decoding.decode import decode
@@ -30,7 +30,7 @@ from layerskip.heads.readout import Readout, choose_tokens
 from layerskip.heads.training import fit_linear
 from layerskip.models.compiled_layers import compiled_layers, set_compiling
 from layerskip.models.draft_head import save_draft_tokens
-from layerskip.models.loading import find_weights, load_draft
+from layerskip.models.loading import WHEELS, load_draft
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.continuations import Continuation
@@ -41,62 +41,50 @@ BATCH = 8
 PROMPTS = PromptSet.packaged().take(None if EXHAUSTIVE else 6)
 
 
-def _lookup(least: int = 2, tokens: int = 8) -> dict[str, Any]:
-    return {
-        "method": "prompt_lookup",
-        "prompt_lookup_min": least,
-        "prompt_lookup_max": 4,
-        "num_speculative_tokens": tokens,
-    }
-
-
 def _drafter(method: str, tokens: int, **fields: Any) -> dict[str, Any]:
     return {"method": method, "num_speculative_tokens": tokens} | fields
 
 
+def _lookup(least: int = 2, tokens: int = 8) -> dict[str, Any]:
+    return _drafter("prompt_lookup", tokens, prompt_lookup_min=least, prompt_lookup_max=4)
+
+
 def _cascade(*members: dict[str, Any], **costs: Any) -> dict[str, Any]:
-    return {"method": "cascade", "members": members} | costs
+    return {"method": "cascade", "members": list(members)} | costs
 
 
 _RECYCLING = _drafter("token_recycling", 6, tree_tokens=8, top_k=4)
 _THRESHOLD = {"method": "threshold", "threshold": 0.5}
 _ADAPTIVE = {"method": "adaptive", "threshold": 0.6}
+BRIDGES: dict[str, dict[str, int]] = {"mean": {}, "linear": {"rank": 64}, "mlp": {"rank": 16, "width": 32}}
+# Trained parts, datastores and draft models have the names of functions of Parts.
 CONFIGS: list[dict[str, Any]] = representative(
     [
         {"method": "none"},
         _lookup(tokens=10),
         _drafter("layer_skip", 3, mask="layers:12-20", siblings=2),
-        _drafter("eagle", 4, top_k=3, tree_tokens=10),
+        _drafter("eagle", 4, top_k=3, tree_tokens=10, head="eagle"),
         _cascade(_lookup(), _RECYCLING),
     ],
     [
-        _drafter("retrieval", 16, tree_tokens=24),
         _drafter("lookahead", 3, window=4),
         _drafter("token_recycling", 5, tree_tokens=12),
         _drafter("layer_skip", 6, mask="attention:0,7;mlp:7,12;layers:15", stop=_THRESHOLD),
-        _drafter("layer_skip", 4, mask="layers:2-11", bridge="linear", draft_head="common_tokens", stop=_ADAPTIVE),
-        _drafter(
-            "layer_skip", 3, mask="attention:3;layers:12-16;mlp:20", bridge="mlp", draft_head="common_tokens", siblings=2
-        ),
-        _drafter("draft_model", 5, stop=_THRESHOLD),
-        _drafter("draft_model", 5, draft_head="common_tokens", stop=_ADAPTIVE),
-        _drafter("cross_tokenizer", 4),
-        _drafter("cross_tokenizer", 4, draft_head="draft_common_tokens"),
+        _drafter("layer_skip", 4, mask="layers:2-11", bridge="linear", draft_head="common", stop=_ADAPTIVE),
+        _drafter("layer_skip", 3, mask="attention:3;layers:12-16;mlp:20", bridge="mlp", draft_head="common", siblings=2),
+        _drafter("draft_model", 5, draft_model="cut", stop=_THRESHOLD),
+        _drafter("draft_model", 5, draft_model="cut", draft_head="common", stop=_ADAPTIVE),
+        _drafter("cross_tokenizer", 4, draft_model="cut", draft_head="common_of_cut"),
         _drafter("cross_tokenizer", 4, draft_model="gemma3"),  # the real pair
+        _drafter("retrieval", 16, tree_tokens=24),
         _drafter("retrieval", 6, tree_tokens=12, datastore="answers"),
-        _drafter("eagle", 4, top_k=1),
-        _drafter("medusa", 3, tree_tokens=8, min_token_prob=0.0),
+        _drafter("medusa", 3, tree_tokens=8, min_token_prob=0.0, head="medusa"),
         _cascade(_lookup(tokens=10), _drafter("layer_skip", 3, mask="layers:12-14", bridge="mean")),
-        _cascade(_drafter("eagle", 4, top_k=1, stop={"method": "threshold", "threshold": 0.2}), _RECYCLING),
-        _cascade(
-            _lookup(1),
-            _drafter("retrieval", 8, tree_tokens=16),
-            _drafter("token_recycling", 6, tree_tokens=16, top_k=4, min_token_prob=0.02),
-            verify_cost=[1.1, 1.15, 1.2, 1.25],
-        ),
+        _cascade(_drafter("eagle", 4, top_k=1, head="eagle", stop=_THRESHOLD | {"threshold": 0.2}), _RECYCLING),
+        _cascade(_lookup(1), _drafter("retrieval", 8, tree_tokens=16), _RECYCLING, verify_cost=[1.1, 1.15, 1.2, 1.25]),
         _cascade(
             _lookup(),
-            _drafter("eagle", 3, top_k=4, tree_tokens=8, min_token_prob=0.05),
+            _drafter("eagle", 3, top_k=4, tree_tokens=8, min_token_prob=0.05, head="eagle"),
             verify_cost=[1.05, 1.1, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35],
             draft_cost=[0.0, 0.1],
         ),
@@ -123,102 +111,81 @@ def reference(smollm2: Target) -> dict[str, list[int]]:
     return outputs
 
 
+class Parts:
+    """Trained parts, datastores and draft models, made of some of the outputs when a configuration names them."""
+
+    def __init__(self, target: Target, reference: dict[str, list[int]], folder: Path) -> None:
+        self.target, self.folder = target, folder
+        self.texts = [(item, tuple(target.encode(item.messages())), tuple(reference[item.id])) for item in PROMPTS.take(6)]
+        outputs = torch.tensor([token for tokens in reference.values() for token in tokens])
+        self.common_tokens = choose_tokens(outputs.bincount(minlength=target.vocabulary), 512, sorted(target.eos_ids))
+
+    def fill(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a configuration with folders in place of names."""
+        named = {"draft_model", "head", "draft_head", "datastore", "bridge"} & fields.keys()
+        filled = fields | {name: self.path(fields[name], fields.get("mask", "")) for name in named}
+        return filled | {"members": [self.fill(member) for member in fields["members"]]} if "members" in fields else filled
+
+    def path(self, name: str, mask: str = "") -> str:
+        if name in WHEELS:
+            pytest.importorskip(WHEELS[name].package)
+            return name
+        folder = self.folder / f"{name}-{mask}"
+        if not folder.exists():
+            make = functools.partial(self.bridge, name, mask) if name in BRIDGES else getattr(self, name)
+            make(folder)
+        return str(folder)
+
+    def cut(self, folder: Path) -> None:
+        save_draft_checkpoint(self.target, SkipMask.parse("layers:7,12,15", 30), folder)
+
+    def common(self, folder: Path) -> None:
+        save_draft_tokens(folder, self.common_tokens, self.target, {})
+
+    def common_of_cut(self, folder: Path) -> None:
+        save_draft_tokens(folder, self.common_tokens, load_draft(self.target, self.path("cut")), {})
+
+    def answers(self, folder: Path) -> None:
+        Datastore.build([tokens for _, _, tokens in self.texts], self.target).save(folder)
+
+    @functools.cached_property
+    def calibration(self) -> Calibration:
+        texts = (Continuation(item.id, item.category, *text, NEW_TOKENS) for item, *text in self.texts)
+        return Calibration(self.target, list(texts), 2**30)
+
+    def bridge(self, kind: str, mask: str, folder: Path) -> None:
+        shape = BridgeShape.of(self.target, SkipMask.parse(mask, self.target.layers), kind, **BRIDGES[kind])
+        save_bridges(folder, self.calibration.fit(shape).bridges, self.target, {})
+
+    def eagle(self, folder: Path) -> None:
+        """Its linear map is fitted in closed form, and its attention copies earlier text."""
+        head = EagleHead(EagleShape.of(self.target, vocabulary=512, lookback=2), self.common_tokens)
+        texts = [prompt + output for _, prompt, output in self.texts[: 3 if EXHAUSTIVE else 1]]
+        read = [read_features(self.target, tokens, head.shape.modules) for tokens in texts]
+        features = [TextFeatures(torch.tensor(tokens), states, 1) for tokens, states in zip(texts, read, strict=True)]
+        embeddings, readout = self.target.model.get_input_embeddings(), Readout(self.target, self.common_tokens)
+        fit_linear(head, embeddings, features)
+        add_induction_heads(head, embeddings, readout, torch.cat([text.tokens for text in features]))
+        save_trained(folder, "eagle", head.shape.to_dict(), head.weights(), self.target, {})
+
+    def medusa(self, folder: Path) -> None:
+        """Its untrained heads predict alternatives to the last token."""
+        read = EagleShape.of(self.target).modules
+        heads = MedusaHeads(MedusaShape(self.target.hidden, 3, read, 512), self.common_tokens)
+        save_trained(folder, "medusa", heads.shape.to_dict(), heads.state_dict(), self.target, {})
+
+
 @pytest.fixture(scope="module")
-def draft_folder(smollm2: Target) -> Iterator[str]:
-    """The model without three layers as an ordinary checkpoint."""
+def parts(smollm2: Target, reference: dict[str, list[int]]) -> Iterator[Parts]:
     with tempfile.TemporaryDirectory() as folder:
-        yield str(save_draft_checkpoint(smollm2, SkipMask.parse("layers:7,12,15", 30), Path(folder) / "draft"))
-
-
-@pytest.fixture(scope="module")
-def common_tokens(smollm2: Target, reference: dict[str, list[int]]) -> torch.Tensor:
-    """The most common tokens of the outputs, including ends of sequences."""
-    outputs = torch.tensor([token for tokens in reference.values() for token in tokens])
-    return choose_tokens(outputs.bincount(minlength=smollm2.vocabulary), 512, sorted(smollm2.eos_ids))
-
-
-@pytest.fixture(scope="module")
-def heads(
-    smollm2: Target, reference: dict[str, list[int]], common_tokens: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    """Folders of heads over the most common tokens, with some acceptance.
-
-    EAGLE's linear map is fitted in closed form to some of the outputs, and its attention copies earlier text. Medusa's heads
-    are untrained and predict alternatives to the last token.
-    """
-    eagle = EagleHead(EagleShape.of(smollm2, vocabulary=512, lookback=2), common_tokens)
-    texts = [(*smollm2.encode(item.messages()), *reference[item.id]) for item in PROMPTS.take(3)]
-    read = eagle.shape.modules
-    feature_texts = [TextFeatures(torch.tensor(tokens), read_features(smollm2, tokens, read), 1) for tokens in texts]
-    fit_linear(eagle, smollm2.model.get_input_embeddings(), feature_texts)
-    add_induction_heads(
-        eagle,
-        smollm2.model.get_input_embeddings(),
-        Readout(smollm2, common_tokens),
-        torch.cat([text.tokens for text in feature_texts]),
-    )
-    medusa = MedusaHeads(MedusaShape(smollm2.hidden, 3, read, 512), common_tokens)
-    folders = {method: tmp_path_factory.mktemp(method) for method in ("eagle", "medusa")}
-    save_trained(folders["eagle"], "eagle", eagle.shape.to_dict(), eagle.weights(), smollm2, {})
-    save_trained(folders["medusa"], "medusa", medusa.shape.to_dict(), medusa.state_dict(), smollm2, {})
-    return {method: str(folder) for method, folder in folders.items()}
-
-
-@pytest.fixture(scope="module")
-def fitted(
-    smollm2: Target,
-    reference: dict[str, list[int]],
-    common_tokens: torch.Tensor,
-    draft_folder: str,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[SpeculativeConfig], SpeculativeConfig]:
-    """Replaces names in a configuration by folders of bridges, draft heads and a datastore made from some of the outputs."""
-    some = list(PROMPTS.take(6))
-    texts = [(tuple(smollm2.encode(item.messages())), tuple(reference[item.id])) for item in some]
-    folder = tmp_path_factory.mktemp("fitted")
-    Datastore.build([tokens for _, tokens in texts], smollm2).save(folder / "answers")
-    save_draft_tokens(folder / "common_tokens", common_tokens, smollm2, {})
-    save_draft_tokens(folder / "draft_common_tokens", common_tokens, load_draft(smollm2, draft_folder), {})
-    continuations = [Continuation(item.id, item.category, *text, NEW_TOKENS) for item, text in zip(some, texts, strict=True)]
-    calibration = Calibration(smollm2, continuations, 2**30)
-
-    def bridged(mask: str, method: str) -> str:
-        bridge = folder / f"{method}-{mask}"
-        if not bridge.exists():
-            size = {"mean": {}, "linear": {"rank": 64}, "mlp": {"rank": 16, "width": 32}}[method]
-            shape = BridgeShape.of(smollm2, SkipMask.parse(mask, smollm2.layers), method, **size)
-            save_bridges(bridge, calibration.fit(shape).bridges, smollm2, {})
-        return str(bridge)
-
-    def fill(config: SpeculativeConfig) -> SpeculativeConfig:
-        named = {
-            name: str(folder / str(getattr(config, name))) for name in ("draft_head", "datastore") if getattr(config, name)
-        }
-        if config.bridge:
-            named["bridge"] = bridged(config.mask, config.bridge)
-        return replace(config, **named, members=tuple(map(fill, config.members)))  # type: ignore[arg-type]
-
-    return fill
+        yield Parts(smollm2, reference, Path(folder))
 
 
 @pytest.mark.parametrize(("number", "fields"), list(enumerate(CONFIGS)), ids=[fields["method"] for fields in CONFIGS])
 def test_every_drafter_gives_the_output_of_transformers(
-    smollm2: Target, reference: dict[str, list[int]], number: int, fields: dict[str, Any], request: pytest.FixtureRequest
+    smollm2: Target, reference: dict[str, list[int]], parts: Parts, number: int, fields: dict[str, Any]
 ) -> None:
-    fields = copy.deepcopy(fields)
-    if fields.get("draft_model") == "gemma3":
-        try:
-            find_weights("gemma3")
-        except TargetError as error:
-            pytest.skip(str(error))
-    elif fields["method"] in ("draft_model", "cross_tokenizer"):
-        fields["draft_model"] = request.getfixturevalue("draft_folder")
-    for part in (fields, *fields.get("members", ())):
-        if part["method"] in ("eagle", "medusa"):
-            part["head"] = request.getfixturevalue("heads")[part["method"]]
-    config = SpeculativeConfig.from_dict(fields)
-    if any(part.bridge or part.draft_head or part.datastore for part in (config, *config.members)):
-        config = request.getfixturevalue("fitted")(config)
+    config = SpeculativeConfig.from_dict(parts.fill(fields))
     drafter = build_drafter(config, smollm2)  # one for all prompts, so that adaptive drafters learn from earlier ones
     prompts = list(PROMPTS) if EXHAUSTIVE else list(PROMPTS)[number % 3 :: 3]
     outputs = {

@@ -46,14 +46,6 @@ def test_the_peak_includes_freed_memory_and_nothing_from_before(tmp_path: Path) 
     assert at_first < 100 and 190 < at_last < 260
 
 
-def test_the_peak_of_a_process_is_at_least_its_present_memory() -> None:
-    """Its growth is unknown."""
-    memory = PeakMemory(torch.device("cpu"))
-    kept = torch.ones(50 * MEBIBYTE, dtype=torch.uint8)
-    assert memory.read() >= kept.numel()
-    assert memory.growth() is None
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_the_device_memory_is_measured() -> None:
     kept = torch.ones(10 * MEBIBYTE, dtype=torch.uint8, device="cuda")
@@ -113,10 +105,9 @@ def test_tensors_are_counted_while_they_are_alive_gradients_included() -> None:
         assert 4 * 1500 <= counter.peak < 4 * 1510  # the gradient of a slice is expanded to the whole weight
 
 
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError, partial(RuntimeError, "cannot allocate memory"))
-
-
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
+@pytest.mark.parametrize(
+    "error", [MemoryError, torch.OutOfMemoryError, partial(RuntimeError, "cannot allocate memory")], ids=str
+)
 def test_memory_is_released_once_nothing_refers_to_what_did_not_fit(
     error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,9 +125,6 @@ def test_memory_is_released_once_nothing_refers_to_what_did_not_fit(
 
 
 def test_other_errors_and_results_are_passed_on() -> None:
-    def work() -> int:
-        raise RuntimeError("a defect")
-
     assert within_memory(lambda: 5) == 5
-    with pytest.raises(RuntimeError, match="a defect"):
-        within_memory(work)
+    with pytest.raises(RuntimeError, match="tensor"):
+        within_memory(lambda: torch.ones(2) @ torch.ones(3))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from layerskip import SpeculativeConfig, Target, generate
 from layerskip.models.cache import KVCache
@@ -13,6 +14,7 @@ from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from tests.accelerator import DEVICE
+from tests.generated import generated
 
 LAYERS = 4
 TORCH_DEVICE = torch.device(DEVICE)
@@ -33,9 +35,22 @@ def tokens_of(count: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
+def fresh(model: nn.Module, tokens: Tensor) -> Tensor:
+    """``[n, V]``: the logits of one pass without a cache."""
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
+    return logits
+
+
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 3e-5) -> None:
     """Compares relative to the largest entry."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * tolerance)
+
+
+def let_token_63_overflow(model: PreTrainedModel) -> None:
+    """Changes a tiny Llama so that the values of token 63, and of no other one, are beyond the range of float16."""
+    words, values = model.get_input_embeddings().weight, model.model.layers[0].self_attn.v_proj.weight
+    words[:, 0], values[:, 0], words[63] = 0.0, 6e4, torch.eye(32, dtype=model.dtype)[0]
 
 
 def acquired(model: nn.Module, positions: int = 40, holder: object | None = None, layers: int = LAYERS) -> CapturingCache:
@@ -56,10 +71,7 @@ def filled(cache: CapturingCache, view: nn.Module, prompt: Tensor, positions: in
 
 def greedy(target: Target) -> list[int]:
     """Returns the tokens that transformers' own ``generate`` gives after the prompt."""
-    ids = torch.tensor([PROMPT])
-    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=LENGTH, eos_token_id=None)
-    output: Tensor = target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return output[0, len(PROMPT) :].tolist()
+    return generated(target.model, PROMPT, LENGTH, eos_token_id=None)
 
 
 def assert_every_method_gives(expected: list[int], target: Target) -> None:

@@ -43,7 +43,7 @@ def layer_of(name: str) -> PreTrainedModel:
 
 
 def run_compiled(model: PreTrainedModel, width: int, positions: int = 60) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of a compiled pass over ``width`` tokens and of the same pass as it is; ``positions`` sizes caches."""
+    """Return the logits of a compiled pass over ``width`` tokens and of the same pass as it is, on caches for positions."""
     set_compiling(model, "on")
     view = decoding_view(model)
     tokens = torch.randint(3, 64, (PROMPT + width,), generator=torch.Generator().manual_seed(0))

@@ -1,41 +1,41 @@
-"""Compiled layers give the outputs of the layers as they are; models that cannot be compiled run on."""
+"""Compiled layers give the outputs of the layers as they are; models that cannot be compiled run on.
+
+For them, weights are laid out as one matrix, which nothing else may notice.
+"""
 
 from __future__ import annotations
 
-import copy
-import gc
+import io
 import threading
-import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from layerskip.config import StopRule
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.tree import tree_model
-from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.mask import SkipMask
 from layerskip.models import compiled_layers as module
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import release_cache
-from layerskip.models.compiled_layers import CompiledLayers, FusedLinear, compiled_layers, set_compiling
+from layerskip.models.compiled_layers import CompiledLayers, compiled_layers, prepare_compiling, set_compiling
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target, TargetError
-from tests.accelerator import DEVICE, decode_static
+from tests.accelerator import DEVICE
 from tests.exhaustive import EXHAUSTIVE
 from tests.families import SKIPPABLE, build
-from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, tokens_of
+from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, fresh, tokens_of
 
 EXHAUSTIVE_ONLY = pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes seconds a family; run by make lossless")
 COMPILED = ("llama", "gemma3_text")  # one of plain layers, one of two types of layers with norms of queries and keys
+BLOCK = tokens_of(20)[12:18]
 
 
 def _model(family: str) -> PreTrainedModel:
@@ -50,12 +50,22 @@ def _caches(model: PreTrainedModel, view: nn.Module, prompt: int) -> tuple[Captu
     return filled(acquired(model, 60, layers=layers), view, tokens_of(prompt), 60)
 
 
+def _compiled_passes(cache: CapturingCache) -> list[bool]:
+    return [captured.layers is not None for passes in cache._passes.values() for captured in passes.values()]
+
+
 def _fail(*_: object) -> None:
     raise TypeError("no\nsuch thing")
 
 
-def _compiled_passes(cache: CapturingCache) -> list[bool]:
-    return [captured.layers is not None for passes in cache._passes.values() for captured in passes.values()]
+def _double(*args: Any) -> Any:
+    return 2 * module._run(*args)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the layers that would be compiled as they are."""
+    monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
 
 
 @EXHAUSTIVE_ONLY
@@ -84,57 +94,44 @@ def test_compiled_trees_and_views_equal_eager_ones() -> None:
         model = _model("llama")
     trees, view = tree_model(model), skip_view(model, SkipMask.parse("layers:1;attention:2", LAYERS))
     cache, plain = _caches(model, decoding_view(model), 12)
-    block, parents = tokens_of(20)[12:18], (-1, 0, 0, 2, -1)
-    assert_close(trees.run(block, parents, cache), trees.run(block, parents, plain))
-    assert_close(*(forward(view, block[:2], held, last=2) for held in (cache, plain)))
+    assert_close(*(trees.run(BLOCK, (-1, 0, 0, 2, -1), held) for held in (cache, plain)))
+    assert_close(*(forward(view, BLOCK[:2], held, last=2) for held in (cache, plain)))
     assert _compiled_passes(cache) == [True, True]
 
 
-@EXHAUSTIVE_ONLY
-def test_compiled_decoding_gives_the_tokens_of_generate() -> None:
-    model, prompt = _model("llama"), tokens_of(12)
-    expected = model.generate(prompt[None], max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)[0, 12:]
-    for drafter in (NoDraft(), LayerSkip(skip_view(model, SkipMask.parse("layers:1", LAYERS)), 2, StopRule())):
-        target = Target(model, compile="on")
-        found = decode_static(target, drafter, prompt.tolist(), Sampling(), 20, stops=Stops(frozenset()))
-        assert found.tokens == expected.tolist()
+@pytest.fixture(params=["llama", "qwen2"])  # without and with biases
+def laid_out(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A model whose weights of parallel layers were laid out as matrices."""
+    model = _model(request.param)
+    prepare_compiling(model)
+    query, key = model.model.layers[1].self_attn.q_proj, model.model.layers[1].self_attn.k_proj
+    assert (query.bias is not None) == (request.param == "qwen2")
+    assert key.weight.data_ptr() == query.weight.data_ptr() + query.weight.nbytes
+    return model
 
 
-def test_the_weights_of_siblings_are_laid_out_without_a_copy() -> None:
-    """Values, names and training of the model do not change, and a move to another memory keeps it working."""
-    model = _model("llama")
-    before = copy.deepcopy(model.state_dict())
-    acquired(model)
-    attention = model.model.layers[1].self_attn
-    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    model(tokens_of(5)[None]).logits.sum().backward()
-    assert attention.k_proj.weight.grad is not None
-    for _ in range(2):
-        assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
-        assert parts[1].data_ptr() == parts[0].data_ptr() + parts[0].nbytes
-        for part in parts:
-            part.data = part.data.clone()
-        acquired(model)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_single_row_is_multiplied_as_several_are(bias: bool) -> None:
-    layers = [nn.Linear(8, size, bias=bias) for size in (6, 3)]
-    fused, row = FusedLinear(layers, single_rows=True), torch.randn(1, 1, 8)
-    for actual, layer in zip(fused.compute(row), layers, strict=True):
-        torch.testing.assert_close(actual, layer(row))
-
-
-@pytest.mark.parametrize("outputs", [4096, 4095])
-def test_a_single_row_of_a_large_weight_takes_the_kernel_for_few_rows(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum over a small one is fused with what surrounds it."""
-    asked: list[int] = []
-    monkeypatch.setattr(module, "has_kernel", lambda weight: True)
-    monkeypatch.setattr(module, "few_rows_linear", lambda row, weight: (asked.append(len(weight)), linear(row, weight))[1])
-    layer, row = nn.Linear(1024, outputs, bias=False), torch.randn(1, 1, 1024)
-    torch.testing.assert_close(FusedLinear([layer], single_rows=True).compute(row)[0], layer(row))
-    assert asked == [4096] * (outputs == 4096)
+def test_laid_out_weights_are_trained_and_saved_as_before(laid_out: PreTrainedModel, tmp_path: Path) -> None:
+    """Values and names do not change, and a move to another memory lays them out again."""
+    models, sizes, states = (build(laid_out.config.model_type), laid_out), [], []
+    for place, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(place), max_shard_size="10KB")
+        sizes.append({file.name: file.stat().st_size for file in (tmp_path / str(place)).glob("*.safetensors")})
+        states.append(io.BytesIO())
+        torch.save(model.state_dict(), states[-1])
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 1
+    assert states[1].tell() <= states[0].tell()  # fewer storages, each with a header
+    expected, other = fresh(laid_out, BLOCK), build(laid_out.config.model_type, 1)
+    states[1].seek(0)
+    other.load_state_dict(torch.load(states[1], weights_only=True))
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "1").to(DEVICE)
+    assert all(torch.equal(fresh(model, BLOCK), expected) for model in (other, stored))
+    laid_out(BLOCK[None]).logits.sum().backward()
+    key = laid_out.model.layers[1].self_attn.k_proj.weight
+    assert key.grad is not None
+    for part in laid_out.parameters():
+        part.data = part.data.clone()
+    acquired(laid_out)
+    assert key.untyped_storage().nbytes() > key.nbytes
 
 
 def test_layers_are_compiled_on_cuda_by_default_and_the_mode_of_a_model_reaches_its_views() -> None:
@@ -148,20 +145,6 @@ def test_layers_are_compiled_on_cuda_by_default_and_the_mode_of_a_model_reaches_
         Target(model, compile="maybe")
 
 
-@torch.inference_mode()
-def test_a_compiled_tree_model_is_freed_with_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its layers refer to it, so whatever keeps them for the compiler must not keep it."""
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
-    model = _model("llama")
-    cache, _ = _caches(model, decoding_view(model), 12)
-    tree_model(model).run(tokens_of(20)[12:18], (-1, 0, 0, 2, -1), cache)
-    assert _compiled_passes(cache) == [True]
-    views = [weakref.ref(tree_model(model).view), weakref.ref(decoding_view(model))]
-    del model, cache
-    gc.collect()
-    assert [view() for view in views] == [None, None]
-
-
 def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: lambda *args: (runs.append(1), module._run(*args))[1])
@@ -171,6 +154,7 @@ def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.
     assert runs
 
 
+@pytest.mark.usefixtures("uncompiled")
 @torch.inference_mode()
 def test_another_thread_may_run_the_view_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a check of an output beside a decoding. Its pass runs the layers as they are, on its own cache."""
@@ -222,62 +206,53 @@ def test_threads_run_the_compiled_layers_of_a_shared_view_in_turn(monkeypatch: p
     assert left == [True, True]
 
 
-def test_replaced_weights_are_read_by_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_weights_are_read_by_compiled_layers() -> None:
     """Also if only their data was replaced, as by an average of weights."""
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
     model = _model("llama")
-    block = tokens_of(20)[12:16]
     with torch.inference_mode():
         cache, _ = _caches(model, decoding_view(model), 12)
-        forward(decoding_view(model), block, cache, last=4)
+        forward(decoding_view(model), BLOCK[:4], cache, last=4)
         release_cache(model, cache)
     for weight in model.parameters():
         weight.data = weight.data * 0.7
     with torch.inference_mode():
         view = decoding_view(model)
         cache, plain = _caches(model, view, 12)
-        assert_close(*(forward(view, block, held, last=4) for held in (cache, plain)))
+        assert_close(*(forward(view, BLOCK[:4], held, last=4) for held in (cache, plain)))
         assert _compiled_passes(cache) == [True]
 
 
+FUSED, UNFUSED = (
+    "products of its layers cannot be fused with what surrounds them: ",
+    "its layers cannot be compiled and run as they are: ",
+)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "wrong", "logged"),
+    [
+        (False, _fail, UNFUSED + "no"),
+        (True, _fail, FUSED + "no"),
+        (True, _double, FUSED + "the captured pass gives other results"),
+    ],
+)
 @torch.inference_mode()
-def test_a_model_that_cannot_be_compiled_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_layers_that_cannot_be_compiled_run_with_fewer_fusions_or_as_they_are(
+    on_gpu: bool, wrong: Any, logged: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With one line in the log; its passes are captured all the same."""
-    model = _model("llama")
-    view = decoding_view(model)
-    cache, plain = _caches(model, view, 12)
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: _fail)
-    for width in (3, 1):
-        assert_close(*(forward(view, tokens_of(20)[12 : 12 + width], held, last=width) for held in (cache, plain)))
-    assert caplog.text.count("run as they are: no") == 1
-    assert "such" not in caplog.text
-    assert _compiled_passes(cache) == [False, False]
-
-
-def _double(*args: Any) -> Any:
-    return 2 * module._run(*args)
-
-
-@pytest.mark.parametrize(("wrong", "reason"), [(_fail, "no"), (_double, "the captured pass gives other results")])
-@torch.inference_mode()
-def test_layers_whose_products_cannot_be_fused_are_compiled_without(
-    wrong: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As on a GPU: once, with one line in the log, whether compiling fails or the results differ."""
+    """With one line in the log, whether compiling fails or the results differ; passes are captured all the same."""
     asked: list[bool] = []
-    monkeypatch.setattr(module, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(module, "_on_gpu", lambda tensor: on_gpu)
     monkeypatch.setattr(module, "_unfused", set())
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: asked.append(fuses) or (wrong if fuses else module._run))
+    run = lambda fuses: asked.append(fuses) or (wrong if fuses == on_gpu else module._run)  # noqa: E731
+    monkeypatch.setattr(module, "_compiled_run", run)
     with torch.inference_mode(False):
         model = _model("llama")
     view = decoding_view(model)
     cache, plain = _caches(model, view, 12)
     for width in (3, 1):
-        assert_close(*(forward(view, tokens_of(20)[12 : 12 + width], held, last=width) for held in (cache, plain)))
-    assert _compiled_passes(cache) == [True, True]
-    assert asked[0]
-    assert not any(asked[-2 * LAYERS :])
+        assert_close(*(forward(view, BLOCK[:width], held, last=width) for held in (cache, plain)))
+    assert [record.message for record in caplog.records] == [f"LlamaForCausalLM: {logged}"]
+    assert _compiled_passes(cache) == [on_gpu, on_gpu]
+    assert asked[0] == on_gpu and not any(asked[-2 * LAYERS :])
     assert not CompiledLayers(view, "model.layers").fuses  # nor are those of other views of such models
-    assert [record.message.rpartition(": ")[2] for record in caplog.records] == [reason]

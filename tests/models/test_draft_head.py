@@ -19,6 +19,7 @@ from layerskip.models.skip_view import skip_view
 from tests.accelerator import DEVICE
 from tests.drafters.bridges import head_folder
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, generated, target_of
+from tests.models.passes import fresh
 
 
 @pytest.mark.parametrize("kind", ["layer_skip", "draft_model"])
@@ -34,8 +35,7 @@ def test_a_draft_has_only_tokens_of_its_head_and_of_the_text(kind: str, tmp_path
     from_text = set()
     for prompt in PROMPTS[:4]:
         recorder = Recorder(drafter)
-        result = decode(target, recorder, prompt, GREEDY, LENGTH)
-        assert result.tokens == generated("llama", prompt, LENGTH)
+        assert decode(target, recorder, prompt, GREEDY, LENGTH).tokens == generated("llama", prompt, LENGTH)
         for context, branches in recorder.drafts:
             drafted = {token for branch in branches for token in branch}
             assert drafted <= {*tokens, *context}
@@ -44,10 +44,8 @@ def test_a_draft_has_only_tokens_of_its_head_and_of_the_text(kind: str, tmp_path
     head = DraftHead(target.model, torch.tensor(tokens), target.vocabulary)
     view = skip_view(target.model, SkipMask.none(target.layers))
     head.restrict(view)
-    ids = torch.tensor([PROMPTS[1]], device=DEVICE)
-    with torch.no_grad():
-        reduced, full = view(input_ids=ids).logits[0], target.model(input_ids=ids).logits[0]
-    assert torch.allclose(reduced, full[:, list(tokens)], atol=1e-5)
+    ids = torch.tensor(PROMPTS[1], device=DEVICE)
+    assert torch.allclose(fresh(view, ids), fresh(target.model, ids)[:, list(tokens)], atol=1e-5)
 
 
 def test_a_draft_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -76,8 +74,6 @@ def test_rows_are_those_of_common_tokens_and_of_the_text(bias: Tensor | None) ->
         assert torch.equal(rows.weight, weight[tokens])
         assert rows.bias is None if bias is None else rows.bias is not None and torch.equal(rows.bias, bias[tokens])
     rows.begin()
-    assert tuple(rows.tokens.tolist()) == common
-    assert torch.equal(rows.weight, weight[list(common)])
-    rows.follow([11, 2])
-    assert tuple(rows.tokens.tolist()) == (*common, 11)
-    assert torch.equal(rows.weight, weight[[*common, 11]])
+    for text, tokens in ([], [*common]), ([11, 2], [*common, 11]):
+        rows.follow(text)
+        assert rows.tokens.tolist() == tokens and torch.equal(rows.weight, weight[tokens])

@@ -27,15 +27,11 @@ def test_the_machine_and_its_packages_are_described_in_plain_values(tiny_target:
     assert result["versions"] == expected | {"python": platform.python_version()}
 
 
-def test_the_commit_is_marked_if_the_code_was_changed(tmp_path: Path) -> None:
-    """Only for this program's own checkout, and ``-dirty`` only if its code changed."""
-
+def test_the_commit_is_that_of_this_program_and_is_marked_if_its_code_was_changed(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         author = ("-c", "user.name=one", "-c", "user.email=one@example.com")
-        completed = subprocess.run(
-            ["git", "-C", str(tmp_path), *author, *arguments], capture_output=True, text=True, check=True
-        )
-        return completed.stdout.strip()
+        command = ["git", "-C", str(tmp_path), *author, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     assert git_commit(tmp_path) is None
     git("init")

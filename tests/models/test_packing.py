@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from layerskip import SkipMask, SpeculativeConfig, Target, generate, load_target
-from layerskip.bridges.bridge import Bridges, BridgeShape, save_bridges
-from layerskip.costs.profile import Repeats, profile_costs
 from layerskip.device.memory import tensor_bytes, total_bytes
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.measure import Decoder, Task
@@ -24,11 +23,16 @@ from layerskip.models.environment import machine
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import multiply, pack_like, pack_matrices, uses_packing
 from layerskip.models.skip_view import decoding_view, skip_view
+from tests.accelerator import DEVICE
+from tests.exhaustive import representative
 from tests.families import REPRESENTATIVE, build
+from tests.generated import generated
 
-needs_packing = pytest.mark.skipif(
-    not packing._is_supported(torch.float32), reason="this processor does not support packed weights"
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cpu" or not packing._is_supported(torch.float32), reason="needs a processor that supports packed weights"
 )
+FEW = ["llama", "gpt2", "gpt_oss", "phi"]
+FAMILIES = representative(FEW, [family for family in REPRESENTATIVE if family not in FEW])
 DTYPES = [torch.float32, torch.bfloat16]
 SKIP = SpeculativeConfig("layer_skip", 2, mask="layers:1")
 
@@ -63,58 +67,44 @@ def _assert_same(actual: Tensor, expected: Tensor, bias: bool = False) -> None:
         assert torch.equal(actual, expected)  # bitwise, for any number of rows
 
 
-@needs_packing
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [(1,), (5,), (1, 1), (2, 3), (1, 300), (0,), ()])
-def test_products_equal_torchs(dtype: torch.dtype, bias: bool, rows: tuple[int, ...], packed: list[Tensor]) -> None:
-    layer = layer_of(dtype, bias)
+@pytest.mark.parametrize("width", [1, 33, 80, 576])
+def test_products_equal_torchs(dtype: torch.dtype, bias: bool, width: int, packed: list[Tensor]) -> None:
+    layer = layer_of(dtype, bias, width, 3 * width + 1)
     pack_matrices(layer)
-    hidden = torch.randn(*rows, 80).to(dtype)
     with torch.no_grad():
-        _assert_same(multiply(hidden, layer.weight, layer.bias), linear(hidden, layer.weight, layer.bias), bias)
-        every_other = torch.randn(*rows, 160).to(dtype)[..., ::2]  # not contiguous
-        _assert_same(multiply(every_other, layer.weight, layer.bias), linear(every_other, layer.weight, layer.bias), bias)
-    assert len(packed) == (packing._is_supported(dtype) and 0 not in rows)
+        for rows in ((1,), (5,), (1, 1), (2, 3), (1, 300), (0,), ()):
+            hidden, every_other = torch.randn(*rows, width).to(dtype), torch.randn(*rows, 2 * width).to(dtype)[..., ::2]
+            for given in (hidden, every_other):  # the second is not contiguous
+                expected = linear(given, layer.weight, layer.bias)
+                _assert_same(multiply(given, layer.weight, layer.bias), expected, bias)
+    assert len(packed) == packing._is_supported(dtype)
 
 
-@needs_packing
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_any_width_equal_torchs(dtype: torch.dtype) -> None:
-    for width in (1, 7, 33, 64, 576):
-        layer = layer_of(dtype, False, width, 3 * width + 1)
-        pack_matrices(layer)
-        for rows in (1, 4, 17):
-            hidden = torch.randn(rows, width).to(dtype)
-            with torch.inference_mode():
-                _assert_same(multiply(hidden, layer.weight), linear(hidden, layer.weight))
-
-
-@needs_packing
 def test_a_changed_weight_is_packed_again(packed: list[Tensor]) -> None:
     layer, hidden = layer_of(torch.float32, False), torch.randn(3, 80)
     pack_matrices(layer)
 
-    def check() -> None:
-        with torch.no_grad():
+    def replace_data() -> None:
+        layer.weight.data = torch.randn(112, 80)
+
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: layer.weight.mul_(2),
+        lambda: layer.load_state_dict(layer_of(torch.float32, False).state_dict()),
+        replace_data,
+    ]
+    with torch.no_grad():
+        for change in changes:
+            change()
             for _ in range(2):
                 _assert_same(multiply(hidden, layer.weight), linear(hidden, layer.weight))
-
-    check()
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    check()
-    layer.load_state_dict(layer_of(torch.float32, False).state_dict())
-    check()
-    layer.weight.data = torch.randn(112, 80)
-    check()
-    assert len(packed) == 4
-    layer.to(torch.bfloat16)
-    hidden = hidden.to(torch.bfloat16)
-    check()
+        assert len(packed) == 4
+        layer.to(torch.bfloat16)
+        _assert_same(multiply(hidden.bfloat16(), layer.weight), linear(hidden.bfloat16(), layer.weight))
 
 
-@needs_packing
 @pytest.mark.parametrize("differentiated", ["hidden", "weight", "bias"])
 def test_gradients_equal_torchs(differentiated: str, packed: list[Tensor]) -> None:
     layer, hidden = layer_of(torch.float32).requires_grad_(False), torch.randn(3, 80)
@@ -129,10 +119,8 @@ def test_gradients_equal_torchs(differentiated: str, packed: list[Tensor]) -> No
         assert multiply(hidden, layer.weight).dtype == torch.bfloat16
 
 
-@needs_packing
 def test_copies_multiply_by_their_own_weights() -> None:
-    hidden = torch.randn(1, 80)
-    layer = pack_like(build("llama"), layer_of(torch.float32, False))
+    layer, hidden = pack_like(build("llama"), layer_of(torch.float32, False)), torch.randn(1, 80)
     with torch.no_grad():
         before = layer(hidden)
         for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -141,14 +129,6 @@ def test_copies_multiply_by_their_own_weights() -> None:
         assert torch.equal(layer(hidden), before)
 
 
-@needs_packing
-def test_a_layer_with_a_replaced_forward_keeps_it() -> None:
-    layer = layer_of(torch.float32)
-    layer.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
-    assert pack_like(build("llama"), layer)(torch.ones(1, 80)).tolist() == [[1.0] * 80]
-
-
-@needs_packing
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_a_text_are_appended_to_packed_rows(dtype: torch.dtype, packed: list[Tensor]) -> None:
     torch.manual_seed(0)
@@ -161,7 +141,6 @@ def test_rows_of_a_text_are_appended_to_packed_rows(dtype: torch.dtype, packed: 
                 _assert_same(rows.multiply(hidden), linear(hidden, weight, offset)[:, rows.tokens], offset is not None)
 
 
-@needs_packing
 def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> None:
     layer = layer_of(torch.float32)
     pack_matrices(layer)
@@ -175,19 +154,21 @@ def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> Non
     assert len(packing._packed) == before - 1
 
 
-@needs_packing
-def test_small_weights_are_not_packed(monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]) -> None:
+def test_small_weights_and_replaced_forward_passes_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]
+) -> None:
     monkeypatch.setattr(packing, "_LEAST", {torch.float32: 80 * 112})
-    small, large = layer_of(torch.float32, width=79), layer_of(torch.float32)
-    tree = pack_like(large, nn.ModuleList([small, large]))
+    small, large, replaced = layer_of(torch.float32, width=79), layer_of(torch.float32), layer_of(torch.float32)
+    replaced.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
+    tree = pack_like(large, nn.ModuleList([small, large, replaced]))
     with torch.no_grad():
         tree[0](torch.randn(1, 79))
         tree[1](torch.randn(1, 80))
+        assert tree[2](torch.ones(1, 80)).tolist() == [[1.0] * 80]
     assert [id(weight) for weight in packed] == [id(large.weight)]
     assert not uses_packing(build("llama"))
 
 
-@needs_packing
 def test_a_weight_changed_through_data_is_detected_before_the_next_text() -> None:
     """Merging adapters writes to a weight's ``data``, which torch does not count as a new version."""
     target = Target(build("llama"))
@@ -196,11 +177,9 @@ def test_a_weight_changed_through_data_is_detected_before_the_next_text() -> Non
         if type(part) is nn.Linear:
             part.weight.data += 0.2 * torch.randn(part.weight.shape, generator=torch.Generator().manual_seed(1))
     actual = generate(target, [1, 2, 3], SKIP, max_new_tokens=12).tokens
-    expected = target.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=12, do_sample=False)[0, 3:].tolist()
-    assert actual == expected != before
+    assert actual == generated(target.model, [1, 2, 3], 12) != before
 
 
-@needs_packing
 def test_views_share_packed_weights_and_the_model_keeps_its_own_forward(packed: list[Tensor]) -> None:
     target = Target(build("llama"))
     ids = torch.tensor([[1, 2, 3]])
@@ -214,14 +193,11 @@ def test_views_share_packed_weights_and_the_model_keeps_its_own_forward(packed: 
         assert len(packed) == before == len({id(weight) for weight in packed})
 
 
-@needs_packing
 def test_packing_follows_the_setting_and_otherwise_the_memory(monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]) -> None:
-    assert uses_packing(Target(build("llama")).model)
     refused = Target(build("llama"), pack_weights=False)
     assert not machine(refused)["packed_weights"]
     plain = generate(refused, [1, 2, 3], SKIP, max_new_tokens=8)
-    head = DraftHead(refused.model, torch.tensor([1, 2]), refused.vocabulary)
-    assert head.tokens.tolist() == [1, 2]
+    DraftHead(refused.model, torch.tensor([1, 2]), refused.vocabulary)
     assert not packed
     model = build("llama")
     needed = sum(part.weight.nbytes for part in model.modules() if type(part) is nn.Linear)
@@ -231,51 +207,21 @@ def test_packing_follows_the_setting_and_otherwise_the_memory(monkeypatch: pytes
     monkeypatch.setattr(packing, "total_bytes", lambda: 4 * needed)
     target = Target(build("llama"))
     assert machine(target)["packed_weights"]
-    drafted = generate(target, [1, 2, 3], SKIP, max_new_tokens=8)
-    assert drafted.tokens == plain.tokens
+    assert generate(target, [1, 2, 3], SKIP, max_new_tokens=8).tokens == plain.tokens
     assert packed
+    monkeypatch.setattr(packing, "_is_supported", lambda dtype: False)
+    assert not uses_packing(Target(build("llama"), pack_weights=True).model)
 
 
-@needs_packing
-def test_a_view_is_rebuilt_when_a_dtype_change_makes_more_weights_packable(
-    monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]
-) -> None:
-    if not packing._is_supported(torch.bfloat16):
-        pytest.skip("this processor does not support packed weights in bfloat16")
-    model = build("gpt_bigcode")  # its conversion keeps every tensor object
-    largest = max(part.weight.numel() for part in model.modules() if type(part) is nn.Linear)
-    monkeypatch.setattr(packing, "_LEAST", {torch.float32: largest, torch.bfloat16: 1})
-    count = []
-    for dtype in DTYPES:
-        view = decoding_view(model.to(dtype))
-        with torch.inference_mode():
-            view(torch.tensor([[1, 2, 3]]))
-        count.append(len(packed))
-        packed.clear()
-    assert 0 < count[0] < count[1] == sum(type(part) is nn.Linear for part in model.modules())
-
-
-@needs_packing
-@pytest.mark.parametrize("family", REPRESENTATIVE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_decodes_with_packed_weights(family: str, packed: list[Tensor]) -> None:
     target = Target(build(family))
     prompt = [3, 4, 5, 3, 4, 5, 3, 4]
     plain, drafted = (generate(target, prompt, config, max_new_tokens=12).tokens for config in (SpeculativeConfig(), SKIP))
-    ids = torch.tensor([prompt])
-    output = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    assert plain == drafted == output[0, len(prompt) :].tolist()
+    assert plain == drafted == generated(target.model, prompt, 12)
     assert packed
 
 
-def test_an_unsupported_processor_packs_nothing(monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]) -> None:
-    monkeypatch.setattr(packing, "_is_supported", lambda dtype: False)
-    target = Target(build("llama"), pack_weights=True)
-    assert not uses_packing(target.model)
-    generate(target, [1, 2, 3], SpeculativeConfig(), max_new_tokens=4)
-    assert not packed
-
-
-@needs_packing
 def test_packed_weights_are_counted_unless_they_are_the_targets() -> None:
     layer = pack_like(build("llama"), layer_of(torch.float32))
     with torch.no_grad():
@@ -288,22 +234,6 @@ def test_packed_weights_are_counted_unless_they_are_the_targets() -> None:
     assert 2**28 < total_bytes() < 2**48
 
 
-@needs_packing
-def test_bridges_are_timed_and_decode_with_packed_weights(tmp_path: Path, packed: list[Tensor]) -> None:
-    target = Target(build("llama"))
-    profile_costs(target, 12, 2, repeats=Repeats(1), bridged=True)
-    own = {id(weight) for weight in target.model.parameters()}
-    timed = {weight.shape for weight in packed if id(weight) not in own}
-    assert torch.Size((target.hidden, target.hidden)) in timed
-    mask = SkipMask.parse("layers:1", target.layers)
-    save_bridges(tmp_path / "bridge", Bridges(BridgeShape.of(target, mask, "linear")), target, {})
-    packed.clear()
-    config = SpeculativeConfig("layer_skip", 2, mask="layers:1", bridge=str(tmp_path / "bridge"))
-    generate(target, [1, 2, 3], config, max_new_tokens=4)
-    assert torch.Size((target.hidden, target.hidden)) in {weight.shape for weight in packed}
-
-
-@needs_packing
 def test_a_later_setting_applies_to_existing_views_and_to_draft_models(tiny_folder: Path, packed: list[Tensor]) -> None:
     target = load_target(str(tiny_folder), dtype="float32", device="cpu")
     generate(target, [7, 8, 9], SpeculativeConfig(), max_new_tokens=4)

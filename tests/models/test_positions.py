@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from layerskip import SpeculativeConfig, Target, UnsupportedModel, generate
 from tests.families import build
+from tests.generated import generated
 
 THRESHOLD = 24
 LONG = {
@@ -34,10 +34,7 @@ def _prompt(length: int) -> list[int]:
 @pytest.mark.parametrize("length", [THRESHOLD - 16, THRESHOLD + 1, THRESHOLD + 9])
 def test_texts_on_one_side_of_the_threshold_equal_those_of_generate(config: SpeculativeConfig, length: int) -> None:
     model, prompt = _long(), _prompt(length)
-    tokens = torch.tensor([prompt], device=model.device)
-    expected = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=16)
-    actual = generate(Target(model), prompt, config, max_new_tokens=16)
-    assert actual.tokens == expected[0, length:].tolist()
+    assert generate(Target(model), prompt, config, max_new_tokens=16).tokens == generated(model, prompt, 16)
 
 
 def test_a_text_that_may_cross_the_threshold_is_refused() -> None:
@@ -52,14 +49,13 @@ def test_a_text_that_may_cross_the_threshold_is_refused() -> None:
             generate(target, _prompt(length), LOOKUP, max_new_tokens=16)
 
 
-@pytest.mark.parametrize("config", [SpeculativeConfig(), LOOKUP, SKIP], ids=lambda config: config.method)
-@pytest.mark.parametrize("family", ["gpt2", "gptj"])
+@pytest.mark.parametrize(
+    ("family", "config"), [("gpt2", LOOKUP), ("gptj", SKIP), ("gptj", SpeculativeConfig())], ids=["gpt2", "gptj", "plain"]
+)
 def test_a_text_fills_a_table_of_positions_and_is_refused_beyond(family: str, config: SpeculativeConfig) -> None:
     """Learned, or of sines. The last token of an output needs no position, as in transformers."""
     model, prompt = build(family, max_position_embeddings=THRESHOLD), _prompt(8)
-    tokens = torch.tensor([prompt], device=model.device)
-    expected = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=17)
-    assert generate(Target(model), prompt, config, max_new_tokens=17).tokens == expected[0, 8:].tolist()
+    assert generate(Target(model), prompt, config, max_new_tokens=17).tokens == generated(model, prompt, 17)
     with pytest.raises(UnsupportedModel, match="^max_new_tokens: 18 tokens after a prompt of 8 exceed the 24 positions"):
         generate(Target(model), prompt, config, max_new_tokens=18)
     with pytest.raises(UnsupportedModel, match="^prompt: 25 tokens exceed the 24 positions"):

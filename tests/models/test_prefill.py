@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -24,15 +26,10 @@ from layerskip.models.prefill import parts_of, run_prefill
 from layerskip.models.skip_view import decoding_view
 from tests.accelerator import DEVICE
 from tests.families import build
+from tests.models.passes import assert_close, fresh, tokens_of
 
-FAMILIES = [
-    *("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "llama4_text", "olmo3", "gpt_neo", "modernbert-decoder"),
-    *("gemma2", "phi3", "deepseek_v3", "falcon", "gpt2"),
-]
-
-
-def _tokens(count: int) -> torch.Tensor:
-    return torch.randint(3, 60, (count,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+FAMILIES = ["llama", "qwen3", "gpt_oss", "olmo3", "gpt_neo", "modernbert-decoder", "gemma2", "phi3", "deepseek_v3", "gpt2"]
+LONG = ["mistral", "gemma3_text", "llama4_text"]  # with windows, which are read in another way by many tokens
 
 
 def _read(model: PreTrainedModel, tokens: torch.Tensor, features: Features) -> tuple[torch.Tensor, KVCache]:
@@ -41,49 +38,47 @@ def _read(model: PreTrainedModel, tokens: torch.Tensor, features: Features) -> t
         return run_prefill(decoding_view(model), tokens, cache, features=features), cache
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("part", "count"), [(7, 40), (80, 230)], ids=["short parts", "long parts"])
+@pytest.mark.parametrize(
+    ("family", "part", "count"), [*((name, 7, 40) for name in FAMILIES + LONG), *((name, 80, 230) for name in LONG)]
+)
 def test_parts_give_the_result_of_one_pass(family: str, part: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and hidden states are compared with a pass of transformers without a cache; decoding continues after them."""
-    model, tokens = build(family), _tokens(count + 3)
+    model, tokens = build(family), tokens_of(count + 3)
     body = architecture(model).path.rpartition(".")[0]
-    with torch.inference_mode(), (expected := Features((body,))).collect(model):
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    with (expected := Features((body,))).collect(model):
+        logits = fresh(model, tokens)
     monkeypatch.setattr(prefill, "_PART", part)
     assert len(parts_of(count)) > 2
     features = Features((body,))
     last, cache = _read(model, tokens[:count], features)
-    torch.testing.assert_close(last[0], logits[count - 1], atol=2e-4, rtol=2e-4)
-    torch.testing.assert_close(features.read(), expected.read()[:count], atol=2e-4, rtol=2e-4)
+    assert_close(last[0], logits[count - 1], 2e-4)
+    assert_close(features.read(), expected.read()[:count], 2e-4)
     assert cache.length == count
     with torch.inference_mode():
-        after = run_prefill(decoding_view(model), tokens[count:], cache, last=3)
-    torch.testing.assert_close(after, logits[count:], atol=2e-4, rtol=2e-4)
+        assert_close(run_prefill(decoding_view(model), tokens[count:], cache, last=3), logits[count:], 2e-4)
 
 
-def test_parts_are_nearly_equal_and_cover_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "_PART", 10)
-    for count in (1, 9, 10, 11, 20, 21, 99):
-        parts = parts_of(count)
-        assert [place for part in parts for place in range(part.start, part.stop)] == list(range(count))
-        sizes = [part.stop - part.start for part in parts]
-        assert max(sizes) <= 10 and max(sizes) - min(sizes) <= 1
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 24}
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_scaling_by_the_last_position_needs_one_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "rope", "limit"),
+    [
+        ("phi3", {"rope_type": "longrope"} | LONGROPE, "original_max_position_embeddings"),
+        ("llama", {"rope_type": "dynamic"}, "max_position_embeddings"),
+    ],
+)
+def test_scaling_by_the_last_position_needs_one_pass(
+    family: str, rope: dict[str, Any], limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beyond its threshold, where a first part alone would have other positions."""
-    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 1.0}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 24}
-    changes = {"original_max_position_embeddings": 24} if kind == "longrope" else {"max_position_embeddings": 24}
-    model, tokens = build("phi3" if kind == "longrope" else "llama", rope_parameters=rope, **changes), _tokens(40)
-    with torch.inference_mode():
-        expected = model(input_ids=tokens[None], use_cache=False).logits[0, -1]
+    rope |= {"rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 1.0}
+    model, tokens = build(family, rope_parameters=rope, **{limit: 24}), tokens_of(40)
+    expected = fresh(model, tokens)[-1:]
     monkeypatch.setattr(prefill, "_PART", 7)
-    torch.testing.assert_close(_read(model, tokens, Features(()))[0][0], expected, atol=2e-4, rtol=2e-4)
+    assert_close(_read(model, tokens, Features(()))[0], expected, 2e-4)
     monkeypatch.setattr(prefill, "scaling_depends_on_length", lambda *_: False)
-    assert not torch.allclose(_read(model, tokens, Features(()))[0][0], expected, atol=1e-2)
+    assert not torch.allclose(_read(model, tokens, Features(()))[0], expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -92,7 +87,7 @@ def test_memory_grows_with_the_length_of_a_prompt(family: str, monkeypatch: pyte
     model = build(family, max_position_embeddings=4096)
 
     def peak(count: int) -> int:
-        tokens, cache = _tokens(count), KVCache(model.config.num_hidden_layers, count, device=DEVICE)
+        tokens, cache = tokens_of(count), KVCache(model.config.num_hidden_layers, count, device=DEVICE)
         run_prefill(decoding_view(model), tokens[:1], cache)
         cache.length = 0
         with AllocationCounter([model, cache]) as counter:
@@ -123,8 +118,7 @@ def _drafter(kind: str, target: Target) -> Drafter:
 def test_drafters_read_a_prompt_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal rounds show that a drafter has the same states, not only that the output is the target's."""
     target = Target(build("llama", 1, vocab_size=12, eos_token_id=None))
-    prompt = (_tokens(60) % 12).tolist()
-    results = []
+    prompt, results = (tokens_of(60) % 12).tolist(), []
     for part in (1024, 7):
         monkeypatch.setattr(prefill, "_PART", part)
         results.append(decode(target, _drafter(kind, target), prompt, Sampling(temperature=1.0), 30, seed=4))

@@ -6,7 +6,6 @@ The packages are optional: the extra ``quantised`` installs torchao, which quant
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,40 +27,22 @@ from tests.models.passes import LENGTH, METHODS, PROMPT, assert_every_method_giv
 from tests.tiny import VOCABULARY, save_gguf, save_tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-PER_PASS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+def _torchao(name: str, granularity: str = "", **changes: Any) -> Any:
+    ao = pytest.importorskip("torchao.quantization")
+    fields = {"granularity": getattr(ao, granularity)()} if granularity else {}
+    return transformers.TorchAoConfig(getattr(ao, name)(set_inductor_config=False, version=2, **fields), **changes)
 
 
 def _int8(**changes: Any) -> Any:
-    ao = pytest.importorskip("torchao.quantization")
-    config = ao.Int8WeightOnlyConfig(set_inductor_config=False, version=2)
-    return transformers.TorchAoConfig(config, **changes)
+    return _torchao("Int8WeightOnlyConfig", **changes)
 
 
-def _int4_on_cpu() -> Any:
-    """The CPU layout of four bits, a prototype that not every version of torchao has."""
-    found = pytest.importorskip("torchao.prototype.quantization.int4")
-    if not hasattr(found, "Int4WeightOnlyOpaqueTensorConfig"):
-        pytest.skip("this torchao has no four-bit layout for a CPU")
-    return transformers.TorchAoConfig(found.Int4WeightOnlyOpaqueTensorConfig(group_size=32, set_inductor_config=False))
-
-
-def _per_pass() -> Any:
-    """Eight-bit activations with one scale for all tokens of a pass."""
-    ao = pytest.importorskip("torchao.quantization")
-    config = ao.Int8DynamicActivationInt8WeightConfig(granularity=ao.PerTensor(), set_inductor_config=False, version=2)
-    return transformers.TorchAoConfig(config)
-
-
-def _named(name: str) -> Callable[[], str]:
-    def make() -> str:
-        pytest.importorskip(name.partition("-")[0])
-        return name
-
-    return make
-
-
-def _load(folder: Path, how: Any, dtype: str = "float32") -> Target:
-    return load_target(str(folder), dtype=dtype, device="cpu", quantization=how)
+def _load(folder: Path, how: Any) -> Target:
+    if isinstance(how, str):
+        pytest.importorskip(how.partition("-")[0])
+    return load_target(str(folder), dtype="float32", device="cpu", quantization=how)
 
 
 @pytest.fixture(scope="module")
@@ -72,35 +53,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize(
-    "how",
-    [_named("torchao-int8"), _int4_on_cpu, _named("bitsandbytes-4bit")],
-    ids=["torchao-int8", "int4", "bitsandbytes-4bit"],
-)
-def test_a_quantised_target_decodes_as_in_transformers(
-    folders: dict[str, Path], family: str, how: Callable[[], Any]
-) -> None:
-    target = _load(folders[family], how())
+@pytest.mark.parametrize("name", ["torchao-int8", "bitsandbytes-4bit"])
+def test_a_quantised_target_decodes_as_in_transformers(folders: dict[str, Path], family: str, name: str) -> None:
+    target = _load(folders[family], name)
     assert_every_method_gives(greedy(target), target)
 
 
 def test_weights_are_quantised_and_the_views_share_them(folders: dict[str, Path]) -> None:
     """Heads read the dense output layer. Where packing is asked for, it alone may be packed."""
-    target = _load(folders["llama"], _named("torchao-int8")())
-    weight = target.model.get_submodule("model.layers.1.mlp.up_proj").weight
+    target, name = _load(folders["llama"], "torchao-int8"), "model.layers.1.mlp.up_proj"
+    weight = target.model.get_submodule(name).weight
+    own = load_target(str(folders["llama"]), dtype="float32", device="cpu").model.get_submodule(name).weight.detach()
     assert weight.qdata.dtype == torch.int8
-    dense = load_target(str(folders["llama"]), dtype="float32", device="cpu")
-    own = dense.model.get_submodule("model.layers.1.mlp.up_proj").weight.detach()
     assert 0 < float((weight.dequantize() - own).abs().max()) <= float(own.abs().max()) / 127
-    assert decoding_view(target.model).get_submodule("model.layers.1.mlp.up_proj").weight is weight
+    assert decoding_view(target.model).get_submodule(name).weight is weight
     assert (target.vocabulary, target.hidden, target.dtype) == (VOCABULARY, 64, "float32")
-    expected = greedy(target)
-    drafter = Eagle(
-        EagleHead(EagleShape.of(target)).eval(), target.model.get_input_embeddings(), Readout(target, None), 3, StopRule()
-    )
-    assert generate(target, PROMPT, drafter, max_new_tokens=LENGTH).tokens == expected
-    packed = Target(target.model, pack_weights=True)
-    assert generate(packed, PROMPT, max_new_tokens=LENGTH).tokens == expected
+    head, packed = EagleHead(EagleShape.of(target)).eval(), Target(target.model, pack_weights=True)
+    drafter = Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
+    for method in (drafter, SpeculativeConfig()):
+        assert generate(packed, PROMPT, method, max_new_tokens=LENGTH).tokens == greedy(target)
     view = decoding_view(packed.model)
     kinds = {type(layer) for layer in view.get_submodule("model").modules() if isinstance(layer, nn.Linear)}
     assert kinds == {nn.Linear}
@@ -116,28 +87,22 @@ def test_rows_of_a_quantised_output_layer_are_refused(folders: dict[str, Path]) 
         DraftHead(target.model, torch.arange(3, 60), target.vocabulary)
 
 
-@pytest.mark.parametrize("kind", ["none", "prompt_lookup", "layer_skip", "token_recycling"])
-@pytest.mark.parametrize("how", [_per_pass, lambda: _named("bitsandbytes")() and PER_PASS], ids=["torchao", "bitsandbytes"])
-def test_scales_of_a_whole_pass_are_refused(folders: dict[str, Path], how: Callable[[], Any], kind: str) -> None:
-    """A token's result would depend on the tokens that are verified with it."""
-    target = _load(folders["llama"], how(), "float16" if how is not _per_pass else "float32")
+@pytest.mark.parametrize("kind", ["none", "layer_skip"])
+def test_scales_of_a_whole_pass_are_refused_and_those_of_tokens_are_not(folders: dict[str, Path], kind: str) -> None:
+    """With one scale for all, a token's result would depend on the tokens that are verified with it."""
+    whole, each = (_torchao("Int8DynamicActivationInt8WeightConfig", name) for name in ("PerTensor", "PerRow"))
+    target, config = _load(folders["llama"], whole), SpeculativeConfig.from_dict(METHODS[kind])
     with pytest.raises(UnsupportedModel, match=r"^target\.quantization: .*q_proj .* beside other tokens") as error:
-        generate(target, PROMPT, SpeculativeConfig.from_dict(METHODS[kind]), max_new_tokens=4)
+        generate(target, PROMPT, config, max_new_tokens=4)
     assert "\n" not in str(error.value)
-
-
-def test_a_scale_for_each_token_is_accepted(folders: dict[str, Path]) -> None:
-    ao = pytest.importorskip("torchao.quantization")
-    config = ao.Int8DynamicActivationInt8WeightConfig(granularity=ao.PerRow(), set_inductor_config=False, version=2)
-    target = _load(folders["llama"], transformers.TorchAoConfig(config))
-    config = SpeculativeConfig.from_dict(METHODS["prompt_lookup"])
+    target = _load(folders["llama"], each)
     assert generate(target, PROMPT, config, max_new_tokens=LENGTH).tokens == greedy(target)
 
 
 def test_an_export_tells_a_quantised_target_apart_and_loads_it_again(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = folders["llama"]
     dense = load_target(str(folder), dtype="float32", device="cpu")
-    for how in (_named("torchao-int8")(), _int8()):
+    for how in ("torchao-int8", _int8()):
         target = _load(folder, how)
         Export(Export.describe(target), SpeculativeConfig()).save(tmp_path / "best.json")
         stored = json.loads((tmp_path / "best.json").read_text())["target"]
@@ -149,7 +114,7 @@ def test_an_export_tells_a_quantised_target_apart_and_loads_it_again(folders: di
 
 
 def test_a_checkpoint_that_is_quantised_needs_no_setting(folders: dict[str, Path], tmp_path: Path) -> None:
-    target = _load(folders["llama"], _named("torchao-int8")())
+    target = _load(folders["llama"], "torchao-int8")
     target.model.save_pretrained(tmp_path)
     assert target.tokenizer is not None
     target.tokenizer.save_pretrained(tmp_path)
@@ -158,13 +123,6 @@ def test_a_checkpoint_that_is_quantised_needs_no_setting(folders: dict[str, Path
     assert stored.weights_sample == target.weights_sample
     config = SpeculativeConfig.from_dict(METHODS["layer_skip"])
     assert generate(stored, PROMPT, config, max_new_tokens=LENGTH).tokens == greedy(target)
-
-
-def _refused(folder: Path, how: Any) -> str:
-    with pytest.raises(TargetError, match=r"^target\.quantization: ") as error:
-        _load(folder, how)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +144,13 @@ def test_what_cannot_be_quantised_is_refused_with_its_reason(
     monkeypatch.setattr(weights, "find_spec", lambda _: installed or None)
     message = _refused(tiny_folder, name)
     assert all(word in message for word in words)
+
+
+def _refused(folder: Path, how: Any) -> str:
+    with pytest.raises(TargetError, match=r"^target\.quantization: ") as error:
+        load_target(str(folder), dtype="float32", device="cpu", quantization=how)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_files_and_models_of_which_nothing_can_be_quantised_are_refused(tiny_folder: Path, tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from layerskip import Target, TargetError, generate, load_target
 from layerskip.models import loading
-from layerskip.models.loading import load_draft
 from tests.accelerator import DEVICE
 from tests.families import build
 from tests.tiny import VOCABULARY, save_gguf, save_tiny, tokenizer, without_tokenizer
@@ -44,22 +41,13 @@ def test_weights_have_the_requested_dtype(tiny_folder: Path, dtype: str) -> None
     assert target.dtype == dtype or (dtype == "auto" and target.dtype in loading.DTYPES)
 
 
-@pytest.mark.parametrize(("cards", "dtype"), [([True, False], torch.float16), ([False, True], torch.bfloat16)])
-def test_a_card_without_bfloat16_has_float16(monkeypatch: pytest.MonkeyPatch, cards: list[bool], dtype: torch.dtype) -> None:
-    """Torch asks the current device, which need not be the one that was named."""
-    current = [0]
-
-    @contextlib.contextmanager
-    def select(device: torch.device) -> Iterator[None]:
-        current.append(0 if device.index is None else device.index)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", select)
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or cards[current[-1]]
-    )
+@pytest.mark.parametrize(("native", "dtype"), [(False, torch.float16), (True, torch.bfloat16)])
+def test_a_card_without_bfloat16_has_float16(monkeypatch: pytest.MonkeyPatch, native: bool, dtype: torch.dtype) -> None:
+    current: list[int | None] = []  # torch asks the current device, which need not be the one that was named
+    monkeypatch.setattr(torch.cuda, "device", lambda device: current.append(device.index) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or native)
     assert loading.choose_dtype("auto", torch.device("cuda:1"))[0] == dtype
+    assert current == [1]
     assert loading.choose_dtype("bfloat16", torch.device("cuda:1"))[0] == torch.bfloat16  # as asked
 
 
@@ -122,54 +110,39 @@ def test_what_is_no_prompt_is_refused(tiny_target: Target, prompt: Any, reason: 
         tiny_target.encode(prompt, "q7")
 
 
-def test_a_token_that_was_added_to_the_tokenizer_alone_is_refused(tiny_target: Target) -> None:
-    words = tokenizer()
-    words.add_tokens(["<image>"])
+@pytest.mark.parametrize(
+    ("reason", "template"),
+    [
+        ("System role not supported", "{% if messages %}{{ raise_exception('System role not supported') }}{% endif %}"),
+        ("TypeError", "{{ messages[0].function | tojson }}"),
+        ("TemplateSyntaxError", "{% if"),
+        (r"\['rag', 'tool_use'\]", {"rag": "x", "tool_use": "y"}),
+    ],
+)
+def test_whatever_a_tokenizer_raises_or_adds_is_one_line(tiny_target: Target, reason: str, template: Any) -> None:
+    target = Target(tiny_target.model, words := tokenizer())
+    words.add_tokens(["<image>"])  # without a row in the embeddings
     with pytest.raises(TargetError, match=f"^prompt: the token {VOCABULARY} is beyond the .*, 0 to {VOCABULARY - 1}$"):
-        Target(tiny_target.model, words).encode("see <image>")
-
-
-TEMPLATES = {
-    "TypeError": "{{ messages[0].function | tojson }}",
-    "can only concatenate|must be str|unsupported operand": "{{ 1 + messages[0]['content'] }}",
-    "System role not supported": "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
-    "{% endif %}",
-    "TemplateSyntaxError": "{% if",
-    r"\['rag', 'tool_use'\]": {"rag": "x", "tool_use": "y"},
-}
-
-
-@pytest.mark.parametrize("reason", TEMPLATES)
-def test_whatever_a_chat_template_raises_is_one_line(tiny_target: Target, reason: str) -> None:
-    target = Target(tiny_target.model, tokenizer())
-    target.tokenizer.chat_template = TEMPLATES[reason]  # type: ignore[union-attr]
+        target.encode("see <image>")
+    words.chat_template = template
     with pytest.raises(TargetError, match=f"^q7: refused by the chat template of model; .*({reason})") as refusal:
         target.encode(MESSAGES, "q7")
     assert "\n" not in str(refusal.value)
 
 
-def test_a_target_without_tokenizer_accepts_ids_only(tiny_target: Target) -> None:
-    bare = Target(tiny_target.model)
-    assert bare.encode([7, 8, 9]) == [7, 8, 9]
-    assert bare.decode([7, 8, 9]) == ""
-    with pytest.raises(TargetError, match=r"^prompt: .*tokenizer"):
-        bare.encode("hello")
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_folder_without_a_tokenizer_is_a_target_without_one(tmp_path: Path, family: str) -> None:
-    """Transformers would invent a tokenizer or fail, depending on the family."""
+    """Transformers would invent a tokenizer or fail, depending on the family. One of special tokens alone is none."""
     folder = without_tokenizer(save_tiny(tmp_path / family, family))
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')  # names tokens without a tokenizer
     target = load_target(str(folder), dtype="float32", device="cpu")
     assert (target.tokenizer, target.tokenizer_digest) == (None, None)
-    assert generate(target, [7, 8, 9], max_new_tokens=4).tokens
+    result = generate(target, [7, 8, 9], max_new_tokens=4)
+    assert (len(result.tokens), result.text, target.decode([7, 8, 9])) == (4, "", "")
     with pytest.raises(TargetError, match=r"^prompt: this target has no tokenizer"):
         generate(target, "hello", max_new_tokens=4)
-
-
-def test_a_tokenizer_of_special_tokens_alone_is_none(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"^stop_strings: .*tokenizer"):
+        generate(target, [7, 8], stop_strings="x")
     spelling = Tokenizer(models.BPE({"<eos>": 0}, []))
     PreTrainedTokenizerFast(tokenizer_object=spelling, eos_token="<eos>").save_pretrained(folder)
     assert load_target(str(folder), dtype="float32", device="cpu").tokenizer is None
@@ -178,46 +151,15 @@ def test_a_tokenizer_of_special_tokens_alone_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["generation_config", "config", "tokenizer"])
 def test_ends_that_are_no_token_ids_are_refused_by_name(source: str) -> None:
     model = build("llama", eos_token_id=None)
-    for ends in ("7", -1, 64, 1.0, True, [1, None], [1, "2"], [64]):
+    for ends, wrong in (("7", "7"), (-1, -1), (64, 64), (1.0, 1.0), (True, True), ([1, None], None), ([64], 64)):
         parts: dict[str, Any] = {name: SimpleNamespace(eos_token_id=None) for name in ("generation_config", "tokenizer")}
         (model.config if source == "config" else parts[source]).__dict__["eos_token_id"] = ends
         model.generation_config = parts["generation_config"]
-        target = Target(model, parts["tokenizer"])
-        wrong = ends[-1] if isinstance(ends, list) else ends
         refusal = re.escape(f"target: {source}.eos_token_id={ends!r}: {wrong!r} is not a whole number from 0 to 63;")
-        for use in (lambda target=target: target.digest, lambda target=target: generate(target, [7, 8], max_new_tokens=2)):
-            with pytest.raises(TargetError, match=refusal):
-                use()
-
-
-def test_generation_ends_at_any_end_token(tiny_folder: Path, tmp_path: Path) -> None:
-    target = load_target(str(tiny_folder), dtype="float32", device="cpu")
-    free = generate(target, "hello", max_new_tokens=24)
-    assert free.finish == "length"
-    chosen = free.tokens[9]
-    target.model.generation_config.eos_token_id = [1, chosen]
-    ended = generate(target, "hello", max_new_tokens=24)
-    assert (ended.tokens, ended.finish) == (free.tokens[: free.tokens.index(chosen) + 1], "eos")
-
-
-def test_a_draft_model_has_the_targets_dtype_and_is_loaded_once(tiny_folder: Path, tmp_path: Path) -> None:
-    target = load_target(str(tiny_folder), dtype="bfloat16", device="cpu")
-    folder = str(save_tiny(tmp_path / "draft", seed=1, num_hidden_layers=1))
-    draft = load_draft(target, folder)
-    assert (draft.dtype, draft.layers) == ("bfloat16", 1)
-    assert load_draft(target, folder) is draft
-
-
-def test_a_draft_that_is_missing_or_has_another_tokenizer_is_refused(tiny_target: Target, tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "draft")
-    words = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = words["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (folder / "tokenizer.json").write_text(json.dumps(words))
-    reasons = {str(folder): ".*tokenizer", "/no/such/draft": "there is no folder /no/such/draft$"}
-    for name, reason in (reasons | {"no-such-draft": "cannot load no-such-draft: "}).items():
-        with pytest.raises(TargetError, match=f"^draft_model: {reason}"):
-            load_draft(tiny_target, name)
+        with pytest.raises(TargetError, match=refusal):
+            _ = Target(model, parts["tokenizer"]).digest
+        with pytest.raises(TargetError, match=refusal):
+            generate(Target(model, parts["tokenizer"]), [7, 8], max_new_tokens=2)
 
 
 def test_the_weights_sample_covers_every_kind_of_tensor() -> None:

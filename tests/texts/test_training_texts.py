@@ -6,13 +6,13 @@ import itertools
 from pathlib import Path
 
 import pytest
-import torch
 
 from layerskip import load_target
 from layerskip.decoding.sampling import Sampling
 from layerskip.models.target import Target
 from layerskip.texts.training_texts import write_texts
 from tests.families import build
+from tests.generated import generated
 from tests.tiny import save_tiny
 
 
@@ -25,9 +25,8 @@ def test_texts_are_the_targets_own_and_repeatable(family: str, changes: dict[str
     assert texts == list(itertools.islice(write_texts(target, Sampling(), 12, 4, 0), 6))
     assert len({text.tokens for text in texts}) > 1
     for text in texts:
-        prompt = torch.tensor([text.tokens[: text.begin]])
-        alone = target.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
-        assert list(text.tokens) == alone[0].tolist()[: len(text.tokens)]
+        alone = generated(target.model, text.tokens[: text.begin], 12)
+        assert list(text.tokens[text.begin :]) == alone[: len(text.tokens) - text.begin]
 
 
 @pytest.mark.parametrize("chat", [True, False])
