@@ -48,11 +48,11 @@ def race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Race]:
 
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_a_strategy_claims_only_layer_skipping_within_the_budget(name: str, race: Callable[..., Race]) -> None:
-    run = race(90.0)
+    run = race(40.0)
     STRATEGIES[name](run)
     times = [when for when, _ in run.claims]
     assert times == sorted(times)
-    assert 0 < times[0] <= times[-1] <= 91
+    assert 0 < times[0] <= times[-1] <= 41
     assert {config.method for _, config in run.claims} == {"layer_skip"}
     if name == "swift":
         assert {sum(mask.count_skipped(config.mask)) for _, config in run.claims} == {round(0.45 * 2 * LAYERS)}
