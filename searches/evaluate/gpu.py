@@ -131,7 +131,7 @@ def floor_tokens_per_second(target: Target, context: float, bandwidth: float) ->
     forward(model, torch.zeros(1, dtype=torch.int64, device=target.device), cache, last=1)
     embedding = model.get_input_embeddings().weight
     unread = 0 if embedding is model.get_output_embeddings().weight else embedding.nbytes
-    return bandwidth / (sum(weight.nbytes for weight in model.parameters()) - unread + cache.nbytes * context)
+    return float(bandwidth / (sum(weight.nbytes for weight in model.parameters()) - unread + cache.nbytes * context))
 
 
 def compare_compilation(rows: Rows, name: str, mode: str) -> Row:

@@ -133,7 +133,7 @@ def _states(storage: BaseStorage, name: str) -> Counter[str]:
 
 
 def _run_workers(
-    scenario: DictConfig, start: Callable[[], subprocess.Popen[bytes]], states: Callable[[], Counter[str]], seed: int
+    scenario: DictConfig, start: Callable[[], subprocess.Popen[Any]], states: Callable[[], Counter[str]], seed: int
 ) -> tuple[float, int, dict[str, int]]:
     """Run workers, kill some of them and replace these; return the seconds, the kills, and how the others ended."""
     begun, ends, chance = time.monotonic(), Counter[str](), random.Random(seed)

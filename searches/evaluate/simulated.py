@@ -102,7 +102,7 @@ class Landscape:
     @property
     def layers(self) -> int:
         """Number of layers of the target."""
-        return self.losses.shape[1]
+        return int(self.losses.shape[1])
 
     def tokens(self, item: PromptItem) -> int:
         """Return the number of decoded tokens of a prompt."""

@@ -9,7 +9,6 @@ import pytest
 
 from layerskip import SkipMask
 from layerskip.scan.scan import Scanner
-from searches.evaluate.exactness import random_masks
 from tests.searches.conftest import Launch
 
 pytestmark = pytest.mark.system
@@ -57,10 +56,3 @@ def test_a_wrong_scan_is_detected(
     differing = json.loads((tmp_path / "exactness.json").read_text())["differing"]
     assert {case["output"] for case in differing} == {True}
     assert len({case["prompt"] for case in differing}) == 1
-
-
-def test_random_masks_differ_and_skip_something() -> None:
-    masks = random_masks(4, range(4), 12, [0.1, 0.5], 0)
-    assert len(set(masks)) == 12
-    assert SkipMask.none(4) not in masks
-    assert masks == random_masks(4, range(4), 12, [0.1, 0.5], 0) != random_masks(4, range(4), 12, [0.1, 0.5], 1)
