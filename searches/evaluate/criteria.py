@@ -1,9 +1,9 @@
-"""What all evaluation programs share: checks, the parts of a configuration, criteria, and the record they end with."""
+"""What all evaluation programs share: checks, parts, resumed work, criteria, and the record and the table at the end."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from layerskip import PromptSet, Sampling, Target
-from layerskip.files import write_json
+from layerskip.files import digest, write_json
+from layerskip.models.environment import machine
 from layerskip.models.loading import DTYPES
 from searches.app.application import NOT_CONFIRMED
-from searches.app.checks import check_list, check_seed, check_whole
+from searches.app.checks import check_list, check_number, check_seed, check_whole
 from searches.backends.layerskip import LayerskipBackend
 from searches.predict.preparation import ScanSettings
+from searches.report.tables import as_markdown
+from searches.results import RESULTS_VERSION, ResultLog
 from searches.space.search_space import SearchSpace
 from searches.study.bench import ModelBench
 from searches.study.objective import MeasureSettings
@@ -27,13 +31,7 @@ from searches.study.objective import MeasureSettings
 
 @dataclass(frozen=True)
 class Count:
-    """Number of times that something happened, or a measured metric, and the criterion for it.
-
-    Args:
-        times: how often it happened, or the metric.
-        minimum: smallest share that passes; None sets no lower limit.
-        maximum: largest share that passes; None sets no upper limit.
-    """
+    """Number of times that something happened, or a metric, and the least and the greatest share that pass, if any."""
 
     name: str
     times: float
@@ -43,7 +41,7 @@ class Count:
 
     @property
     def share(self) -> float:
-        """``times / of``; 0.0 if ``of`` is 0."""
+        """The metric, or the share of what might have happened."""
         return self.times / self.of if self.of else 0.0
 
     @property
@@ -51,11 +49,16 @@ class Count:
         """True if the criterion is met; False if the metric is not a number."""
         return (self.minimum is None or self.share >= self.minimum) and (self.maximum is None or self.share <= self.maximum)
 
-    def cells(self) -> list[str]:
+    def cells(self) -> dict[str, str]:
         """Return the count as a row of the table of criteria."""
         limits = {"at least": self.minimum, "at most": self.maximum}
-        asked = ", ".join(f"{limit} {share:g}" for limit, share in limits.items() if share is not None)
-        return [self.name, f"{self.times:g} of {self.of:g}", f"{self.share:.3g}", asked, "met" if self.passed else "MISSED"]
+        return {
+            "counted": self.name,
+            "times": f"{self.times:g} of {self.of:g}",
+            "share": f"{self.share:.3g}",
+            "criterion": ", ".join(f"{limit} {share:g}" for limit, share in limits.items() if share is not None),
+            "result": "met" if self.passed else "MISSED",
+        }
 
 
 class Parts:
@@ -72,62 +75,57 @@ class Parts:
         self.space: SearchSpace = instantiate(config.space, layers=self.target.layers)
         self.space.refuse_fitted("only empty skips are compared")
         self.bench = ModelBench(LayerskipBackend(self.target), self.sampling, self.measuring.max_new_tokens)
+        settings = [OmegaConf.to_container(config[part], resolve=True) for part in ("measure", "scan", "sampling", "space")]
+        self.identity = [self.target.digest, machine(self.target), self.prompts.digest, self.held_out.digest, settings]
+        """What results depend on, except what each program adds."""
 
 
-def random_target(
-    fields: Mapping[str, Any],
-    dtype: str,
-    device: str | torch.device,
-    seed: int = 0,
-    name: str = "random Llama",
-    pack_weights: bool = False,
-) -> Target:
-    """Make a target with random weights on a device from fields of transformers' configuration, of Llama by default.
-
-    It never ends an output by itself.
-    """
+def random_target(fields: Mapping[str, Any], dtype: str, device: str | torch.device, seed: int = 0) -> Target:
+    """Return a random target that never ends an output, from fields of a configuration, of Llama by default."""
     torch.manual_seed(seed)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    settings = AutoConfig.for_model(**{"model_type": "llama"} | dict(fields) | ends)
+    settings = AutoConfig.for_model(**{"model_type": "llama", **fields, **ends})
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[dtype])
-    return Target(model.eval(), name=name, pack_weights=pack_weights)
+    return Target(model.eval(), pack_weights=False)
 
 
-def check_fields(config: DictConfig, minimum: Mapping[str, int]) -> None:
-    """Check the seed, and whole numbers or lists of them by their lowest value.
-
-    Raises:
-        InputError: a field is wrong; the message begins with its name.
-    """
-    check_seed(config.seed)
+def check_fields(config: DictConfig, minimum: Mapping[str, int], limits: Sequence[str] = ()) -> None:
+    """Check the seed, whole numbers or lists of them by their lowest value, and limits of criteria, which may be null."""
+    if "seed" in config:
+        check_seed(config.seed)
     for name, lowest in minimum.items():
         value = OmegaConf.select(config, name)
         if isinstance(value, ListConfig):
             check_list(name, value, or_empty=False)
         for item in value if isinstance(value, ListConfig) else [value]:
             check_whole(name, item, lowest)
+    for name in limits:
+        if (limit := OmegaConf.select(config, name)) is not None:
+            check_number(name, limit, or_zero=True)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of cells as a Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+def resume(
+    config: DictConfig, program: str, identity: Sequence[Any], jobs: Mapping[str, Callable[[], Any]], unit: str
+) -> dict[str, Any]:
+    """Do the jobs that no earlier run has finished, and return the results of all of them by name.
 
-
-def conclude(config: DictConfig, name: str, record: dict[str, Any], counts: Sequence[Count]) -> None:
-    """Write a record with its counts and print the criteria.
-
-    Args:
-        config: names another file in ``record``; its ``outputs`` is the folder.
-
-    Raises:
-        SystemExit: a criterion is missed; exit code 4.
+    ``identity`` is all that results depend on, beside the name of their job and the version of the program.
     """
+    log = ResultLog(Path(config.outputs) / program / f"{digest([RESULTS_VERSION, *identity])[:12]}.jsonl")
+    for name, job in tqdm(jobs.items(), unit=unit, disable=None):
+        if name not in log:
+            log.add(name, job())
+    return {name: log[name] for name in jobs}
+
+
+def conclude(config: DictConfig, name: str, record: Mapping[str, Any], counts: Sequence[Count]) -> None:
+    """Write a record with its configuration and its counts, and print the criteria; exit with code 4 if one is missed."""
     file = Path(config.record or Path(config.outputs) / name)
     judged = [asdict(count) | {"share": count.share, "passed": count.passed} for count in counts]
-    write_json(file, record | {"counts": judged})
+    write_json(file, {**record, "config": OmegaConf.to_container(config, resolve=True), "counts": judged})
     if counts:
-        print(table(["counted", "times", "share", "criterion", "result"], [count.cells() for count in counts]))
+        print("\n".join(as_markdown([count.cells() for count in counts])))
     print(f"wrote {file}")
     if not all(count.passed for count in counts):
         sys.exit(NOT_CONFIRMED)

@@ -2,9 +2,7 @@
 
 Scans random masks over all tune prompts and decodes with each of them, with every draft length and stop threshold. Compares
 the rounds, their drafted and accepted tokens, and the output with that of plain decoding. The exit code is 4 if anything
-differs, which must not happen in float32. Works on any target that can be scanned.
-
-The same command resumes: results are kept mask by mask until program, versions or machine change.
+differs, which must not happen in float32. Works on any target that can be scanned. The same command resumes, mask by mask.
 """
 
 from __future__ import annotations
@@ -13,94 +11,81 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from layerskip import SkipMask, SpeculativeConfig, Target
 from layerskip.config import StopRule
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.decoding.decode import decode
 from layerskip.drafters.registry import build_drafter
-from layerskip.files import digest
 from layerskip.models.environment import machine
 from layerskip.models.prefill import Prefill
 from layerskip.scan.scan import Scanner, lowest_threshold
 from layerskip.texts.continuations import continue_prompts
 from searches.app.application import run
 from searches.app.checks import InputError, check_list, check_number, check_whole
-from searches.evaluate.criteria import Count, check_fields, conclude
-from searches.results import RESULTS_VERSION, ResultLog, record_header
-
-_COUNTED = ("decodings", "rounds", "drafted", "accepted")
-
-Setting = tuple[int, StopRule]
-"""Draft length and stop rule."""
+from searches.evaluate.criteria import Count, check_fields, conclude, resume
+from searches.progress import counting
+from searches.results import record_header
 
 
 def exactness(config: DictConfig) -> None:
     """Compare scans with real decoding and write the record. See ``conf/exactness.yaml``."""
-    _check(config)
-    settings = list(itertools.product(config.lengths, [StopRule("threshold", value) for value in config.thresholds]))
-    tune, _ = instantiate(config.prompts).split()
-    prompts = tune if config.count is None else tune.take(config.count)
-    target: Target = instantiate(config.target)
-    masks = random_masks(target.layers, range(target.layers), config.masks, config.shares, config.seed)
-    if len(masks) < config.masks:
-        raise InputError(f"masks: there are no {config.masks} different ones of {target.layers} layers with these shares")
-    outputs, new = Path(config.outputs), config.max_new_tokens
-    sampling = default_sampling(target)  # scans predict single rounds for greedy decoding only
-    with tqdm(total=len(prompts), unit="prompt", desc="continuations", disable=None) as bar:
-        continuations = continue_prompts(target, prompts, sampling, new, 0, outputs / "continuations", bar.update)
-    scanner = Scanner(target, continuations, sampling, depth=max(config.lengths))
-    scanner.check()
-    stops = [(length, stop.to_dict()) for length, stop in settings]
-    identity = [RESULTS_VERSION, target.digest, machine(target), prompts.digest, new, stops]
-    log = ResultLog(outputs / "exactness" / f"{digest(identity)[:12]}.jsonl")
-    for mask in tqdm(masks, unit="mask", desc="decoding", disable=None):
-        if mask.format() not in log:
-            log.add(mask.format(), _compare(scanner, mask, settings))
-    rows = [{"mask": mask.format()} | log[mask.format()] for mask in masks]
-    differing = [{"mask": row["mask"]} | case for row in rows for case in row.pop("differing")]
-    record = record_header("layerskip.exactness/1", target) | {
-        "prompts": {"count": len(prompts), "digest": prompts.digest},
-        "max_new_tokens": new,
-        "draft_lengths": list(config.lengths),
-        "thresholds": list(config.thresholds),
-        "masks": rows,
-        "differing": differing,
-    }
-    decodings, rounds, drafted, accepted = (sum(row[name] for row in rows) for name in _COUNTED)
-    print(f"{decodings} decodings with {rounds} rounds, {drafted} drafted and {accepted} accepted tokens")
-    counts = [Count("decodings that differ from their scans", len(differing), decodings, maximum=0)]
-    conclude(config, "exactness.json", record, counts)
-
-
-def _check(config: DictConfig) -> None:
-    check_fields(config, {"masks": 1, "lengths": 1, "max_new_tokens": 2} | ({} if config.count is None else {"count": 1}))
+    check_fields(config, {"masks": 1, "lengths": 1} | ({} if config.count is None else {"count": 1}))
     check_whole("max_new_tokens", config.max_new_tokens, max(config.lengths) + 2)  # or no draft reaches this length
     for name in ("thresholds", "shares"):
         check_list(name, config[name], or_empty=False)
         for value in config[name]:
             check_number(name, value, maximum=1.0)
+    tune, _ = instantiate(config.prompts).split()
+    prompts, new = tune.take(config.count), config.max_new_tokens
+    target: Target = instantiate(config.target)
+    masks = random_masks(target.layers, range(target.layers), config.masks, config.shares, config.seed)
+    if len(masks) < config.masks:
+        raise InputError(f"masks: there are no {config.masks} different ones of {target.layers} layers with these shares")
+    sampling = default_sampling(target)  # scans predict single rounds for greedy decoding only
+    with counting(len(prompts), "prompts", "continuations") as count:
+        folder = Path(config.outputs) / "continuations"
+        continuations = continue_prompts(target, prompts, sampling, new, 0, folder, count)
+    scanner = Scanner(target, continuations, sampling, depth=max(config.lengths))
+    scanner.check()
+    lengths, thresholds = list(config.lengths), list(config.thresholds)
+    jobs = {mask.format(): partial(_compare, scanner, mask, lengths, thresholds) for mask in masks}
+    identity = [target.digest, machine(target), prompts.digest, new, lengths, thresholds]
+    rows = [{"mask": mask, **row} for mask, row in resume(config, "exactness", identity, jobs, "mask").items()]
+    differing = [{"mask": row["mask"], **case} for row in rows for case in row.pop("differing")]
+    record = record_header("layerskip.exactness/1", target) | {
+        "prompts": {"count": len(prompts), "digest": prompts.digest},
+        "max_new_tokens": new,
+        "draft_lengths": lengths,
+        "thresholds": thresholds,
+        "masks": rows,
+        "differing": differing,
+    }
+    decodings = sum(row["decodings"] for row in rows)
+    counts = [Count("decodings that differ from their scans", len(differing), decodings, maximum=0)]
+    conclude(config, "exactness.json", record, counts)
 
 
-def _compare(scanner: Scanner, mask: SkipMask, settings: Sequence[Setting]) -> dict[str, Any]:
+def _compare(scanner: Scanner, mask: SkipMask, lengths: Sequence[int], thresholds: Sequence[float]) -> dict[str, Any]:
     """Decode every prompt with a mask and every setting; return the counts, and what differs from the scan."""
-    (scan,) = scanner.scan([mask], floor=lowest_threshold(stop for _, stop in settings))
-    counted, differing = Counter(dict.fromkeys(_COUNTED, 0)), []
+    stops = [StopRule("threshold", value) for value in thresholds]
+    (scan,) = scanner.scan([mask], floor=lowest_threshold(stops))
+    counted, differing = Counter[str](), []
     prefills = [Prefill.of(scanner.target, continuation.prompt) for continuation in scanner.continuations]
-    for length, stop in settings:
+    for length, stop in itertools.product(lengths, stops):
         drafter = build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop), scanner.target)
         every = zip(scanner.continuations, prefills, scanner.rounds(scan, length, stop), strict=True)
         for continuation, prefill, predicted in every:
             result = decode(scanner.target, drafter, prefill, scanner.sampling, continuation.max_new_tokens)
             rounds, same = list(result.stats.rounds), tuple(result.tokens) == continuation.tokens
-            sums = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-            counted.update(dict(zip(_COUNTED, (1, len(rounds), *sums), strict=True)))
+            counted.update(decodings=1, rounds=len(rounds))
+            counted.update(drafted=sum(r.drafted for r in rounds), accepted=sum(r.accepted for r in rounds))
             if rounds != predicted or not same:
                 case = {"prompt": continuation.prompt_id, "num_speculative_tokens": length, "threshold": stop.threshold}
                 differing.append(case | {"output": same})
@@ -108,11 +93,7 @@ def _compare(scanner: Scanner, mask: SkipMask, settings: Sequence[Setting]) -> d
 
 
 def random_masks(layers: int, skippable: Sequence[int], count: int, shares: Sequence[float], seed: int) -> list[SkipMask]:
-    """Draw ``count`` different masks that skip something, or as many as are found.
-
-    Args:
-        shares: probabilities of skipping a sub-layer; every mask uses one of them.
-    """
+    """Draw ``count`` different masks that skip something, or as many as are found; each skips one of some shares."""
     source, masks = random.Random(seed), dict[SkipMask, None]()
     for _ in range(1000 * count):
         share = source.choice(shares)

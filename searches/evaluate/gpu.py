@@ -1,13 +1,9 @@
-"""Decoding on a GPU, measured in at most six minutes and written as one record.
+"""Plain decoding on a GPU as a share of what its memory bandwidth allows, in at most six minutes and as one record.
 
-- ``plain``: plain decoding of the target and of random Llamas of 1B, 3B and 8B, as a share of what the memory bandwidth
-  allows, and beside transformers' ``generate``, with its dynamic and its compiled static cache.
-- ``drafters``: every drafter on the target, beside plain decoding; and plain decoding with and without compiled layers.
-- ``verification``: the target's pass over up to 64 tokens, as a chain and as a tree, beside a step of plain decoding.
-
-Several parts are run one by one, each in a process of its own for at most its ``seconds``, so that one that hangs or crashes
-leaves the others. Every finished row is kept. An error is written into the record, the other parts are run, and the exit
-code is 1. Runs on a CPU, too.
+Measures the target and random Llamas of 1B, 3B and 8B, beside transformers' ``generate`` with its dynamic and its compiled
+static cache; and the target with and without compiled layers. Every finished row is kept. A row that fails has its error,
+the others are measured, and the exit code is 1. After ``seconds`` no further row begins, and a row that hangs ends the
+program. Runs on a CPU, too, without the random models. ``searches.benchmark`` compares drafters.
 
 A pass over one token reads every weight and the cache of all tokens before it. No pass is faster than this reading, at the
 bandwidth that a large copy on the device reaches: the floor. No metric of a data sheet is used.
@@ -16,19 +12,13 @@ bandwidth that a large copy on the device reaches: the floor. No metric of a dat
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-import os
-import platform
-import signal
-import statistics
-import subprocess
+import faulthandler
 import sys
-import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -36,71 +26,84 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
-from layerskip.costs.timing import time_tree, time_verification
-from layerskip.device.memory import is_out_of_memory, release_memory, total_bytes
-from layerskip.device.transfer import now
-from layerskip.files import read_json, write_json
+from layerskip.costs.timing import seconds_of
+from layerskip.device.memory import is_out_of_memory, release_memory
+from layerskip.files import write_json
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
+from layerskip.measure.measurement import check_output
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, compiled_layers
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import capture_seconds
 from layerskip.models.skip_view import decoding_view, shared_copy
-from searches.app.application import BAD_INPUT, run
-from searches.app.checks import check_list, check_number
-from searches.app.composition import literal
-from searches.benchmark.contenders import BASELINE, build_contenders, fill_defaults
+from searches.app.application import run
+from searches.app.checks import check_number, check_seed
 from searches.benchmark.peers import Peer
-from searches.evaluate.criteria import check_fields, random_target
+from searches.evaluate.criteria import random_target
 from searches.results import record_header
+from searches.study.bench import BASELINE
 
 Row = dict[str, Any]
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of the copied buffer; beyond any cache
 _COPIES = 20  # of a timing, so that reading the clock does not count
-_PEERS = {"transformers": "plain", "transformers_static": "static"}
+_PEERS = {"transformers": "plain", "transformers_static": "static"}  # compilation takes longest and comes last
+_LAST_ROW_SECONDS = 40  # of a row that begins at the end
 
 
-class Part:
-    """A part that is run: its device, and the rows that it has reported."""
+class Rows:
+    """The rows of a record, each of which is measured, printed and written by itself."""
 
-    def __init__(self, config: DictConfig, record: dict[str, Any], name: str, path: Path) -> None:
-        self.config, self._record, self._path = config, record, path
+    def __init__(self, config: DictConfig) -> None:
+        self.config, self.path = config, Path(config.record or Path(config.outputs) / "gpu.json")
+        self._deadline, self.rows = monotonic() + config.seconds, dict[str, Row]()
         self.target: Target = instantiate(config.target)
-        device = self.device = self.target.device
-        cuda = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-        self.bandwidth, self.rows = copy_bandwidth(device), dict[str, Row]()
-        record |= record_header("layerskip.gpu/1", self.target) | {"parts": {name: {"rows": self.rows}}}
-        record["device"] = {
-            "type": device.type,
-            "device": str(device),
+        self.prompts: PromptSet = instantiate(config.prompts).take(config.measure.prompts)
+        self.bandwidth = copy_bandwidth(self.target.device)
+        self._record = record_header("layerskip.gpu/2", self.target) | {
             "bandwidth": self.bandwidth,
-            "dtype": self.target.dtype,
-            "name": cuda.name if cuda else platform.machine(),
-            "processors": os.cpu_count(),
-            "memory_bytes": cuda.total_memory if cuda else total_bytes(),
+            "config": OmegaConf.to_container(config, resolve=True),
+            "rows": self.rows,
         }
 
     def attempt(self, name: str, measure: Callable[[], Row]) -> None:
-        """Measure one row, print it and write the record. An error becomes the row, and what it held is freed."""
-        print(f"{name} ...", flush=True)
-        row: Row | None = None
+        """Measure one row. An error becomes the row, and what it held is freed."""
         try:
-            row = measure()
+            row = measure() if monotonic() < self._deadline else {"left_out": "no time was left"}
         except Exception as error:
-            line = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            failed = {"left_out": "out of memory"} if is_out_of_memory(error) else {"error": line[:300]}
             traceback.print_exc()  # the record has one line of it
-        if row is None:
-            row = failed
-            release_memory()  # after the except block, because the error keeps its frames
-        numbers = {key: value for key, value in row.items() if isinstance(value, float)}
-        row = self.rows[name] = row | {key: value if math.isfinite(value) else None for key, value in numbers.items()}
-        print(f"{name}: {', '.join(f'{key} {_shown(value)}' for key, value in row.items())}", flush=True)
-        write_json(self._path, self._record)
+            line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            row = {"left_out": "out of memory"} if is_out_of_memory(error) else {"error": line[:300]}
+        release_memory()  # after the except block, because the error keeps its frames
+        self.rows[name] = row
+        print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
+        write_json(self.path, self._record)
 
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    def compare(self, target: Target, prompts: PromptSet, contenders: Mapping[str, Contender]) -> Row:
+        """Return the row of the last contender, decoded in turns with the first, plain decoding."""
+        measure, (*_, name) = self.config.measure, contenders
+        task, capturing = Task(Sampling(), measure.max_new_tokens, self.config.seed), capture_seconds()
+        for _ in interleave(target, prompts.take(1), contenders, task):
+            pass  # captures and compiles the passes
+        rows = list(interleave(target, prompts, contenders, task, measure.repeats))
+        check_output(row[BASELINE] for row in rows)
+        measured = Measurement.of(rows, BASELINE, name)
+        low, high = measured.interval()
+        read = [len(target.encode(item.messages())) + measure.max_new_tokens / 2 for item in prompts]
+        floor = floor_tokens_per_second(target, sum(read) / len(read), self.bandwidth)
+        # Random weights have more near-ties than rounding explains.
+        changed = measured.lossless.verdict == "different" and target is self.target
+        return {
+            "tokens_per_second": measured.tokens_per_second,
+            "plain_tokens_per_second": measured.baseline_tokens_per_second,
+            "over_plain": measured.speedup,
+            "over_plain_low": low,
+            "over_plain_high": high,
+            "share_of_floor": measured.tokens_per_second / floor,
+            "plain_share_of_floor": measured.baseline_tokens_per_second / floor,
+            "capture_seconds": capture_seconds() - capturing,
+            "losslessness": measured.lossless.to_dict(),
+            **({"error": "its output is not that of plain decoding"} if changed else {}),
+        }
 
 
 @torch.inference_mode()
@@ -108,19 +111,18 @@ def copy_bandwidth(device: torch.device) -> float:
     """Return the memory bandwidth in bytes per second: that of the fastest large copy, with reads and writes counted."""
     source = torch.zeros(_COPIED.get(device.type, _COPIED["cuda"]), dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
-    copy.copy_(source)  # the first touch of the pages is slower
-    fastest = math.inf
-    for _ in range(5):
-        start = now(device)
+
+    def copies() -> None:
         for _ in range(_COPIES):
             copy.copy_(source)
-        fastest = min(fastest, (now(device) - start) / _COPIES)
-    return 2 * source.nbytes / fastest
+
+    # The first touch of the pages is slower.
+    return 2 * source.nbytes * _COPIES / min(seconds_of(device, copies) for _ in range(5))
 
 
 @torch.inference_mode()
-def floor_of(target: Target) -> Row:
-    """Return the bytes that a pass over one token reads: ``weight_bytes``, and ``cache_bytes`` per token before it.
+def floor_tokens_per_second(target: Target, context: float, bandwidth: float) -> float:
+    """Return the tokens/s at which reading weights and a cache of ``context`` tokens takes all the time.
 
     An input embedding that is not the output layer, too, is not counted, because a pass reads one row of it.
     """
@@ -129,231 +131,53 @@ def floor_of(target: Target) -> Row:
     forward(model, torch.zeros(1, dtype=torch.int64, device=target.device), cache, last=1)
     embedding = model.get_input_embeddings().weight
     unread = 0 if embedding is model.get_output_embeddings().weight else embedding.nbytes
-    return {"weight_bytes": sum(weight.nbytes for weight in model.parameters()) - unread, "cache_bytes": cache.nbytes}
+    return float(bandwidth / (sum(weight.nbytes for weight in model.parameters()) - unread + cache.nbytes * context))
 
 
-def floor_tokens_per_second(floor: Mapping[str, float], context: float, bandwidth: float) -> float:
-    """Return the tokens per second of plain decoding at which reading alone takes all the time.
-
-    ``context`` is the mean number of tokens in the cache, ``bandwidth`` in bytes per second.
-    """
-    return bandwidth / (floor["weight_bytes"] + floor["cache_bytes"] * context)
-
-
-def measure_plain(part: Part) -> None:
-    """Report one row per model and decoding: tokens/s, share of the floor, start-up, and speed over our plain decoding.
-
-    Speed does not depend on the values of weights, so the random models need no download.
-    """
-    config, rates = part.config, dict[str, float]()
-    shapes: Any = {} if config.shapes is None else OmegaConf.to_container(config.shapes)
-    shapes = {name: shape for name, shape in shapes.items() if shape is not None}
-    if part.device.type == "cpu":  # which takes minutes for larger ones
-        shapes = {name: shape for name, shape in shapes.items() if shape["hidden_size"] < config.large}
-    for stage in (("layerskip", "transformers"), ("transformers_static",)):  # compilation takes longest and comes last
-        for name, shape in {"target": None, **shapes}.items():
-            made = functools.cache(partial(_model, part, shape))  # within the first row, which then has the error
-            for decoding in stage:
-                part.attempt(f"{name} {decoding}", partial(_plain, part, name, made, decoding, rates))
-            del made
-            torch.compiler.reset()  # else a second model of the same class is compiled for varying shapes
-            release_memory()
-
-
-def _model(part: Part, shape: Mapping[str, Any] | None) -> tuple[Target, list[int]]:
-    """Return a random Llama, or without a shape the target, with the prompt that it continues."""
-    if shape is None:
-        return part.target, part.target.encode(next(iter(instantiate(part.config.prompts))).messages())
-    target = random_target(shape, part.target.dtype, part.device, part.config.seed)
-    return target, [token % target.vocabulary for token in range(part.config.context)]
-
-
-def _plain(
-    part: Part, name: str, made: Callable[[], tuple[Target, list[int]]], decoding: str, rates: dict[str, float]
-) -> Row:
-    """Return the row of a decoding of a model; ``rates`` holds our tokens/s by model."""
-    target, prompt = made()
-    ours, task = decoding not in _PEERS, Task(Sampling(), part.config.measure.max_new_tokens, part.config.seed)
-    contender: Contender = Decoder.of(target, SpeculativeConfig()) if ours else Peer(target, _PEERS[decoding])
-
-    def timed() -> tuple[int, float]:
-        """Decode once; return the tokens after the first one, and their seconds without capturing and compiling."""
-        known: list[tuple[float, int]] = []
-        result = contender(prompt, task, lambda count: known.append((now(target.device) - capture_seconds(), count)))
-        ((start, count),) = known
-        return len(result.tokens) - count, now(target.device) - capture_seconds() - start
-
-    capturing, start = capture_seconds(), now(target.device)
-    timed()
-    first = now(target.device) - start
-    captured, start = capture_seconds() - capturing, now(target.device)
-    timings = [timed() for _ in range(part.config.measure.repeats)]
-    usual = (now(target.device) - start) / len(timings)
-    tokens, seconds = (sum(column) for column in zip(*timings, strict=True))
-    if not tokens:
-        raise ValueError("measure.max_new_tokens: the output ends after its first token, which is not timed")
-    floor, context = floor_of(target), len(prompt) + tokens / len(timings) / 2
-    rate, maximum = tokens / seconds, floor_tokens_per_second(floor, context, part.bandwidth)
-    if ours:
-        rates[name] = rate
-    return {
-        "model": name,
-        "decoding": decoding,
-        **floor,
-        "tokens_per_second": rate,
-        "floor_tokens_per_second": maximum,
-        "share_of_floor": rate / maximum,
-        "context": context,
-        "over_plain": rate / rates[name] if name in rates else None,
-        "startup_seconds": max(0.0, first - usual),
-        "capture_seconds": captured,
-    }
-
-
-def measure_drafters(part: Part) -> None:
-    """Report one row per contender, each decoded in turns with plain decoding, so that one cannot stop the others.
-
-    One more row compares plain decoding with and without compiled layers.
-    """
-    target, config = part.target, DictConfig(OmegaConf.to_container(part.config))
-    prompts: PromptSet = instantiate(part.config.prompts).take(config.measure.prompts)
-    config.update({"config": None, "peers": {}, "allow_lossy": False})
-    fill_defaults(config, target)
-    if compile_mode(target.model) != "off":
-        row, other = ("plain_uncompiled", "off") if compiled_layers(target.model) is not None else ("plain_compiled", "on")
-        part.attempt(row, partial(_compilation, part, prompts, row, other))
-    for name in config.contenders:
-        if config.contenders[name] is not None:
-            part.attempt(str(name), partial(_drafter, part, prompts, config, str(name)))
-
-
-def _compilation(part: Part, prompts: PromptSet, name: str, mode: str) -> Row:
+def compare_compilation(rows: Rows, name: str, mode: str) -> Row:
     """Return the row of plain decoding with its layers as they are if they are compiled, else with compiled ones."""
-    other = dataclasses.replace(part.target, model=shared_copy(part.target.model), compile=mode)
-    pair = {BASELINE: Decoder.of(part.target, SpeculativeConfig()), name: Decoder.of(other, SpeculativeConfig())}
-    row = _in_turns(part, prompts, pair)
-    compiled = other if mode == "on" else part.target
+    other = dataclasses.replace(rows.target, model=shared_copy(rows.target.model), compile=mode)
+    pair = {BASELINE: Decoder.of(rows.target, SpeculativeConfig()), name: Decoder.of(other, SpeculativeConfig())}
+    row = rows.compare(rows.target, rows.prompts, pair)
+    compiled = other if mode == "on" else rows.target
     failed = compiled_layers(decoding_view(compiled.model)) is None
     return {"left_out": "its layers could not be compiled"} if failed else row
 
 
-def _drafter(part: Part, prompts: PromptSet, config: DictConfig, name: str) -> Row:
-    contender = config.contenders[name]
-    if missing := [of for of in ("draft_model", "head") if contender.get(of, "") is None]:
-        return {"left_out": f"it has no {missing[0]}"}
-    alone = config.copy()
-    alone.contenders = {name: contender}
-    decoders, _, configs = build_contenders(alone, part.target, prompts, Sampling(), config.context)
-    if name not in decoders:
-        return {"left_out": "it cannot draft for this target"}
-    return _in_turns(part, prompts, {key: decoders[key] for key in (BASELINE, name)}) | {"config": configs[name].to_dict()}
-
-
-def _in_turns(part: Part, prompts: PromptSet, pair: Mapping[str, Contender]) -> Row:
-    """Return the row of the second contender, decoded in turns with the first, plain decoding."""
-    target, measure, (_, name) = part.target, part.config.measure, pair
-    task, capturing = Task(Sampling(), measure.max_new_tokens, part.config.seed), capture_seconds()
-    for _ in interleave(target, prompts.take(1), pair, task):
-        pass  # captures and compiles the passes of most widths
-    measured = Measurement.of(list(interleave(target, prompts, pair, task, measure.repeats)), BASELINE, name)
-    low, high = measured.interval()
-    verdict = measured.lossless.verdict
-    context = statistics.mean(len(target.encode(item.messages())) for item in prompts) + measure.max_new_tokens / 2
-    return {
-        "tokens_per_second": measured.tokens_per_second,
-        "plain_tokens_per_second": measured.baseline_tokens_per_second,
-        "over_plain": measured.speedup,
-        "over_plain_low": low,
-        "over_plain_high": high,
-        "share_of_floor": measured.tokens_per_second / floor_tokens_per_second(floor_of(target), context, part.bandwidth),
-        "mean_acceptance_length": measured.stats.mean_acceptance_length,
-        "acceptance_rate": measured.stats.acceptance_rate,
-        "draft_share": measured.draft_share,
-        "capture_seconds": capture_seconds() - capturing,
-        "output": verdict,
-        "losslessness": measured.lossless.to_dict(),
-        **({"error": "its output is not that of plain decoding"} if verdict == "different" else {}),
-    }
-
-
-def measure_verification(part: Part) -> None:
-    """Report the median seconds of verifying each number of drafted tokens, as a chain and as a binary tree."""
-    for count in part.config.tokens:
-        part.attempt(f"{count} drafted", partial(_verification, part, count))
-
-
-def _verification(part: Part, count: int) -> Row:
-    context, seed = part.config.context, part.config.seed
-    (step,) = time_verification(part.target, context, 0, seed=seed)
-    found = time_tree(part.target, context, count, seed=seed)
-    over_step = {"chain_over_step": found.chain_seconds / step, "tree_over_step": found.tree_seconds / step}
-    return found.to_dict() | {"step_seconds": step} | over_step
-
-
-PARTS: Mapping[str, Callable[[Part], None]] = {
-    "plain": measure_plain,
-    "drafters": measure_drafters,
-    "verification": measure_verification,
-}
+def compare_peer(rows: Rows, shape: Mapping[str, Any] | None, peer: str) -> Row:
+    """Return the row of transformers beside plain decoding, with a random Llama, or without a shape with the target."""
+    target = rows.target
+    if shape is not None:  # speed does not depend on the values of weights
+        made = random_target(shape, target.dtype, target.device, rows.config.seed)
+        target = dataclasses.replace(made, tokenizer=target.tokenizer)
+    pair: dict[str, Contender] = {BASELINE: Decoder.of(target, SpeculativeConfig()), peer: Peer(target, _PEERS[peer])}
+    return rows.compare(target, rows.prompts.take(1), pair)
 
 
 def measure_gpu(config: DictConfig) -> None:
-    """Run the parts and write the record. See ``conf/gpu.yaml``.
-
-    Raises:
-        InputError: the configuration is wrong.
-        SystemExit: a part or one of its rows ended with an error; exit code 1.
-    """
-    check_list("parts", config.parts, list(PARTS), or_empty=False)
-    for name in PARTS:
-        check_number(f"seconds.{name}", config.seconds[name])
-    check_fields(config, {"context": 1, "tokens": 1})
-    path, start = Path(config.record or Path(config.outputs) / "gpu.json"), time.monotonic()
-    record: dict[str, Any] = {"parts": {}}
-    if len(config.parts) == 1:
-        (name,) = config.parts
-        PARTS[name](Part(config, record, name, path))
-    for name in config.parts if len(config.parts) > 1 else ():
-        own, begun = path.with_suffix(f".{name}.json"), time.monotonic()
-        own.unlink(missing_ok=True)
-        print(f"{name}: at most {config.seconds[name]:g} s", flush=True)
-        error = _run_alone([*sys.argv[1:], f"parts=[{name}]", f"record={literal(str(own))}"], config.seconds[name])
-        found = read_json(own) or {"parts": {name: {"rows": {}}}}
-        own.unlink(missing_ok=True)
-        part = found["parts"][name] | {"seconds": time.monotonic() - begun} | ({} if error is None else {"error": error})
-        record = found | record | {"parts": record["parts"] | {name: part}}  # the header is that of the first part
-        write_json(path, record)
-    record |= {"config": OmegaConf.to_container(config, resolve=True), "seconds": time.monotonic() - start}
-    write_json(path, record)
-    print(f"wrote {path}")
-    if errors := [name for name, part in record["parts"].items() if has_error(part)]:
+    """Measure and write the record; exit with code 1 if a row ended with an error. See ``conf/gpu.yaml``."""
+    check_number("seconds", config.seconds)
+    check_seed(config.seed)
+    # Its file is the standard error, whatever replaces it in Python.
+    faulthandler.dump_traceback_later(config.seconds + _LAST_ROW_SECONDS, exit=True, file=2)
+    try:
+        rows = Rows(config)
+        target, shapes = rows.target, config.shapes or {}
+        if compile_mode(target.model) != "off":
+            compiled = compiled_layers(target.model) is not None
+            name, mode = ("plain_uncompiled", "off") if compiled else ("plain_compiled", "on")
+            rows.attempt(name, partial(compare_compilation, rows, name, mode))
+        for peer in _PEERS:
+            for name, shape in {"target": None, **shapes}.items():
+                if name == "target" or (shape is not None and target.device.type != "cpu"):
+                    rows.attempt(f"{name} {peer}", partial(compare_peer, rows, shape, peer))
+                    torch.compiler.reset()  # else a second model of the same class is compiled for varying shapes
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    print(f"wrote {rows.path}")
+    if errors := [name for name, row in rows.rows.items() if "error" in row]:
         print(f"errors in: {', '.join(errors)}")
         sys.exit(1)
-
-
-def _run_alone(overrides: Sequence[str], seconds: float) -> str | None:
-    """Run this program in a process of its own, end it and all that it started after some seconds; return an error.
-
-    Raises:
-        SystemExit: it refused its input, and said why.
-    """
-    command = [sys.executable, "-m", "searches.evaluate.gpu", *overrides]
-    with subprocess.Popen(command, start_new_session=True) as process:
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return f"{seconds:g} seconds were over"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    if code == BAD_INPUT:
-        sys.exit(code)
-    return None if code in (0, 1) else f"the process ended with code {code}"
-
-
-def has_error(part: Mapping[str, Any]) -> bool:
-    """Return whether a part of a record, or one of its rows, has an error."""
-    return "error" in part or any("error" in row for row in part["rows"].values())
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
@@ -17,39 +19,21 @@ from searches.evaluate.predictions import compare_predictions
 from searches.evaluate.race import race_strategies
 from searches.evaluate.scale import measure_scale
 
-PROGRAMS = {
-    "calibration": calibrate,
-    "exactness": exactness,
-    "gpu": measure_gpu,
-    "long_context": measure_long_contexts,
-    "predictions": compare_predictions,
-    "race": race_strategies,
-    "scale": measure_scale,
-}
 REFUSED = {
-    "calibration": (
-        *("itself.comparisons=0", "itself.prompts=4", "coverage.prompts=[12,x]", "planted.layers=2", "planted.max_lost=2"),
-        *("itself.max_winners=few", "coverage.minimum=-1", "seed=-1"),
-    ),
-    "exactness": ("lengths=[]", "lengths=[0]", "thresholds=[1.5]", "shares=3", "masks=0", "count=none", "max_new_tokens=1"),
-    "gpu": ("parts=[speed]", "tokens=[0]", "seconds.plain=0"),
-    "long_context": ("predicted=2048", "predicted=0", "lengths=[]", "repeats=0", "seed=-1", "max_error=x"),
-    "predictions": ("lengths=[]", "lengths=[a]", "masks=0", "seed=-1", "max_error=x"),
-    "race": (
-        *("strategies=[x]", "strategies=[]", "strategies=[ours]", "strategies=[draft_verify,swift]", "seeds=1", "seeds=[]"),
-        *("seconds=x", "max_share=5%"),
-    ),
-    "scale": ("only=[five]", "layers=1", "scenarios.one.workers=0", "scenarios.one.kills=-1", "trial_prompts=x"),
+    calibrate: ("itself.prompts=4", "coverage.prompts=[12,x]", "planted.layers=2", "itself.max_winners=few", "seed=-1"),
+    exactness: ("lengths=[]", "lengths=[0]", "thresholds=[1.5]", "shares=3", "count=none", "max_new_tokens=1"),
+    measure_gpu: ("seconds=0", "seed=x"),
+    measure_long_contexts: ("predicted=2048", "lengths=[]", "repeats=0", "max_error=x"),
+    compare_predictions: ("lengths=[a]", "masks=1", "max_error=-1"),
+    race_strategies: ("strategies=[x]", "strategies=[ours]", "strategies=[draft_verify,swift]", "seeds=1", "max_share=5%"),
+    measure_scale: ("only=[five]", "layers=1", "scenarios.one.kills=-1", "trial_prompts=x"),
 }
-OTHER_FIELDS = [("race", "seeds=[-1]", "seed"), ("scale", "only=[four]", "scenarios.four.like")]
+CASES = [(program, override) for program, overrides in REFUSED.items() for override in overrides]
 
 
-@pytest.mark.parametrize(
-    ("program", "override", "field"),
-    [*((name, each, each.partition("=")[0]) for name, some in REFUSED.items() for each in some), *OTHER_FIELDS],
-)
-def test_refusals_name_the_field(program: str, override: str, field: str, tmp_path: Path) -> None:
-    config = compose_config(program, [override, f"outputs={tmp_path}"])
-    with pytest.raises(InputError, match=f"^{re.escape(field)}: "):
-        PROGRAMS[program](config)
+@pytest.mark.parametrize(("program", "override"), CASES, ids=[override for _, override in CASES])
+def test_refusals_name_the_field(program: Callable[[DictConfig], None], override: str, tmp_path: Path) -> None:
+    config = compose_config(program.__module__.rpartition(".")[2], [override, f"outputs={tmp_path}"])
+    with pytest.raises(InputError, match=f"^{re.escape(override.partition('=')[0])}: "):
+        program(config)
     assert not list(tmp_path.iterdir())

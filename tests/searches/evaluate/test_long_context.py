@@ -35,4 +35,4 @@ def test_memory_and_times_of_every_length_are_recorded(
     assert windows > 512 * 2 * 2 * 2 * 8 * 4
     for points in record["points"].values():
         assert [point["mask"] for point in points] == ["layers:1", "layers:0-1"]
-        assert all(point[name] > 0 for point in points for name in ("measured", "predicted", "from_shortest"))
+        assert all(point[name] > 0 for point in points for name in ("measured", "predicted"))
