@@ -41,6 +41,7 @@ gpu: setup              ## the tests that put models on a GPU, its speed in one 
 	LAYERSKIP_TEST_DEVICE=cuda TORCHDYNAMO_DISABLE=1 $(BIN)/python -m pytest -n 6 --dist loadfile tests/kernels tests/models \
 	tests/decoding tests/drafters tests/device tests/measure tests/test_generation.py tests/test_public.py
 	$(BIN)/python -m searches.evaluate.gpu $(ARGS)
+	$(BIN)/python -m searches.benchmark
 	$(BIN)/python -m searches.layerskip experiment=smoke
 
 gemma: setup            ## Gemma 3 270M, 240 MB, under the Gemma Terms of Use (ai.google.dev/gemma/terms)

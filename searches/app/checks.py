@@ -41,12 +41,6 @@ def check_number(name: str, value: object, maximum: float = math.inf, or_zero: b
         raise InputError(f"{name}: {value!r} is {'neither 0 nor' if or_zero else 'not'} {wanted}")
 
 
-def check_fraction(name: str, value: object) -> None:
-    """Check a fraction from 0 to 1; None is allowed."""
-    if value is not None:
-        check_number(name, value, maximum=1, or_zero=True)
-
-
 def check_flag(name: str, value: object) -> None:
     """Check a truth value."""
     if not isinstance(value, bool):

@@ -77,9 +77,7 @@ def fill_defaults(config: DictConfig, target: Target) -> None:
         early.exit_layer = layers // 2
 
 
-def build_contenders(
-    config: DictConfig, target: Target, prompts: PromptSet, sampling: Sampling, context: int = CONTEXT
-) -> Contenders:
+def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sampling: Sampling) -> Contenders:
     """Build the contenders of a benchmark. Those that cannot decode with the target are left out with a message.
 
     Args:
@@ -87,7 +85,6 @@ def build_contenders(
         target: the target.
         prompts: prompts of the benchmark; datastores must not contain their answers.
         sampling: sampling of the benchmark.
-        context: tokens before those by which costs of cascades are measured.
 
     Raises:
         InputError: a rival does not exist, or two contenders have the same name.
@@ -99,7 +96,7 @@ def build_contenders(
         save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), Path(config.draft_folder))
     decoders: dict[str, Decoder | Peer | EnginePeer] = {}
     rivals, configs = {BASELINE: "transformers"}, {BASELINE: SpeculativeConfig()}
-    timer = CostTimer(target, sampling, [context], config.seed)
+    timer = CostTimer(target, sampling, [CONTEXT], config.seed)
     complete = partial(_with_costs, verify_costs=cache(timer.verify_costs), draft_costs=partial(timer.draft_costs, known={}))
     incomplete: dict[str, Callable[[], SpeculativeConfig]] = {}
     for name, row in own.items():
