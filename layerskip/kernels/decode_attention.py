@@ -32,11 +32,13 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    # Other lengths of the cache need no compilation, which would take a second in the middle of decoding.
+    @triton.jit(do_not_specialize=["keys", "splits", "turns"])  # type: ignore[untyped-decorator]
     def _attend_split(  # type: ignore[no-untyped-def]
-        query, key, value, mask, result_to, sums, maxima, totals, counters, scale, count, group, keys, row_blocks, splits,
+        query, key, value, mask, result_to, sums, maxima, totals, counters,
+        scale, count, group, keys, row_blocks, splits, turns,
         query_head, query_row, key_head, key_row, value_head, value_row, mask_row,
-        BOOL: tl.constexpr, SPARSE: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr,
+        BOOL: tl.constexpr, SPARSE: tl.constexpr, WIDTH: tl.constexpr,
         ROWS: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr,
     ):  # fmt: skip
         shared, split = tl.program_id(0) // row_blocks, tl.program_id(1)
@@ -49,7 +51,7 @@ if HAS_TRITON:
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         output = tl.zeros((ROWS, DIMS), tl.float32)
-        for turn in range(TILES):
+        for turn in range(turns):
             columns = (turn * splits + split) * KEYS + tl.arange(0, KEYS)
             is_pair = is_row[:, None] & (columns < keys)[None]
             at = mask + token[:, None] * mask_row + columns[None]
@@ -83,23 +85,20 @@ if HAS_TRITON:
         tl.debug_barrier()
         if tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == splits - 1:
             tl.store(counters + tl.program_id(0), 0)
-            parts = tl.arange(0, SPLITS)
-            places = parts[:, None] * heads * count + cells[None]
-            is_part = (parts < splits)[:, None] & is_row[None]
-            tops = tl.load(maxima + places, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-            top = tl.max(tops, 0)
-            used = tl.max(tl.where(tops > float("-inf"), parts[:, None] + 1, 0))
-            first = tl.min(tl.where(tops > float("-inf"), parts[:, None], SPLITS))
+            highest = tl.full((ROWS,), float("-inf"), tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
             output = tl.zeros((ROWS, DIMS), tl.float32)
-            for part in tl.range(first, used, loop_unroll_factor=2):  # more would spill registers
+            for part in tl.range(0, splits, loop_unroll_factor=2):  # more would spill registers
                 at = part * heads * count + cells
                 peak = tl.load(maxima + at, mask=is_row, other=float("-inf"), cache_modifier=".cg")
-                weight = tl.where(peak > float("-inf"), tl.exp(peak - top), 0.0)
+                top = tl.maximum(highest, peak)
+                finite = tl.where(top == float("-inf"), 0.0, top)
+                weight, decay = tl.exp(peak - finite), tl.exp(highest - finite)
                 read = (weight > 0)[:, None] & is_dim[None]
-                total += weight * tl.load(totals + at, mask=is_row, other=0.0, cache_modifier=".cg")
+                total = total * decay + weight * tl.load(totals + at, mask=is_row, other=0.0, cache_modifier=".cg")
                 rows_of_part = tl.load(sums + at[:, None] * WIDTH + dims[None], mask=read, other=0.0, cache_modifier=".cg")
-                output += weight[:, None] * rows_of_part
+                output = output * decay[:, None] + weight[:, None] * rows_of_part
+                highest = top
             result = (output / total[:, None]).to(result_to.dtype.element_ty)
             result_at = result_to + (token * heads + head)[:, None] * WIDTH + dims[None]
             tl.store(result_at, result, mask=is_row[:, None] & is_dim[None])
@@ -119,11 +118,10 @@ def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         _attend_split[(shared * row_blocks, splits)](
             query, key, value, mask, output, sums, maxima, totals, _counters(query.device, shared * row_blocks),
-            scale, count, group, keys, row_blocks, splits,
+            scale, count, group, keys, row_blocks, splits, triton.cdiv(tiles, splits),
             *query.stride()[1:3], *key.stride()[1:3], *value.stride()[1:3], mask.stride(2),
             BOOL=mask.dtype == torch.bool, SPARSE=keys > _DENSE, WIDTH=width, ROWS=rows,
-            TILES=triton.cdiv(tiles, splits), SPLITS=triton.next_power_of_2(splits), KEYS=_TILE, DIMS=dims,
-            num_warps=4 if dims < _MAX_WIDTH else 8, num_stages=1,
+            KEYS=_TILE, DIMS=dims, num_warps=4 if dims < _MAX_WIDTH else 8, num_stages=1,
         )  # fmt: skip
     return output
 

@@ -35,6 +35,7 @@ ATTENTION = {  # heads, key heads, queries, head size, keys
     "SmolLM2, 8 queries": (9, 3, 8, 64, 512),
     "SmolLM2, 24 queries": (9, 3, 24, 64, 2048),
     "8B, 8 queries": (32, 8, 8, 128, 2048),
+    "8B, 8 queries of 4096 keys": (32, 8, 8, 128, 4096),
     "8B, 1 query of 8192 keys": (32, 8, 1, 128, 8192),
     "Gemma 3, 8 queries": (4, 1, 8, 256, 2048),
 }
@@ -72,8 +73,8 @@ def _set_target(capability: int) -> None:
     driver.set_active(device)
 
 
-def _resources(kernel: Any, capability: int) -> dict[str, int]:
-    """Return registers and spilled bytes of a thread, bytes of shared memory, and counts of instructions."""
+def _resources(kernel: Any, capability: int) -> dict[str, int | str]:
+    """Return registers and spilled bytes of a thread, bytes of shared memory, counts of instructions, and a hash."""
     code = kernel.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.ptx")
@@ -86,7 +87,12 @@ def _resources(kernel: Any, capability: int) -> dict[str, int]:
     assert registers is not None
     assert spilled is not None
     counts = {name: len(re.findall(pattern, code)) for name, pattern in _COUNTS.items()}
-    return {"registers": int(registers[1]), "spilled": int(spilled[1]), "shared": int(kernel.metadata.shared)} | counts
+    return {
+        "registers": int(registers[1]),
+        "spilled": int(spilled[1]),
+        "shared": int(kernel.metadata.shared),
+        "hash": kernel.hash,
+    } | counts
 
 
 def _attend(heads: int, shared: int, count: int, width: int, keys: int, dtype: torch.dtype) -> None:
