@@ -98,7 +98,6 @@ def toy_law(toy: Target, sampling: Sampling, length: int, prompt: Tokens = TOY_P
     return exact_law(toy.model, prompt, sampling, length, frozenset({1}))
 
 
-FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 PENALTIES = representative([("gemma3_text", 0.8)], [("llama", 1.5), ("llama", 0.8), ("gemma3_text", 1.5)])
 
 
@@ -222,14 +221,6 @@ class DrafterContract:
         assert len(again.stats.rounds) < len(first.stats.rounds) or not self.history_dependent
         drafter.reset_state()
         assert decode(target, drafter, PROMPTS[2], GREEDY, NEW_TOKENS).stats == first.stats
-
-    def test_a_callback_gets_the_tokens_of_every_round_in_order(self) -> None:
-        target = target_of("llama")
-        for prompt in FEW_PROMPTS:
-            parts: list[list[int]] = []
-            result = decode(target, self.drafter(target), prompt, GREEDY, NEW_TOKENS, callback=parts.append)
-            assert [token for part in parts for token in part] == result.tokens
-            assert [len(part) for part in parts] == [1, *(round.committed for round in result.stats.rounds)]
 
     @pytest.mark.parametrize("family", representative(["gemma3_text"], ["llama"]))
     def test_static_shapes_change_nothing(self, family: str) -> None:

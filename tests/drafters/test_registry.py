@@ -153,7 +153,6 @@ def test_everything_that_lists_methods_has_the_new_one(monkeypatch: pytest.Monke
     ("make", "message"),
     [
         (lambda: declare(Method("prompt_lookup")), "prompt_lookup is declared twice"),
-        (lambda: Method("new", (Field("own", 1, "one"), Field("own", 2, "two"))), r"new\.own: is declared twice"),
         (lambda: Method("new", (Field("method", "", "taken"),)), r"new\.method: is declared twice"),
         (
             lambda: Method("new", (Field("num_speculative_tokens", 9, "more"),)),
