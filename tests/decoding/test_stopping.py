@@ -30,23 +30,6 @@ def _threshold(stopper: Stopper) -> float:
     return low
 
 
-@pytest.mark.parametrize("threshold", [0.4, 0.6, 0.95])
-@pytest.mark.parametrize("method", ["threshold", "adaptive"])
-def test_a_confidence_below_the_threshold_stops(method: str, threshold: float) -> None:
-    stopper = Stopper(StopRule(method=method, threshold=threshold))
-    stopper.start()
-    assert stopper.stops(_logits(threshold - 0.01))
-    assert not stopper.stops(_logits(threshold + 0.01))
-
-
-def test_a_fixed_threshold_stays() -> None:
-    stopper = Stopper(StopRule(method="threshold", threshold=0.6))
-    stopper.start()
-    for accepted in (0, 0, 4):
-        stopper.observe(4, accepted)
-    assert _threshold(stopper) == pytest.approx(0.6, abs=1e-4)
-
-
 def test_the_adaptive_threshold_follows_the_acceptance_rate() -> None:
     """The first round's rate counts alone; each later one is averaged with the past, half and half here."""
     stopper = Stopper(RULE)

@@ -193,13 +193,3 @@ def test_a_stop_rule_waits_for_every_confidence(target: Target, monkeypatch: pyt
     # The last token of a draft needs no confidence; here the rounds draft 3 tokens, the last one 2.
     assert waits == {"reads": 1 + 5 + 4 * 2 + 1}
     assert len(result.stats.rounds) == 5
-
-
-def test_a_draft_in_another_vocabulary_waits_once_more(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = member_of("cross_tokenizer", target)
-    first = decode_static(target, drafter, PROMPT, GREEDY, LENGTH)
-    with counted(monkeypatch) as waits:
-        result = decode_static(target, drafter, PROMPT, GREEDY, LENGTH)
-    assert result == first
-    assert all(each.drafted for each in result.stats.rounds)
-    assert waits == {"reads": 1 + 2 * len(result.stats.rounds)}

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
-from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import path_to, tree_model, tree_shape
-from layerskip.decoding.verify import Verdict, verify
+from layerskip.decoding.verify import verify
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
@@ -23,7 +21,6 @@ from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.chi_square import assert_follows
-from tests.drafters.contract import SAMPLINGS, contract
 from tests.exhaustive import representative
 from tests.families import REPRESENTATIVE, build
 
@@ -178,55 +175,6 @@ def test_greedy_trees_accept_the_longest_matching_branch() -> None:
         late = verify(Draft(filled[0], _on_device(parents, 1, 2)), filled[1], late=[torch.tensor([0.1, 7.0])])
         assert late == verdict
         assert late.late == [torch.tensor([0.1, 7.0]).tolist()]
-
-
-class Bush(Drafter):
-    """Drafts a tree that depends on the context only, with one branch that is mostly the target's own greedy tokens.
-
-    If ``drawn`` and tokens are sampled, siblings are drawn from a uniform distribution instead.
-    """
-
-    tree_tokens = 9
-
-    def __init__(self, target: Target, drawn: bool) -> None:
-        self.target, self.vocabulary, self.drawn = target, target.vocabulary, drawn
-
-    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        self.chooser = chooser
-
-    def draft(self, context: Context, limit: int) -> Draft:
-        source = random.Random(str(context.tokens))
-        whole = (-1, -1, -1, 0, 0, 1, 3, 3, 6)
-        depths = tree_shape(whole, torch.device("cpu"))[0][1:].tolist()
-        parents = tuple(parent for parent, depth in zip(whole, depths, strict=True) if depth <= limit)
-        drawn = self.drawn and not self.chooser.sampling.greedy
-        if drawn:
-            probs = torch.full((len(parents), self.vocabulary), 1 / self.vocabulary)
-            return Draft(probs.multinomial(1)[:, 0], parents, probs)
-        tokens = [source.randrange(self.vocabulary) for _ in whole][: len(parents)]
-        text = list(context.tokens)
-        for node in (1, 5) if source.random() < 0.3 else (0, 3, 6, 8):
-            if node < len(parents) and source.random() < 0.8:
-                tokens[node] = int(self.target.model(torch.tensor([text], device=DEVICE)).logits[0, -1].argmax())
-                text.append(tokens[node])
-        return Draft(torch.tensor(tokens, device=DEVICE), parents)
-
-    def observe(self, verdict: Verdict) -> None:
-        self.drafted = list(verdict.drafted)
-
-    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
-        assert output.logits.shape == (output.block.shape[0], self.vocabulary)
-        return (LateRead(output.block, self._check), LateRead(output.logits, lambda *_: None))
-
-    def _check(self, verdict: Verdict, block: list[int]) -> None:
-        assert block[1:] == self.drafted == list(verdict.drafted)
-
-
-TestDrawnTrees = contract(lambda target: Bush(target, drawn=True), trees=True)
-# With and without earlier tokens that count.
-TestDeterministicTrees = contract(
-    lambda target: Bush(target, drawn=False), trees=True, samplings=representative(SAMPLINGS[:2], SAMPLINGS[2:])
-)
 
 
 def test_a_real_model_in_half_precision_verifies_trees(smollm2: Target) -> None:
