@@ -19,7 +19,7 @@ from layerskip.bridges.ridge import regress, regress_mlp
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.drafters.registry import build_drafter
 from layerskip.export import attached_folders
-from layerskip.mask import Gap, SkipMask
+from layerskip.mask import SkipMask
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import load_target
 from layerskip.models.target import Target
@@ -55,19 +55,6 @@ def test_bridges_of_lower_rank_have_fewer_parameters() -> None:
     assert [shape.size["modules"] for shape in shapes] == [2, 2, 2, 2]
 
 
-def test_a_warm_start_copies_the_nearest_bridges() -> None:
-    target = target_of("llama")
-    masks = ("layers:0;layers:2-3;mlp:1", "layers:1-2;attention:3")
-    other, own = (Bridges(bridge_shape(target, mask)) for mask in masks)
-    for _, bridge in other.items():
-        torch.nn.init.normal_(bridge.bias)
-    own.warm_start(other)
-    assert torch.equal(own.of(Gap("layers", 1, 2)).bias, other.of(Gap("layers", 2, 3)).bias)
-    assert not own.of(Gap("attention", 3, 3)).bias.any()
-    with pytest.raises(ConfigError, match="^bridge: .* another kind or size"):
-        own.warm_start(Bridges(bridge_shape(target, "layers:1", "mean")))
-
-
 @pytest.mark.parametrize("noise", [False, True])
 def test_an_mlp_learns_nonlinear_targets_and_ignores_noise(noise: bool) -> None:
     torch.manual_seed(0)
@@ -84,26 +71,7 @@ def test_an_mlp_learns_nonlinear_targets_and_ignores_noise(noise: bool) -> None:
     assert noise or errors[1] < 0.9 * errors[0]
 
 
-def test_bridges_for_another_mask_or_target_are_refused(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
-    shape = bridge_shape(target, "layers:1-2")
-    save_bridges(tmp_path / "bridge", Bridges(shape), target, {})
-    config = SpeculativeConfig("layer_skip", mask="layers:1-2", bridge=str(tmp_path / "bridge"))
-    assert SpeculativeConfig.from_dict(config.to_dict()) == config
-    build_drafter(config, target)
-    with pytest.raises(ConfigError, match="^bridge: .* is made for mask 'layers:1-2', not for 'layers:1'$"):
-        build_drafter(replace(config, mask="layers:1"), target)
-    other = load_target(str(save_tiny(tmp_path / "other", seed=5)), dtype="float32", device=DEVICE)
-    with pytest.raises(ConfigError, match="^bridge: .* made for another target"):
-        build_drafter(config, other)
-    (tmp_path / "bridge" / "head.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match="^bridge: cannot read"):
-        build_drafter(config, target)
-    with pytest.raises(ConfigError, match="^bridge: the mask skips nothing"):
-        replace(config, mask="")
-
-
-def test_saved_bridges_name_their_target_and_calibration(tmp_path: Path) -> None:
+def test_saved_bridges_belong_to_a_mask_and_a_target(tmp_path: Path) -> None:
     """They fit their target in any dtype and under any name, but not another revision of the same name."""
     model, fitted = target_of("llama").model, calibration("llama")
     own = Target(model, None, "some/model", "one")
@@ -116,6 +84,15 @@ def test_saved_bridges_name_their_target_and_calibration(tmp_path: Path) -> None
         load_bridges(tmp_path, other)
     with pytest.raises(ConfigError, match="^bridge: .* another target, some/model, .* its revision is one, not two$"):
         load_bridges(tmp_path, Target(model, None, "some/model", "two"))
+    config = SpeculativeConfig("layer_skip", mask="layers:1-2", bridge=str(tmp_path))
+    build_drafter(config, own)
+    with pytest.raises(ConfigError, match="^bridge: .* is made for mask 'layers:1-2', not for 'layers:1'$"):
+        build_drafter(replace(config, mask="layers:1"), own)
+    (tmp_path / "head.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="^bridge: cannot read"):
+        build_drafter(config, own)
+    with pytest.raises(ConfigError, match="^bridge: the mask skips nothing"):
+        replace(config, mask="")
 
 
 def test_loading_bridges_uses_no_random_numbers(tmp_path: Path) -> None:
@@ -173,8 +150,7 @@ def test_an_export_contains_its_bridges(tmp_path: Path) -> None:
 
 
 BAD_SHAPES: tuple[dict[str, Any], ...] = (
-    *({"kind": "other"}, {"rank": -1}, {"rank": 2.5}, {"rank": "x"}, {"width": None}, {"rank": 999}),
-    *({"kind": "mean", "rank": 2}, {"width": 4}, {"kind": "mlp"}),
+    *({"kind": "other"}, {"rank": -1}, {"rank": "x"}, {"width": None}, {"kind": "mean", "rank": 2}, {"kind": "mlp"}),
 )
 
 

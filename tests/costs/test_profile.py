@@ -197,22 +197,16 @@ def test_costs_between_two_contexts_are_those_measured_there(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])
-def test_time_tree_measures_chain_and_tree(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_and_trees_are_timed(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
     clock.charge(TreeModel, "run", lambda *_: TREE)
     clock.charge(KVCache, "gather", lambda *_: SNAPSHOT)
-    times = time_tree(target, 12, 6, sampling, repeats=3)
-    plain = 4 * (BLOCK + 3.0 + 5.0) + PASS + TOKEN * VOCABULARY
-    assert times.chain_seconds == pytest.approx(plain + ROW * 7)
-    assert times.tree_seconds == pytest.approx(plain + ROW * 7 + TREE + SNAPSHOT)
-    assert times.ratio == pytest.approx(times.tree_seconds / times.chain_seconds)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])
-def test_time_verification_measures_every_length(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = _priced(Clock(monkeypatch), "llama", (3.0,) * 4, (5.0,) * 4)
     step = 4 * (BLOCK + 3.0 + 5.0) + PASS + TOKEN * VOCABULARY + ROW
+    times = time_tree(target, 12, 6, sampling, repeats=3)
+    assert times.chain_seconds == pytest.approx(step + ROW * 6)
+    assert times.tree_seconds == pytest.approx(step + ROW * 6 + TREE + SNAPSHOT)
+    assert times.ratio == pytest.approx(times.tree_seconds / times.chain_seconds)
     seconds = time_verification(target, 12, 5, sampling, repeats=2)
     assert seconds == pytest.approx([step + ROW * count for count in range(6)])
     assert in_steps(seconds) == pytest.approx([1 + ROW * count / step for count in range(1, 6)], abs=0.005)

@@ -18,10 +18,10 @@ from layerskip.models.prefill import Prefill
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
 from tests.chi_square import assert_sequences_follow
-from tests.drafters.exact_law import exact_law
 from tests.drafters.recorder import Drafted, FirstDraft, Recorder
 from tests.exhaustive import EXHAUSTIVE, representative
 from tests.families import build
+from tests.processors import processed_probs
 
 GREEDY = Sampling()
 SAMPLINGS = (
@@ -94,8 +94,22 @@ def generated(family: str, prompt: Tokens, length: int, penalty: float = 1.0, eo
 
 @functools.cache
 def toy_law(toy: Target, sampling: Sampling, length: int, prompt: Tokens = TOY_PROMPT) -> dict[Tokens, float]:
-    """The exact distribution of sampled outputs after a prompt."""
-    return exact_law(toy.model, prompt, sampling, length, frozenset({1}))
+    """The exact distribution of sampled outputs after a prompt: every continuation, computed without a cache."""
+    law: dict[Tokens, float] = {}
+    open_ones: dict[Tokens, float] = {(): 1.0}
+    for position in range(length):
+        batch = torch.tensor([[*prompt, *prefix] for prefix in open_ones], device=DEVICE)
+        with torch.inference_mode():
+            logits = toy.model(input_ids=batch, use_cache=False).logits[:, -1]
+        grown: dict[Tokens, float] = {}
+        for (prefix, reached), row in zip(open_ones.items(), logits, strict=True):
+            probs = processed_probs([*prompt, *prefix], row, sampling).double()
+            for token, probability in enumerate((probs / probs.sum()).tolist()):
+                if probability > 0.0:
+                    ended = token in toy.eos_ids or position + 1 == length
+                    (law if ended else grown)[*prefix, token] = reached * probability
+        open_ones = grown
+    return law
 
 
 PENALTIES = representative([("gemma3_text", 0.8)], [("llama", 1.5), ("llama", 0.8), ("gemma3_text", 1.5)])

@@ -10,13 +10,16 @@ from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.drafters.cascade import PricedCascade
 from layerskip.drafters.eagle import Eagle
+from layerskip.drafters.medusa import Medusa
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import TextFeatures, extract_features, read_features
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import Batch, acceptance, predict_tokens, stored_modules
+from layerskip.models.compiled_layers import set_compiling
+from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.target import Target
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, decode_static
 from tests.drafters.contract import (
     GREEDY,
     LENGTH,
@@ -30,7 +33,9 @@ from tests.drafters.contract import (
     target_of,
 )
 from tests.drafters.heads import UNROLL, eagle_head, family_of, tiny
+from tests.drafters.members import member_of
 from tests.exhaustive import representative
+from tests.models.compilers import rewrite_only
 
 
 def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | None = None, **tree: float) -> Eagle:
@@ -169,3 +174,28 @@ def test_trees_equal_those_computed_without_a_cache(family: str, few: int, back:
             assert set(branches) == set(sorted(chances, key=lambda branch: -chances[branch])[:size])
             deepest = max(deepest, *map(len, branches))
     assert deepest > 2
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="stands in for a GPU")
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("llama")
+    graphs = rewrite_only(monkeypatch)
+    found = []
+    for mode in ("off", "on"):
+        drafter = member_of(method, target)
+        assert isinstance(drafter, Eagle | Medusa)
+        module = drafter.head.body if isinstance(drafter, Eagle) else drafter.heads
+        set_compiling(module, mode)
+        recorder = Recorder(drafter)
+        for prompt in PROMPTS[1:3]:
+            tokens = decode_static(target, recorder, prompt, GREEDY, LENGTH).tokens
+            assert tokens == generated("llama", prompt, LENGTH)
+        found.append(recorder.drafts)
+        set_compiling(module, "auto")
+        cache = drafter._cache if isinstance(drafter, Eagle) else drafter._captured
+        assert isinstance(cache, CapturingCache)
+        captured = [one.layers is not None for passes in cache._passes.values() for one in passes.values()]
+        assert captured and all(captured) == (mode == "on")
+        assert bool(graphs) == (mode == "on")
+    assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""Tests the training of heads: alignment of targets, the closed form, scaling, and acceptance counts."""
+"""Tests the training of heads: alignment of targets, loss, the closed form, and scaling."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch
 
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.readout import Readout
-from layerskip.heads.training import Batch, HeadScaling, fit_linear, predict_tokens
+from layerskip.heads.training import Batch, HeadScaling, cross_entropy, fit_linear, most_likely_tokens, predict_tokens
+from layerskip.models.target import Target
+from tests.accelerator import DEVICE
 from tests.drafters.contract import target_of
 from tests.drafters.heads import UNROLL, eagle_head, feature_texts
+from tests.families import build
 
 TARGET = target_of("llama")
 EMBEDDINGS, READOUT = TARGET.model.get_input_embeddings(), Readout(TARGET, None)
@@ -107,3 +110,23 @@ def test_scales_are_root_mean_squares_over_answers() -> None:
         assert 2**-0.5 <= scale / size <= 2**0.5
         assert math.frexp(scale)[0] == 0.5  # a power of two
     assert torch.equal(scaling.inputs.view(3, 32), scaling.inputs[::32, None].expand(3, 32))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # Gemma 2 caps its logits
+@pytest.mark.parametrize("tokens", [None, (2, 3, 5, 7, 11)])
+@pytest.mark.parametrize("rows", [1, 128, 300])
+def test_loss_and_gradient_equal_those_of_all_rows_at_once(family: str, tokens: tuple[int, ...] | None, rows: int) -> None:
+    target = Target(build(family, 0))
+    readout = Readout(target, None if tokens is None else torch.tensor(tokens))
+    torch.manual_seed(0)
+    hidden = (4 * torch.randn(rows, target.hidden, device=DEVICE)).requires_grad_()
+    final = 4 * torch.randn(rows, target.hidden, device=DEVICE)
+    expected = torch.nn.functional.cross_entropy(readout(hidden), readout(final).softmax(-1))
+    (slope,) = torch.autograd.grad(3 * expected, hidden)
+    found = cross_entropy(readout, hidden, final)
+    assert torch.allclose(found, expected, rtol=1e-5)
+    assert torch.allclose(torch.autograd.grad(3 * found, hidden)[0], slope, atol=1e-7, rtol=1e-4)
+    places = readout(hidden).argmax(-1)
+    assert most_likely_tokens(readout, hidden).tolist() == [
+        place if tokens is None else tokens[place] for place in places.tolist()
+    ]
