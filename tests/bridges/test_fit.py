@@ -58,26 +58,14 @@ def _least_squares(read: torch.Tensor, wanted: torch.Tensor, ridge: float, learn
     return (torch.from_numpy(scaled @ np.linalg.lstsq(padded, padded_wanted, rcond=None)[0]) + middle).to(DEVICE)
 
 
-class _Recorded:
-    """Records, at the last token of a Llama's pass, a sub-layer's input, and the states before and after it."""
-
-    def __init__(self, model: torch.nn.Module, gap: Gap) -> None:
-        layer = model.model.layers[gap.first]
-        norm = layer.input_layernorm if gap.kind == "attention" else layer.post_attention_layernorm
-        norm.register_forward_hook(self._norm)
-        if gap.kind == "attention":
-            layer.post_attention_layernorm.register_forward_hook(self._next)
-        else:
-            layer.register_forward_hook(self._layer)
-
-    def _norm(self, _: torch.nn.Module, given: tuple[torch.Tensor], out: torch.Tensor) -> None:
-        self.around, self.read = given[0][0, -1], out[0, -1]
-
-    def _next(self, _: torch.nn.Module, given: tuple[torch.Tensor], out: torch.Tensor) -> None:
-        self.after = given[0][0, -1]
-
-    def _layer(self, _: torch.nn.Module, given: object, out: torch.Tensor) -> None:
-        self.after = out[0, -1]
+def _record(model: torch.nn.Module, gap: Gap) -> dict[str, torch.Tensor]:
+    """Records the last token's state before a sub-layer of a Llama, what the sub-layer reads, and the state after it."""
+    layers, found = model.model.layers, dict[str, torch.Tensor]()
+    norms = [layers[gap.first].input_layernorm, layers[gap.first].post_attention_layernorm]
+    norms = norms if gap.kind == "attention" else [norms[1], layers[gap.first + 1].input_layernorm]
+    norms[0].register_forward_hook(lambda _, given, out: found.update(before=given[0][0, -1], read=out[0, -1]))
+    norms[1].register_forward_hook(lambda _, given, out: found.update(after=given[0][0, -1]))
+    return found
 
 
 def test_gaps_are_fitted_to_the_drafts_own_states() -> None:
@@ -93,7 +81,7 @@ def test_gaps_are_fitted_to_the_drafts_own_states() -> None:
         for before, bridge in bridges.items():
             bridge.load_state_dict(fit.bridges.of(before).state_dict())
         view = skip_view(target.model, SkipMask.parse(earlier, target.layers), bridges)
-        draft, own = _Recorded(view, gap), _Recorded(target.model, gap)
+        draft, own = _record(view, gap), _record(target.model, gap)
         reads, wants = [], []
         for continuation, s in starts:
             tokens = torch.tensor([[*continuation.prompt, *continuation.tokens[: s + 1]]], device=DEVICE)
@@ -101,9 +89,9 @@ def test_gaps_are_fitted_to_the_drafts_own_states() -> None:
                 cache = target.model(input_ids=tokens[:, :-1], use_cache=True).past_key_values
                 view(input_ids=tokens[:, -1:], past_key_values=cache)
                 target.model(input_ids=tokens, use_cache=False)
-            reads.append(draft.read)
+            reads.append(draft["read"])
             # Makes the draft's state equal the target's after the sub-layer, which also corrects the drift before it.
-            wants.append(own.after - draft.around)
+            wants.append(own["after"] - draft["before"])
         read, wanted = torch.stack(reads), torch.stack(wants)
         found = _least_squares(read.double(), wanted.double(), fit.ridges[gap.name])
         with torch.no_grad():

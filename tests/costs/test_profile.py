@@ -24,7 +24,7 @@ from layerskip.drafters import layer_skip
 from layerskip.drafters.chain import SiblingCollector
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.models.architecture import architecture
-from layerskip.models.cache import KVCache, _Layer
+from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import OutputRows
 from layerskip.models.skip_view import skip_view
 from layerskip.scan.replay import Branching, count
@@ -175,25 +175,6 @@ def test_predicted_seconds_of_counts_equal_the_decodings(siblings: int, monkeypa
     assert profile.seconds(count(found.stats.rounds), mask, StopRule(), branching=branching) == pytest.approx(
         clock.seconds - began[0]
     )
-
-
-def test_costs_between_two_contexts_are_those_measured_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every 64 keys in the cache add to the time of an attention; those of the first layer, up to a window of 192."""
-    clock = Clock(monkeypatch)
-    target = _priced(clock, "gemma3_text", (3.0, 4.5, 4.5, 4.5), (5.0,) * 4, layer_types=("sliding_attention",) + FULL * 3)
-
-    def keys(layer: _Layer, *_: Any) -> float:
-        length = layer._owner.length // 64
-        return KEYS * (min(length, 3) if layer is layer._owner.layers[0] else length)
-
-    clock.charge(_Layer, "update", keys)
-    short, between, middle, beyond, long = (
-        profile_costs(target, 64 * many, LONGEST, repeats=Repeats(1)) for many in (1, 2, 3, 5, 8)
-    )
-    assert long.attention_seconds == pytest.approx((3.0 + 3 * KEYS, *(4.5 + 8 * KEYS,) * 3))
-    profile = replace(short, others=(middle, long))
-    _assert_close(profile.at(128), between)
-    _assert_close(profile.at(5 * 64), beyond)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])

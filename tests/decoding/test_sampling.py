@@ -67,18 +67,6 @@ def test_extreme_settings_give_their_limits() -> None:
         torch.testing.assert_close(Sampling(temperature, min_p=0.05).distribution(logits), hottest, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("penalty", [1.0, *PENALTIES])
-def test_greedy_takes_the_most_likely_token_after_the_penalty(penalty: float) -> None:
-    logits, prefixes = _logits(40, spread=1.0), _prefixes(40)
-    # Filters must not matter to greedy decoding.
-    sampling = Sampling(0.0, top_k=3, top_p=0.5, min_p=0.2, repetition_penalty=penalty)
-    expected = [int(processed_scores(p, row, sampling).argmax()) for p, row in zip(prefixes, logits, strict=True)]
-    found = sampling.distribution(logits, _seen(prefixes))
-    assert found.dtype == torch.int64
-    assert found.tolist() == expected
-    assert (expected == logits.argmax(-1).tolist()) == (penalty == 1.0)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("fed", [1, 3])

@@ -70,30 +70,10 @@ def test_a_branch_gives_the_logits_of_the_same_chain(family: str, recorded: bool
         check(forward(model, more, cache, last=1)[0], prompt, block[accepted], more)
 
 
-@torch.inference_mode()
-def test_a_recorded_tree_ignores_its_padding() -> None:
-    """The padding has keys and values, too, which the mask must hide."""
-    model = build("llama")
-    trees = tree_model(model)
-    model.get_input_embeddings().weight[0] = float("nan")
-    tokens = torch.arange(3, 3 + PROMPT + 4, device=DEVICE)
-    cache = CapturingCache(4, 64, torch.device(DEVICE))
-    forward(model, tokens[:PROMPT], cache, last=1)
-    cache.length = PROMPT
-    for _ in range(2):
-        assert trees.run(tokens[PROMPT:], (-1, -1, 0), cache).isfinite().all()
-    assert any(cache._passes.values())
-
-
 @pytest.mark.parametrize("family", REFUSED_TREES)
 def test_a_model_whose_branches_differ_from_chains_is_refused_by_name(family: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"ForCausalLM: cannot verify trees: {REFUSED_TREES[family]}"):
         tree_model(build(family))
-
-
-def test_a_parent_must_come_before_its_node() -> None:
-    with pytest.raises(ValueError, match="parents: 1 does not come before node 1"):
-        tree_shape((-1, 1), torch.device("cpu"))
 
 
 # Draft and target disagree enough for every sibling to be accepted at times.

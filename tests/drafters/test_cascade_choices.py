@@ -147,20 +147,6 @@ def test_a_member_that_can_never_pay_is_never_asked(costs: Costs, single_pass: b
     assert bool(asked) == pays
 
 
-def test_a_better_model_is_discovered_after_a_good_one() -> None:
-    """Both gain, but the second, which the first leaves no rounds, would gain more."""
-    good, better = (ScriptedMember([0] * 3000) for _ in range(2))
-    good.hit_rate, good.draft_rate, better.hit_rate = 0.9, 1.0, 1.0
-    members = ResultLog(good), ResultLog(better)
-    cascade = _started(members, (1.0, 1.0), (0.02, 0.0))
-    asked = _asked(cascade, members, 1, 250)
-    assert len(asked[0]) > 50
-    assert not asked[1]
-    _asked(cascade, members, 250, 1500)
-    asked = _asked(cascade, members, 1500, 2500)
-    assert len(asked[1]) > 3 * len(asked[0])
-
-
 @pytest.mark.parametrize(
     ("costs", "sizes"),
     [
@@ -200,11 +186,3 @@ def test_tokens_cut_from_a_tree_are_scored_too() -> None:
         cascade.observe(Verdict(draft.lookup_tokens, run_along(branches_of(draft), following), 7, torch.tensor([7])))
         text += following
     assert (sizes[0], sizes[-1]) == (1, 4)
-
-
-def test_a_truncated_tree_may_become_a_chain() -> None:
-    tree = Trees().draft(Context([7], torch.tensor([7])), 4)
-    for size, parents in ((1, None), (2, None), (3, (-1, 0, -1)), (4, (-1, 0, -1, 2))):
-        cut = tree.truncate(size)
-        assert (cut.tokens.tolist(), cut.parents) == ([1, 2, 3, 4][:size], parents)
-        assert (cut.lookup_tokens, cut.path_probs) == ((1, 2, 3, 4)[:size], (0.6, 0.5, 0.3, 0.2)[:size])

@@ -17,7 +17,6 @@ from layerskip.heads.feature_store import TextFeatures, extract_features, read_f
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import Batch, acceptance, predict_tokens, stored_modules
 from layerskip.models.compiled_layers import set_compiling
-from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
 from tests.drafters.contract import (
@@ -193,9 +192,5 @@ def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPa
             assert tokens == generated("llama", prompt, LENGTH)
         found.append(recorder.drafts)
         set_compiling(module, "auto")
-        cache = drafter._cache if isinstance(drafter, Eagle) else drafter._captured
-        assert isinstance(cache, CapturingCache)
-        captured = [one.layers is not None for passes in cache._passes.values() for one in passes.values()]
-        assert captured and all(captured) == (mode == "on")
         assert bool(graphs) == (mode == "on")
     assert found[0] == found[1]

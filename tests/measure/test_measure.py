@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -45,31 +45,23 @@ CONFIGS = [
 Change = Callable[[list[int]], list[int]]
 
 
-@dataclass
-class Recorder:
-    """A contender that records its tasks, and may change another one's outputs."""
-
-    name: str
-    inner: Contender
-    log: list[tuple[str, list[int], Task]]
-    change: Change = list
-
-    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
-        self.log.append((self.name, list(prompt), task))
-        result = self.inner(prompt, task, on_prefill)
-        return DecodeResult(self.change(result.tokens), result.stats, result.finish)
+Log = list[tuple[str, list[int], Task]]
 
 
-@dataclass
-class LoggedContenders:
-    """Contenders with a common log; all of them decode plainly."""
+def _logged(target: Target, log: Log | None = None, **changes: Change) -> dict[str, Contender]:
+    """Contenders that decode plainly, may change the output, and log their tasks."""
+    plain = Decoder(target, NoDraft())
 
-    target: Target
-    log: list[tuple[str, list[int], Task]] = field(default_factory=list)
+    def contender(name: str, change: Change) -> Contender:
+        def decode_and_log(prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
+            if log is not None:
+                log.append((name, list(prompt), task))
+            result = plain(prompt, task, on_prefill)
+            return DecodeResult(change(result.tokens), result.stats, result.finish)
 
-    def contenders(self, **changes: Change) -> dict[str, Contender]:
-        plain = Decoder(self.target, NoDraft())
-        return {name: Recorder(name, plain, self.log, change) for name, change in changes.items()}
+        return decode_and_log
+
+    return {name: contender(name, change) for name, change in changes.items()}
 
 
 def _verdicts(rows: Sequence[dict[str, Sample]]) -> dict[str, set[str]]:
@@ -99,31 +91,31 @@ def test_lossless_drafters_are_exact_in_float32(tiny_target: Target, config: Spe
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_a_contender_that_changes_the_output_is_detected(tiny_target: Target, sampling: Sampling) -> None:
     changes: dict[str, Change] = {"last": _change, "first": lambda ids: [0, *ids[1:]], "shorter": lambda ids: ids[:-1]}
-    contenders = LoggedContenders(tiny_target).contenders(plain=list, honest=list, **changes)
+    contenders = _logged(tiny_target, plain=list, honest=list, **changes)
     rows = list(interleave(tiny_target, PROMPTS.take(2), contenders, Task(sampling, 12)))
     assert _verdicts(rows) == {"plain": {"exact"}, "honest": {"exact"}} | {name: {"different"} for name in changes}
 
 
 def test_an_excluded_contender_decodes_no_more(tiny_target: Target) -> None:
-    logged, gone = LoggedContenders(tiny_target), set[str]()
-    contenders = logged.contenders(a=list, b=list, c=list)
-    names = []
+    log, gone, names = Log(), set[str](), []
+    contenders = _logged(tiny_target, log, a=list, b=list, c=list)
     for row in interleave(tiny_target, PROMPTS, contenders, TASK, without=gone):
         names.append(set(row))
         gone.add("b")
     assert names == [{"a", "b", "c"}, *[{"a", "c"}] * (len(PROMPTS) - 1)]
-    assert sum(name == "b" for name, _, _ in logged.log) == 2  # the warm-up is one of them
+    assert sum(name == "b" for name, _, _ in log) == 2  # the warm-up is one of them
 
 
 def test_all_contenders_decode_every_prompt_in_a_random_order(tiny_target: Target) -> None:
-    logged, names = LoggedContenders(tiny_target), ("a", "b", "c")
+    log, names = Log(), ("a", "b", "c")
     sampled = Task(Sampling(temperature=0.8, repetition_penalty=1.2), 8)
-    list(interleave(tiny_target, PROMPTS.take(1), logged.contenders(a=list), sampled))
-    assert {task.sampling for _, _, task in logged.log} == {sampled.sampling, Sampling(repetition_penalty=1.2)}
-    logged.log.clear()
-    rows = list(interleave(tiny_target, PROMPTS, logged.contenders(**dict.fromkeys(names, list)), TASK, repeats=2))
+    list(interleave(tiny_target, PROMPTS.take(1), _logged(tiny_target, log, a=list), sampled))
+    assert {task.sampling for _, _, task in log} == {sampled.sampling, Sampling(repetition_penalty=1.2)}
+    log.clear()
+    contenders = _logged(tiny_target, log, **dict.fromkeys(names, list))
+    rows = list(interleave(tiny_target, PROMPTS, contenders, TASK, repeats=2))
     assert [row["b"].prompt_id for row in rows] == [item.id for item in PROMPTS] * 2
-    warm_up, measured = logged.log[:3], logged.log[3:]
+    warm_up, measured = log[:3], log[3:]
     assert sorted(name for name, _, _ in warm_up) == list(names)
     turns = [measured[i : i + 3] for i in range(0, len(measured), 3)]
     asked = [tiny_target.encode(item.messages()) for item in PROMPTS] * 2
@@ -139,8 +131,8 @@ def test_all_contenders_decode_every_prompt_in_a_random_order(tiny_target: Targe
 
 def test_all_contenders_continue_from_the_first_contenders_answers(tiny_target: Target) -> None:
     talk = PromptItem("talk", "chat", "Hello there.", ("And then?", "In the end?"))
-    logged = LoggedContenders(tiny_target)
-    (row,) = interleave(tiny_target, PromptSet((talk,)), logged.contenders(plain=list, changed=_change), TASK)
+    log = Log()
+    (row,) = interleave(tiny_target, PromptSet((talk,)), _logged(tiny_target, log, plain=list, changed=_change), TASK)
     messages: list[dict[str, str]] = [{"role": "user", "content": "Hello there."}]
     expected = []
     for followup in (*talk.followups, None):
@@ -152,7 +144,7 @@ def test_all_contenders_continue_from_the_first_contenders_answers(tiny_target: 
         answer = tiny_target.decode(output[0, prompt.shape[1] :].tolist())
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": followup or ""}]
     for name in ("plain", "changed"):
-        assert [prompt for asked, prompt, _ in logged.log[2:] if asked == name] == expected
+        assert [prompt for asked, prompt, _ in log[2:] if asked == name] == expected
         assert (row[name].tokens, row[name].lossless.compared) == (36, 3)
     assert row["plain"].lossless.verdict == "exact"
     assert row["changed"].lossless.to_dict()["different"] == 3
@@ -208,11 +200,7 @@ def ending(tiny_folder: Path) -> Target:
     target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
     first = [generate(target, item.messages(), max_new_tokens=1).tokens[0] for item in PROMPTS]
     target.model.generation_config.eos_token_id = [1, *first[::2]]
-    lengths = []
-    for item in PROMPTS:
-        prompt = torch.tensor([target.encode(item.messages())], device=target.device)
-        output = target.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
-        lengths.append(output.shape[1] - prompt.shape[1])
+    lengths = [len(generate(target, item.messages(), max_new_tokens=12).tokens) for item in PROMPTS]
     assert [length == 1 for length in lengths] == [True, False] * 3, lengths
     return target
 
@@ -224,13 +212,13 @@ def test_outputs_that_end_at_once_are_counted_but_neither_compared_nor_timed(end
     assert (figures["prompts"], figures["empty_prompts"], figures["losslessness"]["verdict"]) == (6, 3, "exact")
     others = Measurement(measured.baseline[1::2], measured.candidate[1::2])
     assert (measured.speedup, measured.interval()) == (others.speedup, others.interval())
-    contenders = LoggedContenders(ending).contenders(plain=list, changed=lambda tokens: [tokens[0], *tokens[2:]])
+    contenders = _logged(ending, plain=list, changed=lambda tokens: [tokens[0], *tokens[2:]])
     sampled = list(interleave(ending, PROMPTS, contenders, Task(SAMPLED, 12)))
     assert _verdicts(sampled) == {"plain": {"exact"}, "changed": {"different"}}  # on the first that does not end at once
 
 
 def test_an_output_that_only_one_side_ends_at_once_is_different(ending: Target) -> None:
-    contenders = LoggedContenders(ending).contenders(plain=list, longer=lambda tokens: [*tokens, 70], other=lambda _: [70])
+    contenders = _logged(ending, plain=list, longer=lambda tokens: [*tokens, 70], other=lambda _: [70])
     (row,) = interleave(ending, PromptSet(PROMPTS.items[:1]), contenders, TASK)
     assert [row[name].lossless.verdict for name in ("plain", "longer", "other")] == ["unchecked", "different", "different"]
 
