@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter
+from layerskip.decoding.drafter import Drafter, NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation, UnalignedTokenizers
 from layerskip.drafters.registry import build_drafter
@@ -60,32 +60,31 @@ def _other_letters(target: Target) -> Drafter:
 TestOtherLetters = contract(_other_letters)
 
 
-class TestFewOfOtherLetters(DrafterContract):
+def _few_of_other_letters(target: Target) -> Drafter:
     """The draft's reduced vocabulary has every other letter, the toy's end token and one pair, and tokens of the text."""
+    model, translation = _reversed_letters(target)
+    width = model.config.vocab_size
+    head = DraftHead(model, torch.tensor(sorted({*range(0, width, 2), target.vocabulary - 2})), width)
+    view = shared_copy(model)
+    head.restrict(view)
+    return CrossTokenizer(view, target.layers, width, translation, 3, StopRule(), head)
 
-    samples_by_default = False
 
-    def drafter(self, target: Target) -> Drafter:
-        model, translation = _reversed_letters(target)
-        width = model.config.vocab_size
-        head = DraftHead(model, torch.tensor(sorted({*range(0, width, 2), target.vocabulary - 2})), width)
-        view = shared_copy(model)
-        head.restrict(view)
-        return CrossTokenizer(view, target.layers, width, translation, 3, StopRule(), head)
+TestFewOfOtherLetters = contract(_few_of_other_letters, samples_by_default=False)
 
-    @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
-    def test_only_tokens_of_the_reduced_vocabulary_or_the_text_are_drafted(self, sampling: Sampling) -> None:
-        target = target_of("llama")
-        from_text = set()
-        for prompt in PROMPTS[:4]:
-            recorder = Recorder(self.drafter(target))
-            decode(target, recorder, prompt, sampling, LENGTH, seed=0)
-            for context, branches in recorder.drafts:
-                drafted = {token for branch in branches for token in branch}
-                few = {target.vocabulary - 1 - token for token in range(0, target.vocabulary, 2)} | {3, 4}
-                assert drafted <= few | set(context)
-                from_text |= drafted - few
-        assert from_text
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
+def test_only_tokens_of_the_reduced_vocabulary_or_the_text_are_drafted(sampling: Sampling) -> None:
+    target, from_text = target_of("llama"), set()
+    few = {target.vocabulary - 1 - token for token in range(0, target.vocabulary, 2)} | {3, 4}
+    for prompt in PROMPTS[:4]:
+        recorder = Recorder(_few_of_other_letters(target))
+        decode(target, recorder, prompt, sampling, LENGTH, seed=0)
+        for context, branches in recorder.drafts:
+            drafted = {token for branch in branches for token in branch}
+            assert drafted <= few | set(context)
+            from_text |= drafted - few
+    assert from_text
 
 
 def _uneven(target: Target) -> Drafter:
@@ -126,25 +125,20 @@ def test_a_reduced_vocabulary_belongs_to_the_draft_models_tokenizer(tmp_path: Pa
     target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device=DEVICE)
     draft = load_target(str(save_tiny(tmp_path / "draft", seed=2)), dtype="float32", device=DEVICE)
     prompt = target.encode("Hello there")
-    plain = decode(target, build_drafter(SpeculativeConfig(), target), prompt, GREEDY, 12)
+    config = SpeculativeConfig("cross_tokenizer", 2, draft_model=draft.name, draft_head=str(tmp_path / "common"))
     common = torch.arange(0, draft.vocabulary, 3)
     save_draft_tokens(tmp_path / "common", common, draft, {})
-    config = SpeculativeConfig("cross_tokenizer", 2, draft_model=draft.name, draft_head=str(tmp_path / "common"))
-    assert SpeculativeConfig.from_dict(config.to_dict()) == config
-    drafter = build_drafter(config, target)
-    assert isinstance(drafter, CrossTokenizer)
-    result = decode(target, drafter, prompt, GREEDY, 12)
-    assert result.tokens == plain.tokens
+    result = decode(target, build_drafter(config, target), prompt, GREEDY, 12)
+    assert result.tokens == decode(target, NoDraft(), prompt, GREEDY, 12).tokens
     assert result.stats.drafted > 0
-    save_draft_tokens(tmp_path / "targets", common, target, {})
-    with pytest.raises(ConfigError, match="^draft_head: .*made for another target, .*target, not for .*draft: its w"):
-        build_drafter(replace(config, draft_head=str(tmp_path / "targets")), target)
-    strange = [
-        number for number in common.tolist() if number not in {in_draft for _, in_draft in drafter.translation.shared}
-    ]
-    save_draft_tokens(tmp_path / "strange", torch.tensor(strange[:1]), draft, {})
-    with pytest.raises(ConfigError, match="^draft_head: .*strange shares no token with "):
-        build_drafter(replace(config, draft_head=str(tmp_path / "strange")), target)
+    special = torch.tensor([0])  # padding, which the tokenizers do not share
+    for name, tokens, owner, reason in (
+        ("targets", common, target, "made for another target, .*target, not for .*draft: its w"),
+        ("special", special, draft, "special shares no token with "),
+    ):
+        save_draft_tokens(tmp_path / name, tokens, owner, {})
+        with pytest.raises(ConfigError, match=f"^draft_head: .*{reason}"):
+            build_drafter(replace(config, draft_head=str(tmp_path / name)), target)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

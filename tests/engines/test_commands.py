@@ -56,19 +56,13 @@ def test_weights_that_were_quantised_on_loading_are_refused(engine: str) -> None
     assert _entry(engine, LOOKUP, quantization="torchao-int8")["reason"].startswith("target.quantization: ")
 
 
-# SGLang counts the last token of the text, too.
 OPTIONS: list[tuple[str, str, dict[str, str]]] = [
     ("vllm", "lookup", {"--revision": "abc", "--dtype": "float32"}),
-    ("sglang", "model", {
-        "--speculative-algorithm": "STANDALONE", "--speculative-draft-model-path": "Org/Draft",
-        "--speculative-num-steps": "3", "--speculative-num-draft-tokens": "4", "--speculative-eagle-topk": "1",
-    }),
-    ("llama_cpp", "lookup then model", {
-        "--spec-type": "ngram-simple,draft-simple", "--spec-ngram-simple-size-n": "4", "--spec-ngram-simple-size-m": "7",
-        "--spec-draft-n-max": "3",
-    }),
+    # SGLang counts the last token of the text, too.
+    ("sglang", "model", {"--speculative-num-steps": "3", "--speculative-num-draft-tokens": "4"}),
+    ("llama_cpp", "lookup then model", {"--spec-type": "ngram-simple,draft-simple", "--spec-draft-n-max": "3"}),
     ("llama_cpp", "stopping model", {"--spec-draft-p-min": "0.4"}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("engine", "name", "options"), OPTIONS)

@@ -63,15 +63,3 @@ def test_what_followed_a_token_is_copied(changes: dict[str, int], few: bool) -> 
     add_induction_heads(head, EMBEDDINGS, Readout(TARGET, head.tokens), TEXT)
     assert _copied(head, drafted) >= 0.9
     assert without <= 0.1
-
-
-def test_a_match_of_two_tokens_outweighs_a_match_of_one() -> None:
-    one, other, both = [3, 11, 19, 27, 35, 43], [51, 59, 67, 75, 83, 91], 99
-    follows, misleads = [5, 13, 21, 29, 37, 45], [7, 15, 23, 31, 39, 47]
-    head = _head(SHAPE)
-    add_induction_heads(head, EMBEDDINGS, Readout(TARGET, None), TEXT)
-    right = 0
-    for a, b, x, y in zip(one, other, follows, misleads, strict=True):
-        right += _predicted(head, [1, a, both, x, 2, b, both, y, 4, a, both])[-1] == x
-        right += _predicted(head, [1, a, both, x, 2, b, both, y, 4, b, both])[-1] == y
-    assert right >= 11
