@@ -7,14 +7,13 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from layerskip import Sampling, SpeculativeConfig, Target, TargetError, generate, measure
 from layerskip.decoding import checkpoint_settings
 from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.hugging_face import custom_generate
-from tests.accelerator import DEVICE
+from tests.drafters.contract import greedy_tokens
 from tests.families import build
 
 PROMPT = [3, 4, 5, 3, 4, 5, 3]
@@ -69,12 +68,7 @@ def plain(model: PreTrainedModel) -> list[int]:
 
 
 def _generate(target: Target, **options: Any) -> list[int]:
-    ids = torch.tensor([PROMPT], device=DEVICE)
-    mask = torch.ones_like(ids)
-    output: Any = target.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=8, **options)  # type: ignore[operator]
-    sequence = output if isinstance(output, torch.Tensor) else output.sequences
-    tokens: list[int] = sequence[0, len(PROMPT) :].tolist()
-    return tokens
+    return greedy_tokens(target, PROMPT, max_new_tokens=8, **options)
 
 
 def _set(target: Target, name: str, value: Any) -> None:

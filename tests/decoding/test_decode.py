@@ -14,8 +14,7 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.prefill import Prefill
 from layerskip.models.target import Target
-from tests.accelerator import DEVICE
-from tests.drafters.contract import target_of
+from tests.drafters.contract import greedy_tokens, target_of
 from tests.drafters.members import SECONDS, member_of
 from tests.families import SKIPPABLE, build
 
@@ -30,20 +29,13 @@ def target() -> Target:
     return target_of("llama")
 
 
-def _generate(target: Target, prompt: list[int], **options: Any) -> list[int]:
-    ids = torch.tensor([prompt], device=DEVICE)
-    output = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
-
-
 @pytest.mark.parametrize("family", SKIPPABLE)
 def test_greedy_tokens_of_every_family_equal_those_of_generate(family: str) -> None:
     """Beyond the sliding windows of families that have one."""
     target = Target(build(family, eos_token_id=None))
     prompt = [(7 * i) % 61 + 3 for i in range(9)]
     config = SpeculativeConfig(method="layer_skip", mask="attention:0;mlp:2", num_speculative_tokens=3)
-    expected = _generate(target, prompt, max_new_tokens=12)
+    expected = greedy_tokens(target, prompt, max_new_tokens=12)
     assert decode(target, build_drafter(config, target), prompt, GREEDY, 12).tokens == expected
 
 

@@ -76,20 +76,19 @@ def _toy(layers: int) -> Target:
 TOY_PROMPT = (4, 2, 1, 3, 1, 1, 3)
 
 
+def greedy_tokens(target: Target, prompt: Sequence[int], **options: Any) -> list[int]:
+    """The new tokens of transformers' own greedy ``generate`` with further options."""
+    ids = torch.tensor([prompt], device=DEVICE)
+    output: Any = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)  # type: ignore[operator]
+    tokens: list[int] = getattr(output, "sequences", output)[0, len(prompt) :].tolist()
+    return tokens
+
+
 @functools.cache
 def generated(family: str, prompt: Tokens, length: int, penalty: float = 1.0, eos_ids: Tokens = ()) -> list[int]:
     """The new tokens of transformers' own greedy ``generate``."""
-    ids = torch.tensor([prompt], device=DEVICE)
-    output = target_of(family).model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=length,
-        repetition_penalty=penalty,
-        eos_token_id=list(eos_ids) or None,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    options = {"max_new_tokens": length, "repetition_penalty": penalty, "eos_token_id": list(eos_ids) or None}
+    return greedy_tokens(target_of(family), prompt, **options)
 
 
 @functools.cache

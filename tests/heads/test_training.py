@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -92,6 +93,23 @@ def test_a_rescaled_head_computes_the_same_function(three_layers: bool, lookback
     assert norm.variance_epsilon == pytest.approx(eps)
     for name, tensor in trained.state_dict().items():
         assert torch.allclose(tensor, head.state_dict()[name], rtol=1e-4)
+
+
+def test_scales_are_root_mean_squares_over_answers() -> None:
+    texts = [
+        replace(text, features=text.features * torch.tensor([2.0, 3.0, 5.0, 7.0]).repeat_interleave(32))
+        for text in feature_texts("llama", True)
+    ]
+    scaling = HeadScaling.of(eagle_head("llama", True), EMBEDDINGS, texts)
+    states = torch.cat([text.features[text.begin :] for text in texts])
+    embedded = EMBEDDINGS(torch.cat([text.tokens[text.begin :] for text in texts])).detach()
+    sizes = [embedded, states[:, -32:], *(states[:, place : place + 32] for place in (0, 32, 64))]
+    found = [scaling.embeddings, scaling.outputs, *scaling.inputs[::32].tolist()]
+    for some, scale in zip(sizes, found, strict=True):
+        size = float(some.square().mean().sqrt())
+        assert 2**-0.5 <= scale / size <= 2**0.5
+        assert math.frexp(scale)[0] == 0.5  # a power of two
+    assert torch.equal(scaling.inputs.view(3, 32), scaling.inputs[::32, None].expand(3, 32))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # Gemma 2 caps its logits

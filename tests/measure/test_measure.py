@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 from layerskip import (
     DecodeStats,
@@ -32,6 +31,7 @@ from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
 from tests.accelerator import DEVICE
+from tests.drafters.contract import greedy_tokens
 from tests.tiny import VOCABULARY
 
 PROMPTS = PromptSet.of(f"Tell me about the number {i}." for i in range(6))
@@ -137,11 +137,7 @@ def test_all_contenders_continue_from_the_first_contenders_answers(tiny_target: 
     expected = []
     for followup in (*talk.followups, None):
         expected.append(tiny_target.encode(messages))
-        prompt = torch.tensor([expected[-1]])
-        output = tiny_target.model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12
-        )
-        answer = tiny_target.decode(output[0, prompt.shape[1] :].tolist())
+        answer = tiny_target.decode(greedy_tokens(tiny_target, expected[-1], max_new_tokens=12))
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": followup or ""}]
     for name in ("plain", "changed"):
         assert [prompt for asked, prompt, _ in log[2:] if asked == name] == expected
