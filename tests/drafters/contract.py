@@ -117,29 +117,16 @@ PENALTIES = representative([("gemma3_text", 0.8)], [("llama", 1.5), ("llama", 0.
 class DrafterContract:
     """Inherited as ``class TestSomeDrafter(DrafterContract)`` with :meth:`drafter`, or by :func:`contract`."""
 
-    drafts = True
-    """Whether it proposes anything."""
-
-    trees = False
-    """Whether its drafts branch."""
-
-    history_dependent = False
-    """Whether drafts depend on the target's earlier logits, not on the context alone."""
-
-    keeps_state = False
-    """Whether it keeps state from prompt to prompt."""
-
+    drafts = True  # whether it proposes anything
+    trees = False  # whether its drafts branch
+    history_dependent = False  # whether drafts depend on the target's earlier logits, not on the context alone
+    keeps_state = False  # whether it keeps state from prompt to prompt
+    # Samplings whose outputs are compared with the exact law; plain decoding and one drafter of chains have all.
     samplings: Sequence[Sampling] = representative(SAMPLINGS[1:2], (SAMPLINGS[0], SAMPLINGS[2]))
-    """The samplings whose outputs are compared with the exact law; plain decoding and one drafter of chains have all."""
-
+    # Whether `make test` samples with it; `make lossless` also samples with drafters that verify like another one.
     samples_by_default = True
-    """Whether ``make test`` samples with it; ``make lossless`` also samples with drafters that verify like another one."""
-
-    toy = staticmethod(toy_target)
-    """The target of the exact law."""
-
+    toy = staticmethod(toy_target)  # the target of the exact law
     toy_prompt = TOY_PROMPT
-    """The prompt of the exact law."""
 
     def drafter(self, target: Target) -> Drafter:
         """A new drafter for ``target``, which is any target of this module."""

@@ -19,20 +19,10 @@ from layerskip.heads.training import Batch, acceptance, predict_tokens, stored_m
 from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
-from tests.drafters.contract import (
-    GREEDY,
-    LENGTH,
-    PROMPTS,
-    SAMPLINGS,
-    Recorder,
-    Tokens,
-    contract,
-    deep_toy,
-    generated,
-    target_of,
-)
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Tokens, contract, deep_toy, generated, target_of
 from tests.drafters.heads import UNROLL, eagle_head, family_of, tiny
 from tests.drafters.members import member_of
+from tests.drafters.recorder import Recorder
 from tests.exhaustive import representative
 from tests.models.compilers import rewrite_only
 

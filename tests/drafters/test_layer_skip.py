@@ -16,19 +16,9 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.drafters.bridges import bridge_folder, head_folder
-from tests.drafters.contract import (
-    GREEDY,
-    LENGTH,
-    PROMPTS,
-    SAMPLINGS,
-    Recorder,
-    contract,
-    deep_toy,
-    generated,
-    target_of,
-    toy_target,
-)
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, contract, deep_toy, generated, target_of, toy_target
 from tests.drafters.heads import family_of
+from tests.drafters.recorder import Recorder
 
 
 def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter:

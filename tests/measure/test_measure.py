@@ -10,26 +10,14 @@ from unittest import mock
 
 import pytest
 
-from layerskip import (
-    DecodeStats,
-    Measurement,
-    PromptError,
-    PromptSet,
-    Round,
-    Sampling,
-    SpeculativeConfig,
-    StopRule,
-    Target,
-    generate,
-    load_target,
-    measure,
-)
+from layerskip import Measurement, Sampling, SpeculativeConfig, StopRule, Target, generate, load_target, measure
 from layerskip.decoding.decode import DecodeResult
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, NoDraft
+from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
-from layerskip.prompts import PromptItem
+from layerskip.prompts import PromptError, PromptItem, PromptSet
 from tests.accelerator import DEVICE
 from tests.drafters.contract import greedy_tokens
 from tests.tiny import VOCABULARY
