@@ -76,6 +76,8 @@ def test_an_unreadable_head_is_refused(tiny_target: Target, folder: Path, file: 
         ("shape", MISSING),
         ("shape", None),
         ("shape", {"heads": 0}),
+        ("shape", {"key_value_heads": 3}),
+        ("shape", {"modules": []}),
         ("shape", {"intermediate": "wide"}),
         ("shape", {"modules": ["model.layers.99"]}),
         ("shape", {"colour": "red"}),
@@ -114,7 +116,7 @@ def test_a_head_with_damaged_weights_is_refused(
         load_eagle(folder, tiny_target)
 
 
-@pytest.mark.parametrize("change", [{"modules": ["model.layers.99"]}, {"heads": 0}, {"heads": 3}])
+@pytest.mark.parametrize("change", [{"modules": ["model.layers.99"]}, {"modules": []}, {"heads": 3}])
 def test_a_damaged_medusa_head_is_refused(tiny_target: Target, tmp_path: Path, change: dict[str, object]) -> None:
     heads = MedusaHeads(MedusaShape(32, 2, ("model",)))
     for fields in ({}, change):
