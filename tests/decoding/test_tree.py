@@ -76,6 +76,11 @@ def test_a_model_whose_branches_differ_from_chains_is_refused_by_name(family: st
         tree_model(build(family))
 
 
+def test_a_parent_must_come_before_its_node() -> None:
+    with pytest.raises(ValueError, match="parents: 1 does not come before node 1"):
+        tree_shape((-1, 1), torch.device("cpu"))
+
+
 # Draft and target disagree enough for every sibling to be accepted at times.
 P = torch.tensor([[0.1, 0.3, 0.6], [0.5, 0.2, 0.3], [0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.3, 0.3, 0.4]])
 Q = torch.tensor([[0.7, 0.2, 0.1], [0.3, 0.4, 0.3], [0.1, 0.1, 0.8], [0.2, 0.3, 0.5]])
