@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -10,12 +12,12 @@ from layerskip.bridges.bridge import Bridges
 from layerskip.bridges.training import BridgeTraining
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
-from layerskip.scan.row_model import RowModel
-from layerskip.scan.text_batch import TargetPass, TextCache
+from layerskip.scan.text_batch import TextCache
 from layerskip.texts.continuations import Continuation
 from tests.accelerator import DEVICE
 from tests.drafters.bridges import bridge_shape, drawn_continuations
 from tests.families import build
+from tests.scan.test_scan import GREEDY, continuation_of
 
 MASK = "layers:1;mlp:2"
 
@@ -59,66 +61,30 @@ def _loss_of_single_drafts(
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
 def test_the_loss_equals_that_of_single_drafts(family: str) -> None:
     target = Target(build(family))
-    continuations, bridges = [*drawn_continuations(target)[:3]], _bridges(target)
-    continuations = [_greedy(target, continuation) for continuation in continuations]
+    # The target's own continuations, for which some drafts are right.
+    drawn, bridges = drawn_continuations(target)[:3], _bridges(target)
+    continuations = [continuation_of(target, i, each.prompt, GREEDY, 12) for i, each in enumerate(drawn)]
     tokens = torch.arange(3, target.vocabulary, device=DEVICE)
     loss = BridgeTraining(target, bridges, tokens, 2).loss(continuations)
     assert float(loss.detach()) == pytest.approx(_loss_of_single_drafts(target, bridges, continuations, tokens), rel=1e-3)
 
 
-def _greedy(target: Target, continuation: Continuation) -> Continuation:
-    """The same prompt with the target's own continuation, for which some drafts are right."""
-    ids = torch.tensor([continuation.prompt], device=DEVICE)
-    output = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-    return Continuation(continuation.prompt_id, "own", continuation.prompt, tuple(output[0, ids.shape[1] :].tolist()), 12)
-
-
-def test_the_gradient_equals_finite_differences() -> None:
-    target = Target(build("llama").double())
-    continuations, bridges = drawn_continuations(target)[:2], _bridges(target).double()
-    training = BridgeTraining(target, bridges, torch.arange(target.vocabulary), 1)
-    training.loss(continuations).backward()  # type: ignore[no-untyped-call]
-    for _, bridge in bridges.items():
-        for name in ("bias", "down", "up", "gate", "out"):
-            parameter = getattr(bridge, name)
-            flat, found = parameter.detach().view(-1), float(parameter.grad.view(-1)[3])
-            step = 1e-2
-            losses = []
-            for sign in (1, -1):
-                flat[3] += sign * step
-                with torch.no_grad():
-                    losses.append(float(training.loss(continuations)))
-                flat[3] -= sign * step
-            assert found == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=0.02, abs=1e-4)
-    assert all(parameter.grad is None for parameter in target.model.parameters())
-
-
 def test_a_cached_text_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(build("gemma3_text"))  # its layers have different attention windows
-    bridges, tokens, continuations = (
-        _bridges(target),
-        torch.arange(3, target.vocabulary, device=DEVICE),
-        drawn_continuations(target)[:3],
-    )
-    uncached = float(BridgeTraining(target, bridges, tokens, 2).loss(continuations).detach())
-    alone = BridgeTraining(target, bridges, tokens, 2)
-    of_each = [float(alone.loss([continuation]).detach()) for continuation in continuations]
-    read: list[int] = []
-    original = layerskip.scan.text_batch.run_target
+    bridges, tokens = _bridges(target), torch.arange(3, target.vocabulary, device=DEVICE)
+    continuations = drawn_continuations(target)[:3]
 
-    def counted(rows: RowModel, ids: torch.Tensor, last: int, recorded: int = 0) -> TargetPass:
-        read.append(len(ids))
-        return original(rows, ids, last, recorded)
+    def losses(text_cache: TextCache | None) -> list[float]:
+        training = BridgeTraining(target, bridges, tokens, 2, text_cache)
+        return [float(training.loss([continuation]).detach()) for continuation in continuations]
 
-    monkeypatch.setattr(layerskip.scan.text_batch, "run_target", counted)
+    uncached, read = losses(None), mock.Mock(side_effect=layerskip.scan.text_batch.run_target)
+    monkeypatch.setattr(layerskip.scan.text_batch, "run_target", read)
     text_cache = TextCache(10**9)
-    for _ in range(2):
-        assert float(BridgeTraining(target, bridges, tokens, 2, text_cache).loss(continuations).detach()) == uncached
-    assert len(read) == 3
+    assert losses(text_cache) == losses(text_cache) == pytest.approx(uncached)
+    assert read.call_count == 3
     # Half the budget holds some of the texts; the others are read again.
     small = TextCache(text_cache.nbytes // 2)
-    training = BridgeTraining(target, bridges, tokens, 2, small)
-    for _ in range(2):
-        assert [float(training.loss([continuation]).detach()) for continuation in continuations] == pytest.approx(of_each)
+    assert losses(small) == losses(small) == pytest.approx(uncached)
     assert 0 < small.nbytes <= small.max_bytes
-    assert 3 + 3 < len(read) < 3 + 6
+    assert 3 + 3 < read.call_count < 3 + 6

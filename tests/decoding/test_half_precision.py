@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from layerskip import Sampling, SpeculativeConfig, Target, generate, load_target
 from layerskip.measure.losslessness import find_divergence
 from tests.accelerator import DEVICE
+from tests.drafters.contract import greedy_tokens
 from tests.tiny import save_tiny
 
 LENGTH = 24
@@ -39,16 +39,7 @@ def target(request: pytest.FixtureRequest, folder: Path) -> Target:
 @pytest.fixture(scope="module")
 def expected(target: Target) -> list[list[int]]:
     """The new tokens of transformers' own greedy ``generate`` after each prompt."""
-    return [_generated(target, prompt) for prompt in PROMPTS]
-
-
-def _generated(target: Target, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt], device=DEVICE)
-    output = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=LENGTH, eos_token_id=None
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    return [greedy_tokens(target, prompt, max_new_tokens=LENGTH, eos_token_id=None) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("method", CONFIGS)

@@ -14,30 +14,29 @@ from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.verify import accept_lossy
 from layerskip.drafters.registry import build_drafter
 from searches.space.search_space import SearchSpace
-from tests.accelerator import decode_static
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, generated, target_of
 
 P = torch.tensor([[0.5, 0.3, 0.2, 1e-9], [0.05, 0.9, 0.05, 1e-9], [0.25, 0.25, 0.25, 0.25]])
 OWN = P.argmax(-1)
 
 
-def _accepted(tokens: list[int], rule: AcceptRule, parents: tuple[int, ...] | None = None) -> list[int]:
-    return accept_lossy(Draft(torch.tensor(tokens), parents), OWN, P.log(), rule).committed
-
-
-def test_a_threshold_accepts_tokens_that_the_target_finds_likely_enough() -> None:
-    assert _accepted([1, 1], AcceptRule("threshold", 0.25)) == [1, 1, int(OWN[2])]
-    assert _accepted([1, 1], AcceptRule("threshold", 0.35)) == [0]
-    assert _accepted([0, 0], AcceptRule("threshold", 0.35)) == [0, 1]
-
-
-def test_typical_acceptance_depends_on_the_entropy_of_the_target() -> None:
-    """exp(-entropy) of the rows is about 0.36, 0.67 and 0.25; the limit is never above epsilon."""
-    rule = AcceptRule("typical", epsilon=0.5, delta=0.6)  # limits of about 0.21, 0.40 and 0.15
-    assert _accepted([1, 1], rule) == [1, 1, int(OWN[2])]
-    assert _accepted([2, 1], rule) == [0]
-    assert _accepted([1, 0], rule) == [1, 1]
-    assert _accepted([2, 1], AcceptRule("typical", epsilon=0.1, delta=0.6)) == [2, 1, int(OWN[2])]
+@pytest.mark.parametrize(
+    ("rule", "drafted", "committed"),
+    [
+        (AcceptRule("threshold", 0.25), [1, 1], [1, 1, int(OWN[2])]),
+        (AcceptRule("threshold", 0.35), [1, 1], [0]),
+        (AcceptRule("threshold", 0.35), [0, 0], [0, 1]),
+        # exp(-entropy) of the rows is about 0.36, 0.67 and 0.25, so the limits are about 0.21, 0.40 and 0.15.
+        (AcceptRule("typical", epsilon=0.5, delta=0.6), [1, 1], [1, 1, int(OWN[2])]),
+        (AcceptRule("typical", epsilon=0.5, delta=0.6), [2, 1], [0]),
+        (AcceptRule("typical", epsilon=0.5, delta=0.6), [1, 0], [1, 1]),
+        (AcceptRule("typical", epsilon=0.1, delta=0.6), [2, 1], [2, 1, int(OWN[2])]),  # never above epsilon
+    ],
+)
+def test_tokens_that_the_target_finds_likely_enough_are_accepted(
+    rule: AcceptRule, drafted: list[int], committed: list[int]
+) -> None:
+    assert accept_lossy(Draft(torch.tensor(drafted)), OWN, P.log(), rule).committed == committed
 
 
 def test_the_deepest_branch_of_a_tree_is_accepted() -> None:
@@ -52,17 +51,6 @@ def test_the_deepest_branch_of_a_tree_is_accepted() -> None:
     late = [torch.tensor([7])]
     again = accept_lossy(filled, more.argmax(-1), more.log(), AcceptRule("threshold", 0.2), late=late)
     assert (again, again.late) == (verdict, [[7]])
-
-
-def test_a_lossy_rule_accepts_the_same_of_trees_that_grow_on_the_device() -> None:
-    target, accept = target_of("llama"), AcceptRule("threshold", 0.1)
-    config = SpeculativeConfig("layer_skip", 3, mask="layers:1", siblings=2, min_token_prob=0.05, accept=accept)
-    for prompt in PROMPTS[:3]:
-        one, other = (
-            decode_static(target, build_drafter(config, target), prompt, GREEDY, LENGTH, static=static)
-            for static in (False, True)
-        )
-        assert one == other and one.stats.accepted
 
 
 @pytest.mark.parametrize("method", ["layer_skip", "token_recycling"])
@@ -82,22 +70,17 @@ def test_a_lossy_rule_accepts_more_and_changes_the_output(method: str) -> None:
 
 def test_a_lossy_configuration_is_marked_as_lossy() -> None:
     config = SpeculativeConfig.from_dict({"method": "layer_skip", "accept": {"method": "threshold", "threshold": 0.5}})
-    assert not config.lossless
-    assert config.to_dict()["lossless"] is False
+    assert not config.lossless and config.to_dict()["lossless"] is False
     assert "LOSSY" in config.label()
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
-    plain = SpeculativeConfig("layer_skip")
-    assert "lossless" not in plain.to_dict()
-    assert SpeculativeConfig.from_dict(plain.to_dict() | {"lossless": True}) == plain
+    assert "lossless" not in SpeculativeConfig("layer_skip").to_dict()
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"method": "none", "accept": "typical"}, "accept"),
-        ({"method": "layer_skip", "accept": "loose"}, "accept.method"),
         ({"method": "layer_skip", "accept": {"method": "typical", "threshold": 0.5}}, "accept.threshold"),
-        ({"method": "layer_skip", "accept": {"method": "threshold", "threshold": 2}}, "accept.threshold"),
         ({"method": "layer_skip", "accept": {"method": "threshold"}, "lossless": True}, "lossless"),
         ({"method": "layer_skip", "lossless": False}, "lossless"),
         (

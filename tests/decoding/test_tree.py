@@ -1,9 +1,10 @@
-"""Draft trees: the logits of each branch, and acceptance of siblings by the target's distribution."""
+"""Draft trees: the logits of each branch, acceptance of siblings by the target's distribution, and growth by levels."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 from collections.abc import Sequence
 
@@ -12,10 +13,9 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
-from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import path_to, tree_model, tree_shape
-from layerskip.decoding.verify import Verdict, verify
+from layerskip.decoding.tree_growth import LevelwiseTree
+from layerskip.decoding.verify import verify
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
@@ -23,7 +23,7 @@ from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.chi_square import assert_follows
-from tests.drafters.contract import SAMPLINGS, contract
+from tests.drafters.recorder import branches_of
 from tests.exhaustive import representative
 from tests.families import REPRESENTATIVE, build
 
@@ -68,21 +68,6 @@ def test_a_branch_gives_the_logits_of_the_same_chain(family: str, recorded: bool
         cache.gather(accepted)
         cache.length += len(accepted)
         check(forward(model, more, cache, last=1)[0], prompt, block[accepted], more)
-
-
-@torch.inference_mode()
-def test_a_recorded_tree_ignores_its_padding() -> None:
-    """The padding has keys and values, too, which the mask must hide."""
-    model = build("llama")
-    trees = tree_model(model)
-    model.get_input_embeddings().weight[0] = float("nan")
-    tokens = torch.arange(3, 3 + PROMPT + 4, device=DEVICE)
-    cache = CapturingCache(4, 64, torch.device(DEVICE))
-    forward(model, tokens[:PROMPT], cache, last=1)
-    cache.length = PROMPT
-    for _ in range(2):
-        assert trees.run(tokens[PROMPT:], (-1, -1, 0), cache).isfinite().all()
-    assert any(cache._passes.values())
 
 
 @pytest.mark.parametrize("family", REFUSED_TREES)
@@ -180,56 +165,49 @@ def test_greedy_trees_accept_the_longest_matching_branch() -> None:
         assert late.late == [torch.tensor([0.1, 7.0]).tolist()]
 
 
-class Bush(Drafter):
-    """Drafts a tree that depends on the context only, with one branch that is mostly the target's own greedy tokens.
-
-    If ``drawn`` and tokens are sampled, siblings are drawn from a uniform distribution instead.
-    """
-
-    tree_tokens = 9
-
-    def __init__(self, target: Target, drawn: bool) -> None:
-        self.target, self.vocabulary, self.drawn = target, target.vocabulary, drawn
-
-    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        self.chooser = chooser
-
-    def draft(self, context: Context, limit: int) -> Draft:
-        source = random.Random(str(context.tokens))
-        whole = (-1, -1, -1, 0, 0, 1, 3, 3, 6)
-        depths = tree_shape(whole, torch.device("cpu"))[0][1:].tolist()
-        parents = tuple(parent for parent, depth in zip(whole, depths, strict=True) if depth <= limit)
-        drawn = self.drawn and not self.chooser.sampling.greedy
-        if drawn:
-            probs = torch.full((len(parents), self.vocabulary), 1 / self.vocabulary)
-            return Draft(probs.multinomial(1)[:, 0], parents, probs)
-        tokens = [source.randrange(self.vocabulary) for _ in whole][: len(parents)]
-        text = list(context.tokens)
-        for node in (1, 5) if source.random() < 0.3 else (0, 3, 6, 8):
-            if node < len(parents) and source.random() < 0.8:
-                tokens[node] = int(self.target.model(torch.tensor([text], device=DEVICE)).logits[0, -1].argmax())
-                text.append(tokens[node])
-        return Draft(torch.tensor(tokens, device=DEVICE), parents)
-
-    def observe(self, verdict: Verdict) -> None:
-        self.drafted = list(verdict.drafted)
-
-    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
-        assert output.logits.shape == (output.block.shape[0], self.vocabulary)
-        return (LateRead(output.block, self._check), LateRead(output.logits, lambda *_: None))
-
-    def _check(self, verdict: Verdict, block: list[int]) -> None:
-        assert block[1:] == self.drafted == list(verdict.drafted)
-
-
-TestDrawnTrees = contract(lambda target: Bush(target, drawn=True), trees=True)
-# With and without earlier tokens that count.
-TestDeterministicTrees = contract(
-    lambda target: Bush(target, drawn=False), trees=True, samplings=representative(SAMPLINGS[:2], SAMPLINGS[2:])
-)
-
-
 def test_a_real_model_in_half_precision_verifies_trees(smollm2: Target) -> None:
     """Its first tokens are untrained special ones, for which rounding errors are amplified beyond all bounds."""
     model = copy.deepcopy(smollm2.model).to(torch.bfloat16)
     assert tree_model(model) is tree_model(model)
+
+
+ROOT = torch.tensor([7])
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize(("width", "size", "minimum"), [(30, 9, 0.0), (30, 30, 0.05), (30, 100, 0.0), (30, 5, 2.0)])
+def test_a_wide_tree_has_the_likeliest_of_all_branches(width: int, size: int, minimum: float, reads: bool) -> None:
+    """All nodes of a level have the same children."""
+    levels = torch.rand(3, 3, generator=torch.Generator().manual_seed(size)).softmax(-1)
+    tree = LevelwiseTree(ROOT, width, minimum, reads)
+    for number, level in enumerate(levels):
+        tree.add_level(level[None], torch.tensor([[10, 20, 30]]) + number)
+    known = tree.draft(size)
+    assert reads or (isinstance(known.parents, DeviceTree) and known.tokens.shape[0] == min(size, 3 + 9 + 27))
+    found = branches_of(known)
+    chances = {
+        tuple(10 * place + 10 + number for number, place in enumerate(places)): math.prod(
+            float(levels[number, place]) for number, place in enumerate(places)
+        )
+        for depth in (1, 2, 3)
+        for places in itertools.product(range(3), repeat=depth)
+    }
+    expected = sorted((branch for branch in chances if chances[branch] >= minimum), key=lambda branch: -chances[branch])
+    assert found == expected[:size]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_front_leads_back_to_its_parents(reads: bool) -> None:
+    tree = LevelwiseTree(ROOT, 2, 0.1, reads)
+    parents, tokens = tree.add_level(torch.tensor([[0.2, 0.5, 0.3]]), torch.tensor([[1, 2, 3]]))
+    assert (parents.tolist(), tokens.tolist()) == ([0, 0], [2, 3])
+    # After 2: 0.15 and 0.05, which is too little; after 3: 0.24 and 0.06.
+    parents, tokens = tree.add_level(torch.tensor([[0.3, 0.1], [0.8, 0.2]]), torch.tensor([[4, 5], [6, 7]]))
+    assert (parents.tolist(), tokens.tolist()) == ([1, 0], [6, 4])
+    # After 6: 0.12; of the others none is likely, and one of them fills the front.
+    parents, tokens = tree.add_level(torch.tensor([[0.5, 0.0], [0.5, 0.0]]), torch.tensor([[8, 9], [8, 9]]))
+    assert (parents.tolist(), tokens.tolist()) == (([0], [8]) if reads else ([0, 0], [8, 9]))
+    draft = tree.draft(9)
+    assert reads or draft.tokens.tolist() == [2, 3, 6, 1, 4, 8, 7, 7, 7]
+    draft = draft.read_shape()
+    assert (draft.tokens.tolist(), draft.parents) == ([2, 3, 6, 1, 4, 8], (-1, -1, 1, -1, 0, 2))

@@ -95,28 +95,6 @@ def test_a_deterministic_draft_equals_one_hot_rows(drafted: tuple[int, ...], det
     _check_committed(verdicts, p.tolist())
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["tokens", "one-hot rows"])
-def test_greedy_verification_compares_tokens(rows: bool) -> None:
-    for target in itertools.product(range(V), repeat=K + 1):
-        probs = torch.tensor(target)
-        if rows:
-            probs = torch.nn.functional.one_hot(probs, V).float()
-        for drafted in itertools.product(range(V), repeat=K):
-            agreed = list(itertools.takewhile(lambda i: drafted[i] == target[i], range(K)))  # noqa: B023
-            verdict = verify(Draft(torch.tensor(drafted)), probs)
-            assert _outcomes([verdict]) == [(drafted, len(agreed), target[len(agreed)])]
-            assert verdict.last.tolist() == [verdict.next_token]
-
-
-def test_an_empty_draft_gives_one_token_of_the_target() -> None:
-    empty = Draft.empty(torch.device("cpu"))
-    assert _outcomes([verify(empty, torch.tensor([2]))]) == [((), 0, 2)]
-    probs, generator = torch.tensor([[0.2, 0.0, 0.8]]), torch.Generator().manual_seed(0)
-    verdicts = [verify(empty, probs, generator) for _ in range(2000)]
-    assert {(verdict.drafted, verdict.accepted) for verdict in verdicts} == {((), 0)}
-    assert_follows([verdict.next_token for verdict in verdicts], dict(enumerate(probs[0].tolist())))
-
-
 @pytest.mark.parametrize("uniform", [0.0, ONE_BELOW])
 def test_a_token_of_target_probability_zero_is_never_accepted(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
     monkeypatch.setattr(torch, "rand", lambda size, **_: torch.full((size,), uniform))
@@ -124,15 +102,6 @@ def test_a_token_of_target_probability_zero_is_never_accepted(monkeypatch: pytes
     for q in (torch.tensor([[1.0, 0.0, 0.0]] * K), torch.tensor([[1e-30, 0.5, 0.5]] * K), None):
         verdict = verify(Draft(torch.zeros(K, dtype=torch.int64), probs=q), p)
         assert (verdict.accepted, verdict.next_token != 0) == (0, True)
-
-
-@pytest.mark.parametrize("uniform", [0.0, ONE_BELOW])
-@pytest.mark.parametrize("scale", [1.0, 1e-30])
-def test_equal_distributions_accept_everything(monkeypatch: pytest.MonkeyPatch, uniform: float, scale: float) -> None:
-    monkeypatch.setattr(torch, "rand", lambda size, **_: torch.full((size,), uniform))
-    row = torch.tensor([scale, 1.0 - scale, 0.0])
-    draft = Draft(torch.zeros(K, dtype=torch.int64), probs=row.repeat(K, 1))
-    assert verify(draft, row.repeat(K + 1, 1)).accepted == K
 
 
 def test_a_residual_that_rounds_to_nothing_draws_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.target import Target
 from layerskip.texts.continuations import Continuation
 from layerskip.texts.training_texts import write_texts
-from tests.drafters.contract import toy_target
 from tests.drafters.heads import tiny
 
 _folder = tempfile.TemporaryDirectory()  # gone with the process
@@ -65,20 +64,3 @@ def head_folder(family: str, tokens: tuple[int, ...]) -> str:
     folder = Path(_folder.name) / f"{family}-head-{len(tokens)}"
     save_draft_tokens(folder, torch.tensor(tokens), tiny(family), {})
     return str(folder)
-
-
-def max_tokens(target: Target) -> tuple[int, ...]:
-    """Returns all tokens of a tiny target but one.
-
-    The one left out is rare in the target's texts. For the toy target it is a token that its prompt lacks, as tokens of the
-    text are drafted anyway.
-    """
-    return tuple(token for token in range(target.vocabulary) if token != (0 if target is toy_target() else 7))
-
-
-def few_tokens(target: Target) -> tuple[int, ...]:
-    """Returns three tokens. After ``FEW_PROMPT`` two of the toy's are drafted only once the text has them."""
-    return (1, 2, 3) if target is toy_target() else (3, 5, 7)
-
-
-FEW_PROMPT = (3,)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import string
+from collections.abc import Iterator, Sequence
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
+from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import CascadeBase
@@ -25,10 +28,11 @@ from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.drafters.contract import FEW_PROMPTS, GREEDY, LENGTH, DrafterContract, target_of
 from tests.drafters.heads import eagle_head, medusa_heads
-from tests.drafters.test_cross_tokenizer import LETTERS, spelling
+from tests.drafters.recorder import branches_of
 
+LETTERS = string.ascii_lowercase
 LOOKUP = {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
-SKIP = {"method": "layer_skip", "mask": "attention:0;mlp:1", "num_speculative_tokens": 3}
+SKIP: dict[str, object] = {"method": "layer_skip", "mask": "attention:0;mlp:1", "num_speculative_tokens": 3}
 
 Open = list[tuple[int, int, list[tuple[int, ...]]]]
 """Drafts that the text has not decided: where they start, the lengths of their matches, and their branches."""
@@ -36,6 +40,21 @@ Open = list[tuple[int, int, list[tuple[int, ...]]]]
 
 SECONDS = ("prompt_lookup", "retrieval", "token_recycling", "lookahead", "layer_skip")
 """Methods without trained parts or other models, which :func:`member_of` makes for every target."""
+
+
+def spelling(pieces: str, pairs: tuple[str, ...] = (), end: str | None = None) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of single letters, and of some pairs of them."""
+    words = {piece: number for number, piece in enumerate([*pieces, *pairs])}
+    model = Tokenizer(models.BPE(words, [(pair[0], pair[1]) for pair in pairs]))
+    model.decoder = decoders.Fuse()
+    if end is not None:
+        model.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=end)
+
+
+def skip_of(target: Target) -> dict[str, object]:
+    """Returns the fields of a self-draft of a target of one layer or several."""
+    return SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
 
 
 def member_of(method: str, target: Target) -> Drafter:
@@ -47,7 +66,7 @@ def member_of(method: str, target: Target) -> Drafter:
         "retrieval": {"prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4} | tree,
         "token_recycling": {"num_speculative_tokens": 3} | tree,
         "lookahead": {"num_speculative_tokens": 2, "window": 3, "guess_set_size": 2},
-        "layer_skip": SKIP,
+        "layer_skip": skip_of(target),
         "cascade": {"members": [LOOKUP, SKIP]},
     }
     if method in fields:
@@ -83,25 +102,16 @@ class Choosing(DrafterContract):
 
 
 class Member(Drafter):
-    """Drafts a token while ``proposes`` is True, and records its calls."""
+    """Drafts a token while ``proposes`` is True, and counts its verdicts."""
 
     def __init__(self, proposes: bool = True) -> None:
-        self.proposes = proposes
-        self.calls: list[str] = []
-
-    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        self.calls.append("start")
+        self.proposes, self.verdicts = proposes, 0
 
     def draft(self, context: Context, limit: int) -> Draft:
-        self.calls.append("draft")
         return Draft(torch.tensor([1] if self.proposes else [], dtype=torch.int64, device=context.last.device))
 
     def observe(self, verdict: Verdict) -> None:
-        self.calls.append("observe")
-
-    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
-        self.calls.append("observe_logits")
-        return ()
+        self.verdicts += 1
 
 
 class ScriptedMember(Member):
@@ -124,7 +134,7 @@ class ResultLog(Member):
         super().__init__()
         self.drafter, self.tree_tokens = drafter, drafter.tree_tokens
         self.lookup = drafter.lookup
-        self.last = Draft.empty(torch.device("cpu"))
+        self.last: Draft | None = None
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         self.drafter.start(prompt, cache, chooser)
@@ -141,6 +151,23 @@ class Trees(Member):
 
     def draft(self, context: Context, limit: int) -> Draft:
         return Draft.of_lookup([1, 2, 3, 4], [-1, 0, -1, 2], context.last.device, path_probs=[0.6, 0.5, 0.3, 0.2])
+
+
+def play(
+    cascade: CascadeBase, members: Sequence[ResultLog], text: Sequence[int], known: int, end: int, limit: int = 4
+) -> Iterator[tuple[int, Draft, int]]:
+    """Verifies a cascade's drafts against a text; yields each round's context length, draft and accepted tokens.
+
+    A member that is not asked has None as its last draft.
+    """
+    while known < end:
+        for member in members:
+            member.last = None
+        draft = cascade.draft(Context(list(text[:known]), torch.tensor(text[known - 1 : known])), limit)
+        accepted = run_along(branches_of(draft), text[known:])
+        yield known, draft, accepted
+        cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, text[known + accepted], torch.tensor([0])))
+        known += accepted + 1
 
 
 def run_along(branches: list[tuple[int, ...]], text: Sequence[int]) -> int:

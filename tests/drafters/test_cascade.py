@@ -1,4 +1,4 @@
-"""Cascades without costs: the contract, which member is asked, and what each observes."""
+"""Cascades with and without costs: the contract, which member is asked, and what each observes."""
 
 from __future__ import annotations
 
@@ -7,36 +7,24 @@ import copy
 import pytest
 import torch
 
-from layerskip.config import SpeculativeConfig, StopRule
+from layerskip.config import AcceptRule, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
+from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.verify import Verdict
-from layerskip.drafters.cascade import Cascade
-from layerskip.drafters.cross_tokenizer import CrossTokenizer
+from layerskip.drafters.cascade import Cascade, PricedCascade
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.registry import build_drafter
-from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, DrafterContract, contract, generated, target_of
-from tests.drafters.members import LOOKUP, SECONDS, SKIP, Choosing, Member, member_of
-from tests.drafters.recorder import Recorder
-from tests.drafters.test_cross_tokenizer import other_letters
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Recorder, contract, generated, target_of
+from tests.drafters.members import LOOKUP, SECONDS, SKIP, Choosing, Member, member_of, skip_of
 from tests.drafters.test_draft_model import noisy_copy
 from tests.drafters.test_token_recycling import experienced_drafter
-from tests.families import build
 
-
-def _skip(target: Target) -> dict[str, object]:
-    return SKIP | {"mask": "attention:0" if target.layers == 1 else SKIP["mask"]}
-
-
-def _cascade(target: Target, second: dict[str, object]) -> Drafter:
-    return build_drafter(SpeculativeConfig.from_dict({"method": "cascade", "members": [LOOKUP, second]}), target)
-
-
-TestLookupThenLayerSkip = contract(lambda target: _cascade(target, _skip(target)), Choosing)
+TestLookupThenLayerSkip = contract(
+    lambda target: Cascade([member_of(method, target) for method in ("prompt_lookup", "layer_skip")]), Choosing
+)
 # The second member has decoded before, so that it has something to draft.
 TestLookupThenTrees = contract(
     lambda target: Cascade([member_of("prompt_lookup", target), copy.deepcopy(experienced_drafter(target))]),
@@ -44,72 +32,22 @@ TestLookupThenTrees = contract(
     history_dependent=True,
     keeps_state=True,
 )
-# The second member observes passes for which the first has drafted.
-TestLookupThenWindow = contract(
-    lambda target: Cascade([member_of("prompt_lookup", target), member_of("lookahead", target)]),
-    Choosing,
-    samples_by_default=False,
-    trees=True,
-    samplings=SAMPLINGS[1:2],
-)
 
 
-def _lookup_then_model(target: Target) -> Drafter:
-    """The second member's cache lags whenever the first has drafted."""
-    model = build("llama", 1, vocab_size=target.vocabulary, num_hidden_layers=1)
-    return Cascade([member_of("prompt_lookup", target), DraftModel(model, 1, 3, StopRule())])
-
-
-TestLookupThenDraftModel = contract(_lookup_then_model, Choosing, samples_by_default=False, samplings=SAMPLINGS[1:2])
-
-
-SURE, LESS_SURE = StopRule("threshold", 0.6), StopRule("threshold", 0.3)  # for models, and for weaker drafters
-
-
-class SureFirst(DrafterContract):
-    """The first member leaves a round to the second if a stop rule ends its draft after the first token, drawn or not."""
-
-    samplings = SAMPLINGS[:1]
-
-    def test_both_members_draft_rounds(self) -> None:
-        target, rounds, asked = target_of("llama"), set(), set()
-        for prompt in PROMPTS:
-            cascade = self.drafter(target)
-            assert isinstance(cascade, Cascade)
-            first, second = cascade.members
-            cascade.members = (first, recorder := Recorder(second))
-            decode(target, watched := Recorder(cascade), prompt, GREEDY, LENGTH)
-            rounds |= {context for context, _ in watched.drafts}
-            asked |= {context for context, _ in recorder.drafts}
-        assert set() < asked < rounds
-
-
+# The first member leaves a round to the second if a stop rule ends its draft after the first token, drawn or not.
+SURE = StopRule("threshold", 0.6)
 TestSureModelThenLookup = contract(
-    lambda target: Cascade([DraftModel(noisy_copy(target), target.layers, 3, SURE), member_of("prompt_lookup", target)]),
-    SureFirst,
-    samplings=DrafterContract.samplings,
+    lambda target: Cascade([DraftModel(noisy_copy(target), target.layers, 3, SURE), member_of("prompt_lookup", target)])
 )
 
 
-class TestSureSiblingsThenModel(SureFirst):
-    trees = True
-
-    def drafter(self, target: Target) -> Drafter:
-        skip = _skip(target) | {"siblings": 1, "stop": SURE.to_dict()}
-        sure = build_drafter(SpeculativeConfig.from_dict(skip), target)
-        return Cascade([sure, DraftModel(noisy_copy(target), target.layers, 2, SURE)])
-
-    def test_drafts_depend_on_the_context_alone(self) -> None:
-        pytest.skip("they also depend on the limit: no stop rule is applied to the only token of a draft")
+def _sure_siblings_then_model(target: Target) -> Drafter:
+    sure = build_drafter(SpeculativeConfig.from_dict(skip_of(target) | {"siblings": 1, "stop": SURE.to_dict()}), target)
+    return Cascade([sure, DraftModel(noisy_copy(target), target.layers, 2, SURE)])
 
 
-def _sure_speller(target: Target) -> Drafter:
-    model, translation = other_letters(target)
-    sure = CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, LESS_SURE)
-    return Cascade([sure, member_of("prompt_lookup", target)])
-
-
-TestSureSpellerThenLookup = contract(_sure_speller, SureFirst, samples_by_default=False)
+# Its drafts depend on the limit, too: no stop rule is applied to the only token of a draft.
+TestSureSiblingsThenModel = contract(_sure_siblings_then_model, trees=True, history_dependent=True, samplings=SAMPLINGS[:1])
 
 
 @pytest.mark.parametrize("proposes", [True, False])
@@ -118,8 +56,7 @@ def test_a_provisional_draft_is_taken_if_no_other_member_has_one(proposes: bool)
     target = target_of("llama")
     model, unsure = noisy_copy(target), 0
     for prompt in PROMPTS:
-        second = Member()
-        second.proposes = proposes
+        second = Member(proposes)
         rounds = Recorder(Cascade([DraftModel(model, target.layers, 3, SURE), second]))
         assert decode(target, rounds, prompt, GREEDY, LENGTH).tokens == generated("llama", prompt, LENGTH)
         for context, drafted in rounds.drafts:
@@ -130,28 +67,8 @@ def test_a_provisional_draft_is_taken_if_no_other_member_has_one(proposes: bool)
                 unsure += 1
             else:
                 assert drafted[0] == (int(chances.argmax()),)
-        assert ("observe" in second.calls) == proposes
+        assert (second.verdicts > 0) == proposes
     assert unsure
-
-
-def test_the_first_member_with_a_proposal_drafts_and_all_observe_the_logits() -> None:
-    first, second = Member(), Member()
-    cascade = Cascade([first, second])
-    last = torch.tensor([1])
-    context, output = Context([1], last), VerifyOutput(last, torch.zeros(1, 3))
-    cascade.start([1], KVCache(1, 4), None)  # type: ignore[arg-type]
-    for proposals in ((True, True), (False, True), (False, False)):
-        first.proposes, second.proposes = proposals
-        assert cascade.draft(context, 4).tokens.shape[0] == any(proposals)
-        cascade.observe(Verdict((1,), 0, 2, last))
-        cascade.observe_logits(output)
-    assert first.calls == [
-        "start",
-        *("draft", "observe", "observe_logits"),
-        *("draft", "observe_logits"),
-        *("draft", "observe_logits"),
-    ]
-    assert second.calls == ["start", "observe_logits", *("draft", "observe", "observe_logits"), *("draft", "observe_logits")]
 
 
 def test_a_member_that_was_never_asked_keeps_the_text() -> None:
@@ -169,8 +86,11 @@ def test_a_member_that_was_never_asked_keeps_the_text() -> None:
 class Often(Member):
     """Drafts in two of three rounds."""
 
+    rounds = 0
+
     def draft(self, context: Context, limit: int) -> Draft:
-        self.proposes = self.calls.count("draft") % 3 < 2
+        self.rounds += 1
+        self.proposes = self.rounds % 3 > 0
         return super().draft(context, limit)
 
 
@@ -193,3 +113,78 @@ def test_a_member_that_was_skipped_for_rounds_catches_up(method: str) -> None:
             assert hits or method not in ("draft_model", "cross_tokenizer")  # these draft with the target itself
             right += hits
     assert right > 0
+
+
+class Priced(Choosing):
+    samplings = SAMPLINGS[1:2]
+    takers: tuple[int | None, ...] = (None,)
+    """Members whose drafts are verified at times; None for rounds in which no draft pays."""
+
+    def test_members_take_turns(self) -> None:
+        target = target_of("llama")
+        cascade = self.drafter(target)
+        assert isinstance(cascade, PricedCascade)
+        taken, observe = set[int | None](), cascade.observe
+
+        def observed(verdict: Verdict) -> None:
+            taken.add(cascade._drafted)
+            observe(verdict)
+
+        cascade.observe = observed  # type: ignore[method-assign]
+        for prompt in PROMPTS * 2:
+            decode(target, cascade, prompt, GREEDY, LENGTH)
+        assert {*self.takers} <= taken and len(taken) > 1
+
+
+# The second member has decoded before, so that it has something to draft.
+TestLookupThenTreesThatHaveToPay = contract(
+    lambda target: PricedCascade(
+        [member_of("prompt_lookup", target), copy.deepcopy(experienced_drafter(target))], (1.25, 1.3)
+    ),
+    Priced,
+    trees=True,
+)
+# Which member drafts is decided before anything is drawn.
+TestLookupThenLayerSkipThatHasToPay = contract(
+    lambda target: PricedCascade(
+        [member_of(method, target) for method in ("prompt_lookup", "layer_skip")], (1.02, 1.04), (0.0, 0.05)
+    ),
+    Priced,
+    takers=(1, None),
+)
+
+
+def _sure_model_and_lookup(target: Target) -> Drafter:
+    """The first of two models leaves rounds with a low first confidence to the second."""
+    sure, second = (
+        DraftModel(noisy_copy(target), target.layers, 3, stop) for stop in (StopRule("threshold", 0.6), StopRule())
+    )
+    return PricedCascade([sure, member_of("prompt_lookup", target), second], (1.01, 1.02), (0.01, 0.0, 0.01))
+
+
+TestSureModelAndLookupThatHaveToPay = contract(_sure_model_and_lookup, Priced, takers=(0, 2), samplings=SAMPLINGS[:1])
+
+
+def test_without_draft_costs_a_model_is_asked_if_no_lookup_pays() -> None:
+    target, asked, lost = target_of("llama"), 0, 0
+    first, second = (Recorder(member_of(method, target)) for method in ("prompt_lookup", "layer_skip"))
+    cascade = PricedCascade([first, second], (1.1, 1.2))
+    for prompt in PROMPTS:
+        for recorder in (first, second):
+            recorder.drafts.clear()
+        result = decode(target, watched := Recorder(cascade), prompt, GREEDY, LENGTH)
+        assert result.tokens == generated("llama", prompt, LENGTH)
+        theirs = dict(second.drafts)
+        for context, branches in watched.drafts:
+            assert branches == theirs[context] if context in theirs else branches  # without it a lookup was verified
+        asked, lost = asked + len(theirs), lost + len(watched.drafts) - len(theirs)
+    assert asked > 5
+    assert lost > 5
+
+
+def test_lossy_rules_use_the_cascade_without_costs() -> None:
+    members = [SpeculativeConfig.from_dict(fields) for fields in (LOOKUP, SKIP)]
+    costs = {"verify_cost": (1.1, 1.2), "draft_cost": (0.0, 0.1)}
+    for rule, method in (("exact", PricedCascade), ("typical", Cascade)):
+        config = SpeculativeConfig("cascade", members=tuple(members), accept=AcceptRule(rule), **costs)  # type: ignore[arg-type]
+        assert type(build_drafter(config, target_of("llama"))) is method

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import string
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from tokenizers import decoders
+from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Context, Drafter
-from layerskip.decoding.sampling import Chooser, Sampling
+from layerskip.decoding.drafter import Drafter, NoDraft
+from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation, UnalignedTokenizers
 from layerskip.drafters.registry import build_drafter
-from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead, save_draft_tokens
 from layerskip.models.loading import load_target
 from layerskip.models.skip_view import shared_copy
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, Recorder, contract, target_of, toy_target
+from tests.drafters.members import LETTERS, spelling
 from tests.drafters.test_draft_model import noisy_copy
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
-
-LETTERS = string.ascii_lowercase
-
-
-def spelling(pieces: str, pairs: tuple[str, ...] = (), end: str | None = None) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of single letters, and of some pairs of them."""
-    words = {piece: number for number, piece in enumerate([*pieces, *pairs])}
-    model = Tokenizer(models.BPE(words, [(pair[0], pair[1]) for pair in pairs]))
-    model.decoder = decoders.Fuse()
-    if end is not None:
-        model.add_special_tokens([AddedToken(end, special=True, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=end)
 
 
 def _respelled(model: PreTrainedModel, rows: list[int]) -> PreTrainedModel:
@@ -56,7 +43,7 @@ def _respelled(model: PreTrainedModel, rows: list[int]) -> PreTrainedModel:
     return other
 
 
-def other_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
+def _reversed_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
     size, end = target.vocabulary, "b" if target is toy_target() else None
     letters = LETTERS[:size]
     pairs = (letters[3] + letters[4], letters[2] + letters[0])
@@ -64,61 +51,40 @@ def other_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
     return model, Translation(spelling(letters, end=end), spelling(letters[::-1], pairs, end))
 
 
-class TestOtherLetters(DrafterContract):
+def _other_letters(target: Target) -> Drafter:
     """The draft counts its letters from the end and has tokens for pairs; the target's end token is a letter to it."""
-
-    def drafter(self, target: Target) -> Drafter:
-        return self.stopping(target, StopRule())
-
-    def stopping(self, target: Target, stop: StopRule) -> Drafter:
-        """Returns a drafter with a stop rule."""
-        model, translation = other_letters(target)
-        return CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, stop)
-
-    def test_a_carried_threshold_is_reset(self) -> None:
-        target = target_of("llama")
-        drafter = self.stopping(target, StopRule("adaptive", 0.3, step=0.5, threshold_decay=0.5))
-        first, again = (decode(target, drafter, PROMPTS[2], GREEDY, LENGTH) for _ in range(2))
-        drafter.reset_state()
-        assert decode(target, drafter, PROMPTS[2], GREEDY, LENGTH).stats == first.stats != again.stats
+    model, translation = _reversed_letters(target)
+    return CrossTokenizer(model, target.layers, model.config.vocab_size, translation, 3, StopRule())
 
 
-class TestFewOfOtherLetters(DrafterContract):
+TestOtherLetters = contract(_other_letters)
+
+
+def _few_of_other_letters(target: Target) -> Drafter:
     """The draft's reduced vocabulary has every other letter, the toy's end token and one pair, and tokens of the text."""
+    model, translation = _reversed_letters(target)
+    width = model.config.vocab_size
+    head = DraftHead(model, torch.tensor(sorted({*range(0, width, 2), target.vocabulary - 2})), width)
+    view = shared_copy(model)
+    head.restrict(view)
+    return CrossTokenizer(view, target.layers, width, translation, 3, StopRule(), head)
 
-    def drafter(self, target: Target) -> Drafter:
-        model, translation = other_letters(target)
-        width = model.config.vocab_size
-        head = DraftHead(model, torch.tensor(sorted({*range(0, width, 2), target.vocabulary - 2})), width)
-        view = shared_copy(model)
-        head.restrict(view)
-        return CrossTokenizer(view, target.layers, width, translation, 3, StopRule(), head)
 
-    @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
-    def test_only_tokens_of_the_reduced_vocabulary_or_the_text_are_drafted(self, sampling: Sampling) -> None:
-        target = target_of("llama")
-        from_text = set()
-        for prompt in PROMPTS[:4]:
-            recorder = Recorder(self.drafter(target))
-            decode(target, recorder, prompt, sampling, LENGTH, seed=0)
-            for context, branches in recorder.drafts:
-                drafted = {token for branch in branches for token in branch}
-                few = {target.vocabulary - 1 - token for token in range(0, target.vocabulary, 2)} | {3, 4}
-                assert drafted <= few | set(context)
-                from_text |= drafted - few
-        assert from_text
+TestFewOfOtherLetters = contract(_few_of_other_letters, samples_by_default=False)
 
-    def test_re_encoded_tokens_join_the_drafted_vocabulary(self) -> None:
-        """The text's last letter and the next one become a pair, which the reduced vocabulary lacks."""
-        target = target_of("llama")
-        drafter, device = self.drafter(target), torch.device(DEVICE)
-        drafter.start([5, 2], KVCache(target.layers, 64, False, device), Chooser(GREEDY, target.vocabulary, device))
-        drafter.draft(Context([5, 2], torch.tensor([2], device=device)), 3)
-        assert isinstance(drafter, CrossTokenizer)
-        assert drafter._head is not None
-        assert target.vocabulary + 1 not in drafter._head.tokens
-        drafter.draft(Context([5, 2, 0], torch.tensor([0], device=device)), 3)
-        assert target.vocabulary + 1 in drafter._head.tokens
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
+def test_only_tokens_of_the_reduced_vocabulary_or_the_text_are_drafted(sampling: Sampling) -> None:
+    target, from_text = target_of("llama"), set()
+    few = {target.vocabulary - 1 - token for token in range(0, target.vocabulary, 2)} | {3, 4}
+    for prompt in PROMPTS[:4]:
+        recorder = Recorder(_few_of_other_letters(target))
+        decode(target, recorder, prompt, sampling, LENGTH, seed=0)
+        for context, branches in recorder.drafts:
+            drafted = {token for branch in branches for token in branch}
+            assert drafted <= few | set(context)
+            from_text |= drafted - few
+    assert from_text
 
 
 def _uneven(target: Target) -> Drafter:
@@ -155,51 +121,24 @@ def test_incremental_encoding_equals_encoding_the_whole_text() -> None:
     assert known == tokens
 
 
-def test_the_target_as_its_own_draft_is_always_accepted() -> None:
-    target = target_of("llama")
-    letters = spelling(LETTERS[: target.vocabulary])
-    drafter = CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule())
-    for sampling in (GREEDY, Sampling(1.0), Sampling(0.7, top_k=4)):
-        for prompt in PROMPTS:
-            result = decode(target, drafter, prompt, sampling, LENGTH, seed=0)
-            assert result.stats.acceptance_rate == 1.0
-            assert len(result.stats.rounds) == 6
-
-
-def test_a_limited_number_of_positions_ends_drafting_but_not_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = target_of("llama")
-    letters = spelling(LETTERS[: target.vocabulary])
-    monkeypatch.setattr("layerskip.drafters.cross_tokenizer.max_positions", lambda _: 20)
-    drafter = CrossTokenizer(target.model, target.layers, target.vocabulary, Translation(letters, letters), 3, StopRule())
-    for prompt in ([1, 2, 3], [1, 2, 3] * 9):
-        result = decode(target, drafter, prompt, GREEDY, LENGTH)
-        assert sum(found.accepted for found in result.stats.rounds) > 0 or len(prompt) > 20
-        assert len(prompt) < 20 or result.stats.drafted == 0
-
-
 def test_a_reduced_vocabulary_belongs_to_the_draft_models_tokenizer(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device=DEVICE)
     draft = load_target(str(save_tiny(tmp_path / "draft", seed=2)), dtype="float32", device=DEVICE)
     prompt = target.encode("Hello there")
-    plain = decode(target, build_drafter(SpeculativeConfig(), target), prompt, GREEDY, 12)
+    config = SpeculativeConfig("cross_tokenizer", 2, draft_model=draft.name, draft_head=str(tmp_path / "common"))
     common = torch.arange(0, draft.vocabulary, 3)
     save_draft_tokens(tmp_path / "common", common, draft, {})
-    config = SpeculativeConfig("cross_tokenizer", 2, draft_model=draft.name, draft_head=str(tmp_path / "common"))
-    assert SpeculativeConfig.from_dict(config.to_dict()) == config
-    drafter = build_drafter(config, target)
-    assert isinstance(drafter, CrossTokenizer)
-    result = decode(target, drafter, prompt, GREEDY, 12)
-    assert result.tokens == plain.tokens
+    result = decode(target, build_drafter(config, target), prompt, GREEDY, 12)
+    assert result.tokens == decode(target, NoDraft(), prompt, GREEDY, 12).tokens
     assert result.stats.drafted > 0
-    save_draft_tokens(tmp_path / "targets", common, target, {})
-    with pytest.raises(ConfigError, match="^draft_head: .*made for another target, .*target, not for .*draft: its w"):
-        build_drafter(replace(config, draft_head=str(tmp_path / "targets")), target)
-    strange = [
-        number for number in common.tolist() if number not in {in_draft for _, in_draft in drafter.translation.shared}
-    ]
-    save_draft_tokens(tmp_path / "strange", torch.tensor(strange[:1]), draft, {})
-    with pytest.raises(ConfigError, match="^draft_head: .*strange shares no token with "):
-        build_drafter(replace(config, draft_head=str(tmp_path / "strange")), target)
+    special = torch.tensor([0])  # padding, which the tokenizers do not share
+    for name, tokens, owner, reason in (
+        ("targets", common, target, "made for another target, .*target, not for .*draft: its w"),
+        ("special", special, draft, "special shares no token with "),
+    ):
+        save_draft_tokens(tmp_path / name, tokens, owner, {})
+        with pytest.raises(ConfigError, match=f"^draft_head: .*{reason}"):
+            build_drafter(replace(config, draft_head=str(tmp_path / name)), target)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -220,11 +159,9 @@ def test_models_without_a_tokenizer_are_refused(tmp_path: Path, family: str) -> 
 def test_tokenizers_that_do_not_match_are_refused(tmp_path: Path) -> None:
     lossy = spelling("abcdef")
     lossy.backend_tokenizer.decoder = decoders.Replace("a", "b")
-    for letters, draft, reason in (("ab", spelling("xyz"), "share no token"), ("a", lossy, "does not reproduce")):
-        with pytest.raises(UnalignedTokenizers, match=reason):
-            Translation(spelling(letters), draft)
+    with pytest.raises(UnalignedTokenizers, match="does not reproduce"):
+        Translation(spelling("a"), lossy)
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
-    draft_model = load_target(str(save_tiny(tmp_path / "draft")), dtype="float32", device=DEVICE).model
-    target.drafts["greek"] = Target(draft_model, spelling("αβγδ"), "greek")
+    target.drafts["greek"] = Target(target.model, spelling("αβγδ"), "greek")
     with pytest.raises(ConfigError, match="^draft_model: greek cannot draft for .*share no token"):
         build_drafter(SpeculativeConfig("cross_tokenizer", draft_model="greek"), target)

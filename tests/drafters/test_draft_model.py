@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
-from layerskip.config import ConfigError, SpeculativeConfig, StopRule
+from layerskip.config import StopRule
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter, NoDraft
+from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.draft_model import DraftModel
-from layerskip.drafters.registry import build_drafter
-from layerskip.models.architecture import UnsupportedModel
-from layerskip.models.draft_head import DraftHead
-from layerskip.models.loading import load_target
-from layerskip.models.skip_view import shared_copy
-from layerskip.models.target import Target, TargetError
+from layerskip.models.target import Target
 from tests.accelerator import DEVICE
-from tests.drafters.bridges import max_tokens
-from tests.drafters.contract import FAMILIES, GREEDY, LENGTH, PROMPTS, SAMPLINGS, contract, target_of
-from tests.families import build
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, contract, generated, target_of
+from tests.drafters.members import member_of
 
 
 def noisy_copy(target: Target, noise: float = 0.06) -> PreTrainedModel:
@@ -50,18 +41,7 @@ def _resized(model: PreTrainedModel, vocabulary: int) -> PreTrainedModel:
     return other
 
 
-TestNoisyTarget = contract(lambda target: DraftModel(noisy_copy(target), target.layers, 3, StopRule()), samplings=SAMPLINGS)
-
-
-def _few_tokens(target: Target) -> Drafter:
-    model = noisy_copy(target)
-    head = DraftHead(model, torch.tensor(max_tokens(target)), target.vocabulary)
-    view = shared_copy(model)
-    head.restrict(view)
-    return DraftModel(view, target.layers, 3, StopRule(), head)
-
-
-TestNoisyTargetOfFewTokens = contract(_few_tokens, samplings=SAMPLINGS[1:2])
+TestNoisyTarget = contract(lambda target: DraftModel(noisy_copy(target), target.layers, 3, StopRule()))
 
 
 def _padded(target: Target) -> Drafter:
@@ -80,75 +60,35 @@ TestNarrowVocabulary = contract(
 )
 
 
-@FAMILIES
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), Sampling(0.8, repetition_penalty=1.3)], ids=str)
-def test_the_target_as_its_own_draft_model_is_always_accepted(family: str, sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    ("method", "sampling"),
+    [
+        ("draft_model", GREEDY),
+        ("draft_model", Sampling(0.8, top_k=4, repetition_penalty=1.3)),
+        ("cross_tokenizer", GREEDY),
+        ("cross_tokenizer", Sampling(0.8, top_k=4)),  # it leaves out the penalty, which applies to the target's tokens
+    ],
+)
+def test_the_target_as_its_own_draft_model_is_always_accepted(method: str, sampling: Sampling) -> None:
     """After full acceptance the model's cache lacks a token; a mistake there would make some draft be rejected."""
-    target = target_of(family)
-    drafter = DraftModel(target.model, target.layers, 3, StopRule())
+    target = target_of("gemma3_text")
+    drafter = member_of(method, target)
     for prompt in PROMPTS:
         result = decode(target, drafter, prompt, sampling, LENGTH, seed=0)
         assert [round.accepted for round in result.stats.rounds] == [3, 3, 3, 3, 3, 2]
         assert result.stats.acceptance_rate == 1.0
 
 
-def test_a_limited_number_of_positions_ends_drafting_but_not_decoding() -> None:
+@pytest.mark.parametrize("method", ["draft_model", "cross_tokenizer"])
+def test_a_limited_number_of_positions_ends_drafting_but_not_decoding(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The positions end within one prompt's output, and before another prompt does."""
-    target = Target(build("gpt2", vocab_size=12))
-    fields = target.model.config.to_diff_dict() | {"n_positions": 20}
-    short = type(target.model)(type(target.model.config)(**fields)).eval().to(DEVICE)
-    weights = target.model.state_dict()
-    with torch.no_grad():
-        for name, ours in short.state_dict().items():
-            ours.copy_(weights[name][: len(ours)])
-    drafter = DraftModel(short, target.layers, 3, StopRule())
-    for prompt in (PROMPTS[0][:5], [*PROMPTS[0][:5]] * 5):
-        expected = decode(target, NoDraft(), prompt, GREEDY, LENGTH)
-        result = decode(target, drafter, prompt, GREEDY, LENGTH)
-        assert result.tokens == expected.tokens
-        reached, drafted = len(prompt) + 1, []
+    target, most = target_of("llama"), 20
+    monkeypatch.setattr(f"layerskip.drafters.{method}.max_positions", lambda _: most)
+    for prompt in (PROMPTS[1], PROMPTS[1] * 2):
+        result, length, drafted = decode(target, member_of(method, target), prompt, GREEDY, LENGTH), len(prompt) + 1, 0
+        assert result.tokens == generated("llama", prompt, LENGTH)
         for found in result.stats.rounds:
-            drafted.append((reached, found.drafted))
-            reached += found.committed
-        assert all(count == 0 for length, count in drafted if length > 20)
-        assert any(count > 0 for length, count in drafted) == (len(prompt) < 20)
-
-
-def _saved(folder: Path, family: str, words: int, **changes: int) -> str:
-    """Returns the folder of a tiny model and a tokenizer with that many words."""
-    model = build(family, vocab_size=16, **changes)
-    model.save_pretrained(folder)
-    tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(words)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
-    return str(folder)
-
-
-def _config(draft: str) -> SpeculativeConfig:
-    return SpeculativeConfig.from_dict({"method": "draft_model", "draft_model": draft, "num_speculative_tokens": 2})
-
-
-def test_a_configured_draft_model_is_loaded_once(tmp_path: Path) -> None:
-    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device=DEVICE)
-    draft = _saved(tmp_path / "draft", "gpt2", 14, num_hidden_layers=2)
-    prompt = [3, 5, 7]
-    ids = torch.tensor([prompt], device=DEVICE)
-    expected = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=0
-    )
-    drafters = [build_drafter(_config(draft), target) for _ in range(2)]
-    assert drafters[0].model is drafters[1].model
-    result = decode(target, drafters[0], prompt, GREEDY, 12)
-    assert prompt + result.tokens == expected[0].tolist()
-    assert result.stats.rounds[0].drafted == 2
-
-
-def test_a_draft_model_that_cannot_draft_is_refused(tmp_path: Path) -> None:
-    target = load_target(_saved(tmp_path / "target", "llama", 14), dtype="float32", device=DEVICE)
-    with pytest.raises(TargetError, match="^draft_model: .*tokenizer"):
-        build_drafter(_config(_saved(tmp_path / "other", "llama", 13)), target)
-    with pytest.raises(UnsupportedModel, match="^draft_model: MambaForCausalLM: .*rewind"):
-        build_drafter(_config(_saved(tmp_path / "recurrent", "mamba", 14)), target)
-    with pytest.raises(TargetError, match="^draft_model: .*no folder"):
-        build_drafter(_config(str(tmp_path / "nothing")), target)
-    with pytest.raises(ConfigError, match="^draft_model: "):
-        SpeculativeConfig(method="draft_model")
+            assert not found.drafted or length <= most
+            drafted += found.drafted
+            length += found.committed
+        assert bool(drafted) == (len(prompt) < most)

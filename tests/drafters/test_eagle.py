@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 from layerskip.config import StopRule
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
-from layerskip.drafters import eagle
-from layerskip.drafters.cascade import Cascade, PricedCascade
+from layerskip.drafters.cascade import PricedCascade
 from layerskip.drafters.eagle import Eagle
+from layerskip.drafters.medusa import Medusa
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import TextFeatures, extract_features, read_features
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import Batch, acceptance, predict_tokens, stored_modules
+from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
-from tests.drafters.contract import (
-    GREEDY,
-    LENGTH,
-    PROMPTS,
-    SAMPLINGS,
-    Recorder,
-    Tokens,
-    contract,
-    deep_toy,
-    generated,
-    target_of,
-)
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Tokens, contract, deep_toy, generated, target_of
 from tests.drafters.heads import UNROLL, eagle_head, family_of, tiny
+from tests.drafters.members import member_of
+from tests.drafters.recorder import Recorder
 from tests.exhaustive import representative
+from tests.models.compilers import rewrite_only
 
 
 def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | None = None, **tree: float) -> Eagle:
@@ -45,14 +36,6 @@ TestChain = contract(lambda target: _eagle(target, eagle_head(family_of(target))
 
 _TREE = {"top_k": 3, "tree_tokens": 7, "min_token_prob": 0.01}
 TestTree = contract(lambda target: _eagle(target, eagle_head(family_of(target)), **_TREE), trees=True)
-
-
-class TestTreeOnTheDevice(TestTree):  # type: ignore[misc, valid-type]
-    """Trees whose shape the host reads with the verdict, as on a GPU."""
-
-    @pytest.fixture(autouse=True)
-    def on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(eagle, "reads_while_growing", lambda cache, device: False)
 
 
 # It reads three layers, and drafts from a part of the vocabulary.
@@ -67,14 +50,6 @@ TestTreesLookingBack = contract(
     samples_by_default=False,
     trees=True,
     toy=staticmethod(deep_toy),
-)
-# As a member of a cascade it reads hidden states of rounds that others drafted; its threshold is carried over.
-_CARRIED = StopRule("adaptive", 0.2, 0.2, step=0.5, threshold_decay=0.5)
-TestBehindLookup = contract(
-    lambda target: Cascade([PromptLookup(2, 3, "last", 3), _eagle(target, eagle_head(family_of(target)), stop=_CARRIED)]),
-    samples_by_default=False,
-    keeps_state=True,
-    samplings=SAMPLINGS[:1],
 )
 # Trees of unknown cost after lookups whose every token has to pay for its verification.
 TestTreesBehindLookup = contract(
@@ -170,8 +145,8 @@ def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth
 @pytest.mark.parametrize(
     ("family", "few", "back", "width", "size"),
     representative(
-        [("llama", 0, 0, 3, 12), ("llama", 3, 2, 2, 6), ("llama", 0, 9, 2, 6), ("deep", 0, 0, 2, 6)],
-        [("llama", 0, 0, 2, 6), ("llama", 3, 2, 3, 12), ("llama", 0, 9, 3, 12), ("deep", 0, 0, 3, 12)],
+        [("llama", 0, 0, 3, 12), ("llama", 3, 2, 2, 6), ("deep", 0, 0, 2, 6)],
+        [("llama", 0, 9, 2, 6), ("llama", 3, 2, 3, 12), ("llama", 0, 9, 3, 12), ("deep", 0, 0, 3, 12)],
     ),
 )
 def test_trees_equal_those_computed_without_a_cache(family: str, few: int, back: int, width: int, size: int) -> None:
@@ -190,14 +165,22 @@ def test_trees_equal_those_computed_without_a_cache(family: str, few: int, back:
     assert deepest > 2
 
 
-def test_replaced_embeddings_invalidate_a_recorded_cache() -> None:
-    target, head = target_of("llama"), eagle_head("llama")
-    embeddings = copy.deepcopy(target.model.get_input_embeddings())
-    drafter = Eagle(head, embeddings, Readout(target, head.tokens), 3, StopRule())
-    caches = []
-    for moved in (False, False, True):
-        if moved:
-            embeddings.weight.data = embeddings.weight.data.clone()
-        decode_static(target, drafter, PROMPTS[1], GREEDY, LENGTH)
-        caches.append(drafter._cache)
-    assert caches[0] is caches[1] is not caches[2]
+@pytest.mark.skipif(DEVICE != "cpu", reason="stands in for a GPU")
+@pytest.mark.parametrize("method", ["eagle", "medusa"])
+def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("llama")
+    graphs = rewrite_only(monkeypatch)
+    found = []
+    for mode in ("off", "on"):
+        drafter = member_of(method, target)
+        assert isinstance(drafter, Eagle | Medusa)
+        module = drafter.head.body if isinstance(drafter, Eagle) else drafter.heads
+        set_compiling(module, mode)
+        recorder = Recorder(drafter)
+        for prompt in PROMPTS[1:3]:
+            tokens = decode_static(target, recorder, prompt, GREEDY, LENGTH).tokens
+            assert tokens == generated("llama", prompt, LENGTH)
+        found.append(recorder.drafts)
+        set_compiling(module, "auto")
+        assert bool(graphs) == (mode == "on")
+    assert found[0] == found[1]

@@ -57,15 +57,11 @@ def test_columns_of_the_window_become_ngrams() -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4])
 def test_a_window_is_left_out_only_while_it_exceeds_the_limit(limit: int) -> None:
-    drafter = Lookahead(2, 3, 2)
+    drafter, context = Lookahead(2, 3, 2), _context(1, 2, 3, 1, 2)
     drafter.start((1, 2, 3, 1, 2), None, None)  # type: ignore[arg-type]
-    context = _context(1, 2, 3, 1, 2)
     branches = _branches(drafter, context, limit)
     assert ((1, 2, 3) in branches) == (limit >= 3)
-    assert (3,) in branches
-    assert all(len(branch) <= limit for branch in branches)
-    if limit < 3:
-        _observe(drafter, VerifyOutput(torch.tensor([2, 3]), torch.zeros(2, 40)))  # of a pass that it asked nothing in
+    assert (3,) in branches and all(len(branch) <= limit for branch in branches)
     assert (1, 2, 3) in _branches(drafter, context, 99)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from layerskip.decoding.decode import decode
-from layerskip.drafters import medusa
 from layerskip.drafters.medusa import Medusa
 from layerskip.heads.feature_store import TextFeatures, read_features
 from layerskip.heads.readout import Readout
@@ -17,14 +15,6 @@ from tests.drafters.heads import UNROLL, family_of, medusa_heads
 TestMedusa = contract(
     lambda target: Medusa(medusa_heads(family_of(target)), Readout(target, None), 3, 4, 84, 0.01), trees=True
 )
-
-
-class TestMedusaOnTheDevice(TestMedusa):  # type: ignore[misc, valid-type]
-    """Trees whose shape the host reads with the verdict, as on a GPU."""
-
-    @pytest.fixture(autouse=True)
-    def on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(medusa, "reads_while_growing", lambda cache, device: False)
 
 
 def test_drafts_equal_the_predictions_of_training() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from layerskip import Sampling, SpeculativeConfig
 from layerskip.engines.registry import ENGINES, describe_engines
-from tests.engines.known import CONFIGS, KEPT, LOOKUP, MODEL, deployment, interpreter
+from tests.engines.known import CONFIGS, KEPT, LOOKUP, deployment, interpreter
 
 CASES = [(engine, name) for engine in ENGINES for name in CONFIGS]
 RUNNABLE = {
@@ -56,14 +56,46 @@ def test_weights_that_were_quantised_on_loading_are_refused(engine: str) -> None
     assert _entry(engine, LOOKUP, quantization="torchao-int8")["reason"].startswith("target.quantization: ")
 
 
-def test_vllm_takes_the_range_of_n_grams() -> None:
-    command = _entry("vllm", LOOKUP)["command"]
-    assert command[:3] == ["vllm", "serve", "Org/Model"]
-    assert (_option(command, "--revision"), _option(command, "--dtype")) == ("abc", "float32")
-    expected = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    assert json.loads(_option(command, "--speculative-config")) == expected
-    assert not any(note.startswith("config.match") for note in _entry("vllm", LOOKUP)["differs"])
-    assert any(note.startswith("config.match") for note in _entry("vllm", CONFIGS["last lookup"])["differs"])
+OPTIONS: list[tuple[str, str, dict[str, str]]] = [
+    ("vllm", "lookup", {"--revision": "abc", "--dtype": "float32"}),
+    # SGLang counts the last token of the text, too.
+    ("sglang", "model", {"--speculative-num-steps": "3", "--speculative-num-draft-tokens": "4"}),
+    ("llama_cpp", "lookup then model", {"--spec-type": "ngram-simple,draft-simple", "--spec-draft-n-max": "3"}),
+    ("llama_cpp", "stopping model", {"--spec-draft-p-min": "0.4"}),
+]
+
+
+@pytest.mark.parametrize(("engine", "name", "options"), OPTIONS)
+def test_a_command_has_the_values_of_the_configuration(engine: str, name: str, options: dict[str, str]) -> None:
+    command = _entry(engine, CONFIGS[name])["command"]
+    assert {option: _option(command, option) for option in options} == options
+
+
+RETRIEVAL = SpeculativeConfig("retrieval", 6, prompt_lookup_min=1, prompt_lookup_max=4, tree_tokens=8, min_token_prob=0.1)
+ARGUMENTS: list[tuple[SpeculativeConfig, dict[str, Any]]] = [
+    (LOOKUP, {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+    (KEPT, {"method": "draft_model", "num_speculative_tokens": 3, "model": "best.draft"}),
+    (RETRIEVAL, {
+        "method": "suffix", "num_speculative_tokens": 6, "suffix_decoding_max_tree_depth": 10,
+        "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.1,
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "arguments"), ARGUMENTS)
+def test_vllm_gets_its_arguments_in_one_option(config: SpeculativeConfig, arguments: dict[str, Any]) -> None:
+    entry = _entry("vllm", config)
+    assert entry["command"][:3] == ["vllm", "serve", "Org/Model"]
+    assert entry["arguments"] == json.loads(_option(entry["command"], "--speculative-config")) == arguments
+
+
+def test_what_vllm_drafts_otherwise_or_not_at_all_is_stated() -> None:
+    names = "lookup", "last lookup", "kept layers"
+    first, last, kept = ({note.partition(":")[0] for note in _entry("vllm", CONFIGS[name])["differs"]} for name in names)
+    assert "config.match" in last - first
+    assert kept == {"config.mask", "config.stop"}
+    stored = _entry("vllm", SpeculativeConfig("retrieval", 6, datastore="store"))
+    assert stored["reason"].startswith("config.method: retrieval: no engine drafts from a datastore")
 
 
 def test_an_export_of_a_cpu_starts_the_server_that_its_wheel_has() -> None:
@@ -76,89 +108,38 @@ def test_an_export_of_a_cpu_starts_the_server_that_its_wheel_has() -> None:
     assert describe_engines(replace(deployment(LOOKUP), environment=measured))["vllm"] == _entry("vllm", LOOKUP)
 
 
-def test_retrieval_is_vllms_suffix_decoding() -> None:
-    config = SpeculativeConfig("retrieval", 6, prompt_lookup_min=1, prompt_lookup_max=4, tree_tokens=8, min_token_prob=0.1)
-    assert _entry("vllm", config)["arguments"] == {
-        "method": "suffix",
-        "num_speculative_tokens": 6,
-        "suffix_decoding_max_tree_depth": 10,
-        "suffix_decoding_max_spec_factor": 2.0,
-        "suffix_decoding_min_token_prob": 0.1,
-    }
-    stored = SpeculativeConfig("retrieval", 6, datastore="store")
-    assert _entry("vllm", stored)["reason"].startswith("config.method: retrieval: no engine drafts from a datastore")
-
-
 def test_a_published_head_of_eagle_3_is_for_the_engines_that_load_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     (tmp_path / "model.safetensors").touch()
     engines = describe_engines(deployment(SpeculativeConfig("eagle", 3, head=str(tmp_path), top_k=1)))
-    methods = {name: entry.get("method") for name, entry in engines.items()}
-    assert methods == {
-        "vllm": "eagle3",
-        "sglang": "EAGLE3",
-        "tensorrt_llm": "Eagle3DecodingConfig",
-        "llama_cpp": None,
-        "openvino_genai": None,
-        "transformers": "custom_generate",
-    }
+    methods = {name: entry["method"] for name, entry in engines.items() if "method" in entry}
+    third = {"vllm": "eagle3", "sglang": "EAGLE3", "tensorrt_llm": "Eagle3DecodingConfig"}
+    assert methods == third | {"transformers": "custom_generate"}
 
 
-def test_kept_layers_are_written_before_they_are_served() -> None:
-    entry = _entry("vllm", KEPT, file="outputs/mine/best.json")
-    assert entry["prepare"] == [
-        ["python", "-m", "searches.export", "outputs/mine/best.json", "draft=outputs/mine/best.draft"]
-    ]
-    assert entry["arguments"] == {"method": "draft_model", "num_speculative_tokens": 3, "model": "outputs/mine/best.draft"}
-    assert {note.partition(":")[0] for note in entry["differs"]} == {"config.mask", "config.stop"}
-
-
-@pytest.mark.parametrize("name", ["smollm2", "model.gguf"])
-def test_a_target_that_is_no_folder_is_written_before_it_is_served(name: str) -> None:
-    entry = _entry("vllm", LOOKUP, name=name, revision=None)
-    assert entry["prepare"] == [["python", "-m", "searches.export", "best.json", "model=best.model"]]
-    assert entry["command"][2] == "best.model"
-
-
-def test_sglang_counts_the_last_token_of_the_text() -> None:
-    command = _entry("sglang", MODEL)["command"]
-    assert _option(command, "--speculative-algorithm") == "STANDALONE"
-    assert _option(command, "--speculative-draft-model-path") == "Org/Draft"
-    assert _option(command, "--speculative-num-steps") == "3"
-    assert _option(command, "--speculative-num-draft-tokens") == "4"
-    assert _option(command, "--speculative-eagle-topk") == "1"
-
-
-def test_llama_cpp_puts_a_lookup_before_a_draft_model() -> None:
+def test_what_engines_cannot_load_is_written_before() -> None:
+    """Kept layers, targets that are no folder, and models of llama.cpp."""
+    written = ["python", "-m", "searches.export", "outputs/mine/best.json", "draft=outputs/mine/best.draft"]
+    assert _entry("vllm", KEPT, file="outputs/mine/best.json")["prepare"] == [written]
+    for name in ("smollm2", "model.gguf"):
+        entry = _entry("vllm", LOOKUP, name=name, revision=None)
+        assert entry["prepare"] == [["python", "-m", "searches.export", "best.json", "model=best.model"]]
+        assert entry["command"][2] == "best.model"
     entry = _entry("llama_cpp", CONFIGS["lookup then model"])
-    assert _option(entry["command"], "--spec-type") == "ngram-simple,draft-simple"
-    assert _option(entry["command"], "--spec-ngram-simple-size-n") == "4"
-    assert _option(entry["command"], "--spec-ngram-simple-size-m") == "7"
-    assert _option(entry["command"], "--spec-draft-n-max") == "3"
     made = [_option(words, "--outfile") for words in entry["prepare"] if "convert_hf_to_gguf.py" in words]
     assert made == [_option(entry["command"], "--model"), _option(entry["command"], "--spec-draft-model")]
-    assert _option(_entry("llama_cpp", CONFIGS["stopping model"])["command"], "--spec-draft-p-min") == "0.4"
 
 
 @pytest.mark.parametrize("engine", ["tensorrt_llm", "openvino_genai", "transformers"])
 @pytest.mark.parametrize("name", sorted(RUNNABLE["openvino_genai"]))
 def test_a_call_is_python_with_the_values_that_it_states(engine: str, name: str) -> None:
     entry = _entry(engine, CONFIGS[name], sampling=NUCLEUS)
-    tree = ast.parse(entry["call"])
-    given = {
-        word.arg: word.value.value
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call)
-        for word in call.keywords
-        if isinstance(word.value, ast.Constant)
-    }
-    given |= {
-        node.targets[0].attr: node.value.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Attribute)
-        and isinstance(node.value, ast.Constant)
-    }
+    given: dict[str | None, Any] = {}
+    for node in ast.walk(ast.parse(entry["call"])):
+        if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+            given[node.arg] = node.value.value
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            given |= {place.attr: node.value.value for place in node.targets if isinstance(place, ast.Attribute)}
     stated = entry.get("arguments", {}) | entry["request"]
     assert {key: given.get(key) for key in stated} == stated
     assert (stated["temperature"], stated["top_p"]) == (0.7, 0.9)
@@ -173,6 +154,15 @@ def test_each_request_has_the_sampling_of_the_measurement(engine: str) -> None:
     assert _entry(engine, LOOKUP)["request"]["temperature"] == 0.0
 
 
+def _run(engine: str, script: str, given: object) -> Any:
+    """Returns the result that a script prints in the interpreter of an engine."""
+    words = [interpreter(engine), "-c", script]
+    done = subprocess.run(words, input=json.dumps(given), capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("result "))
+    return json.loads(line.removeprefix("result "))
+
+
 _PARSE_VLLM = """
 import dataclasses, json, sys
 from vllm.config import SpeculativeConfig
@@ -183,40 +173,30 @@ parsed = []
 for words in json.load(sys.stdin):
     given = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--model", words[2], *words[3:]])
     parsed.append([given.model, given.dtype, given.revision, sorted(set(given.speculative_config or {}) - known)])
-print("parsed", json.dumps(parsed))
+print("result", json.dumps(parsed))
 """
 
 
 @pytest.mark.slow
 def test_vllm_itself_parses_its_commands() -> None:
-    python = interpreter("vllm")
     commands = [_entry("vllm", CONFIGS[name])["command"] for name in sorted(RUNNABLE["vllm"])]
-    done = subprocess.run(
-        [python, "-c", _PARSE_VLLM], input=json.dumps(commands), capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("parsed "))
-    assert json.loads(line.removeprefix("parsed ")) == [["Org/Model", "float32", "abc", []]] * len(commands)
+    assert _run("vllm", _PARSE_VLLM, commands) == [["Org/Model", "float32", "abc", []]] * len(commands)
 
 
 _CHECK_OPENVINO = """
 import json, sys, openvino_genai
 for fields in json.load(sys.stdin):
     openvino_genai.GenerationConfig(max_new_tokens=8, **fields).validate()
-print("valid")
+print("result", 0)
 """
 
 
 @pytest.mark.slow
 def test_openvino_genai_itself_accepts_its_arguments() -> None:
-    python = interpreter("openvino_genai")
     entries = [
         _entry("openvino_genai", CONFIGS[name], sampling=sampling)
         for name in sorted(RUNNABLE["openvino_genai"])
         for sampling in (Sampling(), NUCLEUS)
     ]
     fields = [entry.get("arguments", {}) | entry["request"] for entry in entries]
-    done = subprocess.run(
-        [python, "-c", _CHECK_OPENVINO], input=json.dumps(fields), capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.stdout.strip() == "valid", done.stderr[-2000:]
+    assert _run("openvino_genai", _CHECK_OPENVINO, fields) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from layerskip import Export, SpeculativeConfig, StopRule, Target, load_target
+from layerskip import Export, SpeculativeConfig, StopRule, Target
 from tests.tiny import save_tiny
 
 PROMPT = "the cat in the hat, the cat in the"
@@ -21,27 +21,22 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return load_target(str(save_tiny(tmp_path_factory.mktemp("target"))), dtype="float32", device="cpu")
-
-
-@pytest.fixture(scope="module")
-def expected(target: Target) -> str:
-    inputs = target.tokenizer(PROMPT, return_tensors="pt")
-    output = target.model.generate(**inputs, max_new_tokens=64, do_sample=False)
-    return str(target.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+def expected(tiny_target: Target) -> str:
+    inputs = tiny_target.tokenizer(PROMPT, return_tensors="pt")
+    output = tiny_target.model.generate(**inputs, max_new_tokens=64, do_sample=False)
+    return str(tiny_target.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_call_generates_the_text_of_plain_decoding(
-    target: Target, expected: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target: Target, expected: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = CONFIGS[name]
     if config.method == "draft_model":
         config = SpeculativeConfig(
             "draft_model", 3, draft_model=str(save_tiny(tmp_path / "draft", seed=1)), stop=config.stop
         )
-    export = Export(Export.describe(target), config)
+    export = Export(Export.describe(tiny_target), config)
     export.save(tmp_path / "best.json")
     entry = export.engines(tmp_path / "best.json")["transformers"]
     assert "prepare" not in entry

@@ -36,31 +36,16 @@ def test_stored_features_are_the_models_hidden_states(tmp_path: Path) -> None:
         assert torch.equal(found.features, expected.to(torch.bfloat16))
 
 
-def test_texts_of_an_earlier_run_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_continued_and_a_damaged_text_refused(tmp_path: Path) -> None:
     FeatureStore(tmp_path, MODULES).fill(TARGET, TEXTS[:2], 10**6)
     (tmp_path / "000002.safetensors.partial").write_bytes(b"a text that was being written")
     store = FeatureStore(tmp_path, MODULES)
     assert len(store) == 2
-    read: list[tuple[int, ...]] = []
-
-    def record(target: Target, tokens: tuple[int, ...], modules: tuple[str, ...]) -> torch.Tensor:
-        read.append(tokens)
-        return read_features(target, tokens, modules)
-
-    monkeypatch.setattr(feature_store, "read_features", record)
     store.fill(TARGET, TEXTS, 10**6)
-    assert read == [TEXTS[2].tokens]
     assert torch.equal(FeatureStore(tmp_path, MODULES)[2].features, store[2].features)
     (tmp_path / "000001.safetensors").write_bytes(b"{")
     with pytest.raises(ConfigError, match=r"^features: .*000001\.safetensors is damaged; delete [^\n]*$"):
         FeatureStore(tmp_path, MODULES)
-
-
-def test_the_store_stops_at_its_budget(tmp_path: Path) -> None:
-    store = FeatureStore(tmp_path, MODULES)
-    store.fill(TARGET, TEXTS, 2 * 64 * 8)
-    assert len(store) == 2
-    assert store.nbytes == 2 * 64 * 8
 
 
 def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,21 +57,18 @@ def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: p
     assert not len(store)
 
 
-def test_a_smaller_budget_hides_texts_and_keeps_them_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later call with a larger budget does not read them again."""
-    FeatureStore(tmp_path, MODULES).fill(TARGET, TEXTS, 10**6)
-    whole = FeatureStore(tmp_path, MODULES)
-    monkeypatch.setattr(feature_store, "read_features", None)
-    few = FeatureStore(tmp_path, MODULES)
-    few.fill(TARGET, TEXTS, 5 * 64 * 2)
-    assert (len(few), few.positions(1), few.nbytes) == (1, 3, 5 * 64 * 2)
-    few.fill(TARGET, TEXTS[:2], 10**6)
-    assert (len(few), few.positions(2)) == (2, 3 + 2)
-    few.fill(TARGET, TEXTS, 10**6)
-    assert len(few) == 3 and few.nbytes == whole.nbytes
-    assert torch.equal(few[2].features, whole[2].features)
+def test_a_larger_budget_reads_more_texts_and_a_smaller_one_hides_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, width = [], 64 * 2  # bytes of a token's states
+    monkeypatch.setattr(feature_store, "read_features", lambda *given: read.append(given[1]) or read_features(*given))
+    for budget, known in ((8 * width, 2), (10**6, 3), (5 * width, 1), (10**6, 3)):
+        store = FeatureStore(tmp_path, MODULES)
+        store.fill(TARGET, TEXTS, budget)
+        assert (len(store), store.nbytes) == (known, sum(len(text.tokens) for text in TEXTS[:known]) * width)
+    assert len(read) == 3 + 1  # the third one was read before it was found to exceed the first budget
     with pytest.raises(ConfigError, match=rf"^features: {tmp_path} holds hidden states of other texts"):
-        few.fill(TARGET, TEXTS[1:], 10**6)
+        store.fill(TARGET, TEXTS[1:], 10**6)
 
 
 def test_a_family_whose_logits_are_not_its_output_layers_is_refused() -> None:

@@ -1,9 +1,8 @@
-"""Tests the training of heads: alignment of targets, the closed form, scaling, and acceptance counts."""
+"""Tests the training of heads: alignment of targets, loss, the closed form, and scaling."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from dataclasses import replace
 
@@ -13,9 +12,12 @@ import torch
 
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.readout import Readout
-from layerskip.heads.training import Batch, HeadScaling, acceptance_counts, fit_linear, predict_tokens
+from layerskip.heads.training import Batch, HeadScaling, cross_entropy, fit_linear, most_likely_tokens, predict_tokens
+from layerskip.models.target import Target
+from tests.accelerator import DEVICE
 from tests.drafters.contract import target_of
 from tests.drafters.heads import UNROLL, eagle_head, feature_texts
+from tests.families import build
 
 TARGET = target_of("llama")
 EMBEDDINGS, READOUT = TARGET.model.get_input_embeddings(), Readout(TARGET, None)
@@ -39,23 +41,6 @@ def test_wanted_distributions_are_the_targets(whole: bool) -> None:
         assert torch.allclose(READOUT(one.target_hidden).softmax(-1), torch.stack(expected), atol=1e-5)
 
 
-def test_texts_of_a_batch_are_independent() -> None:
-    texts, head = feature_texts("llama")[:4], eagle_head("llama")
-    with torch.no_grad():
-        together = predict_tokens(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
-        alone = [predict_tokens(head, EMBEDDINGS, Batch.of([text], head), UNROLL) for text in texts]
-    longest = max(len(text.tokens) for text in texts)
-    for step in range(UNROLL):
-        rows = [one[step].hidden for one, text in zip(alone, texts, strict=True) if len(text.tokens) == longest]
-        assert rows
-        marks = together[step].mask
-        ends = marks.sum(1).cumsum(0).tolist()
-        parts = [together[step].hidden[a:b] for a, b in itertools.pairwise([0, *ends])]
-        same = [part for part, text in zip(parts, texts, strict=True) if len(text.tokens) == longest]
-        for one, other in zip(rows, same, strict=True):
-            assert torch.allclose(one, other, atol=1e-5)
-
-
 def test_the_closed_form_equals_least_squares() -> None:
     texts = feature_texts("llama")
     head = EagleHead(EagleShape.of(TARGET))
@@ -73,41 +58,24 @@ def test_the_closed_form_equals_least_squares() -> None:
     assert minimum * 0.999 < error < minimum * 1.01
 
 
-@pytest.mark.parametrize("lookback", [0, 3])
-def test_an_untrained_head_equals_its_linear_map(lookback: int) -> None:
-    head = EagleHead(EagleShape.of(TARGET, lookback=lookback))
-    states, embedded = torch.randn(1, 5, 32), torch.randn(1, 5, 32)
-    assert torch.allclose(head(head.with_lookback(embedded, 5), states), head.fc(torch.cat((embedded, states), -1)))
+def _biased(head: EagleHead) -> EagleHead:
+    """The same head with random biases in its attention."""
+    torch.manual_seed(0)
+    other = EagleHead(replace(head.shape, attention_bias=True))
+    other.load_state_dict(head.state_dict(), strict=False)
+    attention = other.body.layers[0].self_attn
+    for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+        torch.nn.init.normal_(part.bias)
+    return other
 
 
-@pytest.mark.parametrize(("known", "count"), [(6, 6), (6, 4), (6, 3), (6, 1), (1, 1)])
-def test_lookback_appends_the_embeddings_of_previous_tokens(known: int, count: int) -> None:
-    head, embedded = EagleHead(EagleShape.of(TARGET, lookback=2)), torch.randn(2, known, 32)
-    found = head.with_lookback(embedded, count)
-    for text, row in itertools.product(range(2), range(count)):
-        place = known - count + row
-        expected = [embedded[text, place - back] if place >= back else torch.zeros(32) for back in range(3)]
-        assert torch.equal(found[text, row], torch.cat(expected))
-
-
-def test_acceptance_counts_only_drafts_right_so_far() -> None:
-    texts, head = feature_texts("llama")[:5], eagle_head("llama")
-    with torch.no_grad():
-        found = predict_tokens(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
-    counts = acceptance_counts(found, READOUT)
-    assert counts[0][0] == int(found[0].mask.sum())
-    reached = torch.ones_like(found[0].mask)
-    for (tried, right), one in zip(counts, found, strict=True):
-        table = torch.zeros_like(one.mask)
-        table[one.mask] = READOUT(one.hidden).argmax(-1) == one.tokens
-        assert tried == int((one.mask & reached).sum())
-        reached = reached & one.mask & table
-        assert right == int(reached.sum())
-
-
-@pytest.mark.parametrize(("three_layers", "lookback"), [(False, 0), (True, 0), (False, 2), (True, 2)])
-def test_a_rescaled_head_computes_the_same_function(three_layers: bool, lookback: int) -> None:
+@pytest.mark.parametrize(
+    ("three_layers", "lookback", "biased"),
+    [(False, 0, False), (True, 0, False), (False, 2, False), (True, 2, False), (False, 0, True)],
+)
+def test_a_rescaled_head_computes_the_same_function(three_layers: bool, lookback: int, biased: bool) -> None:
     texts, trained = feature_texts("llama", three_layers)[:4], eagle_head("llama", three_layers, lookback=lookback)
+    trained = _biased(trained) if biased else trained
     head = copy.deepcopy(trained)
     norm = head.body.layers[0].post_attention_layernorm
     eps = norm.variance_epsilon
@@ -127,27 +95,6 @@ def test_a_rescaled_head_computes_the_same_function(three_layers: bool, lookback
         assert torch.allclose(tensor, head.state_dict()[name], rtol=1e-4)
 
 
-def test_scaling_keeps_the_function_with_attention_biases() -> None:
-    torch.manual_seed(0)
-    trained = EagleHead(replace(EagleShape.of(TARGET), attention_bias=True))
-    attention = trained.body.layers[0].self_attn
-    trained.load_state_dict(eagle_head("llama").state_dict(), strict=False)  # it has no biases there
-    with torch.no_grad():
-        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
-            part.bias.normal_()
-    head, scaling = copy.deepcopy(trained), HeadScaling(0.1, torch.tensor(2.5), 2.5)
-    scaling.apply(head)
-    texts = feature_texts("llama")[:4]
-    with torch.no_grad():
-        before = predict_tokens(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
-        after = predict_tokens(head, EMBEDDINGS, Batch.of(texts, head, scaling), UNROLL)
-        attention.v_proj.bias += 1
-        biased = predict_tokens(trained, EMBEDDINGS, Batch.of(texts, trained), UNROLL)
-    for one, other, moved in zip(before, after, biased, strict=True):
-        assert torch.allclose(one.hidden, other.hidden, atol=1e-4)
-        assert not torch.allclose(one.hidden, moved.hidden, atol=1e-2)
-
-
 def test_scales_are_root_mean_squares_over_answers() -> None:
     texts = [
         replace(text, features=text.features * torch.tensor([2.0, 3.0, 5.0, 7.0]).repeat_interleave(32))
@@ -163,3 +110,23 @@ def test_scales_are_root_mean_squares_over_answers() -> None:
         assert 2**-0.5 <= scale / size <= 2**0.5
         assert math.frexp(scale)[0] == 0.5  # a power of two
     assert torch.equal(scaling.inputs.view(3, 32), scaling.inputs[::32, None].expand(3, 32))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # Gemma 2 caps its logits
+@pytest.mark.parametrize("tokens", [None, (2, 3, 5, 7, 11)])
+@pytest.mark.parametrize("rows", [1, 128, 300])
+def test_loss_and_gradient_equal_those_of_all_rows_at_once(family: str, tokens: tuple[int, ...] | None, rows: int) -> None:
+    target = Target(build(family, 0))
+    readout = Readout(target, None if tokens is None else torch.tensor(tokens))
+    torch.manual_seed(0)
+    hidden = (4 * torch.randn(rows, target.hidden, device=DEVICE)).requires_grad_()
+    final = 4 * torch.randn(rows, target.hidden, device=DEVICE)
+    expected = torch.nn.functional.cross_entropy(readout(hidden), readout(final).softmax(-1))
+    (slope,) = torch.autograd.grad(3 * expected, hidden)
+    found = cross_entropy(readout, hidden, final)
+    assert torch.allclose(found, expected, rtol=1e-5)
+    assert torch.allclose(torch.autograd.grad(3 * found, hidden)[0], slope, atol=1e-7, rtol=1e-4)
+    places = readout(hidden).argmax(-1)
+    assert most_likely_tokens(readout, hidden).tolist() == [
+        place if tokens is None else tokens[place] for place in places.tolist()
+    ]

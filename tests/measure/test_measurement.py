@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import bootstrap, sem, t
+from scipy.stats import sem, t
 
 from layerskip import DecodeStats, Measurement, Round
 from layerskip.measure.losslessness import Divergence, Losslessness
@@ -29,23 +29,6 @@ TWO = Measurement(
 )
 
 
-def test_speed_is_tokens_over_seconds_of_all_prompts() -> None:
-    assert TWO.baseline_tokens_per_second == pytest.approx(40 / 3)
-    assert TWO.tokens_per_second == pytest.approx(20.0)
-    assert TWO.speedup == pytest.approx(1.5)
-    assert TWO.speedups == pytest.approx((2.0, 4 / 3))
-    assert {kind: part.speedup for kind, part in TWO.by_category.items()} == pytest.approx({"chat": 2.0, "code": 4 / 3})
-
-
-def test_a_prompt_that_decodes_nothing_has_no_weight() -> None:
-    nothing = _sample(0, 0.125)
-    padded = Measurement((*TWO.baseline, nothing), (*TWO.candidate, nothing))
-    assert nothing.tokens_per_second == 0.0
-    assert padded.speedup == pytest.approx(TWO.speedup)
-    assert padded.speedups == pytest.approx((*TWO.speedups, 1.0))
-    assert padded.interval() == pytest.approx(TWO.interval())
-
-
 @pytest.mark.parametrize(("baseline", "candidate"), [(0, 5), (5, 0), (0, 0)])
 def test_a_pair_in_which_one_side_decodes_nothing_has_no_speedup(baseline: int, candidate: int) -> None:
     """Sampled outputs may end at once on one side only."""
@@ -58,40 +41,14 @@ def test_a_pair_in_which_one_side_decodes_nothing_has_no_speedup(baseline: int, 
 
 def test_prompts_that_decode_nothing_are_counted_and_have_no_speed_by_category() -> None:
     empty = tuple(_sample(0, 0.125, name, category) for name, category in (("c", "chat"), ("d", "maths"), ("e", "maths")))
-    figures = Measurement((*TWO.baseline, *empty), (*TWO.candidate, *empty)).to_dict()
+    padded = Measurement((*TWO.baseline, *empty), (*TWO.candidate, *empty))
+    assert (padded.speedup, padded.interval()) == (pytest.approx(TWO.speedup), pytest.approx(TWO.interval()))
+    figures = padded.to_dict()
     assert (figures["prompts"], figures["empty_prompts"]) == (5, 3)
     assert figures["speedup_by_category"] == pytest.approx({"chat": 2.0, "code": 4 / 3})
     assert figures["prompts_by_category"] == {"chat": 1, "code": 1}
     repeated = Measurement((_sample(0, 0.1, "a"), _sample(9, 1.0, "a")), (_sample(0, 0.1, "a"), _sample(9, 1.0, "a")))
     assert repeated.to_dict()["empty_prompts"] == 0  # a repeat, if tokens are sampled, decoded something
-
-
-def _random_measurement(pairs: int, seed: int) -> Measurement:
-    random = np.random.default_rng(seed)
-    tokens = random.integers(5, 64, size=pairs)
-    seconds = tokens * random.normal(0.03, 0.002, size=pairs)
-    faster = seconds / random.normal(1.4, 0.3, size=pairs)
-    return Measurement(
-        tuple(_sample(int(t), float(s), f"p{i}") for i, (t, s) in enumerate(zip(tokens, seconds, strict=True))),
-        tuple(_sample(int(t), float(s), f"p{i}") for i, (t, s) in enumerate(zip(tokens, faster, strict=True))),
-    )
-
-
-def test_with_many_prompts_the_interval_equals_the_bootstraps() -> None:
-    """With many prompts all methods agree; SciPy's percentile interval is one."""
-    measured = _random_measurement(400, 2)
-    rows = [[[s.decoded_tokens, s.decode_seconds] for s in side] for side in (measured.baseline, measured.candidate)]
-    columns = [np.array(rows[side])[:, field] for side in (0, 1) for field in (0, 1)]
-
-    def ratio(bt: Any, bs: Any, ct: Any, cs: Any, axis: int = -1) -> Any:
-        return (ct.sum(axis) / cs.sum(axis)) / (bt.sum(axis) / bs.sum(axis))
-
-    found = bootstrap(columns, ratio, paired=True, method="percentile", n_resamples=20_000, rng=5)
-    width = found.confidence_interval.high - found.confidence_interval.low
-    low, high = measured.interval()
-    assert low == pytest.approx(found.confidence_interval.low, abs=0.15 * width)
-    assert high == pytest.approx(found.confidence_interval.high, abs=0.15 * width)
-    assert low < measured.speedup < high
 
 
 def _noisy_measurement(prompts: int, spread: float, random: np.random.Generator) -> Measurement:
@@ -134,7 +91,7 @@ def test_nearly_equal_prompts_give_finite_limits(seconds: tuple[float, ...]) -> 
 
 
 def test_the_interval_is_repeatable_and_shrinks_with_more_prompts() -> None:
-    few, many = (_random_measurement(pairs, 3) for pairs in (10, 400))
+    few, many = (_noisy_measurement(prompts, 0.3, np.random.default_rng(3)) for prompts in (10, 400))
     repeated = Measurement(few.baseline * 2, few.candidate * 2)  # repeats of a prompt are one prompt
     assert few.interval() == few.interval() == pytest.approx(repeated.interval())
     assert few.interval(seed=1) != few.interval()
@@ -165,8 +122,10 @@ def test_one_changed_output_makes_the_measurement_different() -> None:
 
 
 def test_figures_are_plain_json() -> None:
+    """Speed is tokens over seconds of all prompts."""
     figures = json.loads(json.dumps(TWO.to_dict(), allow_nan=False))
-    assert figures["speedup"] == pytest.approx(1.5)
+    assert (TWO.tokens_per_second, TWO.baseline_tokens_per_second) == pytest.approx((20.0, 40 / 3))
+    assert (figures["speedup"], TWO.speedups) == (pytest.approx(1.5), pytest.approx((2.0, 4 / 3)))
     assert figures["speedup_low"] <= 1.5 <= figures["speedup_high"]
     assert figures["speedup_by_category"] == pytest.approx({"chat": 2.0, "code": 4 / 3})
     assert figures["interval_by_category"] == {"chat": pytest.approx([2.0, 2.0]), "code": pytest.approx([4 / 3, 4 / 3])}
@@ -177,9 +136,6 @@ def test_figures_are_plain_json() -> None:
     assert (figures["acceptance_rate"], figures["mean_acceptance_length"]) == pytest.approx((0.6, 3.0))
     assert figures["acceptance_by_position"] == pytest.approx([1.0, 1 / 3, 0.5, 0.5])
     assert figures["losslessness"]["verdict"] == "unchecked"
-
-
-def test_an_empty_measurement_claims_nothing() -> None:
-    figures = Measurement((), ()).to_dict()
-    json.dumps(figures, allow_nan=False)
-    assert (figures["speedup"], figures["tokens"], figures["losslessness"]["verdict"]) == (1.0, 0, "unchecked")
+    nothing = Measurement((), ()).to_dict()
+    json.dumps(nothing, allow_nan=False)
+    assert (nothing["speedup"], nothing["tokens"]) == (1.0, 0)

@@ -18,11 +18,12 @@ from layerskip.scan.scan import Scanner, similar_masks
 from layerskip.scan.text_batch import run_target
 from tests.allocations import peak_bytes
 from tests.drafters.contract import PROMPTS
+from tests.exhaustive import representative
 from tests.families import build
 from tests.scan.test_scan import FAMILIES, GREEDY, continuation_of, random_mask
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", representative(["gemma3_text", "llama"], FAMILIES))
 def test_only_wrong_drafts_run_the_layers_before_the_first_skip(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Late begins do not change any confidence or agreement."""
     monkeypatch.setattr("layerskip.scan.parallel_drafts._FEW", 0)
@@ -42,20 +43,6 @@ def test_only_wrong_drafts_run_the_layers_before_the_first_skip(family: str, mon
             np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-3, atol=1e-5)
             np.testing.assert_array_equal(one.agreed, other.agreed)
         assert bool(rows) == (floor is not None)
-
-
-def test_a_family_whose_layers_pass_on_more_than_hidden_states_runs_all_layers(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    continuations = [continuation_of(tiny_target, i, prompt, GREEDY, 12) for i, prompt in enumerate(PROMPTS)]
-    mask = SkipMask.parse("mlp:2", tiny_target.layers)
-    (expected,) = Scanner(tiny_target, continuations, GREEDY, depth=3).scan([mask])
-    monkeypatch.setattr(
-        "layerskip.scan.text_batch.TextBatch.layer_input", lambda self, layer, starts: torch.zeros(1, len(starts), 1)
-    )
-    (found,) = Scanner(tiny_target, continuations, GREEDY, depth=3).scan([mask])
-    for one, other in zip(found.traces, expected.traces, strict=True):
-        np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-4)
 
 
 def _similarity(one: Tensor, other: Tensor) -> float:
@@ -125,23 +112,12 @@ def test_the_targets_states_stay_within_their_budget(tiny_target: Target) -> Non
     continuations = [continuation_of(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(8)]
     mask = SkipMask.parse("mlp:1", tiny_target.layers)
     whole = Scanner(tiny_target, continuations, GREEDY, depth=4)
-    text_bytes = sum(text.nbytes for text in whole._texts.texts)
-    budget = text_bytes // 2
+    budget = sum(text.nbytes for text in whole._texts.texts) // 2
     assert whole.continuations == tuple(continuations)
     part = Scanner(tiny_target, continuations, GREEDY, depth=4, max_bytes=budget)
     assert part.continuations == tuple(continuations[:4])
     assert sum(text.nbytes for text in part._texts.texts) <= budget
     (scan,), (whole_scan,) = part.scan([mask]), whole.scan([mask])
-    stop = StopRule()
-    assert part.counts(scan, 3, stop) == whole.counts(whole_scan, 3, stop)[:4]
+    assert part.counts(scan, 3, StopRule()) == whole.counts(whole_scan, 3, StopRule())[:4]
     smallest = Scanner(tiny_target, continuations, GREEDY, depth=4, max_bytes=1)
     assert len(smallest.continuations) == 1  # the first one is never left out
-
-    def peak(count: int, max_bytes: int | None) -> int:
-        return peak_bytes(lambda: Scanner(tiny_target, continuations[:count], GREEDY, depth=4, max_bytes=max_bytes))
-
-    # Reading needs memory of its own, and the continuation that exceeds the budget is read before it is dropped.
-    overhead = peak(1, None) + text_bytes // 4
-    assert peak(8, budget) <= budget + overhead
-    assert peak(8, budget // 2) <= budget // 2 + overhead
-    assert peak(8, budget // 2) < peak(8, budget) < peak(8, None)

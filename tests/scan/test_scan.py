@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,6 @@ from layerskip.decoding.stats import Round
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.drafters.registry import build_drafter
 from layerskip.mask import SkipMask
-from layerskip.measure.measure import measure
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.target import Target
 from layerskip.prompts import PromptSet
@@ -105,16 +103,6 @@ def test_a_warmed_adaptive_threshold_is_replayed(tiny_target: Target) -> None:
     assert scanner.rounds(scan, 4, alone, warmed=True) == scanner.rounds(scan, 4, alone)
 
 
-def test_a_measurement_starts_an_adaptive_threshold_as_a_replay_does(tiny_target: Target) -> None:
-    """A measurement warms up and repeats, which must not change the threshold of the measured drafts."""
-    prompts, stop = PromptSet.of(["one two", "three", "four"]), StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5)
-    scanner = Scanner(tiny_target, continue_prompts(tiny_target, prompts, GREEDY, 12), GREEDY, depth=4)
-    (scan,) = scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
-    config = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=stop)
-    measured = measure(tiny_target, prompts, config, max_new_tokens=12, repeats=2)
-    assert [list(sample.stats.rounds) for sample in measured.candidate] == 2 * scanner.rounds(scan, 4, stop)
-
-
 def test_a_continuation_that_ends_inside_a_draft_is_replayed(tiny_target: Target) -> None:
     plain = continuation_of(tiny_target, 0, [5, 6, 7, 8], GREEDY, 12)
     for end in range(2, 9):
@@ -141,19 +129,6 @@ def test_a_prompt_lookup_is_replayed_without_a_scan(match: str, tiny_target: Tar
         found = [replay_lookup(continuation, drafter) for continuation in continuations]
         assert found == _rounds(tiny_target, continuations, config, GREEDY)
         assert sum(r.accepted for rounds in found for r in rounds) > 0
-
-
-def test_masks_scanned_together_and_alone_have_equal_traces(tiny_target: Target) -> None:
-    continuations = [continuation_of(tiny_target, i, [9, 8, 7 + i], GREEDY, 10) for i in range(3)]
-    source = random.Random(1)
-    masks = [random_mask(tiny_target.layers, source, 0.3) for _ in range(5)]
-    together = Scanner(tiny_target, continuations, GREEDY, depth=4, max_rows=1000).scan(masks)
-    alone = Scanner(tiny_target, continuations, GREEDY, depth=4, max_rows=7)
-    for mask, scan in zip(masks, together, strict=True):
-        (single,) = alone.scan([mask])
-        for one, other in zip(scan.traces, single.traces, strict=True):
-            assert (one.agreed == other.agreed).all()
-            np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -234,10 +209,9 @@ def test_a_family_without_support_for_independent_rows_is_refused() -> None:
 def test_smollm2_is_replayed(smollm2: Target) -> None:
     """Random masks with draft lengths and stop rules, each pair on the next tuning prompt.
 
-    ``LAYERSKIP_ALL_PROMPTS=1`` tests 20 masks instead of a few, each with all 32 pairs of length and stop rule, and so on
-    all tuning prompts. ``python -m searches.evaluate.exactness`` tests every pair of length and threshold on every prompt.
+    ``LAYERSKIP_ALL_PROMPTS=1`` tests 20 masks, each with all 32 pairs of length and stop rule, and so on all tuning prompts.
     """
-    count, new = (20, 16) if EXHAUSTIVE else (2, 12)
+    count, new = (20, 16) if EXHAUSTIVE else (1, 12)
     tune = PromptSet.packaged().split()[0].take(None if EXHAUSTIVE else 2)
     continuations = list(continue_prompts(smollm2, tune, GREEDY, new))
     scanner = Scanner(smollm2, continuations, GREEDY, depth=8)
