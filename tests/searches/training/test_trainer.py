@@ -35,6 +35,8 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     check_training_folder(tmp_path, "asked")
     with pytest.raises(InputError, match="^head: .* holds another training"):
         check_training_folder(tmp_path, "asked otherwise")
+    with pytest.raises(InputError, match="^head: .* holds another training, or one of other texts"):
+        _Idle(config, torch.nn.Linear(1, 1), 1, TrainingCheckpoint(tmp_path / "training.pt", "other texts", "asked"))
 
 
 @pytest.mark.parametrize(
