@@ -109,15 +109,6 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
     assert options == {"device": "CPU", "draft_model": ("drafts", precision), **precision}
 
 
-def test_an_engine_that_does_not_load_is_reported_in_one_line(
-    openvino: ModuleType, talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BROKEN", "load")
-    with pytest.raises(RuntimeError):
-        talk("openvino_genai", "prompt_lookup", _REQUEST)
-    assert json.loads((tmp_path / "answers").read_text()) == {"error": "RuntimeError: no such model"}
-
-
 @pytest.mark.parametrize(
     ("method", "speculative", "lengths"),
     [

@@ -54,15 +54,6 @@ def test_memory_is_that_of_a_draft_model_of_its_own(model: Target) -> None:
     assert sum(weights.values()) <= other.memory_bytes() < 1.1 * sum(weights.values())
 
 
-def test_what_a_method_pins_is_restored(model: Target) -> None:
-    config = model.model.generation_config
-    before = config.to_dict()
-    with Peer(model, "early_exit", 3, exit_layer=2)._assistant():
-        assert config.num_assistant_tokens == 3
-        assert config.num_assistant_tokens_schedule == "constant"
-    assert config.to_dict() == before
-
-
 def test_a_sampled_continuation_is_that_of_its_seed(model: Target) -> None:
     sampling = Sampling(temperature=1.0, top_k=8, top_p=0.9)
     outputs = [Peer(model, "plain")([5, 6, 7], Task(sampling, 16, seed), lambda _: None).tokens for seed in (1, 1, 2, 3)]
