@@ -35,7 +35,7 @@ SECONDS = [
 ]
 
 
-def _drawn(space: SearchSpace, count: int) -> list[Config]:
+def drawn(space: SearchSpace, count: int) -> list[Config]:
     """Return configurations of random trials, each of which its own parameters lead to."""
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     found = [space.suggest(study.ask()) for _ in range(count)]
@@ -72,7 +72,7 @@ def test_a_trial_gets_the_enqueued_configuration() -> None:
 
 
 def test_random_trials_stay_within_the_space() -> None:
-    found = _drawn(SPACE, 200)
+    found = drawn(SPACE, 200)
     assert {config.method for config in found} == set(METHODS)
     params = [SPACE.params(config) for config in found if config.method == "layer_skip"]
     assert not any(f"{part}_{layer}" in each for each in params for part in ("attention", "mlp") for layer in (0, 1, 10, 11))
@@ -85,7 +85,7 @@ def test_trees_are_left_out_if_the_target_cannot_verify_them(capsys: pytest.Capt
     assert space.available_methods == known
     left_out = "lookahead, medusa, trees of layer_skip, trees of eagle left out: GPTNeoForCausalLM: cannot verify trees"
     assert left_out in capsys.readouterr().out
-    configs = [*starting_points(space), *_drawn(space, 100)]
+    configs = [*starting_points(space), *drawn(space, 100)]
     assert {config.method for config in configs} == set(known)
     for config in configs:
         assert all(member.top_k == 1 for member in (config, *config.members) if member.method == "eagle")
@@ -195,7 +195,7 @@ def test_refusals_name_the_field(fields: dict[str, object], named: str) -> None:
 
 def test_a_field_is_chosen_from_the_ranges_of_its_method() -> None:
     narrow = SPACE.narrowed(["eagle"], num_speculative_tokens=(7, 7), stop=("threshold",)).narrowed(match=("first",))
-    found = _drawn(narrow, 150)
+    found = drawn(narrow, 150)
     assert {config.num_speculative_tokens for config in found if config.method == "eagle"} == {7}
     assert {config.stop.method for config in found if config.method == "eagle" and config.top_k == 1} == {"threshold"}
     assert {config.match for config in found if config.method == "prompt_lookup"} == {"first"}
@@ -214,5 +214,5 @@ def test_every_lookup_is_one_that_trials_may_propose() -> None:
 
 def test_sampled_thresholds_are_those_of_scans() -> None:
     space = SearchSpace(6, methods=["none", "layer_skip"], ranges={"layer_skip": {"stop": ["threshold"]}})
-    found = {config.stop.threshold for config in _drawn(space, 200)}
+    found = {config.stop.threshold for config in drawn(space, 200)}
     assert found - {0.0} == {round(0.1 + 0.05 * step, 2) for step in range(17)}
