@@ -41,8 +41,7 @@ def test_only_studies_that_differ_in_their_seed_are_compared(tmp_path: Path) -> 
     found = choose("b", 1, "layers:1-2,5-6")
     assert found.seeds == 2 and found.overlap == pytest.approx(4 / 12)
     assert found.chance == pytest.approx(0.26, abs=0.04)
-    found = choose("c", 2, "layers:1-4")
-    assert found.seeds == 3
+    assert choose("c", 2, "layers:1-4").seeds == 3
     choose("z", 2, "layers:7-9")  # another study with the same seed
     found = choose("c", 2, "layers:1-4")
     assert found.seeds == 3 and found.overlap == pytest.approx((1 + 4 / 12 + 4 / 12) / 3)
