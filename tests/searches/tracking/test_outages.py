@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +22,13 @@ import sqlalchemy
 from mlflow.tracking import MlflowClient
 from sqlalchemy import event
 
+from searches.backends.engine_process import free_port
 from searches.study import study
 from searches.tracking import store
 from searches.tracking.tracker import Tracker
+from tests.disk import fill
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick, runs, sqlite, tracked
-from tests.searches.tracking.stores import TrackingServer, fill, small_disk
 from tests.searches.tracking.studies import compared_study
 
 pytestmark = pytest.mark.system
@@ -66,11 +73,9 @@ def _without_experiment(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _full_artifacts(folder: Path) -> Iterator[None]:
-    fill(folder / "mlartifacts")
+    fill(folder / "mlartifacts", leave=0)
     yield
-    for file in (folder / "mlartifacts").iterdir():
-        if file.is_file():
-            file.unlink()
+    (folder / "mlartifacts" / "ballast").unlink()
 
 
 @contextlib.contextmanager
@@ -101,6 +106,14 @@ def _open(folder: Path, uri: str | None = None) -> Tracker:
     tracker.open_study("a study", "1", {"measure.prompts": 8}, {})
     tracker.log_text("seed: 0", "config.yaml")
     return tracker
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file that a study logs, in the folder of an empty store."""
+    file = tracked(tmp_path) / "best.json"
+    file.write_text("{}", encoding="utf-8")
+    return file
 
 
 def _train(tracker: Tracker, name: str) -> None:
@@ -135,29 +148,29 @@ def _check_complete(uri: str) -> None:
 @pytest.mark.parametrize("is_restarted", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_store_that_fails_is_completed_when_it_is_back_or_at_the_next_start(
-    fault: Fault, is_restarted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: Fault,
+    is_restarted: bool,
+    file: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = tracked(tmp_path) / "best.json"
-    file.write_text("{}", encoding="utf-8")
-    with contextlib.ExitStack() as stack:
-        if fault is _full_artifacts:
-            stack.enter_context(small_disk(tmp_path / "mlartifacts", 2))
-        tracker = _open(tmp_path)
-        tracker.record(TRIALS[0])
-        tracker.record(TRIALS[1])
-        _train(tracker, "earlier")
-        with fault(tmp_path):
-            _train(tracker, "later")
-            tracker.record(TRIALS[2])
-            tracker.record(TRIALS[3])
-            _finish(tracker, file)
-        printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(LOST)]
-        assert len(printed) == (FAULTS[fault] is not None)
-        assert all(str(FAULTS[fault]) in line for line in printed)
-        if is_restarted:
-            tracker = _open(tmp_path)
+    if fault is _full_artifacts:
+        (tmp_path / "mlartifacts").symlink_to(request.getfixturevalue("small_disk"))
+    tracker = _open(tmp_path)
+    tracker.record(TRIALS[0])
+    tracker.record(TRIALS[1])
+    _train(tracker, "earlier")
+    with fault(tmp_path):
+        _train(tracker, "later")
+        tracker.record(TRIALS[2])
+        tracker.record(TRIALS[3])
         _finish(tracker, file)
-        _check_complete(sqlite(tmp_path))
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(LOST)]
+    assert len(printed) == (FAULTS[fault] is not None)
+    assert all(str(FAULTS[fault]) in line for line in printed)
+    _finish(_open(tmp_path) if is_restarted else tracker, file)
+    _check_complete(sqlite(tmp_path))
 
 
 def test_a_benchmark_ends_without_its_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +208,44 @@ def test_a_store_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch, c
     assert "***" in printed and "secret" not in printed
 
 
+class TrackingServer:
+    """An MLflow server with a store of its own.
+
+    Args:
+        store: URI of the SQLite store.
+        artifacts: folder of the artifacts.
+    """
+
+    def __init__(self, store: str, artifacts: Path) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+        self._command += ["--workers", "1", "--backend-store-uri", store, "--artifacts-destination", str(artifacts)]
+        self.start()
+
+    def close(self) -> None:
+        """Stop the server and the processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def start(self) -> None:
+        """Start the server, also after it was closed."""
+        alone = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no processes for jobs that runs do not need
+        self._process = subprocess.Popen(
+            self._command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.25)
+        self.close()
+        raise RuntimeError("the MLflow server did not start")
+
+
 class _Unavailable(http.server.BaseHTTPRequestHandler):
     """Answers as a proxy does whose server is away."""
 
@@ -209,10 +260,8 @@ class _Unavailable(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_server_that_is_killed_refuses_and_fails_is_completed_when_it_is_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tracked(tmp_path) / "best.json"
-    file.write_text("{}", encoding="utf-8")
     server = TrackingServer(sqlite(tmp_path), tmp_path / "served")
     try:
         tracker = _open(tmp_path, server.url)
@@ -235,14 +284,14 @@ def test_a_server_that_is_killed_refuses_and_fails_is_completed_when_it_is_back(
         assert printed.startswith(f"{LOST} {server.url}: ") and "500" in printed
         (tmp_path / "served").unlink()
         (tmp_path / "away").rename(tmp_path / "served")
-        server.restart(0.0)
+        server.start()
         _finish(_open(tmp_path, server.url), file)
         _check_complete(server.url)
     finally:
         server.close()
 
 
-@pytest.mark.parametrize(("fault", "more"), [(_without_experiment, ()), (_deleted_run, ()), (_locked, ("worker=0",))])
+@pytest.mark.parametrize(("fault", "more"), [(_deleted_run, ()), (_locked, ("worker=0",))])
 def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
     fault: Fault, more: Sequence[str], tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
