@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import optuna
 import pytest
-from optuna.distributions import CategoricalDistribution
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import FrozenTrial, create_trial
 
 from layerskip import PromptSet, SpeculativeConfig
 from searches.predict.stability import SeedStability, Stability
@@ -26,7 +25,9 @@ def test_the_report_states_the_speedup_and_the_cost_of_the_search() -> None:
     bench = Known({fast: 1.5})
     study = run_known(bench, fast)
     bench.speedups = {fast: 1.25}  # the search was lucky
-    finals = measure_finals(study, bench, HELD_OUT, MeasureSettings(finalists=1, held_out_repeats=1), 0)
+    categories = ["two"] * 2 + ["three"] * 3 + ["many"] * 19
+    prompts = PromptSet(tuple(replace(item, category=name) for item, name in zip(HELD_OUT, categories, strict=True)))
+    finals = measure_finals(study, bench, prompts, MeasureSettings(finalists=1, held_out_repeats=1), 0)
     text = report.summary(study, finals, Stability(0.5, 0.25, 0.125), SeedStability(3, 0.75, 0.0625))
     assert "(95 % interval 1.25 to 1.25)" in report.verdict(finals)
     seconds = report.search_seconds(study, finals)
@@ -34,21 +35,9 @@ def test_the_report_states_the_speedup_and_the_cost_of_the_search() -> None:
     # Plain decoding takes 0.1 seconds a token, the winner 0.08.
     assert f"{seconds:.0f} seconds. {seconds / 0.02:,.0f} generated tokens pay it back." in text
     assert "Its speedup was 1.50 in the search and 1.25 on held-out prompts." in text
-    assert "By category: default 1.25 (1.25 to 1.25)." in text
+    assert "By category: many 1.25 (1.25 to 1.25), three 1.25 (1.25 to 1.25), two 1.25." in text  # two have no interval
     assert "50% of resampled text sets choose the same scanned mask. Two choices share 0.25 of what they skip" in text
     assert "The best masks of 3 seeds share 0.75 of what they skip; random masks share 0.06." in text
-
-
-@pytest.mark.usefixtures("a_second_a_row")
-def test_a_category_of_two_prompts_has_no_interval() -> None:
-    fast = lookup(4)
-    bench = Known({fast: 1.5})
-    methods = ["two"] * 2 + ["three"] * 3 + ["many"] * 19
-    prompts = PromptSet(tuple(replace(item, category=method) for item, method in zip(HELD_OUT, methods, strict=True)))
-    study = run_known(bench, fast)
-    finals = measure_finals(study, bench, prompts, MeasureSettings(finalists=1, held_out_repeats=1), 0)
-    shown = "By category: many 1.50 (1.50 to 1.50), three 1.50 (1.50 to 1.50), two 1.50."
-    assert shown in report.summary(study, finals)
 
 
 def test_the_report_leaves_out_trials_that_were_not_run() -> None:
@@ -84,33 +73,29 @@ def test_the_front_is_what_no_other_point_exceeds() -> None:
 
 
 def _trial(number: int, lossless: str, metrics: dict[str, float]) -> FrozenTrial:
-    trial = create_trial(
-        state=TrialState.COMPLETE,
-        value=1.0,
-        params={"method": "none"},
-        distributions={"method": CategoricalDistribution(["none"])},
-        user_attrs={
-            "config": SpeculativeConfig("prompt_lookup", number).to_dict(),
-            "measurement": {"losslessness": {"verdict": lossless}},
-            "metrics": metrics,
-        },
-    )
+    attributes = {
+        "config": SpeculativeConfig("prompt_lookup", number).to_dict(),
+        "measurement": {"losslessness": {"verdict": lossless}},
+        "metrics": metrics,
+    }
+    trial = create_trial(value=1.0, user_attrs=attributes)
     trial.number = number
     return trial
 
 
+def _load(concurrency: int, throughput: float, seconds: float) -> dict[str, float]:
+    return {f"throughput_at_{concurrency}": throughput, f"tpot_p50_at_{concurrency}": seconds}
+
+
 def test_each_number_of_requests_has_a_table() -> None:
     trials = [
-        _trial(1, "exact", {"throughput_at_1": 10.0, "tpot_p50_at_1": 0.1, "throughput_at_8": 30.0, "tpot_p50_at_8": 0.3}),
-        _trial(2, "exact", {"throughput_at_1": 9.0, "tpot_p50_at_1": 0.2, "throughput_at_8": 20.0, "tpot_p50_at_8": 0.2}),
-        _trial(3, "different", {"throughput_at_1": 99.0, "tpot_p50_at_1": 0.01}),
+        _trial(1, "exact", _load(1, 10.0, 0.1) | _load(8, 30.0, 0.3)),
+        _trial(2, "exact", _load(1, 9.0, 0.2) | _load(8, 20.0, 0.2)),
+        _trial(3, "different", _load(1, 99.0, 0.01)),
         _trial(4, "exact", {}),
     ]
-    lines = report.request_tables(trials)
-    titles = [line for line in lines if line.startswith("## ")]
-    assert [line.split(", ")[1] for line in titles] == [f"{n} requests in flight (Pareto front)" for n in (1, 8)]
-    first, second = (lines.index(title) for title in titles)
-    numbers = [[line.split(" | ")[0] for line in part if line[:3] in ("| 1", "| 2", "| 3", "| 4")]
-               for part in (lines[first:second], lines[second:])]  # fmt: skip
-    assert numbers == [["| 1"], ["| 1", "| 2"]]
+    shown = [line for line in report.request_tables(trials) if line.startswith(("## ", "| 1", "| 2", "| 3", "| 4"))]
+    assert [line.split(" | ")[0].split(", ")[-1] for line in shown] == [
+        "1 requests in flight (Pareto front)", "| 1", "8 requests in flight (Pareto front)", "| 1", "| 2"
+    ]  # fmt: skip
     assert report.request_tables([trials[3]]) == []

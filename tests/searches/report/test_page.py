@@ -19,25 +19,13 @@ from searches.report.page import FINISHED, LiveView, Page, write_page
 from searches.tracking.names import METRICS, PREDICTED
 from searches.workers.pool import Alone
 from tests.searches.known import Known, lookup, run_known
-from tests.searches.report.pages import (
-    EARLIER_LAYERS,
-    earlier_study,
-    engine_study,
-    known_study,
-    metrics_of,
-    workers_study,
-)
+from tests.searches.report.pages import EARLIER_LAYERS, earlier_study, engine_study, known_study, metrics_of, workers_study
 
 
 def _places(figure: dict[str, Any]) -> list[tuple[float, float]]:
     """The markers of a figure, in order."""
     traces = [trace for trace in figure["data"] if trace.get("mode") == "markers"]
     return sorted(pair for trace in traces for pair in zip(trace["x"], trace["y"], strict=True))
-
-
-def _front(figure: dict[str, Any]) -> list[tuple[float, float]]:
-    line = _trace(figure, "Pareto front")
-    return list(zip(line["x"], line["y"], strict=True))
 
 
 def _trace(figure: dict[str, Any], name: str) -> dict[str, Any]:
@@ -72,19 +60,6 @@ def test_the_charts_of_an_earlier_study_hold_what_its_journal_holds(tmp_path: Pa
     # Trial 4 skipped layers 1 to 6, trial 5 layers 1 and 2.
     both, one = (speedups[4] + speedups[5]) / 2, speedups[4]
     assert figures["skips"]["data"][0]["z"] == [[None, *[pytest.approx(both)] * 2, *[one] * 4, None, None, None]] * 2
-
-
-def test_no_trial_outside_a_pareto_front_is_better_in_both(tmp_path: Path) -> None:
-    study = earlier_study(tmp_path)
-    figures = metrics_of(_written(tmp_path, study, EARLIER_LAYERS))
-    for name, sign in (("acceptance", 1), ("memory", -1)):
-        front, places = _front(figures[name]), _places(figures[name])
-        dominated = [
-            place
-            for place in places
-            if any(sign * x >= sign * place[0] and y >= place[1] and (x, y) != place for x, y in places)
-        ]
-        assert sorted(front) == sorted(set(places) - set(dominated))
 
 
 def test_neither_a_changed_output_nor_a_trial_stopped_early_leads() -> None:
@@ -123,15 +98,14 @@ def test_a_page_loads_nothing_and_shows_names_as_they_are_written(tmp_path: Path
 def test_a_pause_is_cut_out_of_the_timeline() -> None:
     begin = datetime(2026, 1, 1, tzinfo=UTC)
     trials = []
-    for minutes in (0, 10, 20, 20 + 26 * 60, 30 + 26 * 60):
-        trial = create_trial(value=1.0, user_attrs={"config": lookup(4).to_dict(), "seconds": 600.0})
+    for minutes, seconds in ((0, 600.0), (10, 600.0), (20, 0.0), (20 + 26 * 60, 600.0)):  # 26 hours pass after the third
+        trial = create_trial(value=1.0, user_attrs={"config": lookup(4).to_dict(), "seconds": seconds})
         trial.datetime_start = begin + timedelta(minutes=minutes)
         trials.append(trial)
-    trials[2].user_attrs["seconds"] = 0.0  # 26 hours pass after it began
     figure, _ = timeline(trials, begin)
     assert figure is not None
     (bars,) = figure.data
-    assert list(bars.base) == [0.0, 10.0, 20.0, 20.0, 30.0]
+    assert list(bars.base) == [0.0, 10.0, 20.0, 20.0]
     assert [note.text for note in figure.layout.annotations] == ["26.0 hours"]
 
 
@@ -158,30 +132,21 @@ def test_the_first_worker_writes_the_page_until_one_is_alone(tmp_path: Path) -> 
 
 
 def test_a_running_study_is_written_at_max_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
+    now, steps = 1000.0, list[int]()
     monkeypatch.setattr("searches.report.page.time.monotonic", lambda: now)
     study = run_known(Known({lookup(4): 1.5}), lookup(4))
     view, path = LiveView(study, tmp_path, 6, 5), tmp_path / "report.html"
     view.begin("trials")
     assert "running: trials" in path.read_text(encoding="utf-8")
-    path.unlink()
-    now += 59.0
-    view.refresh()
-    assert not path.exists()
-    now += 1.0
-    view.refresh()
-    assert "1 of 5 trials finished" in path.read_text(encoding="utf-8")
-    path.unlink()
-    view.refresh()
-    assert not path.exists()
-    steps: list[int] = []
-    step = view.after(lambda: steps.append(1))
-    step()
+    for seconds, update in ((59.0, view.refresh), (1.0, view.refresh), (0.0, view.after(lambda: steps.append(1)))):
+        path.unlink(missing_ok=True)
+        now += seconds
+        update()
+        assert path.exists() == (seconds == 1.0)
     assert steps == [1]
-    assert not path.exists()
     now += 60.0
-    step()
-    assert path.exists()
+    view.after(lambda: None)()
+    assert "1 of 5 trials finished" in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -199,16 +164,13 @@ def test_a_study_that_ends_early_says_why(error: BaseException, state: str, why:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert f'<span class="badge {state}">{state}</span>' in page
     assert f"<p>{why}</p>" in page
-    assert "a password" not in page
-    assert 'http-equiv="refresh"' not in page
+    assert not any(part in page for part in ("a password", 'http-equiv="refresh"'))
 
 
 def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None:
     page = _written(tmp_path, workers_study())
     figure = metrics_of(page)["timeline"]
     assert figure["layout"]["yaxis"]["categoryarray"] == ["b/10", "b/2", "a/1"]  # from the bottom
-    assert [note["text"] for note in figure["layout"]["annotations"]] == ["b/10", "b/2", "a/1"]
-    assert not {"tpot", "ttft"} & metrics_of(page).keys()
     killed = _trace(figure, "killed")
     assert killed["y"] == ["b/2"] and [round(60 * x) for x in killed["x"]] == [70]
     bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
@@ -216,7 +178,6 @@ def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None
     assert bars.keys() == skips | {"none, complete", "prompt lookup, complete"}
     assert "takes over trial 3" in bars["layer skip, fail"]["hovertext"][0]  # the only one: a duplicate took no time
     assert len(bars["layer skip, fail"]["x"]) == 1
-    assert "Cross: killed." in page
     assert "3 of 8 trials finished, 1 running, a processor, 8 threads" in page
 
 
@@ -233,18 +194,15 @@ def test_throughput_against_latency_has_the_front_of_the_report(tmp_path: Path) 
     assert (plain["x"], plain["y"]) == ([40.0], [70.0])
     assert "95 % below 50.0" in plain["text"][0]
     assert [trace["name"] for trace in figures["ttft"]["data"]] == ["prompt lookup", "Pareto front"]
-    assert "Requests in flight: 8." in page
     assert "Hatched: the engine failed." in page and "Faint: stopped early or not run." not in page
     assert 'data-name="ms/token p95">30.0<' in page
 
 
 def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> None:
-    study = engine_study()
     other = optuna.create_study(study_name="levels", direction="maximize")
-    for trial in study.trials:
+    for trial in engine_study().trials:
         load = trial.user_attrs.get(METRICS, {})
-        several = {f"{name}_at_8": value for name, value in load.items()}
-        several |= {f"{name}_at_18": 2 * value for name, value in load.items()}
+        several = {f"{name}_at_{n}": factor * value for name, value in load.items() for n, factor in ((8, 1), (18, 2))}
         trial.user_attrs = trial.user_attrs | {METRICS: several}
         other.add_trial(trial)
     page = _written(tmp_path, other)
@@ -252,9 +210,7 @@ def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> Non
     loads = [name for name in figures if name.startswith(("tpot", "ttft"))]
     assert loads == ["tpot_at_8", "tpot_at_18", "ttft_at_8", "ttft_at_18"]
     assert _trace(figures["tpot_at_8"], "prompt lookup")["y"] == [100.0, 90.0, 80.0]
-    assert _trace(figures["tpot_at_18"], "prompt lookup")["x"] == [40.0, 60.0, 20.0]
     assert _trace(figures["tpot_at_18"], "plain decoding")["y"] == [140.0]
     assert page.count("Requests in flight: 8.") == page.count("Requests in flight: 18.") == 3  # two charts and a table
     _, lower, higher = page.partition("<h2>Best trials</h2>")[2].partition("</section>")[0].split("<table>")[1:]
     assert 'data-name="ms/token p95">30.0<' in lower and 'data-name="ms/token p95">60.0<' in higher
-    assert page.index('id="tpot_at_8"') < page.index('id="tpot_at_18"') < page.index('id="timeline"')

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
 from searches.report.markdown import study_notes
@@ -79,16 +78,6 @@ def test_a_finished_study_is_drawn_whole(browser: Browser, width: int, tmp_path:
 
 
 @pytest.mark.parametrize("width", [_PHONE, _DESKTOP])
-def test_an_earlier_study_is_drawn_with_a_point_for_each_trial(browser: Browser, width: int, tmp_path: Path) -> None:
-    study = earlier_study(tmp_path)
-    write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 8, study_notes(study, None), stage="trials"))
-    _show(browser, tmp_path / "report.html", width)
-    assert browser.evaluate(_MARKS.format("history")) == len(study.trials) == 6
-    assert browser.evaluate("document.querySelectorAll('#history .errorbar').length") == 6
-    assert browser.evaluate("document.getElementById('skips')._fullData[0].z.map(row => row.length)") == [10, 10]
-
-
-@pytest.mark.parametrize("width", [_PHONE, _DESKTOP])
 def test_workers_and_engines_are_drawn(browser: Browser, width: int, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     study = workers_study()
@@ -106,17 +95,10 @@ def test_a_cell_of_the_heat_map_tells_its_layer(browser: Browser, tmp_path: Path
     study = earlier_study(tmp_path)
     write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 8))
     _show(browser, tmp_path / "report.html", _DESKTOP)
+    assert browser.evaluate("document.querySelectorAll('#history .errorbar').length") == len(study.trials) == 6
     left, top, width, height = browser.evaluate(_CELLS)
     browser.point(left + 2.5 * width / EARLIER_LAYERS, top + 0.75 * height)  # the MLP of layer 2
     browser.evaluate("window.hovered")
     shown = browser.evaluate("document.querySelector('#skips .hoverlayer').textContent")
     speedups: list[Any] = [study.trials[number].user_attrs["measurement"]["speedup"] for number in (4, 5)]
     assert shown == f"layer 2, MLPmean speedup {sum(speedups) / 2:.3f}2 trials skipped it"
-
-
-def test_an_empty_study_opens(browser: Browser, tmp_path: Path) -> None:
-    study = optuna.create_study(study_name="empty", direction="maximize")
-    write_page(tmp_path / "report.html", study, Page(4, 8))
-    for width in (_PHONE, _DESKTOP):
-        _show(browser, tmp_path / "report.html", width)
-        assert browser.evaluate("document.querySelector('.empty').textContent") == "Nothing measured yet."
