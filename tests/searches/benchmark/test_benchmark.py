@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from layerskip import AcceptRule, Export, PromptError, PromptSet, SpeculativeConfig, load_target
+from layerskip import Export, PromptError, PromptSet, SpeculativeConfig, load_target
 from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measure import interleave
 from searches.app.composition import compose_config
@@ -170,20 +170,6 @@ def test_near_ties_and_outputs_that_end_at_once_are_stated_with_the_table(record
     assert "The outputs of 2 of 3 prompts end with their first token. Speedups leave them out." in lines
     (row,) = (line for line in lines if line.startswith("| prompt_lookup |") and "exact" in line)
     assert [cell.strip() for cell in row.split("|")[3:5]] == ["", ""]
-
-
-def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = save_tiny(tmp_path / "model", num_hidden_layers=2)
-    found = benchmark(_small(model, tracked(tmp_path / "outputs"), "contenders.token_recycling=null", "allow_lossy=true"))
-    printed = capsys.readouterr().out
-    lossless = {name: result["lossless"] for name, result in found["results"].items()}
-    exact, lossy = {"plain", "prompt_lookup"}, {"prompt_lookup_threshold", "prompt_lookup_typical"}
-    assert lossless == dict.fromkeys(exact, True) | dict.fromkeys(lossy, False)
-    plain = found["configs"]["prompt_lookup"]
-    for name in lossy:
-        assert found["configs"][name] == plain | {"accept": AcceptRule(name.rpartition("_")[2]).to_dict(), "lossless": False}
-        (row,) = (line for line in printed.splitlines() if line.startswith(f"| {name} |"))
-        assert "| lossy |" in row
 
 
 def _small(model: Path, outputs: Path, *more: str) -> DictConfig:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from layerskip import Export, PromptSet, Sampling, SpeculativeConfig, Target, load_target
+from layerskip import AcceptRule, Export, PromptSet, Sampling, SpeculativeConfig, Target, load_target
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.benchmark.contenders import build_contenders
@@ -63,6 +64,16 @@ def test_a_draft_model_that_transformers_refuses_is_left_out(tmp_path: Path, cap
     assert "cross_tokenizer" in contenders
     assert "transformers_universal" not in contenders.keys() | set(rivals.values())
     assert "peers.transformers_universal: left out: draft_model: " in capsys.readouterr().out
+
+
+def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path) -> None:
+    left_out = [*LEFT_OUT, *(f"contenders.{name}=null" for name in ("retrieval", "lookahead", "token_recycling"))]
+    config = compose_config("benchmark", [*left_out, "allow_lossy=true"])
+    decoders, _, configs = build_contenders(config, _target(tmp_path), PromptSet.of(["one"]), Sampling())
+    names = {"plain", "prompt_lookup", "prompt_lookup_threshold", "prompt_lookup_typical"}
+    assert decoders.keys() == configs.keys() == names
+    for rule in ("threshold", "typical"):
+        assert configs[f"prompt_lookup_{rule}"] == replace(configs["prompt_lookup"], accept=AcceptRule(rule))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.system
 PROMPT = [5, 6, 7]
 _CONVERTER = """
 import json, os, sys
+if os.environ.get("BROKEN") == "convert":
+    sys.exit("loading\\nan unknown architecture\\n")
 folder = sys.argv[-1]
 os.makedirs(folder)
 source = sys.argv[sys.argv.index("--model") + 1]
@@ -72,16 +74,20 @@ def test_tokens_are_counted_as_for_the_others(target: Target, tmp_path: Path, py
     assert (result.tokens, known) == ([8, 9, 10, 11, 12, 13], [1])
     assert [done.committed for done in result.stats.rounds] == [2, 2, 1]
     assert (again.tokens, peer.version) == ([10], "1.2")
+    converted = max((tmp_path / "engines").iterdir(), key=lambda path: path.name)
+    assert converted.name.endswith("-openvino")
+    (tmp_path / "packages" / "optimum" / "commands" / "optimum_cli.py").unlink()  # a model is converted once
+    _peer(target, tmp_path, python).close()
 
 
-def test_models_are_converted_once(target: Target, tmp_path: Path, python: str) -> None:
-    for _ in range(2):
-        _peer(target, tmp_path, python).close()
-    saved, converted = sorted(path.name for path in (tmp_path / "engines").iterdir())
-    assert converted == f"{saved}-openvino"
-
-
-@pytest.mark.parametrize(("where", "words"), [("load", "RuntimeError: no such model"), ("decode", "the last words")])
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("convert", "cannot convert .*: an unknown architecture$"),
+        ("load", "RuntimeError: no such model"),
+        ("decode", "it ended: the last words"),
+    ],
+)
 def test_an_engine_that_breaks_is_reported_in_one_line(
     target: Target, tmp_path: Path, python: str, where: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,16 +96,7 @@ def test_an_engine_that_breaks_is_reported_in_one_line(
     with reported as raised, contextlib.closing(_peer(target, tmp_path, python)) as peer:
         peer(PROMPT, Task(max_new_tokens=6), lambda _: None)
     assert "\n" not in str(raised.value)
-
-
-def test_a_model_that_is_not_converted_is_reported_in_one_line_and_leaves_no_folder(
-    target: Target, tmp_path: Path, python: str
-) -> None:
-    converter = tmp_path / "packages" / "optimum" / "commands" / "optimum_cli.py"
-    converter.write_text("import sys\nsys.exit('loading\\nan unknown architecture\\n')", encoding="utf-8")
-    with pytest.raises(UnsupportedModel, match=r"^openvino_genai: cannot convert .*: an unknown architecture$"):
-        _peer(target, tmp_path, python)
-    assert [path.name.endswith("-openvino") for path in (tmp_path / "engines").iterdir()] == [False]
+    assert any(path.name.endswith("-openvino") for path in (tmp_path / "engines").iterdir()) == (where != "convert")
 
 
 def test_a_worker_that_does_not_end_with_its_input_is_killed(
@@ -143,7 +140,7 @@ def test_bad_settings_are_refused_by_field(target: Target, tmp_path: Path, pytho
         ({"python": str(tmp_path / "absent")}, "python"),
     ):
         fields = {"engine": "vllm", "method": "plain", "python": python} | changes
-        with pytest.raises(InputError, match=f"^({field}): "):
+        with pytest.raises(InputError, match=f"^{field}: "):
             EnginePeer(target, tmp_path / "engines", **fields)  # type: ignore[arg-type]
     with contextlib.closing(_peer(target, tmp_path, python)) as peer, pytest.raises(InputError, match="^sampling: "):
         peer(PROMPT, Task(Sampling(temperature=1.0)), lambda _: None)

@@ -1,4 +1,4 @@
-"""The worker of an engine: its lines, its settings of the engine, its counting of rounds, and its end."""
+"""The worker of an engine: its lines, its settings of the engine, and its counting of rounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,8 +27,6 @@ _SETTINGS = {
 }
 _REQUEST = {"tokens": [5, 6, 7], "max_new_tokens": 6, "eos": [300], "repetition_penalty": 1.0}
 
-Talk = Callable[..., list[dict[str, Any]]]
-
 
 def _module(name: str, source: str) -> ModuleType:
     module = ModuleType(name)
@@ -49,53 +46,31 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.fixture
-def openvino(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """The stand-in for OpenVINO GenAI, and the folder of a converted model."""
-    module = _module("openvino_genai", OPENVINO_GENAI)
-    monkeypatch.setitem(sys.modules, "openvino_genai", module)
-    monkeypatch.setitem(sys.modules, "openvino", _module("openvino", OPENVINO))
-    (tmp_path / "converted.json").write_text('{"from": "a model"}')
-    return module
-
-
-@pytest.fixture
-def talk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Talk]:
-    """Runs the worker on an engine's settings and requests, and returns its answers; its output is a file meanwhile."""
-    programs: list[int] = []
-    monkeypatch.setattr(engine_worker, "end_with", programs.append)
-    monkeypatch.setattr(sys, "argv", ["engine_worker.py", "4711"])
-    file, before = os.open(tmp_path / "answers", os.O_RDWR | os.O_CREAT), os.dup(1)
-
-    def run(engine: str, method: str, *requests: dict[str, Any]) -> list[dict[str, Any]]:
-        settings = _SETTINGS | {"engine": engine, "method": method, "model": str(tmp_path)}
-        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(line) + "\n" for line in (settings, *requests))))
-        os.dup2(file, 1)
-        try:
-            engine_worker.main()
-        finally:
-            os.dup2(before, 1)
-        return [json.loads(line) for line in (tmp_path / "answers").read_text().splitlines()]
-
-    yield run
-    os.close(file)
-    os.close(before)
-    assert programs == [4711]
+def _answers(engine: str, method: str, model: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the answers to an engine's settings and requests."""
+    settings = _SETTINGS | {"engine": engine, "method": method, "model": str(model)}
+    answers = io.StringIO()
+    engine_worker._serve([json.dumps(line) for line in (settings, *requests)], answers)
+    return [json.loads(line) for line in answers.getvalue().splitlines()]
 
 
 def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_model(
-    openvino: ModuleType, talk: Talk, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made: list[dict[str, Any]] = []
+    openvino = _module("openvino_genai", OPENVINO_GENAI)
+    monkeypatch.setitem(sys.modules, "openvino_genai", openvino)
+    monkeypatch.setitem(sys.modules, "openvino", _module("openvino", OPENVINO))
+    (tmp_path / "converted.json").write_text('{"from": "a model"}')
 
-    class Recording(openvino.LLMPipeline):  # type: ignore[name-defined, misc]
+    class Recording(openvino.LLMPipeline):
         def __init__(self, folder: str, device: str, **options: Any) -> None:
             made.append({"device": device, **options})
             super().__init__(folder, device, **options)
 
     monkeypatch.setattr(openvino, "LLMPipeline", Recording)
     monkeypatch.setattr(openvino, "draft_model", lambda folder, device, **options: (folder, options), raising=False)
-    ready, *answers = talk("openvino_genai", "assistant", _REQUEST, _REQUEST | {"eos": [10]})
+    ready, *answers = _answers("openvino_genai", "assistant", tmp_path, _REQUEST, _REQUEST | {"eos": [10]})
     assert ready.keys() == {"version", "seconds"} and ready["version"] == "1.2"
     assert answers == [
         {"first": 1},
@@ -113,18 +88,16 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
     ("method", "speculative", "lengths"),
     [
         ("plain", None, [1, 2, 3, 4, 5, 6]),
-        (
-            "prompt_lookup",
-            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
-            [1, 6],
-        ),
-        ("assistant", {"method": "draft_model", "num_speculative_tokens": 4, "model": "drafts"}, [1, 6]),
+        ("prompt_lookup", {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}, [1, 6]),
+        ("assistant", {"method": "draft_model", "model": "drafts"}, [1, 6]),
     ],
 )
 def test_rounds_of_vllm_are_the_parts_of_its_stream(
-    vllm: ModuleType, talk: Talk, method: str, speculative: dict[str, Any] | None, lengths: list[int]
+    vllm: ModuleType, method: str, speculative: Any, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready, *answers = talk("vllm", method, _REQUEST, _REQUEST | {"eos": [8]})
+    """It decodes with as many cores as the others."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5}, raising=False)
+    ready, *answers = _answers("vllm", method, tmp_path, _REQUEST, _REQUEST | {"eos": [8]})
     assert ready["version"] == "3.4"
     assert answers == [
         {"first": 1},
@@ -133,15 +106,7 @@ def test_rounds_of_vllm_are_the_parts_of_its_stream(
         {"tokens": [8], "lengths": [1]},
     ]
     arguments = vllm.AsyncLLM.made[-1].arguments
-    assert arguments.speculative_config == speculative
+    assert arguments.speculative_config == (speculative and speculative | {"num_speculative_tokens": 4})
     assert (arguments.dtype, arguments.max_model_len, arguments.max_num_seqs) == ("float32", 64, 1)
     assert arguments.enable_prefix_caching is False
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are bound on Linux alone")
-def test_vllm_decodes_with_as_many_cores_as_the_others(
-    vllm: ModuleType, talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5})
-    talk("vllm", "plain")
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "3"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from layerskip import Sampling, Target, UnsupportedModel, generate, load_target
 from layerskip.measure.measure import Task
 from searches.app.checks import InputError
-from searches.benchmark import peers
 from searches.benchmark.peers import Peer
 from tests.tiny import save_tiny
 
@@ -66,15 +64,3 @@ def test_peers_are_refused_by_field(model: Target) -> None:
         Peer(model, "beam")
     with pytest.raises(UnsupportedModel, match="its vocabulary is as large as the target's"):
         Peer(model, "universal", draft_model=model.name)
-
-
-@pytest.mark.parametrize("on_drafts", [True, False])
-def test_rounds_are_counted_whether_or_not_criteria_are_called_on_drafts(on_drafts: bool) -> None:
-    """Two tokens are committed after prefill's, then three."""
-    known: list[int] = []
-    recorder = peers._RoundRecorder(4, known.append, on_drafts)
-    for drafted, verified in ((5, 5), (9, 7), (10, 10)):
-        for length in (drafted, verified) if on_drafts else (verified,):
-            recorder(torch.zeros(1, length, dtype=torch.long), None)
-    assert known == [1]
-    assert [done.committed for done in recorder.rounds()] == [2, 3]
