@@ -15,6 +15,8 @@ from searches.tracking.tracker import Tracker
 from searches.training.trainer import Trainer, TrainingCheckpoint, check_training_folder
 from tests.searches.programs import tracked
 
+CONFIG = {"texts_per_step": 1, "learning_rate": 0.5, "steps": 10**6, "max_seconds": None, "seed": 0, "save_seconds": 10}
+
 
 class _Idle(Trainer):
     """Trainer that never does a step."""
@@ -30,7 +32,7 @@ class _Idle(Trainer):
 
 
 def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
-    config = OmegaConf.create({"texts_per_step": 1, "learning_rate": 0.1})
+    config = OmegaConf.create(CONFIG)
     _Idle(config, torch.nn.Linear(1, 1), 1, TrainingCheckpoint(tmp_path / "training.pt", "who", "asked"))
     check_training_folder(tmp_path, "asked")
     with pytest.raises(InputError, match="^head: .* holds another training"):
@@ -49,7 +51,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(content: bytes, tmp_path: P
     checkpoint.path.write_bytes(content)
     with pytest.raises(InputError, match=r"^head: .*training\.pt cannot be read \([^\n]*\); delete it to train again$"):
         check_training_folder(tmp_path, "asked")
-    config = OmegaConf.create({"texts_per_step": 1, "learning_rate": 0.1})
+    config = OmegaConf.create(CONFIG)
     with pytest.raises(InputError, match=r"^head: .*training\.pt cannot be read"):
         _Idle(config, torch.nn.Linear(1, 1), 1, checkpoint)
     assert checkpoint.path.read_bytes() == content
@@ -67,9 +69,8 @@ class _Diverging(_Idle):
 
 @pytest.mark.parametrize("then", [float("nan"), float("inf"), 1e38])  # the last has a gradient whose norm is infinite
 def test_a_step_that_diverges_changes_nothing(then: float, tmp_path: Path) -> None:
-    config = OmegaConf.create({"texts_per_step": 1, "learning_rate": 0.5, "steps": 9, "max_seconds": None, "seed": 0})
     module = torch.nn.Linear(100, 1)
-    trainer = _Diverging(config, module, 1, TrainingCheckpoint(tmp_path / "training.pt", "who"))
+    trainer = _Diverging(OmegaConf.create(CONFIG), module, 1, TrainingCheckpoint(tmp_path / "training.pt", "who"))
     trainer.then = then
     trainer.train_step()
     trainer.save()
@@ -103,21 +104,13 @@ def test_the_limit_of_seconds_includes_evaluation(seconds: int, tmp_path: Path, 
     _Timed.clock = 0.0
     monkeypatch.setattr("searches.training.trainer.now", lambda _: _Timed.clock)
     monkeypatch.setattr("searches.training.trainer.time", SimpleNamespace(monotonic=lambda: _Timed.clock))
-    fields = {
-        "texts_per_step": 1,
-        "learning_rate": 0.1,
-        "seed": 0,
-        "steps": 10**6,
-        "max_seconds": seconds,
-        "save_seconds": 10,
-    }
     tracker = Tracker(None, tracked(tmp_path), "trainings")
     tracker.open_study("timed", "who", {}, {}, role="training")
     steps = []
     with tracker.closing():
         for _ in range(2):
             module, checkpoint = torch.nn.Linear(1, 1), TrainingCheckpoint(tmp_path / "training.pt", "who", "asked")
-            trainer = _Timed(OmegaConf.create(fields), module, 3, checkpoint)
+            trainer = _Timed(OmegaConf.create(CONFIG | {"max_seconds": seconds}), module, 3, checkpoint)
             trainer.train(tracker)
             steps.append(trainer.step)
     assert seconds <= _Timed.clock < seconds + 2 + 3
