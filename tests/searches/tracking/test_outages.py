@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ from tests.searches.tracking.studies import compared_study
 pytestmark = pytest.mark.system
 
 TRIALS = compared_study().trials
-FITS = [{"fit_seconds": 1.0, "agreement_empty": 0.25, "agreement_bridged": 0.5}]
+FITS = [{"fit_seconds": n, "agreement_bridged": 0.5} if n else {} for n in (1.0, 0.0, 3.0)]
 LOST = "tracking.uri: cannot write to"
 Fault = Callable[[Path], contextlib.AbstractContextManager[object]]
 
@@ -79,17 +79,10 @@ def _full_artifacts(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _deleted_run(folder: Path) -> Iterator[None]:
-    (study,) = runs(sqlite(folder), "study")
-    MlflowClient(sqlite(folder)).delete_run(study.info.run_id)
-    yield
-
-
-@contextlib.contextmanager
 def _deleted_runs(folder: Path) -> Iterator[None]:
-    MlflowClient(sqlite(folder)).delete_run(runs(sqlite(folder), "trial")[0].info.run_id)
-    with _deleted_run(folder):
-        yield
+    for role in ("trial", "study"):
+        MlflowClient(sqlite(folder)).delete_run(runs(sqlite(folder), role)[0].info.run_id)
+    yield
 
 
 FAULTS: dict[Fault, str | None] = {
@@ -140,7 +133,8 @@ def _check_complete(uri: str) -> None:
     assert {artifact.path for run in trials for artifact in client.list_artifacts(run.info.run_id)} == {"prompts.json"}
     assert sorted(run.info.run_name for run in trainings) == ["earlier", "later"]
     assert all(run.data.params == {"rank": "4"} and run.data.metrics == {"loss": 2.0} for run in trainings)
-    assert [metric.step for metric in client.get_metric_history(study.info.run_id, "fit_seconds")] == [0]
+    fits = client.get_metric_history(study.info.run_id, "fit_seconds")
+    assert sorted((metric.step, metric.value) for metric in fits) == [(0, 1.0), (2, 3.0)]  # each once
     paths = {artifact.path for artifact in client.list_artifacts(study.info.run_id)}
     assert paths == {"config.yaml", "fits.json", "best.json", "bridge"}
 
@@ -291,21 +285,21 @@ def test_a_server_that_is_killed_refuses_and_fails_is_completed_when_it_is_back(
         server.close()
 
 
-@pytest.mark.parametrize(("fault", "more"), [(_deleted_run, ()), (_locked, ("worker=0",))])
 def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
-    fault: Fault, more: Sequence[str], tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs, stack = tracked(tmp_path / "outputs"), contextlib.ExitStack()
-    methods, faults = "space.methods=[none,prompt_lookup]", list[Any]()
-    overrides = quick(tiny_folder, outputs, "tracking.experiment=own", "study.name=it", "study.n_trials=2", methods, *more)
+    small = ("study.name=it", "study.n_trials=2", "space.methods=[none,prompt_lookup]", "worker=0")
+    overrides = quick(tiny_folder, outputs, "tracking.experiment=own", *small)
+    run_trials, faults = study.run_trials, list[Any]()
 
-    def run_trials(*arguments: Any) -> None:
+    def fails(*arguments: Any) -> None:
         if not faults:  # before the first comparison's trials
-            faults.append(stack.enter_context(fault(outputs)))
-        study.run_trials(*arguments)
+            faults.append(stack.enter_context(_locked(outputs)))
+        run_trials(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("searches.study.sweep.run_trials", run_trials)
+        patch.setattr("searches.study.sweep.run_trials", fails)
         first = launch("layerskip", *overrides, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert (outputs / "it" / "best.json").exists()
