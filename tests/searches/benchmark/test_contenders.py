@@ -1,4 +1,4 @@
-"""Tests of a benchmark's contenders: differences from an export, contenders that are left out, and costs of cascades."""
+"""Tests of a benchmark's contenders: rows that are left out, added and refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from layerskip import AcceptRule, Export, PromptSet, Sampling, SpeculativeConfig, Target, load_target
+from layerskip import AcceptRule, PromptSet, Sampling, Target, load_target
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.benchmark.contenders import build_contenders
@@ -20,21 +20,6 @@ LEFT_OUT = (*NO_PEERS, *(f"contenders.{name}=null" for name in ("layer_skip", "d
 
 def _target(folder: Path, family: str = "llama") -> Target:
     return load_target(str(save_tiny(folder / "model", family)), dtype="float32", device="cpu")
-
-
-def test_differences_from_the_search_of_an_export_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = _target(tmp_path)
-    lookup = SpeculativeConfig("prompt_lookup")
-    Export(Export.describe(target), lookup).save(tmp_path / "same.json")
-    elsewhere = Export.describe(target) | {"dtype": "bfloat16"}
-    Export(elsewhere, lookup, Sampling(temperature=0.7)).save(tmp_path / "other.json")
-    for name, differences in (("same", []), ("other", ["dtype bfloat16", "sampling {"])):
-        config = compose_config("benchmark", [*NO_PEERS, "draft_mask=layers:1", f"config={tmp_path / name}.json"])
-        config.contenders = {}
-        build_contenders(config, target, PromptSet.of(["one"]), Sampling())
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("config: ")]
-        for line, what in zip(lines, differences, strict=True):
-            assert line.startswith(f"config: was searched with {what}")
 
 
 def test_drafters_that_the_target_cannot_verify_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.system
 
 TRIALS = compared_study().trials
 FITS = [{"fit_seconds": n, "agreement_bridged": 0.5} if n else {} for n in (1.0, 0.0, 3.0)]
+PARAMS = {f"field{number}": str(number) for number in range(105)}  # written in parts, as a store takes 100
 LOST = "tracking.uri: cannot write to"
 Fault = Callable[[Path], contextlib.AbstractContextManager[object]]
 
@@ -110,7 +111,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def _train(tracker: Tracker, name: str) -> None:
-    part = tracker.nested(name, name, {"rank": 4}, "training")
+    part = tracker.nested(name, name, PARAMS, "training")
     with part.closing():
         part.log({"loss": 2.0}, step=7)
 
@@ -132,7 +133,7 @@ def _check_complete(uri: str) -> None:
     assert [run.data.tags["trial_number"] for run in trials if run.data.tags.get("best") == "true"] == ["1"]
     assert {artifact.path for run in trials for artifact in client.list_artifacts(run.info.run_id)} == {"prompts.json"}
     assert sorted(run.info.run_name for run in trainings) == ["earlier", "later"]
-    assert all(run.data.params == {"rank": "4"} and run.data.metrics == {"loss": 2.0} for run in trainings)
+    assert all(run.data.params == PARAMS and run.data.metrics == {"loss": 2.0} for run in trainings)
     fits = client.get_metric_history(study.info.run_id, "fit_seconds")
     assert sorted((metric.step, metric.value) for metric in fits) == [(0, 1.0), (2, 3.0)]  # each once
     paths = {artifact.path for artifact in client.list_artifacts(study.info.run_id)}

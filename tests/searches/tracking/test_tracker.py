@@ -101,15 +101,6 @@ def test_incomplete_and_doubled_runs_are_replaced(tracker: Tracker) -> None:
     assert incomplete.info.run_id not in {run.info.run_id for run in found}
 
 
-def test_a_part_of_a_study_has_a_run_of_its_own(tracker: Tracker) -> None:
-    part = tracker.nested("a part", "2", {f"field{number}": number for number in range(205)}, "training")
-    part.finish()
-    (run,), (study,) = runs(tracker.uri, "training"), runs(tracker.uri, "study")
-    assert run.data.tags["mlflow.parentRunId"] == study.info.run_id == tracker.run_id
-    assert run.data.params == {f"field{number}": str(number) for number in range(205)}  # in parts, as a store takes 100
-    assert (run.info.status, study.info.status) == ("FINISHED", "RUNNING")
-
-
 @pytest.mark.parametrize(
     ("error", "others", "status"),
     [

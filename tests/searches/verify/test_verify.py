@@ -1,7 +1,7 @@
 """Honest exports are confirmed, doctored ones are not, and bad input ends in one line.
 
-No result depends on the speed of the machine: an honest export is several times faster, a tied one decodes nothing, and
-other measurements are given.
+No result depends on the speed of the machine: an honest export is several times faster, and other measurements are
+given.
 """
 
 from __future__ import annotations
@@ -94,14 +94,6 @@ def test_rounds_must_repeat_only_on_the_same_model(model: Path, tmp_path: Path) 
     assert not _is_alike(half, load_target(str(model), dtype="bfloat16", device="cpu"))  # unknown device
     half = replace(half, environment=machine(target))
     assert _is_alike(half, load_target(str(model), dtype="bfloat16", device="cpu"))
-
-
-def test_a_tie_is_weaker_when_the_repeats_are_used_up(model: Path, tmp_path: Path, verified: Verified) -> None:
-    file = _export(tmp_path / "best.json", model, LOOKUP)
-    code, printed, _ = verified(str(file), FEW, "measure.max_new_tokens=1")  # prefill provides it
-    assert code == 3, printed
-    assert "not significantly faster than plain decoding" in printed
-    assert _record(tmp_path)["repeats"] == 3
 
 
 def test_plain_decoding_is_not_measured(
@@ -234,20 +226,6 @@ def given(tiny_folder: Path, tmp_path: Path, verified: Verified, monkeypatch: py
     return run
 
 
-@pytest.mark.parametrize(
-    ("output", "changed", "code"), [("different", True, 3), (None, True, 3), ("near_tie", True, 4), ("near_tie", False, 3)]
-)
-def test_a_lossy_export_is_weaker_at_best(
-    output: str | None, changed: bool, code: int, given: Verified, tmp_path: Path
-) -> None:
-    evidence = _claimed(1.5, prompts_digest=HERE) | ({"losslessness": {"verdict": output}} if output else {})
-    found, printed, _ = given(LOSSY, evidence, "allow_lossy=true", changed=changed)
-    assert found == code, printed
-    record = _record(tmp_path)
-    assert record["config"]["lossless"] is False
-    assert record["measured"]["losslessness"]["verdict"] == ("different" if changed else "exact")
-
-
 def test_a_claim_is_refuted_by_its_own_prompts_and_by_a_changed_output_alone(given: Verified) -> None:
     code, printed, _ = given(LOOKUP, _claimed(4.0, prompts_digest=HERE, prompts=24), FEW)
     assert (code, "out of reach" in printed) == (4, True), printed
@@ -255,6 +233,15 @@ def test_a_claim_is_refuted_by_its_own_prompts_and_by_a_changed_output_alone(giv
     assert (code, "prompts=" in printed) == (3, True), printed
     assert given(LOOKUP, _claimed(1.5), "allow_lossy=true", changed=True)[0] == 4
     assert given(LOOKUP, _claimed(1.5), "allow_lossy=true")[0] == 0
+
+
+def test_a_lossy_export_is_weaker_at_best(given: Verified, tmp_path: Path) -> None:
+    evidence = _claimed(1.5, prompts_digest=HERE)
+    assert given(LOSSY, evidence, "allow_lossy=true", changed=True)[0] == 3
+    record = _record(tmp_path)
+    assert (record["config"]["lossless"], record["measured"]["losslessness"]["verdict"]) == (False, "different")
+    kept = evidence | {"losslessness": {"verdict": "near_tie"}}
+    assert [given(LOSSY, kept, "allow_lossy=true", changed=changed)[0] for changed in (True, False)] == [4, 3]
 
 
 def test_a_datastore_with_answers_to_the_prompts_is_refused(given: Verified, tiny_target: Target, tmp_path: Path) -> None:
