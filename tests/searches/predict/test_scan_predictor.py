@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,10 +20,12 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.measure.measure import measure
 from layerskip.scan.replay import Counts, count
 from layerskip.scan.scan import Scan, Scanner
-from layerskip.texts.continuations import continue_prompts
+from layerskip.texts.continuations import Continuation, continue_prompts
+from searches.predict import preparation
 from searches.predict.preparation import Preparation, ScanSettings
 from searches.predict.proposals import propose_lookups
-from searches.predict.scan_predictor import DraftChoices, ScanPredictor
+from searches.predict.scan_predictor import ContextCosts, DraftChoices, ScanPredictor, spread_contexts
+from searches.predict.stability import seed_stability, stability
 from searches.space.search_space import SearchSpace
 from tests.families import build
 
@@ -209,3 +212,110 @@ def test_the_best_mask_is_one_that_skips_anything(tiny_target: Target, tmp_path:
     assert predictor.best_mask() == SkipMask.parse(best.config.mask, tiny_target.layers)
     stable = predictor.stability(2 * tiny_target.layers)
     assert stable is not None and 0 < stable.chance < 1  # two empty masks would overlap by 1
+
+
+SKIPPED = SkipMask.parse("layers:0", 2)
+
+
+def _continuation(length: int) -> Continuation:
+    return Continuation("", "", (5,) * (length - 32), (5,) * 64, 64)
+
+
+def _profile_at(context: int) -> CostProfile:
+    """Attention and verification have a fixed cost and one per position."""
+    each = context / 1000
+    verify = tuple(4.0 + 3 * each + drafted for drafted in range(4))
+    return CostProfile(context, 1.0, 0.5, (0.2 + each, 0.2 + each), (1.0, 1.0), 0.1, 0.25, verify)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "contexts"),
+    [
+        ([100, 200, 900], [384]),  # short
+        ([3000, 4000, 5900], [4288]),  # alike
+        ([200, 8000], [192, 8000]),
+        ([300, 2000, 8000], [320, 1984, 8000]),
+        ([300, 7000, 8000], [320, 8000]),
+    ],
+)
+def test_far_apart_contexts_are_timed_apart(lengths: list[int], contexts: list[int]) -> None:
+    assert spread_contexts(lengths) == contexts
+
+
+def test_a_speedup_sums_over_the_contexts_of_the_continuations() -> None:
+    continuations = [_continuation(length) for length in (1000, 2500, 4000)]
+    parts = [Counts(20, 40, 30, 50, (0, 0, 20)), Counts(30, 90, 5, 35, (0, 0, 0, 30)), Counts(10, 10, 8, 18, (0, 10))]
+    costs = ContextCosts(replace(_profile_at(1000), others=(_profile_at(4000),)), continuations)
+
+    def seconds(profile: CostProfile, counts: Counts) -> float:
+        return profile.seconds(counts, SKIPPED, StopRule())
+
+    drafting = plain = 0.0
+    for context, counts in zip((1000, 2500, 4000), parts, strict=True):
+        drafting += counts.drafted * (1.0 + 0.5 + 1.0 + 0.2 + context / 1000) + counts.rounds * 0.25
+        drafting += sum(times * (4.0 + 3 * context / 1000 + g) for g, times in enumerate(counts.verified))
+        plain += counts.tokens * (4.0 + 3 * context / 1000)
+    assert costs.speedup(parts, seconds) == pytest.approx(plain / drafting)
+    total = sum(parts, Counts())
+    one = ContextCosts(_profile_at(1000), continuations)
+    assert one.speedup(parts, seconds) == _profile_at(1000).speedup(total, SKIPPED, StopRule())
+    assert one.average is one.profile
+
+
+def test_a_profile_at_is_measured_at_the_contexts_of_the_prompts(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[int] = []
+
+    def measured(target: Target, context: int, *_: Any, **options: Any) -> CostProfile:
+        timed.append(context)
+        return _profile_at(context)
+
+    monkeypatch.setattr(preparation, "profile_costs", measured)
+
+    def profile(*lengths: int) -> CostProfile:
+        return Preparation(tiny_target, Sampling(), tmp_path).cost_profile_at([_continuation(each) for each in lengths], 3)
+
+    for _ in range(2):
+        assert profile(200, 300) == _profile_at(256)
+        assert profile(192, 1984, 8000) == replace(_profile_at(192), others=(_profile_at(1984), _profile_at(8000)))
+    assert timed == [256, 192, 1984, 8000]  # the second time, all are read from their files
+    stored = [json.loads(file.read_text(encoding="utf-8"))["asked"] for file in (tmp_path / "profiles").glob("*.json")]
+    assert sorted(asked["contexts"] for asked in stored) == [[192, 1984, 8000], [256]]
+
+
+MASKS = [SkipMask.parse(text, 10) for text in ("layers:1-4", "layers:5-8", "attention:0-7")]
+
+
+def test_a_clear_choice_is_stable() -> None:
+    seconds = np.array([[1.0] * 6, [2.0] * 6, [3.0] * 6])
+    found = stability(MASKS, seconds, np.full(6, 2.0), 20)
+    assert (found.share, found.overlap) == (1.0, 1.0)
+    assert found.chance == pytest.approx(0.26, abs=0.04)  # two sets of 8 out of 20
+
+
+def test_a_choice_that_one_continuation_decides_is_unstable() -> None:
+    """Without the last continuation, which a resample lacks with probability (5/6)^6, the other mask is faster."""
+    seconds = np.array([[1.0] * 5 + [9.0], [1.1] * 5 + [1.0], [99.0] * 6])
+    found = stability(MASKS, seconds, np.full(6, 2.0), 20, resamples=2000)
+    assert found.share == pytest.approx(1 - (5 / 6) ** 6, abs=0.04)
+    left = (5 / 6) ** 6
+    assert found.overlap == pytest.approx(1 - 2 * left * (1 - left), abs=0.04)
+
+
+def test_only_studies_that_differ_in_their_seed_are_compared(tmp_path: Path) -> None:
+    def choose(study: str, seed: int, mask: str, sampler: str = "tpe") -> object:
+        settings = {"seed": seed, "sampler": sampler}
+        return seed_stability(tmp_path / study, settings, SkipMask.parse(mask, 10), 20)
+
+    assert choose("a", 0, "layers:1-4") is None
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "choice.json").touch()  # by a loss of power
+    assert choose("other", 1, "layers:6-9", "random") is None
+    found = choose("b", 1, "layers:1-2,5-6")
+    assert found.seeds == 2 and found.overlap == pytest.approx(4 / 12)
+    assert found.chance == pytest.approx(0.26, abs=0.04)
+    assert choose("c", 2, "layers:1-4").seeds == 3
+    choose("z", 2, "layers:7-9")  # another study with the same seed
+    found = choose("c", 2, "layers:1-4")
+    assert found.seeds == 3 and found.overlap == pytest.approx((1 + 4 / 12 + 4 / 12) / 3)
