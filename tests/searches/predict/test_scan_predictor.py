@@ -67,7 +67,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Targe
 def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny_target: Target, tmp_path: Path) -> None:
     predictor = _predictor(tiny_target, tmp_path)
     profile = predictor.profile
-    for text in ("", "mlp:1", "attention:0"):
+    for text in ("mlp:1", "attention:0"):
         mask = SkipMask.parse(text, tiny_target.layers)
         expected = {}
         for length in range(1, 5):
@@ -262,7 +262,7 @@ def test_a_speedup_sums_over_the_contexts_of_the_continuations() -> None:
     assert one.average is one.profile
 
 
-def test_a_profile_at_is_measured_at_the_contexts_of_the_prompts(
+def test_a_profile_is_measured_at_the_contexts_of_the_prompts(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[int] = []
@@ -274,7 +274,7 @@ def test_a_profile_at_is_measured_at_the_contexts_of_the_prompts(
     monkeypatch.setattr(preparation, "profile_costs", measured)
 
     def profile(*lengths: int) -> CostProfile:
-        return Preparation(tiny_target, Sampling(), tmp_path).cost_profile_at([_continuation(each) for each in lengths], 3)
+        return Preparation(tiny_target, Sampling(), tmp_path).cost_profile([_continuation(each) for each in lengths], 3)
 
     for _ in range(2):
         assert profile(200, 300) == _profile_at(256)
