@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from searches.results import ResultLog
-from searches.study.bench import BASELINE, Bench, ModelBench
+from searches.study.bench import BASELINE, ModelBench
 from searches.verify import Claim, Speedup, VerifySettings, _is_alike, judged_rows
 from tests.searches.conftest import Launch
 from tests.tiny import save_tiny
@@ -80,8 +81,7 @@ def test_an_honest_export_is_confirmed(model: Path, tmp_path: Path, verified: Ve
     assert record["measured"]["losslessness"]["verdict"] == "exact"
     assert record["measured"]["prompts"] == record["prompts"]["count"] == 6
     assert record["claimed"] == {"value": 1.5, "low": 1.4, "high": 1.6}
-    held_out = PromptSet.packaged().split()[1]
-    assert record["prompts"]["digest"] == held_out.take(6).digest
+    assert record["prompts"]["digest"] == PromptSet.packaged().split()[1].take(6).digest
 
 
 def test_rounds_must_repeat_only_on_the_same_model(model: Path, tmp_path: Path) -> None:
@@ -96,23 +96,15 @@ def test_rounds_must_repeat_only_on_the_same_model(model: Path, tmp_path: Path) 
     assert _is_alike(half, load_target(str(model), dtype="bfloat16", device="cpu"))
 
 
-def test_plain_decoding_is_not_measured(
+def test_plain_decoding_is_not_measured_and_its_model_has_the_exports_dtype(
     model: Path, tmp_path: Path, verified: Verified, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **named: Any) -> None:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(ModelBench, "compare", fail)
-    file = _export(tmp_path / "best.json", model, SpeculativeConfig())
-    code, printed, _ = verified(str(file))
-    assert (code, _record(tmp_path)["measured"]) == (0, None)
-    assert "no drafting" in printed
-
-
-def test_the_model_is_loaded_in_the_exports_dtype_by_default(model: Path, tmp_path: Path, verified: Verified) -> None:
+    monkeypatch.setattr(ModelBench, "compare", None)  # a measurement would fail
     file = _export(tmp_path / "best.json", model, SpeculativeConfig(), dtype="float16")
-    verified(str(file), "target=local", f"target.path={model}")
-    assert (_record(tmp_path)["target"]["dtype"], _record(tmp_path)["differences"]) == ("float16", [])
+    code, printed, _ = verified(str(file), "target=local", f"target.path={model}")
+    record = _record(tmp_path)
+    assert (code, record["measured"], "no drafting" in printed) == (0, None, True)
+    assert (record["target"]["dtype"], record["differences"]) == ("float16", [])
     _, printed, _ = verified(f"export={file}", "target.dtype=float32")
     assert _record(tmp_path)["differences"] == [{"field": "target.dtype", "exported": "float16", "now": "float32"}]
     assert "target.dtype: float16, now float32" in printed
@@ -152,10 +144,9 @@ def test_bad_input_ends_in_one_line(
     _export(Path("gone.json"), tmp_path / "gone", LOOKUP)
     _export(Path("lossy.json"), model, LOSSY)
     Path("broken.json").write_text("{", encoding="utf-8")
+    fields = json.loads(good.read_text(encoding="utf-8"))
     for name, evidence in (("claim", {"speedup": "3"}), ("length", {"max_new_tokens": 0})):
-        Path(f"{name}.json").write_text(
-            json.dumps(json.loads(good.read_text(encoding="utf-8")) | {"evidence": evidence}), encoding="utf-8"
-        )
+        Path(f"{name}.json").write_text(json.dumps(fields | {"evidence": evidence}), encoding="utf-8")
     _check_refused(verified(*arguments), named)
     assert not (tmp_path / "outputs").exists()
 
@@ -255,35 +246,22 @@ def test_a_datastore_with_answers_to_the_prompts_is_refused(given: Verified, tin
     _check_refused(given(SpeculativeConfig("cascade", members=(LOOKUP, own)), _claimed(1.5)), "config.members.1")
 
 
-class _Bench(Bench):
-    """A bench with given speedups for the pairs of each comparison."""
-
-    layers, exact, conditions = 3, True, None
-
-    def __init__(self, speedups: Sequence[Sequence[float]]) -> None:
-        self.speedups, self.comparisons = speedups, 0
-
-    def compare(
-        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, repeats: int, seed: int, **_: object
-    ) -> Iterator[dict[str, Sample]]:
-        self.comparisons += 1
-        return _rows(*configs, prompts, self.speedups[self.comparisons - 1], Losslessness(1))
-
-
 @pytest.mark.parametrize(
     ("speedups", "claim", "name", "repeats"),
     [
-        pytest.param([[1.5, 1.6]], Speedup(1.5, 1.4, 1.6), "confirmed", 1, id="clear at once"),
-        pytest.param([[0.5, 0.6]], None, "refuted", 1, id="slower at once"),
-        pytest.param([[0.8, 1.3], [3.0, 3.5]], None, "confirmed", 2, id="a tie that a repeat resolves"),
-        pytest.param([[0.8, 1.3]] * 3, None, "weaker", 3, id="a tie to the end"),
+        ([[1.5, 1.6]], Speedup(1.5, 1.4, 1.6), "confirmed", 1),
+        ([[0.5, 0.6]], None, "refuted", 1),
+        ([[0.8, 1.3], [3.0, 3.5]], None, "confirmed", 2),  # a tie that a repeat resolves
+        ([[0.8, 1.3]] * 3, None, "weaker", 3),
     ],
 )
 def test_it_measures_until_the_verdict_is_clear(
     speedups: list[list[float]], claim: Speedup | None, name: str, repeats: int
 ) -> None:
     prompts = PromptSet.of([f"prompt {i}" for i in range(8)])
-    bench, given = _Bench(speedups), {"settings": VerifySettings(), "seed": 0, "log": ResultLog(None)}
-    _, verdicts = zip(*judged_rows(bench, LOOKUP, Claim(claim), prompts, **given), strict=True)
+    looks = iter(speedups)
+    bench = SimpleNamespace(compare=lambda configs, of, **_: _rows(*configs, of, next(looks), Losslessness(1)))
+    judged = judged_rows(bench, LOOKUP, Claim(claim), prompts, VerifySettings(), 0, ResultLog(None))
+    _, verdicts = zip(*judged, strict=True)
     assert (verdicts[-1].name, len(verdicts)) == (name, 8 * repeats)
     assert [place for place, verdict in enumerate(verdicts) if verdict] == [8 * repeat + 7 for repeat in range(repeats)]
