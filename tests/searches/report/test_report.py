@@ -12,9 +12,9 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import FrozenTrial, create_trial
+from optuna.trial import create_trial
 
-from layerskip import PromptSet, SpeculativeConfig
+from layerskip import PromptSet
 from searches.app.checks import InputError
 from searches.predict.stability import SeedStability, Stability
 from searches.report import charts
@@ -117,8 +117,13 @@ def test_a_pause_is_cut_out_of_the_timeline() -> None:
     assert [note.text for note in figure.layout.annotations] == ["26.0 hours"]
 
 
-def test_a_page_that_cannot_be_written_stops_no_study(tmp_path: Path) -> None:
-    study = run_known(Known({lookup(4): 1.5}), lookup(4))
+@pytest.fixture
+def study() -> optuna.Study:
+    """A study of one trial."""
+    return run_known(Known({lookup(4): 1.5}), lookup(4))
+
+
+def test_a_page_that_cannot_be_written_stops_no_study(study: optuna.Study, tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     view = LiveView(study, tmp_path, 6, 5)
     view.begin("trials")
@@ -126,12 +131,11 @@ def test_a_page_that_cannot_be_written_stops_no_study(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_the_first_worker_writes_the_page_until_one_is_alone(tmp_path: Path) -> None:
+def test_the_first_worker_writes_the_page_until_one_is_alone(study: optuna.Study, tmp_path: Path) -> None:
     class Second(Alone):
         def leads(self) -> bool:
             return False
 
-    study = run_known(Known({lookup(4): 1.5}), lookup(4))
     view = LiveView(study, tmp_path, 6, 5, Second())
     view.begin("trials")
     assert not list(tmp_path.iterdir())
@@ -139,10 +143,11 @@ def test_the_first_worker_writes_the_page_until_one_is_alone(tmp_path: Path) -> 
     assert "running: finals" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_running_study_is_written_at_max_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_study_is_written_at_max_once_a_minute(
+    study: optuna.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, steps = 1000.0, list[int]()
     monkeypatch.setattr("searches.report.page.time.monotonic", lambda: now)
-    study = run_known(Known({lookup(4): 1.5}), lookup(4))
     view, path = LiveView(study, tmp_path, 6, 5), tmp_path / "report.html"
     view.begin("trials")
     assert "running: trials" in path.read_text(encoding="utf-8")
@@ -165,8 +170,9 @@ def test_a_running_study_is_written_at_max_once_a_minute(tmp_path: Path, monkeyp
         (ValueError("a password"), "failed", "It ended with an error: ValueError"),
     ],
 )
-def test_a_study_that_ends_early_says_why(error: BaseException, state: str, why: str, tmp_path: Path) -> None:
-    study = run_known(Known({lookup(4): 1.5}), lookup(4))
+def test_a_study_that_ends_early_says_why(
+    error: BaseException, state: str, why: str, study: optuna.Study, tmp_path: Path
+) -> None:
     with pytest.raises(type(error)), LiveView(study, tmp_path, 6, 5).closing():
         raise error
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -220,6 +226,12 @@ def test_each_number_of_requests_in_flight_has_its_charts_and_table(tmp_path: Pa
     assert page.count("Requests in flight: 8.") == page.count("Requests in flight: 18.") == 3  # two charts and a table
     _, lower, higher = page.partition("<h2>Best trials</h2>")[2].partition("</section>")[0].split("<table>")[1:]
     assert 'data-name="ms/token p95">30.0<' in lower and 'data-name="ms/token p95">60.0<' in higher
+    trials = other.trials[:3]
+    trials[2].user_attrs["measurement"] |= {"losslessness": {"verdict": "different"}}  # otherwise on the front
+    lines = [line.split(" | ")[0].split(", ")[-1] for line in report.request_tables(trials)]
+    shown = [line for line in lines if "in flight" in line or line in ("| 0", "| 1", "| 2")]
+    assert shown == ["8 requests in flight (Pareto front)", "| 0", "18 requests in flight (Pareto front)", "| 0"]
+    assert report.request_tables(known_study()[0].trials[:1]) == []
 
 
 @pytest.mark.usefixtures("a_second_a_row")
@@ -273,32 +285,3 @@ def test_the_front_is_what_no_other_point_exceeds() -> None:
         exceeded = any(a >= more and b <= less and (a, b) != (more, less) for a, b in points.values())
         assert (name in front) == (not exceeded)
     assert all(points[one][0] >= points[other][0] for one, other in itertools.pairwise(front))
-
-
-def _trial(number: int, lossless: str, metrics: dict[str, float]) -> FrozenTrial:
-    attributes = {
-        "config": SpeculativeConfig("prompt_lookup", number).to_dict(),
-        "measurement": {"losslessness": {"verdict": lossless}},
-        "metrics": metrics,
-    }
-    trial = create_trial(value=1.0, user_attrs=attributes)
-    trial.number = number
-    return trial
-
-
-def _load(concurrency: int, throughput: float, seconds: float) -> dict[str, float]:
-    return {f"throughput_at_{concurrency}": throughput, f"tpot_p50_at_{concurrency}": seconds}
-
-
-def test_each_number_of_requests_has_a_table() -> None:
-    trials = [
-        _trial(1, "exact", _load(1, 10.0, 0.1) | _load(8, 30.0, 0.3)),
-        _trial(2, "exact", _load(1, 9.0, 0.2) | _load(8, 20.0, 0.2)),
-        _trial(3, "different", _load(1, 99.0, 0.01)),
-        _trial(4, "exact", {}),
-    ]
-    shown = [line for line in report.request_tables(trials) if line.startswith(("## ", "| 1", "| 2", "| 3", "| 4"))]
-    assert [line.split(" | ")[0].split(", ")[-1] for line in shown] == [
-        "1 requests in flight (Pareto front)", "| 1", "8 requests in flight (Pareto front)", "| 1", "| 2"
-    ]  # fmt: skip
-    assert report.request_tables([trials[3]]) == []

@@ -107,7 +107,7 @@ class _Timed(Trainer):
         return [0.5]
 
 
-@pytest.mark.parametrize("seconds", [56, 57, 58, 59, 60])
+@pytest.mark.parametrize("seconds", [57, 60])
 def test_the_limit_of_seconds_includes_evaluation(seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last step and its evaluation may exceed the limit, and a further run does nothing."""
     _Timed.clock = 0.0
