@@ -143,12 +143,6 @@ def interacting() -> tuple[LossLandscape, SkipMask]:
     return _landscape(12, loss, saved), SkipMask.of(12, {4, 6, 8, 10, 11}, set())
 
 
-def flipped() -> tuple[LossLandscape, SkipMask]:
-    """Solve with flips only: a run with two kept sub-layers far apart; single skips reveal nothing."""
-    best = SkipMask.of(14, {3, 4, 5, 6, 8, 9, 10}, {3, 4, 6, 7, 8, 9, 10})
-    return _landscape(14, lambda mask: 3.0 if mask.skipped == 1 else 0.02 + 0.15 * _apart(mask, best)), best
-
-
 def swapped() -> tuple[LossLandscape, SkipMask]:
     """Solve with swaps only: a run with one sub-layer in place of another; another number of sub-layers loses much."""
     best = SkipMask.of(14, {3, 4, 5, 6, 8, 9, 10, 12}, {3, 4, 5, 6, 7, 8, 9, 10})
@@ -161,12 +155,6 @@ def swapped() -> tuple[LossLandscape, SkipMask]:
     return _landscape(14, loss), best
 
 
-def contiguous() -> tuple[LossLandscape, SkipMask]:
-    """Solve with runs only: one run whose parts do not pay off."""
-    best = run(14, 4, 6)
-    return _only(best), best
-
-
 def published() -> tuple[LossLandscape, SkipMask]:
     """Solve with published masks only: one for 40 layers, rescaled to 21."""
     best = published_masks(21, range(21))[1]
@@ -177,9 +165,7 @@ def published() -> tuple[LossLandscape, SkipMask]:
     ("landscape", "part"),
     [
         (interacting, "MaskSearch._add_greedily"),
-        (flipped, "MaskSearch.neighbours"),
         (swapped, "MaskSearch.neighbours"),
-        (contiguous, "MaskSearch._screen_all_runs"),
         (published, "published_masks"),
     ],
 )
