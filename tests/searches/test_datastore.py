@@ -61,6 +61,7 @@ def test_an_occurrence_is_counted_once(tiny_folder: Path, tmp_path: Path, launch
     [
         (["corpus=empty", "output=store"], "corpus: empty has no .txt, .md, .jsonl files"),
         (["corpus=bad.jsonl", "output=store"], "corpus: bad.jsonl, line 1: is not a JSON object with a text"),
+        (["corpus=nothing.txt", "output=store"], "corpus: there is no nothing.txt"),
         (["corpus=blank.txt", "output=store"], "corpus: has no tokens"),
         (["output=store"], "corpus: names neither a file nor a folder, and own is false; there is nothing to build from"),
         (["corpus=blank.txt"], "output: names no folder for the datastore"),

@@ -278,7 +278,10 @@ def test_bridges_of_models_that_cannot_be_scanned_are_refused_before_texts_are_w
         ("learning_rate=2.0", "learning_rate"),
         ("begin_like=nothing.jsonl", "begin_like"),
         ("vocabulary=2", "vocabulary"),  # padding, start and end are always in the vocabulary
+        ("max_seconds=0", "max_seconds"),
         ("drafter=layer_skip mask=layers:90", "mask"),
+        ("drafter=layer_skip mask=''", "mask"),
+        ("drafter=layer_skip mask=layers:1 drafter.bridge=nearby", "drafter.bridge"),
         ("drafter=layer_skip mask=layers:1 bridge.kind=other", "bridge.kind"),
         ("drafter=layer_skip mask=layers:1 bridge=linear", "bridge"),
         ("drafter=layer_skip mask=layers:1 warm_start=nothing", "bridge"),
