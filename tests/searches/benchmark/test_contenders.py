@@ -1,41 +1,35 @@
-"""Tests of a benchmark's contenders: differences from an export, contenders that are left out, and costs of cascades."""
+"""Tests of a benchmark's contenders: rows that are left out, added and refused, and transformers' decoding methods."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from layerskip import Export, PromptSet, Sampling, SpeculativeConfig, load_target
+from layerskip import AcceptRule, PromptSet, Sampling, Target, UnsupportedModel, generate, load_target
+from layerskip.measure.measure import Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.benchmark.contenders import build_contenders
+from searches.benchmark.peers import Peer
 from searches.benchmark.program import _time_tree
-from tests.accelerator import DEVICE
 from tests.searches.programs import NO_PEERS
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.system
 
-def test_differences_from_the_search_of_an_export_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device="cpu")
-    lookup = SpeculativeConfig("prompt_lookup")
-    Export(Export.describe(target), lookup).save(tmp_path / "same.json")
-    elsewhere = Export.describe(target) | {"dtype": "bfloat16"}
-    Export(elsewhere, lookup, Sampling(temperature=0.7)).save(tmp_path / "other.json")
-    for name, differences in (("same", []), ("other", ["dtype bfloat16", "sampling {"])):
-        config = compose_config("benchmark", [*NO_PEERS, "draft_mask=layers:1", f"config={tmp_path / name}.json"])
-        config.contenders = {}
-        build_contenders(config, target, PromptSet.of(["one"]), Sampling())
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("config: ")]
-        assert len(lines) == len(differences)
-        assert all(
-            line.startswith(f"config: was searched with {what}") for line, what in zip(lines, differences, strict=True)
-        )
+LEFT_OUT = (*NO_PEERS, *(f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "cascade")))
+
+
+def _target(folder: Path, family: str = "llama") -> Target:
+    return load_target(str(save_tiny(folder / "model", family)), dtype="float32", device="cpu")
 
 
 def test_drafters_that_the_target_cannot_verify_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The attention of GPT-Neo does not accept tree masks."""
-    target = load_target(str(save_tiny(tmp_path / "model", "gpt_neo")), dtype="float32", device=DEVICE)
+    target = _target(tmp_path, "gpt_neo")
     skip = "{method:layer_skip,mask:'layers:1',siblings:1}"
     fanned = f"+contenders.fanned={{method:cascade,members:[{{method:prompt_lookup}},{skip}]}}"
     config = compose_config(
@@ -53,23 +47,23 @@ def test_drafters_that_the_target_cannot_verify_are_left_out(tmp_path: Path, cap
 
 def test_a_draft_model_that_transformers_refuses_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It takes two tokenizers of the same size for the same tokenizer."""
-    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device=DEVICE)
+    target = _target(tmp_path)
     save_tiny(tmp_path / "other", seed=1)
-    left = (*NO_PEERS, *(f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "cascade")))
-    config = compose_config("benchmark", [*left, f"cross_draft={tmp_path / 'other'}"])
+    config = compose_config("benchmark", [*LEFT_OUT, f"cross_draft={tmp_path / 'other'}"])
     contenders, rivals, _ = build_contenders(config, target, PromptSet.of(["one"]), Sampling())
     assert "cross_tokenizer" in contenders
     assert "transformers_universal" not in contenders.keys() | set(rivals.values())
     assert "peers.transformers_universal: left out: draft_model: " in capsys.readouterr().out
 
 
-def test_costs_of_a_cascade_can_be_given(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device=DEVICE)
-    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model")]
-    costs = "+contenders.cascade.verify_cost=[1.5]", "+contenders.cascade.draft_cost=[0.0,0.25]"
-    config = compose_config("benchmark", [*NO_PEERS, *costs, *others])
-    _, _, configs = build_contenders(config, target, PromptSet.of(["one"]), Sampling())
-    assert (configs["cascade"].verify_cost, configs["cascade"].draft_cost) == ((1.5,), (0.0, 0.25))
+def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path) -> None:
+    left_out = [*LEFT_OUT, *(f"contenders.{name}=null" for name in ("retrieval", "lookahead", "token_recycling"))]
+    config = compose_config("benchmark", [*left_out, "allow_lossy=true"])
+    decoders, _, configs = build_contenders(config, _target(tmp_path), PromptSet.of(["one"]), Sampling())
+    names = {"plain", "prompt_lookup", "prompt_lookup_threshold", "prompt_lookup_typical"}
+    assert decoders.keys() == configs.keys() == names
+    for rule in ("threshold", "typical"):
+        assert configs[f"prompt_lookup_{rule}"] == replace(configs["prompt_lookup"], accept=AcceptRule(rule))
 
 
 @pytest.mark.parametrize(
@@ -83,8 +77,58 @@ def test_costs_of_a_cascade_can_be_given(tmp_path: Path) -> None:
     ],
 )
 def test_rows_without_a_rival_or_a_name_of_their_own_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
-    target = load_target(str(save_tiny(tmp_path / "model")), dtype="float32", device=DEVICE)
-    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "cascade")]
-    config = compose_config("benchmark", [*NO_PEERS, *others, *overrides])
+    target = _target(tmp_path)
+    config = compose_config("benchmark", [*LEFT_OUT, *overrides])
     with pytest.raises(InputError, match=f"^{message}"):
         build_contenders(config, target, PromptSet.of(["one"]), Sampling())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A target whose last layers have little effect, so that drafts without them are accepted."""
+    folder = save_tiny(tmp_path_factory.mktemp("peers") / "model", num_hidden_layers=4, idle=(2, 3))
+    return load_target(str(folder), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "drafts"),
+    [
+        ("plain", {}, False),
+        ("prompt_lookup", {"num_speculative_tokens": 4, "prompt_lookup_max": 2}, True),
+        ("early_exit", {"num_speculative_tokens": 3, "exit_layer": 2}, True),
+        ("assistant", {"num_speculative_tokens": 3, "confidence": None}, True),
+    ],
+)
+def test_methods_of_transformers_decode_what_plain_decoding_does_in_counted_rounds(
+    model: Target, method: str, fields: dict[str, Any], drafts: bool
+) -> None:
+    prompt = model.encode([{"role": "user", "content": "the cat in the hat, the cat in the hat"}])
+    peer = Peer(model, method, **fields, draft_model=model.name if method == "assistant" else "")
+    known: list[int] = []
+    result = peer(prompt, Task(max_new_tokens=24), known.append)
+    assert list(result.tokens) == list(generate(model, prompt, max_new_tokens=24).tokens)
+    rounds = [done.committed for done in result.stats.rounds]
+    assert known[0] + sum(rounds) == len(result.tokens) == 24
+    assert (max(rounds) > 1) == drafts
+    assert len(known) == 1
+
+
+def test_memory_is_that_of_a_draft_model_of_its_own(model: Target) -> None:
+    assert Peer(model, "plain").memory_bytes() == Peer(model, "static").memory_bytes() == 0
+    other = Peer(model, "assistant", draft_model=model.name)
+    weights = {each.data_ptr(): each.nbytes for each in model.drafts[model.name].model.parameters()}
+    assert sum(weights.values()) <= other.memory_bytes() < 1.1 * sum(weights.values())
+
+
+def test_a_sampled_continuation_is_that_of_its_seed(model: Target) -> None:
+    sampling = Sampling(temperature=1.0, top_k=8, top_p=0.9)
+    outputs = [Peer(model, "plain")([5, 6, 7], Task(sampling, 16, seed), lambda _: None).tokens for seed in (1, 1, 2, 3)]
+    assert outputs[0] == outputs[1]
+    assert len({tuple(tokens) for tokens in outputs}) > 1
+
+
+def test_peers_are_refused_by_field(model: Target) -> None:
+    with pytest.raises(InputError, match="^method: 'beam' is not one of plain, "):
+        Peer(model, "beam")
+    with pytest.raises(UnsupportedModel, match="its vocabulary is as large as the target's"):
+        Peer(model, "universal", draft_model=model.name)

@@ -10,39 +10,33 @@ import optuna
 import pytest
 import torch
 
-from layerskip import Export, Sampling, SkipMask, SpeculativeConfig, Target, generate, load_target
+from layerskip import Export, SkipMask, SpeculativeConfig, Target, generate
 from layerskip.bridges.bridge import load_bridges
 from layerskip.costs.cost_model import NO_EXTRAS, CostProfile
 from layerskip.models.draft_head import load_draft_tokens
 from layerskip.models.loading import load_draft
-from layerskip.prompts import PromptSet
-from layerskip.scan.scan import Scanner
-from layerskip.texts.continuations import continue_prompts
-from searches.app.checks import InputError
 from searches.bridges.spec import BridgeSpec, bridge_specs
-from searches.bridges.store import BRIDGES_FOLDER, BridgedDrafts, BridgeStore, BridgingSettings
+from searches.bridges.store import BRIDGES_FOLDER, BridgedDrafts, BridgeStore
 from searches.bridges.training import BridgeTrainer
-from searches.predict.scan_predictor import DraftChoices, ScanPredictor
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import LeaderboardEntry, configuration
-from tests.accelerator import DEVICE
 from tests.families import build
+from tests.searches.bridges.stores import LINEAR, first_bridged, new_predictor, new_store
 from tests.searches.conftest import Launch
 from tests.searches.programs import journal_study, quick, tracked
+from tests.searches.space.test_search_space import drawn
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system
 
-LINEAR = BridgeSpec("linear")
-
-
-def _store(target: Target, outputs: Path) -> BridgeStore:
-    return BridgeStore(target, Sampling(), BridgingSettings(600, 16, 8, 2**24), outputs, 0)
-
 
 @pytest.fixture
 def bridge_store(tiny_target: Target, tmp_path: Path) -> BridgeStore:
-    return _store(tiny_target, tmp_path)
+    return new_store(tiny_target, tmp_path)
+
+
+def _too_large(*_: object, **__: object) -> torch.Tensor:
+    return torch.empty(2**60)
 
 
 def test_bridges_are_fitted_once(bridge_store: BridgeStore, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +44,7 @@ def test_bridges_are_fitted_once(bridge_store: BridgeStore, tiny_target: Target,
     found = [bridge_store.bridge(mask, LINEAR) for mask in masks]
     assert any(found)
     monkeypatch.setattr("searches.bridges.training.Calibration", None)  # a further fit would fail
-    again = _store(tiny_target, bridge_store.folder.parents[1])
+    again = new_store(tiny_target, bridge_store.folder.parents[1])
     assert [again.bridge(mask, LINEAR) for mask in masks] == found
     for mask, folder in zip(masks, found, strict=True):
         if folder:
@@ -73,56 +67,46 @@ def test_bridges_that_do_not_help_are_not_used(
 
 
 def test_bridges_that_do_not_fit_into_memory_are_left_out(
-    bridge_store: BridgeStore, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bridge_store: BridgeStore,
+    tiny_target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    mask = SkipMask.parse("layers:1-2", tiny_target.layers)
+    """Neither they nor predictions without them are saved, so both are made when there is room."""
+    layers = tiny_target.layers
+    mask, other = (SkipMask.parse(text, layers) for text in ("layers:1-2", "layers:2"))
+    profile = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0))
+    plain = new_predictor(tiny_target, tmp_path, profile)
     with monkeypatch.context() as patch:
-        patch.setattr("layerskip.bridges.fit.regress", lambda *_: torch.empty(2**60))
+        patch.setattr("layerskip.bridges.fit.regress", _too_large)
         assert bridge_store.bridge(mask, LINEAR) == ""
         assert "layers:1-2 is left out: out of memory" in capsys.readouterr().out
         assert BridgedDrafts(bridge_store, LINEAR).extras(mask) == NO_EXTRAS
-        assert bridge_store.bridge(SkipMask.parse("layers:2", tiny_target.layers), LINEAR) == ""
+        assert bridge_store.bridge(other, LINEAR) == ""
         assert "layers:2 is left out" in capsys.readouterr().out  # the states fit, so other masks are tried
-    again = _store(tiny_target, bridge_store.folder.parents[1])
-    again.bridge(mask, LINEAR)
-    assert list(bridge_store.folder.glob("*/head.json"))  # nothing was saved, so they are fitted when there is room
+        blind = bridge_store.predictor(plain, LINEAR)
+        blind.predict([mask])
+        blind.agreements([mask])
+    assert not list((tmp_path / "scans").rglob("*.jsonl"))
+    again = new_store(tiny_target, tmp_path)
+    again.predictor(plain, LINEAR).predict([mask])
+    assert list(bridge_store.folder.glob("*/head.json"))
+    assert list((tmp_path / "scans").rglob("counts.jsonl"))
 
 
 def test_states_that_do_not_fit_into_memory_are_read_once(
     bridge_store: BridgeStore, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("layerskip.bridges.fit.TextBatch", lambda *_, **__: torch.empty(2**60))
+    monkeypatch.setattr("layerskip.bridges.fit.TextBatch", _too_large)
     for number in (1, 2):
         assert bridge_store.bridge(SkipMask.parse(f"layers:{number}", tiny_target.layers), LINEAR) == ""
     assert capsys.readouterr().out.count("out of memory") == 1
 
 
-def test_a_prediction_without_the_bridges_of_the_spec_is_not_saved(
-    bridge_store: BridgeStore, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    continuations = continue_prompts(tiny_target, PromptSet.of(["Say one."]), Sampling(), 10)
-    scanner = Scanner(tiny_target, continuations, Sampling(), depth=3)
-    layers = tiny_target.layers
-    profile = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0))
-
-    def predictor(store: BridgeStore) -> ScanPredictor:
-        plain = ScanPredictor(scanner, profile, DraftChoices((1, 3)), tmp_path / "scans")
-        return store.predictor(plain, LINEAR)
-
-    mask = SkipMask.parse("layers:1-2", layers)
-    with monkeypatch.context() as patch:
-        patch.setattr("layerskip.bridges.fit.regress", lambda *_: torch.empty(2**60))
-        blind = predictor(bridge_store)
-        blind.predict([mask])
-        blind.agreements([mask])
-    assert not list((tmp_path / "scans").rglob("*.jsonl"))
-    predictor(_store(tiny_target, bridge_store.folder.parents[1])).predict([mask])
-    assert list((tmp_path / "scans").rglob("counts.jsonl"))
-
-
 def test_models_without_independent_rows_are_not_bridged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = Target(build("gpt_neo"))
-    bridge_store = _store(target, tmp_path)
+    bridge_store = new_store(target, tmp_path)
     for number in (0, 1):
         assert bridge_store.bridge(SkipMask.parse(f"layers:{number}", target.layers), LINEAR) == ""
     assert capsys.readouterr().out.count("bridge: all are left out: GPTNeoForCausalLM") == 1
@@ -134,34 +118,23 @@ def test_choices_and_bridged_configurations_are_inverse(bridge_store: BridgeStor
         bridges=["none", "mean", "linear", "mlp"], ranks=[0, 8], widths=[4, 6],
         draft_heads=[0, 40], bridge_store=bridge_store,
     )  # fmt: skip
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    configs = [space.suggest(study.ask()) for _ in range(80)]
+    configs = drawn(space, 80)
     assert {bridge_store.bridge_spec(config).tokens for config in configs} == {0, 40}
     assert {bridge_store.bridge_spec(config).bridge for config in configs} == {"none", "mean", "linear", "mlp"}
     assert {bridge_store.bridge_spec(config).width for config in configs} == {0, 4, 6}
-    for config in configs:
-        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
 
 
 def test_draft_heads_of_other_tokenizers_hold_the_translated_tokens(
     bridge_store: BridgeStore, tiny_target: Target, tmp_path: Path
 ) -> None:
     draft = save_tiny(tmp_path / "draft", seed=2)
+    ranges = {"cross_tokenizer": {"draft_model": [str(draft)]}}
     space = SearchSpace(
-        tiny_target.layers,
-        ["cross_tokenizer"],
-        1,
-        0,
-        ranges={"cross_tokenizer": {"draft_model": [str(draft)]}},
-        draft_heads=[0, 40],
-        bridge_store=bridge_store,
+        tiny_target.layers, ["cross_tokenizer"], 1, 0, ranges, draft_heads=[0, 40], bridge_store=bridge_store
     )
     assert space.fitted
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    configs = [config for config in (space.suggest(study.ask()) for _ in range(20)) if config.method == "cross_tokenizer"]
+    configs = [config for config in drawn(space, 20) if config.method == "cross_tokenizer"]
     assert {bridge_store.bridge_spec(config).tokens for config in configs} == {0, 40}
-    for config in configs:
-        assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
     model = load_draft(tiny_target, str(draft), same_tokenizer=False)
     found = load_draft_tokens(bridge_store.draft_model_head(str(draft), 40), model).tolist()
     assert model.tokenizer is not None
@@ -175,12 +148,10 @@ def test_a_predictor_includes_bridges_and_draft_heads(
     bridge_store: BridgeStore, tiny_target: Target, tmp_path: Path
 ) -> None:
     """Its counts are those of the real decoder, and its costs include the bridges and the draft head."""
-    continuations = continue_prompts(tiny_target, PromptSet.of(["Say one.", "Say two."]), Sampling(), 10)
-    scanner = Scanner(tiny_target, continuations, Sampling(), depth=3)
     layers = tiny_target.layers
     profile = CostProfile(20, 4.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, (8.0, 9.0, 10.0, 11.0), 0.2, 1e-4, 0.01)
-    plain = ScanPredictor(scanner, profile, DraftChoices((1, 3)), tmp_path / "scans")
-    mask = next(m for m in (SkipMask.parse(f"layers:{i}", layers) for i in range(layers)) if bridge_store.bridge(m, LINEAR))
+    plain = new_predictor(tiny_target, tmp_path, profile, ("Say one.", "Say two."))
+    mask = SkipMask.parse(first_bridged(bridge_store).mask, layers)
     specs = bridge_specs(["none", "linear"], [0], [0, 60])
     assert specs == [BridgeSpec(), BridgeSpec(tokens=60), LINEAR, BridgeSpec("linear", tokens=60)]
     specs.append(BridgeSpec("mlp", 8, 60, 4))
@@ -188,18 +159,13 @@ def test_a_predictor_includes_bridges_and_draft_heads(
     found = {bridge_spec: bridge_store.predictor(plain, bridge_spec) for bridge_spec in specs}
     for bridge_spec, predictor in found.items():
         (best,) = predictor.predict([mask])
-        assert (best.config.bridge, best.config.draft_head) == (
-            bridge_store.bridge(mask, bridge_spec),
-            bridge_store.head(bridge_spec.tokens),
-        )
-        assert [other.can_predict(best.config) for other in found.values()] == [
-            other is predictor for other in found.values()
-        ]
+        assert best.config.bridge == bridge_store.bridge(mask, bridge_spec)
+        assert best.config.draft_head == bridge_store.head(bridge_spec.tokens)
+        assert [other for other in found.values() if other.can_predict(best.config)] == [predictor]
         assert predictor.speedup(best.config) == pytest.approx(best.speedup)
         rounds = []
-        for continuation in continuations:
-            generation = generate(tiny_target, list(continuation.prompt), best.config, max_new_tokens=10)
-            rounds += generation.stats.rounds
+        for continuation in plain._scanner.continuations:
+            rounds += generate(tiny_target, list(continuation.prompt), best.config, max_new_tokens=10).stats.rounds
         drafted, tokens = sum(r.drafted for r in rounds), sum(r.committed for r in rounds)
         left_out = tiny_target.vocabulary - bridge_spec.tokens if bridge_spec.tokens else 0
         each = profile.draft_seconds(mask) - 0.01 * left_out
@@ -210,7 +176,7 @@ def test_a_predictor_includes_bridges_and_draft_heads(
 
 
 def test_a_study_tries_bridges_and_trains_only_those_of_finalists(
-    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tiny_target: Target, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[str] = []
 
@@ -219,13 +185,13 @@ def test_a_study_tries_bridges_and_trains_only_those_of_finalists(
             trained.append(self.bridges.shape.mask)
             super().initialise()
 
-    def first_bridged(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
+    def one_bridged(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
         """Return a bridged trial, which need not be among the fastest of a tiny random model."""
         tried = [configuration(trial) for trial in study.trials if "config" in trial.user_attrs]
         return [LeaderboardEntry(config) for config in tried if config.bridge][:1]
 
     monkeypatch.setattr("searches.bridges.finalists.BridgeTrainer", Recording)
-    monkeypatch.setattr("searches.study.sweep.contenders", first_bridged)
+    monkeypatch.setattr("searches.study.sweep.contenders", one_bridged)
     bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
     space = ("space.bridges=[none,linear,mlp]", "space.widths=[8]", "space.draft_heads=[0,60]")
     which = ("space=bridged", *space, "scan.proposals.screened=12", "scan.proposals.enqueued=2")
@@ -235,32 +201,13 @@ def test_a_study_tries_bridges_and_trains_only_those_of_finalists(
     configs = [trial.user_attrs["config"] for trial in journal_study(tmp_path, "one").trials]
     assert any("bridge" in config for config in configs)
     assert any("draft_head" in config for config in configs)
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob(f"{BRIDGES_FOLDER}/*/*/head.json")}
+    kept = tmp_path.glob(f"{BRIDGES_FOLDER}/*/*/head.json")
     fitted = [json.loads(path.read_text()) for path in kept if not path.parent.name.startswith(("head", "trained"))]
     widths = {(about["shape"]["kind"], about["shape"]["width"], about["training"]["width"]) for about in fitted}
     assert widths == {("linear", 0, 0), ("mlp", 8, 8)}
-    (finalist,) = first_bridged(journal_study(tmp_path, "one"), 1)
+    (finalist,) = one_bridged(journal_study(tmp_path, "one"), 1)
     assert trained == [finalist.config.mask]
     assert len({about["shape"]["mask"] for about in fitted}) > 1
-    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE)
-    found = Export.load(tmp_path / "one" / "best.json", target).config
-    plain = generate(target, "a prompt", SpeculativeConfig(), max_new_tokens=12)
-    assert generate(target, "a prompt", found, max_new_tokens=12).tokens == plain.tokens
-    again = launch("layerskip", *overrides, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert len(trained) == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"bridges": ["other"]}, "bridges"),
-        ({"ranks": [-1]}, "ranks"),
-        ({"widths": [0]}, "widths"),
-        ({"draft_heads": []}, "draft_heads"),
-    ],
-)
-def test_impossible_bridges_are_refused(fields: dict[str, object], named: str) -> None:
-    with pytest.raises(InputError, match=f"^space.{named}: "):
-        SearchSpace(8, **fields)  # type: ignore[arg-type]
+    found = Export.load(tmp_path / "one" / "best.json", tiny_target).config
+    plain = generate(tiny_target, "a prompt", SpeculativeConfig(), max_new_tokens=12)
+    assert generate(tiny_target, "a prompt", found, max_new_tokens=12).tokens == plain.tokens

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from layerskip.bridges.bridge import Bridges, BridgeShape
-from layerskip.bridges.fit import Fit
 from layerskip.mask import SkipMask
 from layerskip.models.target import Target
 from layerskip.texts.continuations import Continuation
@@ -23,6 +23,7 @@ from tests.exhaustive import representative
 from tests.families import build
 
 ANSWER = 24
+CONFIG = {"learning_rate": 0.001, "steps": 9, "max_seconds": None, "seed": 0}
 
 
 class _Unfitted(BridgeTrainer):
@@ -33,23 +34,26 @@ class _Unfitted(BridgeTrainer):
 
 
 def _trainer(
-    folder: Path,
-    target: Target,
-    continuations: list[Continuation],
-    training_bytes: int,
-    made: tuple[str, int, int] = ("linear", 4, 0),
-    unroll: int = 2,
+    folder: Path, target: Target, continuations: list[Continuation], training_bytes: int, unroll: int, *made: object
 ) -> BridgeTrainer:
-    config = {"learning_rate": 0.001, "unroll": unroll, "texts_per_step": 8, "training_bytes": training_bytes}
-    config |= {"steps": 9, "max_seconds": None, "seed": 0}
-    shape = BridgeShape.of(target, SkipMask.parse("layers:3-9", target.layers), *made)
-    checkpoint = TrainingCheckpoint(folder / f"{training_bytes}.pt", "one")
+    config = OmegaConf.create(CONFIG | {"unroll": unroll, "texts_per_step": 8, "training_bytes": training_bytes})
+    shape = BridgeShape.of(target, SkipMask.parse("layers:3-9", target.layers), *(made or ("linear", 4, 0)))
+    texts = BridgeTexts(target, continuations, None, None, None)  # type: ignore[arg-type]
+    return _Unfitted(config, shape, texts, TrainingCheckpoint(folder / f"{training_bytes}.pt", "one"))
 
-    def fitted() -> None:
-        raise NotImplementedError
 
-    texts = BridgeTexts(target, continuations, None, fitted, None)  # type: ignore[arg-type]
-    return _Unfitted(OmegaConf.create(config), shape, texts, checkpoint)
+def _bytes_of_one_text(refused: pytest.ExceptionInfo[InputError]) -> int:
+    return int(str(refused.value).split()[-1])
+
+
+def _step_bytes(trainer: BridgeTrainer, places: list[int]) -> int:
+    """Return the bytes that a step with some texts needs."""
+
+    def step() -> None:
+        trainer.module.zero_grad()
+        trainer.loss(places).backward()  # type: ignore[no-untyped-call]
+
+    return peak_bytes(step)
 
 
 def test_the_budget_includes_attention_probabilities_of_packed_texts(tmp_path: Path) -> None:
@@ -57,31 +61,21 @@ def test_the_budget_includes_attention_probabilities_of_packed_texts(tmp_path: P
     target = Target(build("gemma2", num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8))
     continuations = [Continuation(str(number), "own", tuple(range(3, 43)), tuple([5, 6] * 20), 40) for number in range(12)]
     with pytest.raises(InputError, match="not even one text") as few:
-        _trainer(tmp_path, target, continuations, 1000, unroll=1)
-    budget = 8 * int(str(few.value).split()[-1])
-    trainer = _trainer(tmp_path, target, continuations, budget, unroll=1)
+        _trainer(tmp_path, target, continuations, 1000, 1)
+    budget = 8 * _bytes_of_one_text(few)
+    trainer = _trainer(tmp_path, target, continuations, budget, 1)
     assert 1 < trainer.texts_per_step < 8
-
-    def step() -> None:
-        trainer.module.zero_grad()
-        trainer.loss(list(range(trainer.texts_per_step))).backward()  # type: ignore[no-untyped-call]
-
-    assert 0.4 * budget < peak_bytes(step) <= budget
-
-
-SIZES = [
-    (64, torch.float32, 2, 10_000_000),
-    (1600, torch.bfloat16, 1, 10_000_000),  # fifty times the hidden size: logits need most of the memory
-    (1600, torch.float32, 1, 13_000_000),
-    (1600, torch.bfloat16, 2, 14_000_000),
-]
+    assert 0.4 * budget < _step_bytes(trainer, list(range(trainer.texts_per_step))) <= budget
 
 
 @pytest.mark.parametrize(
     ("family", "vocabulary", "dtype", "unroll", "budget"),
     representative(
-        [("gemma3_text" if number % 2 else "llama", *size) for number, size in enumerate(SIZES)],
-        [("llama" if number % 2 else "gemma3_text", *size) for number, size in enumerate(SIZES)],
+        [
+            ("llama", 64, torch.float32, 2, 10_000_000),
+            ("gemma3_text", 1600, torch.bfloat16, 1, 10_000_000),  # fifty times the hidden size: large logits
+        ],
+        [("llama", 1600, torch.float32, 1, 13_000_000), ("gemma3_text", 1600, torch.bfloat16, 2, 14_000_000)],
     ),
 )
 def test_a_step_keeps_its_budget_for_long_prompts_and_large_vocabularies(
@@ -95,33 +89,22 @@ def test_a_step_keeps_its_budget_for_long_prompts_and_large_vocabularies(
         ids = torch.randint(3, target.vocabulary, (prompt + answer,), generator=generator).tolist()
         return Continuation(str(number), "own", tuple(ids[:prompt]), tuple(ids[prompt:]), answer)
 
-    prompts = [4] * 8 + [300] * 8
-    continuations = [
-        *(continuation(number, prompt, ANSWER) for number, prompt in enumerate(prompts)),
-        continuation(99, 320, 4),
-    ]
-    trainer = _trainer(tmp_path, target, continuations, budget, unroll=unroll)
+    continuations = [continuation(number, prompt, ANSWER) for number, prompt in enumerate([4] * 8 + [300] * 8)]
+    continuations.append(continuation(99, 320, 4))
+    trainer = _trainer(tmp_path, target, continuations, budget, unroll)
     assert 1 < trainer.texts_per_step < 8
     dearest = list(range(8, 8 + trainer.texts_per_step))
-
-    def step() -> None:
-        trainer.module.zero_grad()
-        trainer.loss(dearest).backward()  # type: ignore[no-untyped-call]
-
-    assert 0.5 * budget < peak_bytes(step) <= budget
-    with pytest.raises(InputError, match=r"^training_bytes: 100000 hold not even one text, which takes \d+$"):
-        _trainer(tmp_path, target, continuations, 100_000)
+    assert 0.5 * budget < _step_bytes(trainer, dearest) <= budget
 
 
 def test_the_budget_includes_gradients_and_moments(tmp_path: Path) -> None:
     """With wide bridges and short texts, gradients and the moments of the optimiser need most of the memory."""
     target = Target(build("llama", num_hidden_layers=16, hidden_size=128))
     continuations = [Continuation(str(number), "own", (3, 4, 5), (6, 7, 8, 9), 4) for number in range(8)]
-    wide = ("mlp", 0, 2048)
-    with pytest.raises(InputError, match="not even one text") as few:
-        _trainer(tmp_path, target, continuations, 1000, wide)
-    budget = int(str(few.value).split()[-1])
-    trainer = _trainer(tmp_path, target, continuations, budget, wide)
+    with pytest.raises(InputError, match=r"^training_bytes: 1000 hold not even one text, which takes \d+$") as few:
+        _trainer(tmp_path, target, continuations, 1000, 2, "mlp", 0, 2048)
+    budget = _bytes_of_one_text(few)
+    trainer = _trainer(tmp_path, target, continuations, budget, 2, "mlp", 0, 2048)
     assert trainer.texts_per_step == 1
 
     def steps() -> None:
@@ -145,19 +128,8 @@ def test_training_begins_from_a_warm_start_only_if_its_loss_is_lower(spoilt: str
     warm_start = Bridges(bridge_shape(known.target, "layers:1"))
     warm_start.warm_start(good.bridges if spoilt == "closed form" else harmed)
     fit = replace(good, bridges=harmed if spoilt == "closed form" else good.bridges)
-
-    class Fitted:
-        def fit(self, shape: BridgeShape) -> Fit:
-            return fit
-
-    config = {"learning_rate": 0.001, "unroll": 1, "texts_per_step": 4, "training_bytes": 2**24}
-    config |= {"steps": 9, "max_seconds": None, "seed": 0}
-    trainer = BridgeTrainer(
-        OmegaConf.create(config),
-        shape,
-        BridgeTexts(known.target, list(known.continuations), None, Fitted, None),  # type: ignore[arg-type]
-        TrainingCheckpoint(tmp_path / "training.pt", "one"),
-        warm_start=warm_start,
-    )
+    texts = BridgeTexts(known.target, list(known.continuations), None, lambda: SimpleNamespace(fit=lambda _: fit), None)
+    config = OmegaConf.create(CONFIG | {"unroll": 1, "texts_per_step": 4, "training_bytes": 2**24})
+    trainer = BridgeTrainer(config, shape, texts, TrainingCheckpoint(tmp_path / "training.pt", "one"), warm_start=warm_start)
     found, wanted = trainer.bridges.state_dict(), good.bridges.state_dict()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

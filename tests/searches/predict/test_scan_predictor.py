@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import optuna
+import numpy as np
 import pytest
 import torch
 
 from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
 from layerskip.costs.cost_model import CostProfile
 from layerskip.decoding.decode import decode
+from layerskip.decoding.stats import Round
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.measure import measure
 from layerskip.scan.replay import Counts, count
 from layerskip.scan.scan import Scan, Scanner
-from layerskip.texts.continuations import continue_prompts
+from layerskip.texts.continuations import Continuation, continue_prompts
+from searches.predict import preparation
 from searches.predict.preparation import Preparation, ScanSettings
 from searches.predict.proposals import propose_lookups
-from searches.predict.scan_predictor import DraftChoices, ScanPredictor
+from searches.predict.scan_predictor import ContextCosts, DraftChoices, ScanPredictor, spread_contexts
+from searches.predict.stability import seed_stability, stability
 from searches.space.search_space import SearchSpace
-from searches.study.pruning import BoundEstimator
 from tests.families import build
 
 PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
@@ -42,28 +43,31 @@ def _scanner(target: Target, runners: int = 0) -> Scanner:
     return Scanner(target, continue_prompts(target, PROMPTS, Sampling(), 8), Sampling(), depth=4, runners=runners)
 
 
-def _predictor(target: Target, folder: Path) -> tuple[ScanPredictor, Scanner]:
-    scanner = _scanner(target)
-    return ScanPredictor(scanner, _profile(target.layers), CHOICES, folder), scanner
+def _predictor(target: Target, folder: Path) -> ScanPredictor:
+    return ScanPredictor(_scanner(target), _profile(target.layers), CHOICES, folder)
+
+
+def _seconds(profile: CostProfile, rounds: Iterable[Round], each: float) -> float:
+    """Return the seconds of rounds whose drafted tokens take ``each``."""
+    return sum(r.drafted * each + (r.drafted > 0) * 0.3 + profile.verify_seconds[r.drafted] for r in rounds)
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ScanPredictor | None]:
+def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Target], ScanPredictor | None]:
     """Prepares a predictor with a rough profile."""
     monkeypatch.setattr("searches.predict.preparation.PROFILE_REPEATS", 2)
 
-    def prepare(target: Target, name: str = "scans", seed: int = 0) -> ScanPredictor | None:
+    def prepare(target: Target) -> ScanPredictor | None:
         space = SearchSpace(target.layers, protect_first=0, protect_last=0)
-        preparation = Preparation(target, Sampling(), tmp_path)
-        return preparation.predictor(PROMPTS, 6, space, ScanSettings(), tmp_path / name, seed)
+        return Preparation(target, Sampling(), tmp_path).predictor(PROMPTS, 6, space, ScanSettings(), tmp_path / "scans", 0)
 
     return prepare
 
 
 def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny_target: Target, tmp_path: Path) -> None:
-    predictor, _ = _predictor(tiny_target, tmp_path)
+    predictor = _predictor(tiny_target, tmp_path)
     profile = predictor.profile
-    for text in ("", "mlp:1", "attention:0"):
+    for text in ("mlp:1", "attention:0"):
         mask = SkipMask.parse(text, tiny_target.layers)
         expected = {}
         for length in range(1, 5):
@@ -71,10 +75,8 @@ def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny
                 config = SpeculativeConfig("layer_skip", length, mask=text, stop=stop)
                 stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
                 each = profile.draft_seconds(mask) + (0.01 if stop.method != "length" else 0.0)
-                seconds = sum(
-                    r.drafted * each + (r.drafted > 0) * 0.3 + profile.verify_seconds[r.drafted] for r in stats.rounds
-                )
-                expected[config] = sum(r.committed for r in stats.rounds) * profile.verify_seconds[0] / seconds
+                tokens = sum(r.committed for r in stats.rounds)
+                expected[config] = tokens * profile.verify_seconds[0] / _seconds(profile, stats.rounds, each)
                 assert predictor.speedup(config) == pytest.approx(expected[config])
         (best,) = predictor.predict([mask])
         assert best.speedup == pytest.approx(max(v for config, v in expected.items() if config.stop in CHOICES.stops))
@@ -84,9 +86,7 @@ def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny
         assert not predictor.can_predict(SpeculativeConfig("layer_skip", 2, mask=text, siblings=1))  # scans follow chains
 
 
-def test_siblings_that_are_not_found_have_a_cost(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_siblings_that_are_not_found_have_a_cost(tiny_target: Target, tmp_path: Path) -> None:
     scanner = _scanner(tiny_target, runners=1)
     profile = replace(_profile(tiny_target.layers), siblings_seconds=0.25)
     predictor = ScanPredictor(scanner, profile, DraftChoices((2, 2), siblings=(1,)), tmp_path)
@@ -94,20 +94,16 @@ def test_siblings_that_are_not_found_have_a_cost(
     stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
     assert all(found.depth is None for found in stats.rounds)
     each = profile.draft_seconds(SkipMask.parse("mlp:1", tiny_target.layers)) + 0.25
-    seconds = sum(r.drafted * each + (r.drafted > 0) * 0.3 + profile.verify_seconds[r.drafted] for r in stats.rounds)
     tokens = sum(found.committed for found in stats.rounds)
-    assert predictor.speedup(config) == pytest.approx(tokens * profile.verify_seconds[0] / seconds)
+    expected = tokens * profile.verify_seconds[0] / _seconds(profile, stats.rounds, each)
+    assert predictor.speedup(config) == pytest.approx(expected)
     (best,) = predictor.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
     assert (best.config.num_speculative_tokens, best.config.siblings) == (2, 1)
     assert best.speedup == pytest.approx(predictor.speedup(best.config))
-    monkeypatch.setattr(
-        "searches.predict.scan_predictor.stability", lambda masks, seconds, baseline, _: baseline.sum() / seconds.sum()
-    )
-    assert predictor.stability(1) == pytest.approx(best.speedup)
 
 
 def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path) -> None:
-    predictor, _ = _predictor(tiny_target, tmp_path)
+    predictor = _predictor(tiny_target, tmp_path)
     ranges = {"num_speculative_tokens": (2, 7), "prompt_lookup_min": (1, 2), "prompt_lookup_max": (1, 2)}
     space = SearchSpace(tiny_target.layers, protect_first=0, protect_last=0, ranges={"prompt_lookup": ranges})
     found = propose_lookups(predictor, space)
@@ -122,7 +118,7 @@ def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path
 
 def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("mlp:0", "mlp:1", "layers:1")]
-    predictor, scanner = _predictor(tiny_target, tmp_path)
+    predictor = _predictor(tiny_target, tmp_path)
     predicted, agreements = predictor.predict(masks[:2]), predictor.agreements(masks[:2])
     counts = tmp_path / "counts.jsonl"
     counts.write_bytes(counts.read_bytes() + b'["layers:1", {"agr')  # as a killed process may leave it
@@ -135,22 +131,10 @@ def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path
 
     scan = Scanner.scan
     monkeypatch.setattr(Scanner, "scan", recorded)
-    again = ScanPredictor(scanner, predictor.profile, CHOICES, tmp_path)
+    again = _predictor(tiny_target, tmp_path)
     assert again.predict(masks)[:2] == predicted
     assert again.agreements(masks[:2]) == agreements
     assert scanned == masks[2:]
-
-
-def test_continuations_and_costs_are_shared_between_studies(
-    tiny_target: Target, tmp_path: Path, prepared: Callable[..., ScanPredictor | None]
-) -> None:
-    first = prepared(tiny_target, "one")
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
-    second = prepared(tiny_target, "two", seed=1)
-    assert first is not None and second is not None
-    assert first.profile == second.profile
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")} == files
-    assert len(files) == len(PROMPTS) + 1
 
 
 def test_adaptive_stops_are_predicted_as_in_trials(tiny_target: Target, tmp_path: Path) -> None:
@@ -158,13 +142,12 @@ def test_adaptive_stops_are_predicted_as_in_trials(tiny_target: Target, tmp_path
     stop, config = StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5), SpeculativeConfig("layer_skip", 4, mask="mlp:1")
     scanner = _scanner(tiny_target)
     mask, drafter = SkipMask.parse("mlp:1", tiny_target.layers), build_drafter(replace(config, stop=stop), tiny_target)
-    first, second = (
-        [
-            count(decode(tiny_target, drafter, p.prompt, Sampling(), p.max_new_tokens).stats.rounds)
-            for p in scanner.continuations
-        ]
-        for _ in range(2)
-    )
+
+    def counts() -> list[Counts]:
+        texts = scanner.continuations
+        return [count(decode(tiny_target, drafter, p.prompt, Sampling(), p.max_new_tokens).stats.rounds) for p in texts]
+
+    first, second = counts(), counts()
     assert first != second
     among = ScanPredictor(scanner, _profile(3), DraftChoices((4, 4), (StopRule(), stop)), tmp_path / "among")
     among.predict([mask])
@@ -176,27 +159,20 @@ def test_adaptive_stops_are_predicted_as_in_trials(tiny_target: Target, tmp_path
 
 
 def test_adaptive_stops_of_sampled_tokens_are_not_predicted(tiny_target: Target, tmp_path: Path) -> None:
-    """Replays keep the threshold constant. Pruning bounds them by the best scanned choice, as for other stop rules."""
+    """Replays keep the threshold constant."""
     sampling = Sampling(temperature=1.0)
     scanner = Scanner(tiny_target, continue_prompts(tiny_target, PROMPTS, sampling, 8), sampling, depth=4)
     predictor = ScanPredictor(scanner, _profile(3), CHOICES, tmp_path)
     held = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=THRESHOLD)
     adaptive = replace(held, stop=StopRule("adaptive", THRESHOLD.threshold))
     assert [predictor.can_predict(config) for config in (held, adaptive)] == [True, False]
-    study = optuna.create_study(direction="maximize")
-    exact, bounded = (BoundEstimator(predictor).estimate(study, config) for config in (held, adaptive))
-    assert exact is not None and bounded is not None
-    assert exact.predicted is not None and bounded.predicted is None
-    (best,) = predictor.predict([SkipMask.parse("mlp:1", 3)])
-    assert best.speedup > exact.predicted
-    assert bounded.upper == pytest.approx(best.speedup * math.exp(0.15))
 
 
 @pytest.mark.parametrize("maximum", [100, 4])
 def test_passes_have_as_many_rows_as_memory_allows(
     maximum: int,
     tiny_target: Target,
-    prepared: Callable[..., ScanPredictor | None],
+    prepared: Callable[[Target], ScanPredictor | None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -220,7 +196,7 @@ def test_passes_have_as_many_rows_as_memory_allows(
 
 
 def test_a_model_that_cannot_be_scanned_has_no_predictor(
-    prepared: Callable[..., ScanPredictor | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepared: Callable[[Target], ScanPredictor | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Target, "encode", lambda self, prompt, field: [5, 6, 7])  # it has no tokenizer
     assert prepared(Target(build("gpt_neo"))) is None
@@ -228,7 +204,7 @@ def test_a_model_that_cannot_be_scanned_has_no_predictor(
 
 
 def test_the_best_mask_is_one_that_skips_anything(tiny_target: Target, tmp_path: Path) -> None:
-    predictor, _ = _predictor(tiny_target, tmp_path)
+    predictor = _predictor(tiny_target, tmp_path)
     assert predictor.best_mask() is None
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("", "mlp:1", "layers:0-1")]
     _, *others = predictor.predict(masks)
@@ -236,3 +212,110 @@ def test_the_best_mask_is_one_that_skips_anything(tiny_target: Target, tmp_path:
     assert predictor.best_mask() == SkipMask.parse(best.config.mask, tiny_target.layers)
     stable = predictor.stability(2 * tiny_target.layers)
     assert stable is not None and 0 < stable.chance < 1  # two empty masks would overlap by 1
+
+
+SKIPPED = SkipMask.parse("layers:0", 2)
+
+
+def _continuation(length: int) -> Continuation:
+    return Continuation("", "", (5,) * (length - 32), (5,) * 64, 64)
+
+
+def _profile_at(context: int) -> CostProfile:
+    """Attention and verification have a fixed cost and one per position."""
+    each = context / 1000
+    verify = tuple(4.0 + 3 * each + drafted for drafted in range(4))
+    return CostProfile(context, 1.0, 0.5, (0.2 + each, 0.2 + each), (1.0, 1.0), 0.1, 0.25, verify)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "contexts"),
+    [
+        ([100, 200, 900], [384]),  # short
+        ([3000, 4000, 5900], [4288]),  # alike
+        ([200, 8000], [192, 8000]),
+        ([300, 2000, 8000], [320, 1984, 8000]),
+        ([300, 7000, 8000], [320, 8000]),
+    ],
+)
+def test_far_apart_contexts_are_timed_apart(lengths: list[int], contexts: list[int]) -> None:
+    assert spread_contexts(lengths) == contexts
+
+
+def test_a_speedup_sums_over_the_contexts_of_the_continuations() -> None:
+    continuations = [_continuation(length) for length in (1000, 2500, 4000)]
+    parts = [Counts(20, 40, 30, 50, (0, 0, 20)), Counts(30, 90, 5, 35, (0, 0, 0, 30)), Counts(10, 10, 8, 18, (0, 10))]
+    costs = ContextCosts(replace(_profile_at(1000), others=(_profile_at(4000),)), continuations)
+
+    def seconds(profile: CostProfile, counts: Counts) -> float:
+        return profile.seconds(counts, SKIPPED, StopRule())
+
+    drafting = plain = 0.0
+    for context, counts in zip((1000, 2500, 4000), parts, strict=True):
+        drafting += counts.drafted * (1.0 + 0.5 + 1.0 + 0.2 + context / 1000) + counts.rounds * 0.25
+        drafting += sum(times * (4.0 + 3 * context / 1000 + g) for g, times in enumerate(counts.verified))
+        plain += counts.tokens * (4.0 + 3 * context / 1000)
+    assert costs.speedup(parts, seconds) == pytest.approx(plain / drafting)
+    total = sum(parts, Counts())
+    one = ContextCosts(_profile_at(1000), continuations)
+    assert one.speedup(parts, seconds) == _profile_at(1000).speedup(total, SKIPPED, StopRule())
+    assert one.average is one.profile
+
+
+def test_a_profile_is_measured_at_the_contexts_of_the_prompts(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[int] = []
+
+    def measured(target: Target, context: int, *_: Any, **options: Any) -> CostProfile:
+        timed.append(context)
+        return _profile_at(context)
+
+    monkeypatch.setattr(preparation, "profile_costs", measured)
+
+    def profile(*lengths: int) -> CostProfile:
+        return Preparation(tiny_target, Sampling(), tmp_path).cost_profile([_continuation(each) for each in lengths], 3)
+
+    for _ in range(2):
+        assert profile(200, 300) == _profile_at(256)
+        assert profile(192, 1984, 8000) == replace(_profile_at(192), others=(_profile_at(1984), _profile_at(8000)))
+    assert timed == [256, 192, 1984, 8000]  # the second time, all are read from their files
+    stored = [json.loads(file.read_text(encoding="utf-8"))["asked"] for file in (tmp_path / "profiles").glob("*.json")]
+    assert sorted(asked["contexts"] for asked in stored) == [[192, 1984, 8000], [256]]
+
+
+MASKS = [SkipMask.parse(text, 10) for text in ("layers:1-4", "layers:5-8", "attention:0-7")]
+
+
+def test_a_clear_choice_is_stable() -> None:
+    seconds = np.array([[1.0] * 6, [2.0] * 6, [3.0] * 6])
+    found = stability(MASKS, seconds, np.full(6, 2.0), 20)
+    assert (found.share, found.overlap) == (1.0, 1.0)
+    assert found.chance == pytest.approx(0.26, abs=0.04)  # two sets of 8 out of 20
+
+
+def test_a_choice_that_one_continuation_decides_is_unstable() -> None:
+    """Without the last continuation, which a resample lacks with probability (5/6)^6, the other mask is faster."""
+    seconds = np.array([[1.0] * 5 + [9.0], [1.1] * 5 + [1.0], [99.0] * 6])
+    found = stability(MASKS, seconds, np.full(6, 2.0), 20, resamples=2000)
+    assert found.share == pytest.approx(1 - (5 / 6) ** 6, abs=0.04)
+    left = (5 / 6) ** 6
+    assert found.overlap == pytest.approx(1 - 2 * left * (1 - left), abs=0.04)
+
+
+def test_only_studies_that_differ_in_their_seed_are_compared(tmp_path: Path) -> None:
+    def choose(study: str, seed: int, mask: str, sampler: str = "tpe") -> object:
+        settings = {"seed": seed, "sampler": sampler}
+        return seed_stability(tmp_path / study, settings, SkipMask.parse(mask, 10), 20)
+
+    assert choose("a", 0, "layers:1-4") is None
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "choice.json").touch()  # by a loss of power
+    assert choose("other", 1, "layers:6-9", "random") is None
+    found = choose("b", 1, "layers:1-2,5-6")
+    assert found.seeds == 2 and found.overlap == pytest.approx(4 / 12)
+    assert found.chance == pytest.approx(0.26, abs=0.04)
+    assert choose("c", 2, "layers:1-4").seeds == 3
+    choose("z", 2, "layers:7-9")  # another study with the same seed
+    found = choose("c", 2, "layers:1-4")
+    assert found.seeds == 3 and found.overlap == pytest.approx((1 + 4 / 12 + 4 / 12) / 3)

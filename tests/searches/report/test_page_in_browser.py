@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import optuna
 import pytest
 
 from searches.report.markdown import study_notes
 from searches.report.page import FAILED, FINISHED, Page, write_page
 from tests.browser import CHROMIUM, Browser
-from tests.searches.report.pages import EARLIER_LAYERS, earlier_study, engine_study, known_study, workers_study
+from tests.searches.report.pages import engine_study, known_study, workers_study
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
 
@@ -23,13 +21,6 @@ _CLIPPED = """Array.from(document.querySelectorAll('p, h1, h2, td, li, .chart'))
   return box.width && (box.left < 0 || box.right > innerWidth || element.scrollWidth > element.clientWidth + 1);
 }).map(element => element.outerHTML.slice(0, 120))"""
 
-_CELLS = """(() => {
-  const chart = document.getElementById("skips");
-  window.hovered = new Promise(done => chart.on("plotly_hover", () => setTimeout(done, 0)));
-  chart.scrollIntoView();
-  const box = chart.querySelector(".bglayer .bg, .plot").getBoundingClientRect();
-  return [box.left, box.top, box.width, box.height];
-})()"""
 _OVERLAPS = """(() => {
   const boxes = Array.from(document.querySelectorAll("#timeline .annotation")).map(note => note.getBoundingClientRect());
   const apart = (one, other) => one.bottom <= other.top + 1 || other.bottom <= one.top + 1;
@@ -79,16 +70,6 @@ def test_a_finished_study_is_drawn_whole(browser: Browser, width: int, tmp_path:
 
 
 @pytest.mark.parametrize("width", [_PHONE, _DESKTOP])
-def test_an_earlier_study_is_drawn_with_a_point_for_each_trial(browser: Browser, width: int, tmp_path: Path) -> None:
-    study = earlier_study(tmp_path)
-    write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 8, study_notes(study, None), stage="trials"))
-    _show(browser, tmp_path / "report.html", width)
-    assert browser.evaluate(_MARKS.format("history")) == len(study.trials) == 6
-    assert browser.evaluate("document.querySelectorAll('#history .errorbar').length") == 6
-    assert browser.evaluate("document.getElementById('skips')._fullData[0].z.map(row => row.length)") == [10, 10]
-
-
-@pytest.mark.parametrize("width", [_PHONE, _DESKTOP])
 def test_workers_and_engines_are_drawn(browser: Browser, width: int, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     study = workers_study()
@@ -100,23 +81,3 @@ def test_workers_and_engines_are_drawn(browser: Browser, width: int, tmp_path: P
     write_page(path, study, Page(6, 8, study_notes(study, None), FAILED))
     _show(browser, path, width)
     assert [browser.evaluate(_MARKS.format(name)) for name in ("tpot", "ttft")] == [4, 3]  # plain decoding, too
-
-
-def test_a_cell_of_the_heat_map_tells_its_layer(browser: Browser, tmp_path: Path) -> None:
-    study = earlier_study(tmp_path)
-    write_page(tmp_path / "report.html", study, Page(EARLIER_LAYERS, 8))
-    _show(browser, tmp_path / "report.html", _DESKTOP)
-    left, top, width, height = browser.evaluate(_CELLS)
-    browser.point(left + 2.5 * width / EARLIER_LAYERS, top + 0.75 * height)  # the MLP of layer 2
-    browser.evaluate("window.hovered")
-    shown = browser.evaluate("document.querySelector('#skips .hoverlayer').textContent")
-    speedups: list[Any] = [study.trials[number].user_attrs["measurement"]["speedup"] for number in (4, 5)]
-    assert shown == f"layer 2, MLPmean speedup {sum(speedups) / 2:.3f}2 trials skipped it"
-
-
-def test_an_empty_study_opens(browser: Browser, tmp_path: Path) -> None:
-    study = optuna.create_study(study_name="empty", direction="maximize")
-    write_page(tmp_path / "report.html", study, Page(4, 8))
-    for width in (_PHONE, _DESKTOP):
-        _show(browser, tmp_path / "report.html", width)
-        assert browser.evaluate("document.querySelector('.empty').textContent") == "Nothing measured yet."

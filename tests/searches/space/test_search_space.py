@@ -19,6 +19,7 @@ from searches.study.starting_points import starting_points
 from tests.families import build
 
 METHODS = tuple(methods())
+SECOND_METHODS = tuple(method for method in METHODS if method not in ("none", "prompt_lookup", "cascade"))
 PATHS = {
     "retrieval": {"datastore": ("notes",)},
     "draft_model": {"draft_model": ("some/draft",)},
@@ -35,7 +36,7 @@ SECONDS = [
 ]
 
 
-def _drawn(space: SearchSpace, count: int) -> list[Config]:
+def drawn(space: SearchSpace, count: int) -> list[Config]:
     """Return configurations of random trials, each of which its own parameters lead to."""
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     found = [space.suggest(study.ask()) for _ in range(count)]
@@ -64,15 +65,8 @@ def test_params_and_suggest_are_inverse(config: Config) -> None:
     assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
 
 
-def test_a_trial_gets_the_enqueued_configuration() -> None:
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
-    for config in starting_points(SPACE):
-        study.enqueue_trial(SPACE.params(config))
-    assert [SPACE.suggest(study.ask()) for _ in starting_points(SPACE)] == starting_points(SPACE)
-
-
 def test_random_trials_stay_within_the_space() -> None:
-    found = _drawn(SPACE, 200)
+    found = drawn(SPACE, 200)
     assert {config.method for config in found} == set(METHODS)
     params = [SPACE.params(config) for config in found if config.method == "layer_skip"]
     assert not any(f"{part}_{layer}" in each for each in params for part in ("attention", "mlp") for layer in (0, 1, 10, 11))
@@ -85,17 +79,19 @@ def test_trees_are_left_out_if_the_target_cannot_verify_them(capsys: pytest.Capt
     assert space.available_methods == known
     left_out = "lookahead, medusa, trees of layer_skip, trees of eagle left out: GPTNeoForCausalLM: cannot verify trees"
     assert left_out in capsys.readouterr().out
-    configs = [*starting_points(space), *_drawn(space, 100)]
+    configs = [*starting_points(space), *drawn(space, 100)]
     assert {config.method for config in configs} == set(known)
     for config in configs:
         assert all(member.top_k == 1 for member in (config, *config.members) if member.method == "eagle")
 
 
-def test_the_second_member_of_a_cascade_is_any_available_method() -> None:
-    assert SPACE.second_methods == tuple(method for method in METHODS if method not in ("none", "prompt_lookup", "cascade"))
+def test_methods_are_available_that_the_space_has_parts_for() -> None:
+    """No drafting always is."""
+    assert SPACE.second_methods == SECOND_METHODS
     few = SearchSpace(layers=12, methods=("prompt_lookup", "lookahead", "eagle", "cascade"))
     assert few.second_methods == ("lookahead",)
     assert few.available_methods == ("none", "prompt_lookup", "lookahead", "cascade")
+    assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).available_methods)
 
 
 def test_a_study_resumes_with_its_stored_costs() -> None:
@@ -114,15 +110,11 @@ def test_a_study_resumes_with_its_stored_costs() -> None:
     assert study.user_attrs["draft_cost"] == {"prompt_lookup": 0.25, "lookahead": 0.25}
 
 
-def test_no_drafting_is_always_a_method_and_the_first_starting_point() -> None:
-    space = SearchSpace(layers=12, methods=("prompt_lookup",))
-    assert space.available_methods == ("none", "prompt_lookup")
-    assert starting_points(space)[0] == Config()
-    assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).available_methods)
-
-
 def test_starting_points_contain_single_skips_runs_and_sparse_masks() -> None:
-    masks = [config.mask for config in starting_points(SPACE) if config.method == "layer_skip"]
+    points = starting_points(SPACE)
+    assert points[0] == Config()
+    assert [SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) for config in points] == points
+    masks = [config.mask for config in points if config.method == "layer_skip"]
     assert any(mask.startswith("attention:") and mask.count(",") == 0 for mask in masks)
     assert any(mask.startswith("mlp:") for mask in masks)
     assert sum("-" in mask and mask.startswith("layers:") for mask in masks) >= 2
@@ -162,7 +154,7 @@ def test_cascades_have_the_costs_of_the_space() -> None:
     assert space.suggest(study.ask()).verify_cost == space.verify_cost
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method not in ("none", "prompt_lookup", "cascade")])
+@pytest.mark.parametrize("method", SECOND_METHODS)
 def test_every_space_with_cascades_has_one_among_its_starting_points(method: str) -> None:
     assert [second.method for second in _cascades(replace(SPACE, methods=("prompt_lookup", method, "cascade")))] == [method]
 
@@ -186,6 +178,9 @@ def test_every_space_with_cascades_has_one_among_its_starting_points(method: str
         ({"masks": ("layers:0",)}, "masks"),
         ({"bridges": ("magic",)}, "bridges"),
         ({"ranks": 8}, "ranks"),
+        ({"ranks": [-1]}, "ranks"),
+        ({"widths": [0]}, "widths"),
+        ({"draft_heads": []}, "draft_heads"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, object], named: str) -> None:
@@ -195,9 +190,11 @@ def test_refusals_name_the_field(fields: dict[str, object], named: str) -> None:
 
 def test_a_field_is_chosen_from_the_ranges_of_its_method() -> None:
     narrow = SPACE.narrowed(["eagle"], num_speculative_tokens=(7, 7), stop=("threshold",)).narrowed(match=("first",))
-    found = _drawn(narrow, 150)
+    found = drawn(narrow, 150)
     assert {config.num_speculative_tokens for config in found if config.method == "eagle"} == {7}
-    assert {config.stop.method for config in found if config.method == "eagle" and config.top_k == 1} == {"threshold"}
+    chains = [config.stop for config in found if config.method == "eagle" and config.top_k == 1]
+    assert {stop.method for stop in chains} == {"threshold"}
+    assert {stop.threshold for stop in chains} <= {round(0.1 + 0.05 * step, 2) for step in range(17)}  # those of scans
     assert {config.match for config in found if config.method == "prompt_lookup"} == {"first"}
     assert len({config.num_speculative_tokens for config in found if config.method == "medusa"}) > 1
     starts = [(config.num_speculative_tokens, config.top_k, config.stop.method) for config in narrow.starts("eagle")]
@@ -210,9 +207,3 @@ def test_every_lookup_is_one_that_trials_may_propose() -> None:
     assert len(found) == len(set(found)) == (2 + 3) * 2 * 2
     for config in found:
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
-
-
-def test_sampled_thresholds_are_those_of_scans() -> None:
-    space = SearchSpace(6, methods=["none", "layer_skip"], ranges={"layer_skip": {"stop": ["threshold"]}})
-    found = {config.stop.threshold for config in _drawn(space, 200)}
-    assert found - {0.0} == {round(0.1 + 0.05 * step, 2) for step in range(17)}

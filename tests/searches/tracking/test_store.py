@@ -1,33 +1,45 @@
-"""A tracking store that fails in the middle of a study: the study goes on, and its runs are completed."""
+"""A tracking store that fails in the middle of a study is completed later; it opens after kills, and stays in its folder."""
 
 from __future__ import annotations
 
 import contextlib
 import http.server
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import sqlalchemy
 from mlflow.tracking import MlflowClient
 from sqlalchemy import event
 
+from searches.app.checks import InputError
+from searches.backends.engine_process import free_port
+from searches.connections import sqlite_url
 from searches.study import study
 from searches.tracking import store
+from searches.tracking.store import open_experiment
 from searches.tracking.tracker import Tracker
+from tests.disk import fill
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick, runs, sqlite, tracked
-from tests.searches.tracking.stores import TrackingServer, fill, small_disk
 from tests.searches.tracking.studies import compared_study
 
 pytestmark = pytest.mark.system
 
 TRIALS = compared_study().trials
-FITS = [{"fit_seconds": 1.0, "agreement_empty": 0.25, "agreement_bridged": 0.5}]
+FITS = [{"fit_seconds": n, "agreement_bridged": 0.5} if n else {} for n in (1.0, 0.0, 3.0)]
+PARAMS = {f"field{number}": str(number) for number in range(105)}  # written in parts, as a store takes 100
 LOST = "tracking.uri: cannot write to"
 Fault = Callable[[Path], contextlib.AbstractContextManager[object]]
 
@@ -66,25 +78,16 @@ def _without_experiment(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _full_artifacts(folder: Path) -> Iterator[None]:
-    fill(folder / "mlartifacts")
+    fill(folder / "mlartifacts", leave=0)
     yield
-    for file in (folder / "mlartifacts").iterdir():
-        if file.is_file():
-            file.unlink()
-
-
-@contextlib.contextmanager
-def _deleted_run(folder: Path) -> Iterator[None]:
-    (study,) = runs(sqlite(folder), "study")
-    MlflowClient(sqlite(folder)).delete_run(study.info.run_id)
-    yield
+    (folder / "mlartifacts" / "ballast").unlink()
 
 
 @contextlib.contextmanager
 def _deleted_runs(folder: Path) -> Iterator[None]:
-    MlflowClient(sqlite(folder)).delete_run(runs(sqlite(folder), "trial")[0].info.run_id)
-    with _deleted_run(folder):
-        yield
+    for role in ("trial", "study"):
+        MlflowClient(sqlite(folder)).delete_run(runs(sqlite(folder), role)[0].info.run_id)
+    yield
 
 
 FAULTS: dict[Fault, str | None] = {
@@ -103,8 +106,16 @@ def _open(folder: Path, uri: str | None = None) -> Tracker:
     return tracker
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file that a study logs, in the folder of an empty store."""
+    file = tracked(tmp_path) / "best.json"
+    file.write_text("{}", encoding="utf-8")
+    return file
+
+
 def _train(tracker: Tracker, name: str) -> None:
-    part = tracker.nested(name, name, {"rank": 4}, "training")
+    part = tracker.nested(name, name, PARAMS, "training")
     with part.closing():
         part.log({"loss": 2.0}, step=7)
 
@@ -126,8 +137,9 @@ def _check_complete(uri: str) -> None:
     assert [run.data.tags["trial_number"] for run in trials if run.data.tags.get("best") == "true"] == ["1"]
     assert {artifact.path for run in trials for artifact in client.list_artifacts(run.info.run_id)} == {"prompts.json"}
     assert sorted(run.info.run_name for run in trainings) == ["earlier", "later"]
-    assert all(run.data.params == {"rank": "4"} and run.data.metrics == {"loss": 2.0} for run in trainings)
-    assert [metric.step for metric in client.get_metric_history(study.info.run_id, "fit_seconds")] == [0]
+    assert all(run.data.params == PARAMS and run.data.metrics == {"loss": 2.0} for run in trainings)
+    fits = client.get_metric_history(study.info.run_id, "fit_seconds")
+    assert sorted((metric.step, metric.value) for metric in fits) == [(0, 1.0), (2, 3.0)]  # each once
     paths = {artifact.path for artifact in client.list_artifacts(study.info.run_id)}
     assert paths == {"config.yaml", "fits.json", "best.json", "bridge"}
 
@@ -135,29 +147,29 @@ def _check_complete(uri: str) -> None:
 @pytest.mark.parametrize("is_restarted", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_store_that_fails_is_completed_when_it_is_back_or_at_the_next_start(
-    fault: Fault, is_restarted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: Fault,
+    is_restarted: bool,
+    file: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = tracked(tmp_path) / "best.json"
-    file.write_text("{}", encoding="utf-8")
-    with contextlib.ExitStack() as stack:
-        if fault is _full_artifacts:
-            stack.enter_context(small_disk(tmp_path / "mlartifacts", 2))
-        tracker = _open(tmp_path)
-        tracker.record(TRIALS[0])
-        tracker.record(TRIALS[1])
-        _train(tracker, "earlier")
-        with fault(tmp_path):
-            _train(tracker, "later")
-            tracker.record(TRIALS[2])
-            tracker.record(TRIALS[3])
-            _finish(tracker, file)
-        printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(LOST)]
-        assert len(printed) == (FAULTS[fault] is not None)
-        assert all(str(FAULTS[fault]) in line for line in printed)
-        if is_restarted:
-            tracker = _open(tmp_path)
+    if fault is _full_artifacts:
+        (tmp_path / "mlartifacts").symlink_to(request.getfixturevalue("small_disk"))
+    tracker = _open(tmp_path)
+    tracker.record(TRIALS[0])
+    tracker.record(TRIALS[1])
+    _train(tracker, "earlier")
+    with fault(tmp_path):
+        _train(tracker, "later")
+        tracker.record(TRIALS[2])
+        tracker.record(TRIALS[3])
         _finish(tracker, file)
-        _check_complete(sqlite(tmp_path))
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(LOST)]
+    assert len(printed) == (FAULTS[fault] is not None)
+    assert all(str(FAULTS[fault]) in line for line in printed)
+    _finish(_open(tmp_path) if is_restarted else tracker, file)
+    _check_complete(sqlite(tmp_path))
 
 
 def test_a_benchmark_ends_without_its_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +207,44 @@ def test_a_store_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch, c
     assert "***" in printed and "secret" not in printed
 
 
+class TrackingServer:
+    """An MLflow server with a store of its own.
+
+    Args:
+        store: URI of the SQLite store.
+        artifacts: folder of the artifacts.
+    """
+
+    def __init__(self, store: str, artifacts: Path) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+        self._command += ["--workers", "1", "--backend-store-uri", store, "--artifacts-destination", str(artifacts)]
+        self.start()
+
+    def close(self) -> None:
+        """Stop the server and the processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def start(self) -> None:
+        """Start the server, also after it was closed."""
+        alone = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no processes for jobs that runs do not need
+        self._process = subprocess.Popen(
+            self._command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.25)
+        self.close()
+        raise RuntimeError("the MLflow server did not start")
+
+
 class _Unavailable(http.server.BaseHTTPRequestHandler):
     """Answers as a proxy does whose server is away."""
 
@@ -209,10 +259,8 @@ class _Unavailable(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_server_that_is_killed_refuses_and_fails_is_completed_when_it_is_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tracked(tmp_path) / "best.json"
-    file.write_text("{}", encoding="utf-8")
     server = TrackingServer(sqlite(tmp_path), tmp_path / "served")
     try:
         tracker = _open(tmp_path, server.url)
@@ -235,28 +283,28 @@ def test_a_server_that_is_killed_refuses_and_fails_is_completed_when_it_is_back(
         assert printed.startswith(f"{LOST} {server.url}: ") and "500" in printed
         (tmp_path / "served").unlink()
         (tmp_path / "away").rename(tmp_path / "served")
-        server.restart(0.0)
+        server.start()
         _finish(_open(tmp_path, server.url), file)
         _check_complete(server.url)
     finally:
         server.close()
 
 
-@pytest.mark.parametrize(("fault", "more"), [(_without_experiment, ()), (_deleted_run, ()), (_locked, ("worker=0",))])
 def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
-    fault: Fault, more: Sequence[str], tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs, stack = tracked(tmp_path / "outputs"), contextlib.ExitStack()
-    methods, faults = "space.methods=[none,prompt_lookup]", list[Any]()
-    overrides = quick(tiny_folder, outputs, "tracking.experiment=own", "study.name=it", "study.n_trials=2", methods, *more)
+    small = ("study.name=it", "study.n_trials=2", "space.methods=[none,prompt_lookup]", "worker=0")
+    overrides = quick(tiny_folder, outputs, "tracking.experiment=own", *small)
+    run_trials, faults = study.run_trials, list[Any]()
 
-    def run_trials(*arguments: Any) -> None:
+    def fails(*arguments: Any) -> None:
         if not faults:  # before the first comparison's trials
-            faults.append(stack.enter_context(fault(outputs)))
-        study.run_trials(*arguments)
+            faults.append(stack.enter_context(_locked(outputs)))
+        run_trials(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("searches.study.sweep.run_trials", run_trials)
+        patch.setattr("searches.study.sweep.run_trials", fails)
         first = launch("layerskip", *overrides, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert (outputs / "it" / "best.json").exists()
@@ -269,3 +317,61 @@ def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
     assert [run.data.tags["mlflow.parentRunId"] for run in runs(sqlite(outputs), "trial")] == [found.info.run_id] * 2
     names = {artifact.path for artifact in client.list_artifacts(found.info.run_id)}
     assert {"config.yaml", "report.md", "report.png", "report.html", "best.json"} <= names
+
+
+_KILLED = """
+import os, pathlib, signal, sys
+from sqlalchemy import Engine, event
+from searches.tracking.store import open_experiment
+
+@event.listens_for(Engine, "after_cursor_execute")
+def kill(connection, cursor, statement, *_):
+    if "ADD COLUMN step" in statement:  # of one of MLflow's migrations; SQLite keeps the column
+        os.kill(os.getpid(), signal.SIGKILL)
+
+open_experiment(None, pathlib.Path(sys.argv[1]), "e")
+"""
+
+
+def test_a_process_that_is_killed_while_it_creates_the_store_leaves_none_that_does_not_open(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], timeout=120).returncode == -9
+    assert len(list(tmp_path.glob("mlflow.db.*.new"))) == 1
+    client, uri, experiment = open_experiment(None, tmp_path, "e")
+    assert client.get_experiment(experiment).name == "e"
+    assert uri == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert not list(tmp_path.glob("*.new*"))
+    (tmp_path / "mlflow.db").rename(tmp_path / "other.db")
+    named = f"sqlite:///{tmp_path / 'other.db'}"
+    assert open_experiment(named, tmp_path, "e") == (ANY, named, experiment)  # an existing store stays
+
+
+def test_everything_is_written_into_the_folder_also_after_it_was_moved_or_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where MLflow writes by default
+    folder = tracked(tmp_path / "start")
+    for name in ("a%3Fb?c#d [é]'y,=+", "50%20off", "plain"):
+        folder = folder.rename(tmp_path / name)
+        client, uri, experiment = open_experiment(None, folder, "e")
+        assert uri == sqlite_url(folder / "mlflow.db")
+        client.log_text(client.create_run(experiment).info.run_id, "new", f"{len(name)}.txt")
+    runs = client.search_runs([experiment])
+    assert sorted(len(client.list_artifacts(run.info.run_id)) for run in runs) == [1, 1, 1]
+    assert len(list((tmp_path / "plain" / "mlartifacts").rglob("*.txt"))) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_artifacts_of_a_named_store_are_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    client, _, experiment = open_experiment(f"sqlite:///{tracked(tmp_path / 'store')}/mlflow.db", tmp_path / "outputs", "e")
+    client.log_text(client.create_run(experiment).info.run_id, "new", "a.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_store_that_does_not_open_is_blamed_on_the_field_that_chose_it(is_named: bool, tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("no database " * 100, encoding="utf-8")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    field = "tracking.uri" if is_named else "outputs"
+    with pytest.raises(InputError, match=f"^{field}: cannot open {uri}: file is not a database$"):
+        open_experiment(uri if is_named else None, tmp_path, "e")

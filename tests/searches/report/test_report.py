@@ -1,8 +1,10 @@
-"""The page of a study, as a file: what it holds for studies in every state, of workers and engines; when it is written."""
+"""``report.html``, as a file, and ``report.md``: what they hold for studies in every state, of workers and engines."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,32 +14,26 @@ import optuna
 import pytest
 from optuna.trial import create_trial
 
+from layerskip import PromptSet
 from searches.app.checks import InputError
+from searches.predict.stability import SeedStability, Stability
 from searches.report import charts
+from searches.report import markdown as report
 from searches.report.charts import points, timeline
 from searches.report.page import FINISHED, LiveView, Page, write_page
+from searches.report.tables import pareto_front
+from searches.study.finals import measure_finals
+from searches.study.objective import MEASURING_SECONDS, MeasureSettings
 from searches.tracking.names import METRICS, PREDICTED
 from searches.workers.pool import Alone
-from tests.searches.known import Known, lookup, run_known
-from tests.searches.report.pages import (
-    EARLIER_LAYERS,
-    earlier_study,
-    engine_study,
-    known_study,
-    metrics_of,
-    workers_study,
-)
+from tests.searches.known import HELD_OUT, Known, lookup, run_known
+from tests.searches.report.pages import EARLIER_LAYERS, earlier_study, engine_study, known_study, metrics_of, workers_study
 
 
 def _places(figure: dict[str, Any]) -> list[tuple[float, float]]:
     """The markers of a figure, in order."""
     traces = [trace for trace in figure["data"] if trace.get("mode") == "markers"]
     return sorted(pair for trace in traces for pair in zip(trace["x"], trace["y"], strict=True))
-
-
-def _front(figure: dict[str, Any]) -> list[tuple[float, float]]:
-    line = _trace(figure, "Pareto front")
-    return list(zip(line["x"], line["y"], strict=True))
 
 
 def _trace(figure: dict[str, Any], name: str) -> dict[str, Any]:
@@ -72,19 +68,6 @@ def test_the_charts_of_an_earlier_study_hold_what_its_journal_holds(tmp_path: Pa
     # Trial 4 skipped layers 1 to 6, trial 5 layers 1 and 2.
     both, one = (speedups[4] + speedups[5]) / 2, speedups[4]
     assert figures["skips"]["data"][0]["z"] == [[None, *[pytest.approx(both)] * 2, *[one] * 4, None, None, None]] * 2
-
-
-def test_no_trial_outside_a_pareto_front_is_better_in_both(tmp_path: Path) -> None:
-    study = earlier_study(tmp_path)
-    figures = metrics_of(_written(tmp_path, study, EARLIER_LAYERS))
-    for name, sign in (("acceptance", 1), ("memory", -1)):
-        front, places = _front(figures[name]), _places(figures[name])
-        dominated = [
-            place
-            for place in places
-            if any(sign * x >= sign * place[0] and y >= place[1] and (x, y) != place for x, y in places)
-        ]
-        assert sorted(front) == sorted(set(places) - set(dominated))
 
 
 def test_neither_a_changed_output_nor_a_trial_stopped_early_leads() -> None:
@@ -123,20 +106,24 @@ def test_a_page_loads_nothing_and_shows_names_as_they_are_written(tmp_path: Path
 def test_a_pause_is_cut_out_of_the_timeline() -> None:
     begin = datetime(2026, 1, 1, tzinfo=UTC)
     trials = []
-    for minutes in (0, 10, 20, 20 + 26 * 60, 30 + 26 * 60):
-        trial = create_trial(value=1.0, user_attrs={"config": lookup(4).to_dict(), "seconds": 600.0})
+    for minutes, seconds in ((0, 600.0), (10, 600.0), (20, 0.0), (20 + 26 * 60, 600.0)):  # 26 hours pass after the third
+        trial = create_trial(value=1.0, user_attrs={"config": lookup(4).to_dict(), "seconds": seconds})
         trial.datetime_start = begin + timedelta(minutes=minutes)
         trials.append(trial)
-    trials[2].user_attrs["seconds"] = 0.0  # 26 hours pass after it began
     figure, _ = timeline(trials, begin)
     assert figure is not None
     (bars,) = figure.data
-    assert list(bars.base) == [0.0, 10.0, 20.0, 20.0, 30.0]
+    assert list(bars.base) == [0.0, 10.0, 20.0, 20.0]
     assert [note.text for note in figure.layout.annotations] == ["26.0 hours"]
 
 
-def test_a_page_that_cannot_be_written_stops_no_study(tmp_path: Path) -> None:
-    study = run_known(Known({lookup(4): 1.5}), lookup(4))
+@pytest.fixture
+def study() -> optuna.Study:
+    """A study of one trial."""
+    return run_known(Known({lookup(4): 1.5}), lookup(4))
+
+
+def test_a_page_that_cannot_be_written_stops_no_study(study: optuna.Study, tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     view = LiveView(study, tmp_path, 6, 5)
     view.begin("trials")
@@ -144,12 +131,11 @@ def test_a_page_that_cannot_be_written_stops_no_study(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_the_first_worker_writes_the_page_until_one_is_alone(tmp_path: Path) -> None:
+def test_the_first_worker_writes_the_page_until_one_is_alone(study: optuna.Study, tmp_path: Path) -> None:
     class Second(Alone):
         def leads(self) -> bool:
             return False
 
-    study = run_known(Known({lookup(4): 1.5}), lookup(4))
     view = LiveView(study, tmp_path, 6, 5, Second())
     view.begin("trials")
     assert not list(tmp_path.iterdir())
@@ -157,31 +143,23 @@ def test_the_first_worker_writes_the_page_until_one_is_alone(tmp_path: Path) -> 
     assert "running: finals" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_running_study_is_written_at_max_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
+def test_a_running_study_is_written_at_max_once_a_minute(
+    study: optuna.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, steps = 1000.0, list[int]()
     monkeypatch.setattr("searches.report.page.time.monotonic", lambda: now)
-    study = run_known(Known({lookup(4): 1.5}), lookup(4))
     view, path = LiveView(study, tmp_path, 6, 5), tmp_path / "report.html"
     view.begin("trials")
     assert "running: trials" in path.read_text(encoding="utf-8")
-    path.unlink()
-    now += 59.0
-    view.refresh()
-    assert not path.exists()
-    now += 1.0
-    view.refresh()
-    assert "1 of 5 trials finished" in path.read_text(encoding="utf-8")
-    path.unlink()
-    view.refresh()
-    assert not path.exists()
-    steps: list[int] = []
-    step = view.after(lambda: steps.append(1))
-    step()
+    for seconds, update in ((59.0, view.refresh), (1.0, view.refresh), (0.0, view.after(lambda: steps.append(1)))):
+        path.unlink(missing_ok=True)
+        now += seconds
+        update()
+        assert path.exists() == (seconds == 1.0)
     assert steps == [1]
-    assert not path.exists()
     now += 60.0
-    step()
-    assert path.exists()
+    view.after(lambda: None)()
+    assert "1 of 5 trials finished" in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -192,23 +170,21 @@ def test_a_running_study_is_written_at_max_once_a_minute(tmp_path: Path, monkeyp
         (ValueError("a password"), "failed", "It ended with an error: ValueError"),
     ],
 )
-def test_a_study_that_ends_early_says_why(error: BaseException, state: str, why: str, tmp_path: Path) -> None:
-    study = run_known(Known({lookup(4): 1.5}), lookup(4))
+def test_a_study_that_ends_early_says_why(
+    error: BaseException, state: str, why: str, study: optuna.Study, tmp_path: Path
+) -> None:
     with pytest.raises(type(error)), LiveView(study, tmp_path, 6, 5).closing():
         raise error
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert f'<span class="badge {state}">{state}</span>' in page
     assert f"<p>{why}</p>" in page
-    assert "a password" not in page
-    assert 'http-equiv="refresh"' not in page
+    assert not any(part in page for part in ("a password", 'http-equiv="refresh"'))
 
 
 def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None:
     page = _written(tmp_path, workers_study())
     figure = metrics_of(page)["timeline"]
     assert figure["layout"]["yaxis"]["categoryarray"] == ["b/10", "b/2", "a/1"]  # from the bottom
-    assert [note["text"] for note in figure["layout"]["annotations"]] == ["b/10", "b/2", "a/1"]
-    assert not {"tpot", "ttft"} & metrics_of(page).keys()
     killed = _trace(figure, "killed")
     assert killed["y"] == ["b/2"] and [round(60 * x) for x in killed["x"]] == [70]
     bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
@@ -216,7 +192,6 @@ def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None
     assert bars.keys() == skips | {"none, complete", "prompt lookup, complete"}
     assert "takes over trial 3" in bars["layer skip, fail"]["hovertext"][0]  # the only one: a duplicate took no time
     assert len(bars["layer skip, fail"]["x"]) == 1
-    assert "Cross: killed." in page
     assert "3 of 8 trials finished, 1 running, a processor, 8 threads" in page
 
 
@@ -233,28 +208,80 @@ def test_throughput_against_latency_has_the_front_of_the_report(tmp_path: Path) 
     assert (plain["x"], plain["y"]) == ([40.0], [70.0])
     assert "95 % below 50.0" in plain["text"][0]
     assert [trace["name"] for trace in figures["ttft"]["data"]] == ["prompt lookup", "Pareto front"]
-    assert "Requests in flight: 8." in page
     assert "Hatched: the engine failed." in page and "Faint: stopped early or not run." not in page
-    assert 'data-name="ms/token p95">30.0<' in page
 
 
-def test_each_number_of_requests_in_flight_has_its_charts(tmp_path: Path) -> None:
-    study = engine_study()
+def test_each_number_of_requests_in_flight_has_its_charts_and_table(tmp_path: Path) -> None:
     other = optuna.create_study(study_name="levels", direction="maximize")
-    for trial in study.trials:
+    for trial in engine_study().trials:
         load = trial.user_attrs.get(METRICS, {})
-        several = {f"{name}_at_8": value for name, value in load.items()}
-        several |= {f"{name}_at_18": 2 * value for name, value in load.items()}
+        several = {f"{name}_at_{n}": factor * value for name, value in load.items() for n, factor in ((8, 1), (18, 2))}
         trial.user_attrs = trial.user_attrs | {METRICS: several}
         other.add_trial(trial)
     page = _written(tmp_path, other)
     figures = metrics_of(page)
     loads = [name for name in figures if name.startswith(("tpot", "ttft"))]
     assert loads == ["tpot_at_8", "tpot_at_18", "ttft_at_8", "ttft_at_18"]
-    assert _trace(figures["tpot_at_8"], "prompt lookup")["y"] == [100.0, 90.0, 80.0]
-    assert _trace(figures["tpot_at_18"], "prompt lookup")["x"] == [40.0, 60.0, 20.0]
     assert _trace(figures["tpot_at_18"], "plain decoding")["y"] == [140.0]
     assert page.count("Requests in flight: 8.") == page.count("Requests in flight: 18.") == 3  # two charts and a table
     _, lower, higher = page.partition("<h2>Best trials</h2>")[2].partition("</section>")[0].split("<table>")[1:]
     assert 'data-name="ms/token p95">30.0<' in lower and 'data-name="ms/token p95">60.0<' in higher
-    assert page.index('id="tpot_at_8"') < page.index('id="tpot_at_18"') < page.index('id="timeline"')
+    trials = other.trials[:3]
+    trials[2].user_attrs["measurement"] |= {"losslessness": {"verdict": "different"}}  # otherwise on the front
+    lines = [line.split(" | ")[0].split(", ")[-1] for line in report.request_tables(trials)]
+    shown = [line for line in lines if "in flight" in line or line in ("| 0", "| 1", "| 2")]
+    assert shown == ["8 requests in flight (Pareto front)", "| 0", "18 requests in flight (Pareto front)", "| 0"]
+    assert report.request_tables(known_study()[0].trials[:1]) == []
+
+
+@pytest.mark.usefixtures("a_second_a_row")
+def test_the_report_states_the_speedup_and_the_cost_of_the_search() -> None:
+    fast = lookup(4)
+    bench = Known({fast: 1.5})
+    study = run_known(bench, fast)
+    bench.speedups = {fast: 1.25}  # the search was lucky
+    categories = ["two"] * 2 + ["three"] * 3 + ["many"] * 19
+    prompts = PromptSet(tuple(replace(item, category=name) for item, name in zip(HELD_OUT, categories, strict=True)))
+    finals = measure_finals(study, bench, prompts, MeasureSettings(finalists=1, held_out_repeats=1), 0)
+    text = report.summary(study, finals, Stability(0.5, 0.25, 0.125), SeedStability(3, 0.75, 0.0625))
+    assert "(95 % interval 1.25 to 1.25)" in report.verdict(finals)
+    seconds = report.search_seconds(study, finals)
+    assert finals.seconds == 24
+    # Plain decoding takes 0.1 seconds a token, the winner 0.08.
+    assert f"{seconds:.0f} seconds. {seconds / 0.02:,.0f} generated tokens pay it back." in text
+    assert "Its speedup was 1.50 in the search and 1.25 on held-out prompts." in text
+    assert "By category: many 1.25 (1.25 to 1.25), three 1.25 (1.25 to 1.25), two 1.25." in text  # two have no interval
+    assert "50% of resampled text sets choose the same scanned mask. Two choices share 0.25 of what they skip" in text
+    assert "The best masks of 3 seeds share 0.75 of what they skip; random masks share 0.06." in text
+
+
+def test_the_report_leaves_out_trials_that_were_not_run() -> None:
+    fast, slow = lookup(4), lookup(6)
+    study = run_known(Known({fast: 1.5, slow: 1.2}), fast, slow, slow, slow)
+    assert ["measurement" in trial.user_attrs for trial in study.trials] == [True, True, True, False]
+    shown = [line.split("|")[1].strip() for line in report.summary(study, None).splitlines() if line.startswith("| ")]
+    assert shown == ["trial", "0", "1", "2"]
+    assert "4 trials: 0 stopped early, 1 not run (1 measured before)." in report.summary(study, None)
+
+
+def test_start_up_and_scans_are_stated_where_there_were_any() -> None:
+    study = run_known(Known({lookup(4): 1.5, lookup(6): 1.2}), lookup(4), lookup(6), lookup(8))
+    assert "compiling" not in report.summary(study, None)
+    other = optuna.create_study(direction="maximize")
+    for trial, seconds in zip(study.trials, (30.0, 2.0, None), strict=True):
+        metrics = {} if seconds is None else {"metrics": {"startup_seconds": seconds}}
+        trial.user_attrs = trial.user_attrs | metrics | {"seconds": 10.0, MEASURING_SECONDS: 4.0}
+        other.add_trial(trial)
+    text = report.summary(other, None, scan_seconds=0.5)
+    assert "2 trials began with 16.0 seconds of compiling" in text
+    assert "took 0.5 seconds: 64 cost as much as 8.0 whole trials" in text
+
+
+def test_the_front_is_what_no_other_point_exceeds() -> None:
+    source = random.Random(3)
+    points = {n: (float(source.randint(0, 9)), float(source.randint(1, 9))) for n in range(40)}
+    front = pareto_front(points | {40: (99.0, None), 41: (None, 0.1)})
+    for name, (more, less) in points.items():
+        exceeded = any(a >= more and b <= less and (a, b) != (more, less) for a, b in points.values())
+        assert (name in front) == (not exceeded)
+    assert all(points[one][0] >= points[other][0] for one, other in itertools.pairwise(front))
