@@ -349,8 +349,9 @@ class CompiledLayers:
             kwargs["attention_mask"] = mask = mask_of(kwargs["attention_mask"])
             kwargs["past_key_values"] = buffers = cache.layer_buffers(index, hidden.shape[1])
             # Caches of all lengths share one compiled function; each took seconds in the middle of decoding.
-            for part, dimension in ((mask, -1), (buffers.keys, 2), (buffers.values, 2)):
-                torch._dynamo.maybe_mark_dynamic(part, dimension % part.ndim)
+            for part, dimension in ((mask, 3), (buffers.keys, 2), (buffers.values, 2)):
+                if isinstance(part, Tensor):
+                    torch._dynamo.maybe_mark_dynamic(part, dimension)
         return _compiled_run(self.fuses)(self._trees[index], hidden, args, kwargs)
 
     def _tree(self, index: int) -> nn.Module:
