@@ -93,6 +93,8 @@ def custom_generate(
                 streamer.put(torch.tensor([token]))  # one by one, as generate does
 
         target = Target(model, tokenizer)
+        if generation_config.eos_token_id is not None:
+            target.check_ends(generation_config.eos_token_id, "generation_config.eos_token_id")
         state = model.device, model.dtype
         with generation_lock(model):
             if model not in drafters or drafters[model][0] != state:

@@ -19,8 +19,8 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # two lines for each trial, with a server
 os.environ["HYDRA_FULL_ERROR"] = "1"
 # Report an unreachable server after seconds; MLflow's default is minutes.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "8")
 if sys.stderr is None or not sys.stderr.isatty():
     os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries
 # Transformers imports torchao where it is installed, which then reports the kernels that this machine cannot load.

@@ -122,6 +122,7 @@ def drop_partial_line(path: Path) -> None:
         file.seek(-1, os.SEEK_END)
         if file.read() == b"\n":
             return
+    print(f"{path}: its last line is cut off, as after a kill or on a full disk, and is dropped", flush=True)
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 

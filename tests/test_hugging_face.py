@@ -240,6 +240,12 @@ def test_unsupported_options_are_refused_by_name(tiny_target: Target, options: d
         _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[0]), **GREEDY | options | words)
 
 
+@pytest.mark.parametrize("end", [-1, 10**6, [3, 10**6]])
+def test_ends_that_are_no_token_ids_are_refused_by_name(tiny_target: Target, end: object) -> None:
+    with pytest.raises(ValueError, match=r"^target: generation_config\.eos_token_id=.* is not a whole number from 0 to"):
+        _generate(tiny_target.model, custom_generate=_method(tiny_target, CONFIGS[0]), **GREEDY | {"eos_token_id": end})
+
+
 def test_inputs_other_than_one_whole_prompt_and_other_models_are_refused(tiny_target: Target) -> None:
     model, method = tiny_target.model, _method(tiny_target, SpeculativeConfig())
     padded = torch.cat((torch.zeros(1, 2, dtype=torch.int64), PROMPT), dim=1)

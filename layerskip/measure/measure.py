@@ -195,7 +195,7 @@ def measure(
 
     Raises:
         ConfigError, UnsupportedModel, TargetError: see :func:`build_drafter`.
-        PromptError: there are no prompts, or every output ends with its first token although more are allowed.
+        PromptError: there are no prompts, or every output ends with its first token.
     """
     contenders = {"baseline": Decoder.of(target, SpeculativeConfig()), "candidate": Decoder.of(target, config)}
     task = Task(sampling or default_sampling(target), max_new_tokens, seed)
@@ -203,8 +203,7 @@ def measure(
     if not len(chosen):
         raise PromptError("prompts: are empty")
     rows = list(interleave(target, chosen, contenders, task, repeats))
-    if max_new_tokens > 1:
-        check_output(row["baseline"] for row in rows)
+    check_output(row["baseline"] for row in rows)
     return Measurement.of(rows, "baseline", "candidate")
 
 

@@ -182,13 +182,17 @@ class Target:
             found = getattr(source, "eos_token_id", None)
             if found is None:
                 continue
-            ids = found if isinstance(found, (list, tuple)) else [found]
-            for token in ids:
-                if type(token) is not int or not 0 <= token < self.vocabulary:
-                    expected = f"a whole number from 0 to {self.vocabulary - 1}; correct it in the checkpoint"
-                    raise TargetError(f"target: {name}.eos_token_id={found!r}: {token!r} is not {expected}")
-            return frozenset(ids)
+            return self.check_ends(found, f"{name}.eos_token_id")
         return frozenset()
+
+    def check_ends(self, found: Any, field: str) -> frozenset[int]:
+        """Return end-of-sequence tokens, one or a list; :class:`TargetError` if one is no token id."""
+        ids = found if isinstance(found, (list, tuple)) else [found]
+        for token in ids:
+            if type(token) is not int or not 0 <= token < self.vocabulary:
+                expected = f"a whole number from 0 to {self.vocabulary - 1}; correct it in the checkpoint"
+                raise TargetError(f"target: {field}={found!r}: {token!r} is not {expected}")
+        return frozenset(ids)
 
     def encode(self, prompt: Prompt, field: str = "prompt") -> list[int]:
         """Convert a prompt to token ids.

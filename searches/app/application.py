@@ -104,11 +104,11 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
                 check_batch(sweeper, [overrides])
             except HydraException as error:
                 refused.append((overrides, error))
-        if len(refused) == len(batch):
-            raise refused[0][1]
         for overrides, reason in refused:
             jobs.append(Job(tuple(overrides), *_report(reason, resumable)))
             batch.remove(overrides)
+        if not batch:
+            sys.exit(BAD_INPUT)
 
     _set_up()
     store_drafters()

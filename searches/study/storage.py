@@ -120,12 +120,16 @@ def _check_entry(line: bytes) -> None:
 
 
 def _check_journal(path: Path) -> None:
-    """Refuse a file that Optuna did not write, before its last line is repaired; an empty or cut-off first line is fine."""
+    """Refuse a file that Optuna did not write, before its last line is repaired.
+
+    An empty or cut-off first line is fine; a damaged one before others of Optuna is named later, with its number.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
-        start = file.read(len(_JOURNAL))
-    if not (start.startswith(_JOURNAL) or _JOURNAL.startswith(start)):
+        first = file.readline()
+        is_journal = first.startswith(_JOURNAL) or _JOURNAL.startswith(first) or b"\n" + _JOURNAL in b"\n" + file.read()
+    if not is_journal:
         raise InputError(
             f"study.storage: {path} is no Optuna journal; a database is given by its URL, as in sqlite:///study.db"
         )

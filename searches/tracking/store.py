@@ -13,13 +13,13 @@ import uuid
 from collections.abc import Callable, Hashable
 from pathlib import Path
 
-from mlflow.entities import LifecycleStage
+from mlflow.entities import Experiment, LifecycleStage
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from searches.app.checks import InputError
 from searches.app.interrupt import defer_interrupt, error_chain, is_interrupt
-from searches.connections import is_unreachable, sqlite_file, sqlite_url, without_password
+from searches.connections import Retry, is_unreachable, sqlite_file, sqlite_url, without_password
 from searches.results import exclusive
 
 _ARTIFACTS, _DRAFT = "mlartifacts", ".new"
@@ -48,19 +48,25 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
         uri = sqlite_url(folder / "mlflow.db")
     file = _file_of(uri)
     artifacts = None if file is None else (file.parent / _ARTIFACTS).resolve().as_uri()  # by default, in the working folder
+
+    def find() -> tuple[MlflowClient, Experiment]:
+        client = MlflowClient(uri)
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
+            try:
+                experiment = client.get_experiment(client.create_experiment(name, artifact_location=artifacts))
+            except MlflowException:
+                experiment = client.get_experiment_by_name(name)  # another process may have created it
+                if experiment is None:
+                    raise
+        return client, experiment
+
     try:
         with contextlib.nullcontext() if file is None else exclusive(file):
             if file is not None and not file.exists():
                 _create_database(file)
-            client = MlflowClient(uri)
-            experiment = client.get_experiment_by_name(name)
-            if experiment is None:
-                try:
-                    return client, uri, str(client.create_experiment(name, artifact_location=artifacts))
-                except MlflowException:
-                    experiment = client.get_experiment_by_name(name)  # another process may have created it
-                    if experiment is None:
-                        raise
+            # Nothing but a lock of another program passes by itself.
+            client, experiment = find() if file is None else Retry(f"{field}: {file}, which another program locked,")(find)
             if is_own and file is not None and artifacts not in (None, experiment.artifact_location):
                 _move_artifacts(file, artifacts)
     except InputError:  # names what it is about

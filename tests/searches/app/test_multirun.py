@@ -83,6 +83,14 @@ def test_a_choice_that_does_not_exist_ends_its_own_job_alone(
     assert "Traceback" not in shown.err
 
 
+def test_a_multirun_of_refused_jobs_lists_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _end([lambda: None], tmp_path, monkeypatch, "sampler=nonsense,alsonot") == (2, [])
+    shown = capsys.readouterr().out
+    assert all(f"| sampler={name} | 2 | error: " in shown for name in ("nonsense", "alsonot"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_jobs(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -92,20 +92,24 @@ def test_a_damaged_last_line_of_a_journal_is_dropped(end: bytes, tmp_path: Path,
     path.write_bytes(whole + end)
     assert _trials(path) == [0, 1]
     assert path.read_bytes() == whole
-    dropped = f"study.storage: the last line of {path} is damaged and was dropped\n" if end.endswith(b"\n") else ""
-    assert capsys.readouterr().out == dropped
+    dropped = f"study.storage: the last line of {path} is damaged and was dropped\n"
+    cut_off = f"{path}: its last line is cut off, as after a kill or on a full disk, and is dropped\n"
+    assert capsys.readouterr().out == (dropped if end.endswith(b"\n") else cut_off)
     _journal(path)
     assert _trials(path) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("damaged", [b"\n", b"[]\n", b'{"op_code":4}\n', b'{"op_code":4,"worker_id":"w"}\n'])
-def test_a_damaged_line_of_a_journal_is_named_by_its_number(damaged: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize(
+    "damaged", [b"\n", b"[]\n", b'{"op_code":4}\n', b'{"op_code":4,"worker_id":"w"}\n', bytes(9) + b"\n"]
+)
+def test_a_damaged_line_of_a_journal_is_named_by_its_number(number: int, damaged: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.log"
     lines = _journal(path)
-    lines[3] = damaged
+    lines[number - 1] = damaged
     path.write_bytes(b"".join(lines))
     with pytest.raises(
-        ConfigError, match=f"^study.storage: {path} is damaged in line 4; restore it, or keep the lines before"
+        ConfigError, match=f"^study.storage: {path} is damaged in line {number}; restore it, or keep the lines before"
     ):
         open_journal(path, alone=True)
     assert path.read_bytes() == b"".join(lines)

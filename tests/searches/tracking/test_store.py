@@ -60,7 +60,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    connection = sqlite3.connect(folder / "mlflow.db", isolation_level=None)
+    connection = sqlite3.connect(folder / "mlflow.db", isolation_level=None, check_same_thread=False)
     connection.execute("BEGIN EXCLUSIVE")
     yield
     connection.close()
@@ -104,6 +104,19 @@ def _open(folder: Path, uri: str | None = None) -> Tracker:
     tracker.open_study("a study", "1", {"measure.prompts": 8}, {})
     tracker.log_text("seed: 0", "config.yaml")
     return tracker
+
+
+def test_a_store_that_is_locked_at_the_start_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _open(tmp_path).finish()
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(_locked(tmp_path))
+        releasing = threading.Timer(3, lock.close)
+        releasing.start()
+        assert open_experiment(None, tmp_path, "own")[2] != "0"
+        releasing.join()
+    file = tmp_path / "mlflow.db"
+    what = f"outputs: {file}, which another program locked,"
+    assert capsys.readouterr().out.endswith(f"{what} cannot be reached; trying again for 10 minutes\n{what} is back\n")
 
 
 @pytest.fixture
