@@ -1,4 +1,4 @@
-"""Tests the training of bridges: its loss against single drafts, its gradient against differences, and its effect."""
+"""Tests the training of bridges: its loss against single drafts, its gradient against differences, and cached texts."""
 
 from __future__ import annotations
 
@@ -67,6 +67,23 @@ def test_the_loss_equals_that_of_single_drafts(family: str) -> None:
     tokens = torch.arange(3, target.vocabulary, device=DEVICE)
     loss = BridgeTraining(target, bridges, tokens, 2).loss(continuations)
     assert float(loss.detach()) == pytest.approx(_loss_of_single_drafts(target, bridges, continuations, tokens), rel=1e-3)
+
+
+def test_the_gradient_equals_finite_differences() -> None:
+    target = Target(build("llama").double())
+    continuations, bridges = drawn_continuations(target)[:2], _bridges(target).double()
+    training = BridgeTraining(target, bridges, torch.arange(target.vocabulary), 1)
+    training.loss(continuations).backward()  # type: ignore[no-untyped-call]
+    for _, bridge in bridges.items():
+        for name in ("bias", "down", "up", "gate", "out"):
+            parameter, step, losses = getattr(bridge, name), 1e-2, []
+            flat, found = parameter.detach().view(-1), float(parameter.grad.view(-1)[3])
+            for move in (step, -2 * step, step):
+                flat[3] += move
+                with torch.no_grad():
+                    losses.append(float(training.loss(continuations)))
+            assert found == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=0.02, abs=1e-4)
+    assert all(parameter.grad is None for parameter in target.model.parameters())
 
 
 def test_a_cached_text_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

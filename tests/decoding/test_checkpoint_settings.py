@@ -82,6 +82,12 @@ def test_fields_that_change_no_greedy_token_are_accepted(target: Target, plain: 
     assert [generate(target, PROMPT, config, max_new_tokens=8).tokens for config in (PLAIN, LOOKUP)] == [plain, plain]
 
 
+def test_the_default_values_of_generate_are_accepted(target: Target) -> None:
+    """Checkpoints often hold them."""
+    target.model.generation_config.update(**GenerationConfig._get_default_generation_params())  # type: ignore[union-attr]
+    check_settings(target, Sampling())
+
+
 @pytest.mark.parametrize("name", sorted(KNOWN & (CHANGING | FURTHER).keys()))
 def test_fields_that_can_change_greedy_tokens_are_refused_by_name(target: Target, plain: list[int], name: str) -> None:
     _set(target, name, (CHANGING | FURTHER)[name])

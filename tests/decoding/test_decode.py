@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,3 +110,25 @@ def test_a_prompt_or_a_limit_that_leaves_nothing_to_decode_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{named} ?"):
         decode(target, NoDraft(), prompt, GREEDY, length)
+
+
+def test_threads_take_turns_at_a_model(target: Target) -> None:
+    """Also if each has a target of its own over it. Views, captured passes and drafters hold the state of one text."""
+    drafter, ended, found = member_of("layer_skip", target), list[str](), dict[str, list[int]]()
+
+    def run(name: str, prompt: list[int], callback: Callable[[list[int]], None] | None = None) -> None:
+        found[name] = decode(Target(target.model), drafter, prompt, GREEDY, 12, callback=callback).tokens
+        ended.append(name)
+
+    second = threading.Thread(target=run, args=("second", PROMPT[2:]))
+
+    def interrupt(_: list[int]) -> None:
+        if second.ident is None:
+            second.start()
+        second.join(0.02)  # time for all of its rounds, unless it waits
+
+    run("first", PROMPT, interrupt)
+    second.join()
+    assert ended == ["first", "second"]
+    for name, prompt in (("first", PROMPT), ("second", PROMPT[2:])):
+        assert found[name] == greedy_tokens(target, prompt, max_new_tokens=12)

@@ -95,6 +95,17 @@ def test_a_deterministic_draft_equals_one_hot_rows(drafted: tuple[int, ...], det
     _check_committed(verdicts, p.tolist())
 
 
+@pytest.mark.parametrize("rows", [False, True], ids=["tokens", "one-hot rows"])
+def test_greedy_verification_compares_tokens(rows: bool) -> None:
+    for target in itertools.product(range(V), repeat=K + 1):
+        probs = torch.nn.functional.one_hot(torch.tensor(target), V).float() if rows else torch.tensor(target)
+        for drafted in itertools.product(range(V), repeat=K):
+            agreed = next((i for i in range(K) if drafted[i] != target[i]), K)
+            verdict = verify(Draft(torch.tensor(drafted)), probs)
+            assert _outcomes([verdict]) == [(drafted, agreed, target[agreed])]
+            assert verdict.last.tolist() == [verdict.next_token]
+
+
 @pytest.mark.parametrize("uniform", [0.0, ONE_BELOW])
 def test_a_token_of_target_probability_zero_is_never_accepted(monkeypatch: pytest.MonkeyPatch, uniform: float) -> None:
     monkeypatch.setattr(torch, "rand", lambda size, **_: torch.full((size,), uniform))

@@ -41,6 +41,20 @@ def test_wanted_distributions_are_the_targets(whole: bool) -> None:
         assert torch.allclose(READOUT(one.target_hidden).softmax(-1), torch.stack(expected), atol=1e-5)
 
 
+def test_texts_of_a_batch_are_independent() -> None:
+    whole, head = feature_texts("llama")[:4], eagle_head("llama")
+    lengths = [len(text.tokens) - 3 * place for place, text in enumerate(whole)]
+    texts = [replace(t, tokens=t.tokens[:n], features=t.features[:n]) for t, n in zip(whole, lengths, strict=True)]
+    with torch.no_grad():
+        together = predict_tokens(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
+        alone = [predict_tokens(head, EMBEDDINGS, Batch.of([text], head), UNROLL) for text in texts]
+    for step, found in enumerate(together):
+        rows = found.hidden.split(found.mask.sum(1).tolist())
+        for one, some in zip(alone, rows, strict=True):  # a short text alone has fewer rows
+            assert len(one[step].hidden) > 0
+            torch.testing.assert_close(some[: len(one[step].hidden)], one[step].hidden, rtol=0, atol=1e-5)
+
+
 def test_the_closed_form_equals_least_squares() -> None:
     texts = feature_texts("llama")
     head = EagleHead(EagleShape.of(TARGET))

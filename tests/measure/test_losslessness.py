@@ -79,6 +79,21 @@ def test_a_tie_is_a_near_tie_in_half_precision_only(target: Target) -> None:
     assert Losslessness(1, (found,)).verdict == ("different" if target.dtype == "float32" else "near_tie")
 
 
+@pytest.mark.parametrize("steps", [1, 2, 32])
+def test_rounding_explains_a_small_margin_in_half_precision_only(target: Target, steps: int) -> None:
+    """A token is made to lie a few steps of the dtype below the best one; rounding explains four."""
+    best, eps = _greedy(target)[0], torch.finfo(target.model.dtype).eps
+    close = Target(copy.deepcopy(target.model))
+    head = close.model.get_output_embeddings().weight
+    with torch.no_grad():
+        head[0] = head[best] * (1 - steps * eps)
+    scores = _scores(close, PROMPT)
+    found = find_divergence(close, "p", PROMPT, [best, 9, 9], [0, 8], PLAIN)
+    assert found is not None
+    assert 0 < found.margin / (eps * float(scores.abs().max())) < 2 * steps
+    assert found.near_tie == (target.dtype != "float32" and steps < 4)
+
+
 def test_an_output_that_ends_early_is_different(target: Target) -> None:
     for one, other in (([7, 8, 9], [7, 8]), ([7, 8], [7, 8, 9])):
         found = find_divergence(target, "p", PROMPT, one, other, PLAIN)

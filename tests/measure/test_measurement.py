@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import sem, t
+from scipy.stats import bootstrap, sem, t
 
 from layerskip import DecodeStats, Measurement, Round
 from layerskip.measure.losslessness import Divergence, Losslessness
@@ -66,6 +66,30 @@ def test_the_interval_covers_the_true_speedup(prompts: int, spread: float) -> No
     random = np.random.default_rng(1)
     intervals = [_noisy_measurement(prompts, spread, random).interval() for _ in range(400)]
     assert 0.93 <= np.mean([low <= 1.5 <= high for low, high in intervals]) <= 0.99
+
+
+def test_with_many_prompts_the_interval_equals_the_bootstraps() -> None:
+    """With many prompts, here of different lengths, all methods agree; SciPy's percentile interval is one."""
+    random = np.random.default_rng(2)
+    tokens = random.integers(5, 64, size=400)
+    plain = tokens * random.normal(0.03, 0.002, size=400)
+    fast = plain / random.normal(1.4, 0.3, size=400)
+    sides = (
+        [_sample(int(n), float(s), f"p{i}") for i, (n, s) in enumerate(zip(tokens, each, strict=True))]
+        for each in (plain, fast)
+    )
+    measured = Measurement(*map(tuple, sides))
+    found = bootstrap(
+        (plain, fast),
+        lambda a, b, axis=-1: a.sum(axis) / b.sum(axis),
+        paired=True,
+        method="percentile",
+        n_resamples=20_000,
+        rng=5,
+    ).confidence_interval
+    low, high = measured.interval()
+    assert (low, high) == pytest.approx((found.low, found.high), abs=0.15 * (found.high - found.low))
+    assert low < measured.speedup < high
 
 
 @pytest.mark.parametrize("prompts", [2, 3, 4, 5, 8])

@@ -15,6 +15,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 import layerskip
+from searches.study.storage import locked
 from searches.workers.slots import FINISHED
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
@@ -103,6 +104,10 @@ def test_a_finished_study_is_not_run_again_and_more_trials_extend_it(done: Path,
     refused = launch("layerskip", *overrides, "study.n_trials=9", "sampling.repetition_penalty=1.5", cwd=done.parent)
     assert refused.returncode == 2
     assert "sampling.repetition_penalty" in refused.stderr
+    with locked(done / "one"):  # as by another process
+        refused = launch("layerskip", *overrides, "study.n_trials=9", cwd=done.parent)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: study.name: another process is running the study")
 
 
 def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from layerskip.models.trained_module import save_trained
 from searches.app.interrupt import INTERRUPTED
 from searches.bridges import training
 from searches.bridges.training import BridgeTrainer
-from searches.training.trainer import Trainer
+from searches.training.trainer import Trainer, disk_bytes
 from tests.accelerator import DEVICE
 from tests.disk import fill
 from tests.searches.conftest import Launch
@@ -212,6 +213,21 @@ def test_a_disk_that_fills_up_ends_with_one_line_and_the_training_resumes(
     done = train(*few, outputs=small_disk)
     assert done.returncode == 0, done.stderr
     assert _trained(small_disk / "h")["training"]["steps_done"] == 60
+
+
+def test_the_disk_must_have_room_for_the_training(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
+) -> None:
+    """There must be room for two checkpoints and the hidden states."""
+    usage, needed, few = namedtuple("usage", "total used free"), 10**6 + 64 * 2**20, ("feature_bytes=1000000", "steps=1")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 0, needed))
+    _check_refused(train(*few), "error: feature_bytes: 1,000,000 do not fit")
+    target = load_target(str(model), dtype="float32", device=DEVICE)
+    needed += disk_bytes(head := EagleHead(EagleShape.of(target, vocabulary=64, lookback=2)))
+    done = train(*few)
+    assert done.returncode == 0, done.stderr
+    written = 2 * (tmp_path / "h" / "training.pt").stat().st_size + (tmp_path / "h" / "head.safetensors").stat().st_size
+    assert 0.8 * written < disk_bytes(head) <= written  # without names and shapes, which are small in real weights
 
 
 @pytest.mark.parametrize("helps", [True, False])

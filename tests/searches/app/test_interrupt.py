@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sqlite3
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -111,3 +112,17 @@ def test_a_signal_that_is_ignored_or_has_a_handler_keeps_it(handlers: None) -> N
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGTERM)
     assert seen == [signal.SIGTERM]
+
+
+def test_other_threads_handle_no_signals() -> None:
+    found = []
+
+    @defer_interrupt()
+    def begin() -> None:
+        with interruptible():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]

@@ -73,6 +73,17 @@ def test_an_engine_that_runs_nothing_ends_the_study() -> None:
     assert bench.attempts == 3
 
 
+def test_rows_before_a_failure_do_not_rank_a_configuration() -> None:
+    good, bad = lookup(4), lookup(8)
+    bench = Failing({bad: 9.0}, fails=[bad], after=2)
+    study = run_known(bench, good, bad)
+    assert study.trials[1].user_attrs["measurement"]["prompts"] == 2
+    assert [entry.config for entry in ranking(study)] == [good]
+    bench.fails = [SpeculativeConfig()]
+    with pytest.raises(BackendError):  # finals without plain decoding
+        measure_finals(study, bench, HELD_OUT, MeasureSettings(), 0)
+
+
 SETTINGS = MeasureSettings(finalists=2, held_out_repeats=2)
 
 

@@ -110,6 +110,8 @@ def test_the_bound_widens_with_prediction_errors() -> None:
     lookups = [_trial(lookup(1 + i), 1.0, 1.0) for i in range(8)]
     assert _error(lookups, "prompt_lookup") == pytest.approx(0.03)
     assert _error(lookups, "layer_skip") == pytest.approx(0.15)  # errors of lookups do not count for masks
+    others = [_trial(config, 1.1, 0.9, ("y",)) for config in configs]
+    assert _error(others, "layer_skip") == pytest.approx(0.15)  # nor do trials on other prompts
 
 
 class _Pessimist:

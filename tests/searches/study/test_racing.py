@@ -60,6 +60,16 @@ def test_prompts_with_drift_are_measured_again(slow: object, trials: int, drifte
     assert len(set(done[-1].user_attrs["table"]["baseline_tokens_per_second"])) == 1
 
 
+def test_learning_drafters_are_warmed_when_a_prompt_is_measured_again() -> None:
+    config = lookup(4)
+    bench = Known({config: 1.5}, drift=lambda call: 2.0 if call == 17 else 1.0)
+    run_known(bench, config, config, config, config)
+    names = [item.id for item in PROMPTS.take(None)]
+    others, measured = names[5:], names[:5]
+    # Each trial begins with unmeasured prompts; the repeated prompt was also preceded by measured ones.
+    assert [before for _, _, before in bench.comparisons] == [others] * 4 + [[*others, *measured[:2]]]
+
+
 def test_no_two_comparisons_share_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicates of the leader are pooled and must be independent."""
     monkeypatch.setattr("searches.study.study._REMEASURE", 2)

@@ -20,7 +20,7 @@ from optuna.storages import RDBStorage
 from layerskip import ConfigError
 from searches.app.checks import InputError
 from searches.study import storage
-from searches.study.storage import locked, open_database, open_journal, storage_url
+from searches.study.storage import locked, open_database, open_journal, place, storage_url
 from searches.study.study import StudySettings
 from tests.disk import fill
 
@@ -33,6 +33,15 @@ def test_a_folder_is_locked_until_its_study_ends(tmp_path: Path) -> None:
             pass
     with locked(tmp_path / "one"):
         pass
+
+
+def test_names_that_no_folder_can_have_are_refused(tmp_path: Path) -> None:
+    for name in ("", ".", "..", "a/b"):
+        with pytest.raises(InputError, match="^study.name: .* cannot be the name of a folder$"):
+            StudySettings(name=name)
+    with pytest.raises(InputError, match="^study.name: .*File name too long$"):
+        place(tmp_path, "x" * 300, StudySettings(), "cpu", shared=False)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", ["file/study.log", "folder"])

@@ -149,6 +149,9 @@ def test_more_texts_extend_those_that_exist_and_fewer_are_the_first_of_them(tmp_
     assert now.startswith(kept)
     assert len(now.splitlines()) == len(more)
     assert request(tmp_path, 30) == few
+    request(tmp_path / "other", 30)
+    request(tmp_path / "other", 30, ["the one two three"])  # others, as they begin otherwise
+    assert len(list((tmp_path / "other" / "texts").glob("*.jsonl"))) == 2
     assert file.read_text(encoding="utf-8") == now
 
 

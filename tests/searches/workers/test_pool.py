@@ -150,6 +150,22 @@ def test_a_worker_that_was_presumed_dead_in_a_line_stands_in_it_anew(pair: tuple
     assert _claims(one) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
 
 
+def test_work_of_a_worker_that_was_presumed_dead_is_done_again(pair: tuple[WorkerPool, WorkerPool]) -> None:
+    one, other = pair
+    done: list[int] = []
+
+    def work() -> str:
+        done.append(other.worker)
+        if len(done) == 1:
+            one.board.finish(other.worker, TrialState.FAIL)
+            one.snapshot()  # finishes what it held
+        return f"value {len(done)}"
+
+    assert other.share("piece", work) == "value 2"
+    assert done[0] < done[1] == other.worker
+    assert one.share("piece", lambda: pytest.fail("done before")) == "value 2"
+
+
 def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(pair: tuple[WorkerPool, WorkerPool]) -> None:
     def refuse(*_: object) -> NoReturn:
         raise ConnectionRefusedError
