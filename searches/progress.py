@@ -83,7 +83,8 @@ class Progress:
                 self._show(_STEP)
 
         def show() -> None:
-            self._count, self._steps = f"{done} of {total} {unit}", (done, total)
+            known = max(done, total)  # on a noisy machine, some steps are repeated
+            self._count, self._steps = f"{done} of {known} {unit}", (done, known)
 
         show()
         try:
