@@ -150,6 +150,20 @@ def test_a_worker_that_was_presumed_dead_in_a_line_stands_in_it_anew(pair: tuple
     assert _claims(one) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
 
 
+def test_an_interrupt_in_a_line_gives_up_the_place(
+    pair: tuple[WorkerPool, WorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    one, other = pair
+    monkeypatch.setattr(other, "wait", interrupted)
+    with one.claim("thing"):
+        with pytest.raises(KeyboardInterrupt), other.claim("thing"):
+            pytest.fail("it is held")
+        assert _claims(one) == [TrialState.RUNNING, TrialState.FAIL]
+
+
 def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(pair: tuple[WorkerPool, WorkerPool]) -> None:
     def refuse(*_: object) -> NoReturn:
         raise ConnectionRefusedError
