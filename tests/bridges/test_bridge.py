@@ -19,7 +19,7 @@ from layerskip.bridges.ridge import regress, regress_mlp
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.drafters.registry import build_drafter
 from layerskip.export import attached_folders
-from layerskip.mask import SkipMask
+from layerskip.mask import Gap, SkipMask
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import load_target
 from layerskip.models.target import Target
@@ -83,6 +83,18 @@ def test_saved_bridges_belong_to_a_mask_and_a_target(tmp_path: Path) -> None:
         build_drafter(config, own)
     with pytest.raises(ConfigError, match="^bridge: the mask skips nothing"):
         replace(config, mask="")
+
+
+def test_a_warm_start_copies_the_nearest_bridges_or_refuses_those_of_another_kind() -> None:
+    target = target_of("llama")
+    other, own = (Bridges(bridge_shape(target, mask)) for mask in ("layers:0;layers:2-3;mlp:1", "layers:1-2;attention:3"))
+    for _, bridge in other.items():
+        torch.nn.init.normal_(bridge.bias)
+    own.warm_start(other)
+    assert torch.equal(own.of(Gap("layers", 1, 2)).bias, other.of(Gap("layers", 2, 3)).bias)
+    assert not own.of(Gap("attention", 3, 3)).bias.any()
+    with pytest.raises(ConfigError, match="^bridge: .* another kind or size"):
+        own.warm_start(Bridges(bridge_shape(target, "layers:1", "mean")))
 
 
 def test_loading_bridges_uses_no_random_numbers(tmp_path: Path) -> None:

@@ -70,6 +70,21 @@ def test_a_branch_gives_the_logits_of_the_same_chain(family: str, recorded: bool
         check(forward(model, more, cache, last=1)[0], prompt, block[accepted], more)
 
 
+@torch.inference_mode()
+def test_nan_in_the_padding_of_a_recorded_tree_changes_nothing() -> None:
+    """The padding has keys and values, too."""
+    model = build("llama")
+    trees = tree_model(model)
+    model.get_input_embeddings().weight[0] = float("nan")
+    tokens = torch.arange(3, 3 + PROMPT + 4, device=DEVICE)
+    cache = CapturingCache(4, 64, torch.device(DEVICE))
+    forward(model, tokens[:PROMPT], cache, last=1)
+    cache.length = PROMPT
+    for _ in range(2):
+        assert trees.run(tokens[PROMPT:], (-1, -1, 0), cache).isfinite().all()
+    assert any(cache._passes.values())
+
+
 @pytest.mark.parametrize("family", REFUSED_TREES)
 def test_a_model_whose_branches_differ_from_chains_is_refused_by_name(family: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"ForCausalLM: cannot verify trees: {REFUSED_TREES[family]}"):

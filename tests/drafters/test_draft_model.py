@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from layerskip.config import StopRule
+from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.draft_model import DraftModel
-from layerskip.models.target import Target
+from layerskip.drafters.registry import build_drafter
+from layerskip.models.architecture import UnsupportedModel
+from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, contract, generated, target_of
 from tests.drafters.members import member_of
+from tests.tiny import save_tiny
 
 
 def noisy_copy(target: Target, noise: float = 0.06) -> PreTrainedModel:
@@ -92,3 +97,21 @@ def test_a_limited_number_of_positions_ends_drafting_but_not_decoding(method: st
             drafted += found.drafted
             length += found.committed
         assert bool(drafted) == (len(prompt) < most)
+
+
+def test_a_model_that_cannot_draft_is_refused_by_field(tiny_target: Target, tmp_path: Path) -> None:
+    words = save_tiny(tmp_path / "swapped") / "tokenizer.json"  # a tokenizer as large, of other words
+    content = json.loads(words.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    words.write_text(json.dumps(content))
+    save_tiny(tmp_path / "recurrent", "mamba")
+    for name, error, reason in (
+        ("swapped", TargetError, ".*tokenizer"),
+        ("recurrent", UnsupportedModel, "MambaForCausalLM: .*rewind"),
+        ("nothing", TargetError, "there is no folder .*nothing$"),
+    ):
+        with pytest.raises(error, match=f"^draft_model: {reason}"):
+            build_drafter(SpeculativeConfig("draft_model", draft_model=str(tmp_path / name)), tiny_target)
+    with pytest.raises(ConfigError, match="^draft_model: "):
+        SpeculativeConfig("draft_model")

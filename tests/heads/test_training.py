@@ -12,7 +12,15 @@ import torch
 
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.readout import Readout
-from layerskip.heads.training import Batch, HeadScaling, cross_entropy, fit_linear, most_likely_tokens, predict_tokens
+from layerskip.heads.training import (
+    Batch,
+    HeadScaling,
+    acceptance_counts,
+    cross_entropy,
+    fit_linear,
+    most_likely_tokens,
+    predict_tokens,
+)
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.drafters.contract import target_of
@@ -144,3 +152,16 @@ def test_loss_and_gradient_equal_those_of_all_rows_at_once(family: str, tokens: 
     assert most_likely_tokens(readout, hidden).tolist() == [
         place if tokens is None else tokens[place] for place in places.tolist()
     ]
+
+
+def test_acceptance_counts_only_drafts_right_so_far() -> None:
+    texts, head = feature_texts("llama")[:5], eagle_head("llama")
+    with torch.no_grad():
+        found = predict_tokens(head, EMBEDDINGS, Batch.of(texts, head), UNROLL)
+    reached = torch.ones_like(found[0].mask)
+    for (tried, right), one in zip(acceptance_counts(found, READOUT), found, strict=True):
+        table = torch.zeros_like(one.mask)
+        table[one.mask] = READOUT(one.hidden).argmax(-1) == one.tokens
+        assert tried == int((one.mask & reached).sum())
+        reached = reached & one.mask & table
+        assert right == int(reached.sum())

@@ -5,8 +5,10 @@ For them, weights are laid out as one matrix, which nothing else may notice.
 
 from __future__ import annotations
 
+import gc
 import io
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,20 @@ def test_compiled_trees_and_views_equal_eager_ones() -> None:
     assert_close(*(trees.run(BLOCK, (-1, 0, 0, 2, -1), held) for held in (cache, plain)))
     assert_close(*(forward(view, BLOCK[:2], held, last=2) for held in (cache, plain)))
     assert _compiled_passes(cache) == [True, True]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@torch.inference_mode()
+def test_a_compiled_tree_model_is_freed_with_its_model() -> None:
+    """Its layers refer to it, so whatever keeps them for the compiler must not keep it."""
+    model = _model("llama")
+    cache, _ = _caches(model, decoding_view(model), 12)
+    tree_model(model).run(BLOCK, (-1, 0, 0, 2, -1), cache)
+    assert _compiled_passes(cache) == [True]
+    views = [weakref.ref(tree_model(model).view), weakref.ref(decoding_view(model))]
+    del model, cache
+    gc.collect()
+    assert [view() for view in views] == [None, None]
 
 
 @pytest.fixture(params=["llama", "qwen2"])  # without and with biases

@@ -15,7 +15,7 @@ from layerskip import SkipMask, StopRule, Target
 from layerskip.models.cache import KVCache
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.scan import Scanner, similar_masks
-from layerskip.scan.text_batch import run_target
+from layerskip.scan.text_batch import TextBatch, run_target
 from tests.allocations import peak_bytes
 from tests.drafters.contract import PROMPTS
 from tests.exhaustive import representative
@@ -43,6 +43,19 @@ def test_only_wrong_drafts_run_the_layers_before_the_first_skip(family: str, mon
             np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-3, atol=1e-5)
             np.testing.assert_array_equal(one.agreed, other.agreed)
         assert bool(rows) == (floor is not None)
+
+
+def test_a_family_whose_layers_pass_on_more_than_hidden_states_runs_all_layers(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of such a family, what a layer reads is not all that it needs."""
+    continuations = [continuation_of(tiny_target, i, prompt, GREEDY, 12) for i, prompt in enumerate(PROMPTS)]
+    mask = SkipMask.parse("mlp:2", tiny_target.layers)
+    (expected,) = Scanner(tiny_target, continuations, GREEDY, depth=3).scan([mask])
+    monkeypatch.setattr(TextBatch, "layer_input", lambda self, layer, starts: torch.zeros(1, len(starts), 1))
+    (found,) = Scanner(tiny_target, continuations, GREEDY, depth=3).scan([mask])
+    for one, other in zip(found.traces, expected.traces, strict=True):
+        np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-4)
 
 
 def _similarity(one: Tensor, other: Tensor) -> float:

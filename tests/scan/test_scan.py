@@ -19,6 +19,7 @@ from layerskip.decoding.stats import Round
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.drafters.registry import build_drafter
 from layerskip.mask import SkipMask
+from layerskip.measure.measure import measure
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.target import Target
 from layerskip.prompts import PromptSet
@@ -101,6 +102,16 @@ def test_a_warmed_adaptive_threshold_is_replayed(tiny_target: Target) -> None:
     assert scanner.counts(scan, 4, stop, warmed=True) == [count(rounds) for rounds in twice[3:]]
     alone = replace(stop, carry=False)
     assert scanner.rounds(scan, 4, alone, warmed=True) == scanner.rounds(scan, 4, alone)
+
+
+def test_a_measurement_starts_an_adaptive_threshold_as_a_replay_does(tiny_target: Target) -> None:
+    """A measurement warms up and repeats, which must not change the threshold of the measured drafts."""
+    prompts, stop = PromptSet.of(["one two", "three", "four"]), StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5)
+    scanner = Scanner(tiny_target, continue_prompts(tiny_target, prompts, GREEDY, 12), GREEDY, depth=4)
+    (scan,) = scanner.scan([SkipMask.parse("mlp:1", tiny_target.layers)])
+    config = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=stop)
+    measured = measure(tiny_target, prompts, config, max_new_tokens=12, repeats=2)
+    assert [list(sample.stats.rounds) for sample in measured.candidate] == 2 * scanner.rounds(scan, 4, stop)
 
 
 def test_a_continuation_that_ends_inside_a_draft_is_replayed(tiny_target: Target) -> None:

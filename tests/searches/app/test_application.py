@@ -91,6 +91,13 @@ def test_paths_that_cannot_be_written_are_refused_before_measuring(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_full_disk_is_refused_before_writing(small_disk: Path, tiny_folder: Path, launch: Launch) -> None:
+    fill(small_disk, leave=100_000)
+    outputs = small_disk / "outputs"
+    assert _refused(launch("layerskip", *quick(tiny_folder, outputs), cwd=small_disk)).startswith("error: outputs")
+    assert not outputs.exists()
+
+
 def test_a_disk_that_fills_up_ends_with_one_line_and_the_study_resumes(small_disk: Path, tiny_folder: Path) -> None:
     outputs = small_disk / "outputs"
     overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=40", "study.name=filling")

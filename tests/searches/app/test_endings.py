@@ -135,3 +135,16 @@ assert file.name == "opened"
     assert (tmp_path / "opened").read_text() == lost
     if redirected == "> out":
         assert (tmp_path / "out").stat().st_size == 1_000_003
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_that_does_not_block_gets_everything(unbuffered: str) -> None:
+    program = 'import sys; sys.argv[0] = "-m"; import searches; print("x" * 1_000_000)'
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    variables = environment() | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=writer, env=variables) as process:
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            assert len(pipe.read()) == 1_000_001
+    assert process.returncode == 0

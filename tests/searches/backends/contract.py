@@ -84,6 +84,12 @@ class BackendContract:
         assert found[0].keys() == {BASELINE, "one", "other"}
         assert all(row["one"].lossless.verdict == "exact" for row in found)
 
+    def test_a_comparison_that_stops_early_can_be_followed_by_another(self, backend: Backend) -> None:
+        rows = iter(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
+        next(rows)
+        del rows
+        assert len(measure(backend, self.other).candidate) == len(PROMPTS)
+
     def test_a_conversation_is_one_sample(self, backend: Backend, tmp_path: Path) -> None:
         file = tmp_path / "turns.jsonl"
         file.write_text(json.dumps({"turns": ["one two one two", "and three"]}), encoding="utf-8")

@@ -74,6 +74,16 @@ def test_engines_of_a_program_that_was_killed_with_its_guard_end_at_the_next_sta
     process.stop()
 
 
+def test_an_engine_ends_even_if_its_guard_was_killed(tmp_path: Path) -> None:
+    process, client = _start(tmp_path)
+    process.wait_until(client.ready, 30)
+    engine, child = sorted(running(tmp_path), key=lambda each: _parent(each) in running(tmp_path))
+    os.kill(_parent(engine), signal.SIGKILL)
+    assert wait_for(tmp_path, 1) == [child]  # it has left the engine's group
+    process.stop()
+    assert running(tmp_path) == []
+
+
 def _parent(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from searches.app.checks import InputError
 from searches.backends.running_engine import RunningEngine
 from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend, refusal, served_folder, vllm_config
+from searches.space.search_space import SearchSpace
 from tests.accelerator import DEVICE
 from tests.tiny import save_gguf
 
@@ -145,3 +147,11 @@ def test_a_trained_head_is_saved_in_vllms_layout_once(tiny_target: Target, tmp_p
     save_head(tiny_target, tmp_path / "head", lookback=2)
     with pytest.raises(Unsupported, match=r"^config\.head: .*lookback=0"):
         served()
+
+
+def test_a_space_has_nothing_that_vllm_lacks(tiny_target: Target) -> None:
+    """Lossy rules among it, and drafts that it would make otherwise."""
+    space = SearchSpace(3, ["none", "prompt_lookup", "draft_model"], 0, 0, {"draft_model": {"draft_model": ["a", "b"]}})
+    found = VllmBackend(tiny_target).restrict(replace(space, allow_lossy=True))
+    assert (found.values("draft_model", "stop"), found.values("prompt_lookup", "match")) == (("length",), ("first",))
+    assert not found.allow_lossy

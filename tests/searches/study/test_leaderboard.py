@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import optuna
@@ -40,6 +41,19 @@ def test_configurations_are_compared_on_common_prompts() -> None:
     first, second = ranking(study)
     assert (first.config, second.config) == (lookup(5), lookup(4))
     assert first.speedup < second.speedup
+
+
+def test_a_lucky_leader_is_measured_again_and_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("searches.study.study._REMEASURE", 3)
+    lucky, solid = lookup(4), lookup(5)
+
+    def speedups(name: str) -> Mapping[SpeculativeConfig, float]:
+        return {solid: 1.4, lucky: 1.6 if bench.calls < 5 else 1.0}
+
+    bench = Known(speedups)
+    study = run_known(bench, lucky, solid, *(lookup(length) for length in range(6, 12)), trials=14)
+    assert ranking(study)[0].config == solid
+    assert next(entry.complete for entry in ranking(study) if entry.config == lucky) >= 2
 
 
 def test_the_best_of_another_drafter_and_the_first_of_the_leaders_contend_if_about_as_fast() -> None:

@@ -75,6 +75,15 @@ def test_a_database_that_another_worker_creates_is_opened(tmp_path: Path, monkey
     assert optuna.create_study(storage=open_database(f"sqlite:///{tmp_path}/study.db")).trials == []
 
 
+def test_a_proxy_needs_grpcio(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(**_: Any) -> NoReturn:
+        raise ImportError("No module named 'grpc'")
+
+    monkeypatch.setattr(storage, "GrpcStorageProxy", missing)
+    with pytest.raises(InputError, match="^study.storage: grpc://there needs grpcio"):
+        open_database("grpc://there")
+
+
 def test_a_database_that_cannot_be_opened_is_refused_without_its_password() -> None:
     place = r"postgresql\+psycopg://me:\*\*\*@127.0.0.1:1/it"
     with pytest.raises(InputError, match=rf"^study\.storage: cannot open {place}: ") as raised:

@@ -162,3 +162,14 @@ def test_workers_are_interrupted_when_their_supervisor_is_killed(tmp_path: Path)
         wait_until(lambda: (tmp_path / "began worker=1").read_text() == "1")  # it keeps to its core
         process.kill()
         wait_until(lambda: len(list(tmp_path.glob("interrupted *"))) == 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent has ended")
+def test_a_worker_whose_supervisor_was_killed_before_it_began_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(supervisor, "_LIBRARY", SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for parent in (os.getppid(), os.getpid()):
+        supervisor._prepare_worker(None, parent)
+    assert codes == [INTERRUPTED]

@@ -166,6 +166,20 @@ def test_work_of_a_worker_that_was_presumed_dead_is_done_again(pair: tuple[Worke
     assert one.share("piece", lambda: pytest.fail("done before")) == "value 2"
 
 
+def test_an_interrupt_in_a_line_gives_up_the_place(
+    pair: tuple[WorkerPool, WorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    one, other = pair
+    monkeypatch.setattr(other, "wait", interrupted)
+    with one.claim("thing"):
+        with pytest.raises(KeyboardInterrupt), other.claim("thing"):
+            pytest.fail("it is held")
+        assert _claims(one) == [TrialState.RUNNING, TrialState.FAIL]
+
+
 def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(pair: tuple[WorkerPool, WorkerPool]) -> None:
     def refuse(*_: object) -> NoReturn:
         raise ConnectionRefusedError

@@ -155,6 +155,16 @@ def test_a_worker_that_was_presumed_dead_while_it_waits_takes_another_slot(datab
         assert (taken.user_attrs["worker"], taken.number) == (pool.worker, slot.number)
 
 
+def test_an_interrupt_while_a_worker_waits_closes_its_slot(database: str) -> None:
+    def repair(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with member(database, beat=60) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            take_slot(pool, study_in(opened(database)), 1, repair)
+        assert [row.state for row in of_kind(pool.board.rows(), "slot")] == [TrialState.COMPLETE]
+
+
 def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
     study = optuna.create_study(direction="maximize")
     study.enqueue_trial({"length": 4})
