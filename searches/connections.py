@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -76,6 +77,8 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def _is_of_connection(error: BaseException) -> bool:
+    if isinstance(error, sqlite3.OperationalError):
+        return "database is locked" in str(error)
     if isinstance(error, sqlalchemy.exc.DBAPIError):
         if "sqlite3" in type(error.orig).__module__:  # a file: nothing but a lock of another process passes by itself
             return "database is locked" in str(error.orig)

@@ -33,7 +33,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     # Other lengths of the cache need no compilation, which would take a second in the middle of decoding.
-    @triton.jit(do_not_specialize=["keys", "splits", "turns"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["splits", "turns"])  # type: ignore[untyped-decorator]
     def _attend_split(  # type: ignore[no-untyped-def]
         query, key, value, mask, result_to, sums, maxima, totals, counters,
         scale, count, group, keys, row_blocks, splits, turns,
@@ -127,9 +127,12 @@ def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
 
 
 def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Compute what the kernel does with torch's operators."""
-    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-    return output.transpose(1, 2).contiguous()
+    """Compute what the kernel does with torch's operators: the heads of a group are further queries of their shared key."""
+    (_, heads, count, width), groups = query.shape, key.shape[1]
+    packed = query.reshape(1, groups, heads // groups * count, width)
+    rows = mask if heads == groups else mask.repeat(1, 1, heads // groups, 1)
+    output = scaled_dot_product_attention(packed, key, value, attn_mask=rows, scale=scale)
+    return output.reshape(1, heads, count, value.shape[3]).transpose(1, 2).contiguous()
 
 
 @torch.library.custom_op("layerskip::decode_attention", mutates_args=(), device_types="cuda")

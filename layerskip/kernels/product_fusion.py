@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,7 @@ from layerskip.kernels import few_rows_linear as products
 from layerskip.kernels.few_rows_linear import GATES, NORMS
 
 _PRODUCT = torch.ops.layerskip.few_rows_linear.default
+_MAX_FUSED = 16  # rows; of more, programs read what is fused with the product too often
 _MAX_NORMED = 8192  # elements of a row, which a program reads twice
 _EPSILON = 0.1234567  # stands for any in patterns
 _aten, _prims = torch.ops.aten, torch.ops.prims
@@ -150,7 +152,10 @@ def _fuse_product(graph: Graph, node: Node) -> None:
     """Give the product of few rows its norm and what follows it as arguments."""
     hidden, weight = node.args
     assert isinstance(hidden, Node)
-    found = _find_norm(hidden, hidden.meta["val"].shape[-1])
+    *rows, width = hidden.meta["val"].shape
+    if math.prod(rows) > _MAX_FUSED:
+        return
+    found = _find_norm(hidden, width)
     norm, scale, epsilon = "", None, 0.0
     if found is not None:
         norm, match = found

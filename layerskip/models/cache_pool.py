@@ -30,6 +30,9 @@ models, fuller caches and the kernel that leaves unused positions out read less.
 _POOLED = 4  # free caches kept per model
 _FREE_SHARE = 1 / 8  # of the device's memory, for all but the latest of them
 
+_ALIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+"""Types of models whose layers all have keys and values of their own and of one shape."""
+
 _free: weakref.WeakKeyDictionary[nn.Module, list[CapturingCache]] = weakref.WeakKeyDictionary()
 _held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
 _generation_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -84,6 +87,8 @@ def acquire_cache(
         _free[model] = [cache for cache in free if cache.made_for == made_for and cache is not acquired]
     if acquired is None:
         acquired = CapturingCache(layers, length, device)
+        if isinstance(model, PreTrainedModel) and model.config.model_type in _ALIKE:
+            acquired.stacked_layers = layers
         acquired.made_for = made_for
     acquired.clear()
     acquired.capacity = positions

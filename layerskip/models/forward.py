@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, PreTrainedModel
 
 from layerskip.models.draft_head import OutputLayer
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.weights import is_split
-
-_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Features:
@@ -118,10 +115,7 @@ def _forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, position
         options["logits_to_keep"] = torch.arange(size - last, size, device="cpu" if is_split(model) else tokens.device)
     if positions is not None:
         options["position_ids"] = positions[None]
-    # The attention of cuDNN makes a plan for each new shape, and every length is one.
-    kernels = sdpa_kernel(_KERNELS) if tokens.is_cuda else contextlib.nullcontext()
-    with kernels:
-        output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **options)
+    output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **options)
     logits: Tensor = output.logits
     return logits[0, logits.shape[1] - last :]
 

@@ -36,6 +36,7 @@ from layerskip.models.compiled_layers import CompiledLayers, MaskOf, compiled_la
 
 _MAX_WIDTH = 64  # tokens of a captured pass
 _WIDTH_STEP = 8  # tokens
+_STACKED = 8  # layers; those of some models differ in shape, or share buffers, and would leave more unused
 _DEVICE_LOST = ("device-side assert", "illegal memory access")  # after these errors nothing runs on the device any more
 _seconds = 0.0
 _lock = threading.RLock()  # one capture at a time, as forbidding synchronisation applies to all threads
@@ -118,6 +119,7 @@ class CapturingCache(KVCache):
     """A key-value cache that captures the passes that run on it.
 
     Attributes:
+        stacked_layers: the most layers whose buffers are parts of one tensor.
         pads_chains: whether a pass over a chain may be followed by positions that are not used.
         made_for: the weights and dtypes for which everything captured is valid; see :mod:`layerskip.models.cache_pool`.
     """
@@ -126,6 +128,7 @@ class CapturingCache(KVCache):
         super().__init__(layers, max_length, static_shapes=True, device=device)
         self.made_for: Hashable = None
         self.pads_chains = True
+        self.stacked_layers = _STACKED
         self.static_shapes = False
         self.device = device
         self._next_positions: dict[int, Tensor] = {}  # of the current pass, by count
@@ -137,12 +140,12 @@ class CapturingCache(KVCache):
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return parts of one tensor for all layers of a shape, so that a move takes as many kernels as one layer's.
+        """Return parts of tensors for several layers of a shape, so that a move takes few kernels.
 
-        The first layer of a shape reserves for all layers that have no buffers yet.
+        The first layer of a shape reserves for the layers that have no buffers yet, at most ``stacked_layers``.
         """
         layers = sum(not layer.is_initialized for layer in self._layers)
-        count = layers * (1 + (key_states.shape == value_states.shape))
+        count = min(layers, self.stacked_layers) * (1 + (key_states.shape == value_states.shape))
         keys, values = (self._part(states, count) for states in (key_states, value_states))
         return keys, values
 
@@ -237,6 +240,7 @@ class CapturingCache(KVCache):
                     captured.blank()
                     outputs = captured.replay(inputs, compute)
                 if all(map(nearly_equal, outputs, expected)):
+                    _failed.discard(model)
                     return _Captured(captured, tried)
                 reason = "the captured pass gives other results"
             except Exception as error:  # compilers raise errors of many kinds

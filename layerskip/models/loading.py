@@ -141,6 +141,8 @@ def load_target(
         except ConfigError as error:
             raise TargetError(str(error)) from error
         quantization = as_recorded(quantization)
+    if torch_device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and every length is one
     quiet = not transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:

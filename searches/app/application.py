@@ -96,7 +96,10 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
 
     check_batch = Sweeper.validate_batch_is_legal
 
-    def keep_legal(sweeper: Sweeper, batch: list[Sequence[str]]) -> None:
+    def keep_legal(sweeper: Any, batch: list[Sequence[str]]) -> None:
+        if type(sweeper).__name__ != "BasicSweeper":  # others relate jobs to what they return
+            check_batch(sweeper, batch)
+            return
         # Hydra ends a multirun at the first job that cannot be composed. The others shall run.
         refused: list[tuple[Sequence[str], HydraException]] = []
         for overrides in batch:
@@ -107,7 +110,7 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         for overrides, reason in refused:
             jobs.append(Job(tuple(overrides), *_report(reason, resumable)))
             batch.remove(overrides)
-        if not batch:
+        if not batch and sweeper.is_done():  # else later batches run
             sys.exit(BAD_INPUT)
 
     _set_up()

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from layerskip import Measurement, SpeculativeConfig
 from layerskip.measure.measurement import MIN_RESAMPLED
 from searches.app.application import run
+from searches.app.checks import check_number
 from searches.evaluate.criteria import Count, check_fields, conclude, resume
 from searches.evaluate.simulated import PROSPECTS, Landscape, Machine, SimulatedPredictor, draw_prompts, simulated_bench
 from searches.predict.preparation import ScanSettings
@@ -49,11 +50,10 @@ _PACKAGES = ("numpy", "optuna", "scipy")
 def calibrate(config: DictConfig) -> None:
     """Run a calibration and write its record. See ``conf/calibration.yaml``."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    minimum = {"itself.comparisons": 1, "itself.prompts": MIN_RESAMPLED}  # fewer prompts never name a winner
-    minimum |= {"coverage.resamplings": 0, "coverage.prompts": 1, "planted.layers": 6, "planted.prompts": 10}
-    minimum |= dict.fromkeys(("planted.seeds", "planted.hopeless", "planted.close"), 0)
-    limits = ("stalls", "itself.max_winners", "coverage.minimum", "planted.min_hits", "planted.max_lost")
-    check_fields(config, minimum, limits)
+    minimum = {"itself.comparisons": 1, "itself.prompts": MIN_RESAMPLED, "coverage.resamplings": 0, "coverage.prompts": 1}
+    minimum |= {"planted.layers": 6, "planted.prompts": 10, "planted.seeds": 0, "planted.hopeless": 0, "planted.close": 0}
+    check_number("stalls", config.stalls, maximum=1, or_zero=True)
+    check_fields(config, minimum, ("itself.max_winners", "coverage.minimum", "planted.min_hits", "planted.max_lost"))
     planted: Any = OmegaConf.to_container(config.planted, resolve=True)
     numbers = dict(zip(PROSPECTS, (config.planted.seeds, config.planted.hopeless, config.planted.close), strict=True))
     jobs = {

@@ -53,7 +53,7 @@ def compare_predictions(config: DictConfig) -> None:
     jobs = {f"{mask.format()} {lengths}": partial(measure, mask, lengths) for mask in masks}
     points: list[dict[str, Any]] = []
     trial_seconds: list[float] = []
-    measured_masks = resume(config, "predictions", parts.identity, jobs, "mask").values()
+    measured_masks = resume(config, "predictions", [*parts.identity, config.seed], jobs, "mask").values()
     for mask, measured in zip(masks, measured_masks, strict=True):
         for length, (speedup, rounds, seconds) in zip(lengths, measured, strict=True):
             drafting = SpeculativeConfig("layer_skip", length, mask=mask.format())

@@ -59,6 +59,8 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
                 experiment = client.get_experiment_by_name(name)  # another process may have created it
                 if experiment is None:
                     raise
+        if is_own and file is not None and artifacts not in (None, experiment.artifact_location):
+            _move_artifacts(file, artifacts)
         return client, experiment
 
     try:
@@ -67,8 +69,6 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
                 _create_database(file)
             # Nothing but a lock of another program passes by itself.
             client, experiment = find() if file is None else Retry(f"{field}: {file}, which another program locked,")(find)
-            if is_own and file is not None and artifacts not in (None, experiment.artifact_location):
-                _move_artifacts(file, artifacts)
     except InputError:  # names what it is about
         raise
     except Exception as error:  # whatever the store's driver raises
