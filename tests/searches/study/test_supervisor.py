@@ -161,6 +161,7 @@ def test_workers_are_interrupted_when_their_supervisor_is_killed(tmp_path: Path)
         wait_until(lambda: len(list(tmp_path.glob("began *"))) == 2)
         wait_until(lambda: (tmp_path / "began worker=1").read_text() == "1")  # it keeps to its core
         process.kill()
+        process.join()  # it may wait for the disk
         wait_until(lambda: len(list(tmp_path.glob("interrupted *"))) == 2)
 
 
