@@ -88,7 +88,7 @@ if HAS_TRITON:
             highest = tl.full((ROWS,), float("-inf"), tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
             output = tl.zeros((ROWS, DIMS), tl.float32)
-            for part in tl.range(0, splits, loop_unroll_factor=2):  # more would spill registers
+            for part in range(splits):
                 at = part * heads * count + cells
                 peak = tl.load(maxima + at, mask=is_row, other=float("-inf"), cache_modifier=".cg")
                 top = tl.maximum(highest, peak)
