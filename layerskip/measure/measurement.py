@@ -285,12 +285,12 @@ class Measurement:
         }
 
 
-def check_output(samples: Iterable[Sample]) -> None:
-    """Refuse samples of plain decoding none of which decoded anything; raises :class:`PromptError`."""
+def check_output(samples: Iterable[Sample], kind: str = "") -> None:
+    """Refuse samples of plain decoding none of which decoded anything; raises :class:`PromptError` with their kind."""
     if not any(sample.decoded_tokens for sample in samples):
         raise PromptError(
-            "prompts: every output ends with its first token, so there is no speed to compare; check the chat template, "
-            "the end-of-sequence tokens and max_new_tokens"
+            f"prompts: every {kind}output ends with its first token, so there is no speed to compare; check the chat "
+            "template, the end-of-sequence tokens and max_new_tokens"
         )
 
 

@@ -236,6 +236,8 @@ class Target:
             for part in ("role", "content"):
                 if not isinstance(message.get(part), str):
                     raise TargetError(f"{field}: {part} {reprlib.repr(message.get(part))} of a message is not a text")
+                if any("\ud800" <= letter <= "\udfff" for letter in message[part]):  # as in truncated files
+                    raise TargetError(f"{field}: {part} of a message has a lone surrogate, which is no Unicode text")
         if self.tokenizer is None:
             raise TargetError(f"{field}: this target has no tokenizer; give token ids")
         plain = self.tokenizer.chat_template is None

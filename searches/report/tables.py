@@ -89,8 +89,6 @@ def _outcome(finals: Finals, finalist: Finalist) -> str:
     """Return why a finalist wins or does not."""
     if finalist is finals.winner:
         return "wins"
-    if not measured_prompts(finalist.held_out):
-        return "nothing to compare: every output ended at once"
     if not finalist.keeps_output:
         return "cannot win: output changed"
     if not finalist.stayed:

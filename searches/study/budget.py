@@ -28,7 +28,7 @@ FITS = "fit"
 """The kind of fitted artifacts."""
 SHARED = "shared"
 """The kind of artifacts of a target: its continuations of prompts, its training texts, cost profiles."""
-_ENDS = {OPENING: 0.25, PREDICTIONS: 0.45, TRIALS: 0.6, FINALS: 0.97}
+_ENDS = {OPENING: 0.23, PREDICTIONS: 0.45, TRIALS: 0.6, FINALS: 0.97}
 """The share of the budget that has passed when a stage must end. What is left after the finals writes the results."""
 _SPENT = "spent_seconds"
 """User attribute of a study: the seconds that its runs took, up to the last finished step."""

@@ -30,7 +30,7 @@ from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
 from layerskip.config import methods
 from layerskip.export import attachment_digests
 from layerskip.files import digest
-from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED
+from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED, check_output
 from searches.backends.running_engine import sample_metrics
 from searches.results import ResultLog
 from searches.study.bench import BASELINE, Bench, Row, drifted_rows, logged_row, logged_seconds, resumed_rows, surviving_rows
@@ -197,6 +197,9 @@ def measure_held_out(
         settings: of measuring.
         seed: of the study.
         control: its folder and its end.
+
+    Raises:
+        PromptError: every output ends with its first token.
     """
     identities = [[config.to_dict(), attachment_digests(config)] for config in configs.values()]
     asked = [identities, prompts.digest, seed, bench.conditions]
@@ -230,6 +233,8 @@ def measure_held_out(
             break
     again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log, control.is_over)
     rows = [again.get(place, row) for place, row in enumerate(rows)]
+    if rows:
+        check_output((row[BASELINE] for row in rows), "held-out ")
     baseline = _with_metrics(Measurement.of(rows, BASELINE, BASELINE))
     unsteady = sum(drifted for place, drifted in enumerate(drifted_rows(rows, settings.drift)) if place in again)
     finalists = _judge_rows(rows, configs, expected, left)

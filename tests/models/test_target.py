@@ -99,6 +99,7 @@ NO_PROMPT = "is neither a text, nor a list of messages, nor a list of token ids"
         ([{"role": "user"}], "content None of a message is not a text"),
         ([{"role": "user", "content": 5}], "content 5 of a message is not a text"),
         ([{"content": "text"}], "role None of a message is not a text"),
+        ([{"role": "user", "content": "a\ud83d"}], "content of a message has a lone surrogate"),
         *((other, NO_PROMPT) for other in (["one", "two"], [True, False], [MESSAGES[0], "two"], MESSAGES[0], [[7, 8]])),
         *((other, NO_PROMPT) for other in (torch.tensor([[7, 8]]), [7.0, 8.5], b"text", 7, None)),
         *(([7, token, 8], f"the token {token} is beyond the vocabulary") for token in (-1, VOCABULARY, 10**9)),

@@ -33,7 +33,7 @@ def test_what_a_stage_leaves_unspent_belongs_to_the_next() -> None:
     budget = Budget(optuna.create_study(), 100.0, time.monotonic())
     lefts = [budget.left(stage) for stage in STAGES]
     assert lefts == sorted(lefts)
-    assert lefts[0] == pytest.approx(25, abs=1)
+    assert lefts[0] == pytest.approx(23, abs=1)
     assert not any(budget.is_over(stage) for stage in STAGES)
     budget = Budget(optuna.create_study(), 100.0, time.monotonic() - 50)
     assert [budget.is_over(stage) for stage in STAGES] == [True, True, False, False]

@@ -171,3 +171,5 @@ def test_a_study_of_outputs_that_end_at_once_is_refused(tiny_folder: Path) -> No
     with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
         _run(study, objective, 2)
     assert [trial.state for trial in study.trials] == [TrialState.FAIL]
+    with pytest.raises(PromptError, match="^prompts: every held-out output ends with its first token"):
+        measure_held_out({"0": LOOKUP}, {"0": 2.0}, objective.bench, PROMPTS, SETTINGS, 0)
