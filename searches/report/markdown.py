@@ -99,7 +99,8 @@ def study_notes(
     if scan_seconds is not None and seconds:
         cost = SCANNED_MASKS * scan_seconds / statistics.fmean(seconds)
         notes.append(
-            f"Scanning a mask took {scan_seconds:.1f} seconds: {SCANNED_MASKS} cost as much as {cost:.1f} whole trials."
+            f"Scanning one skip mask took {scan_seconds:.1f} seconds; {SCANNED_MASKS} masks cost as much as "
+            f"{cost:.1f} full trials."
         )
     if seeds is not None:
         notes.append(

@@ -27,7 +27,7 @@ _REQUEST_COLUMNS = {
 _LONG = ("95 % interval", "output", "verdict")  # values that a narrow screen shows in lines of their own
 _OUTPUTS = {
     "exact": "identical",
-    "near_tie": "identical except for near-ties of rounding",
+    "near_tie": "identical except where rounding decides a near-tie",
     "different": "CHANGED",
     "unchecked": "unchecked",
 }

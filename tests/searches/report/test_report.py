@@ -274,7 +274,7 @@ def test_start_up_and_scans_are_stated_where_there_were_any() -> None:
         other.add_trial(trial)
     text = report.summary(other, None, scan_seconds=0.5)
     assert "2 trials began with 16.0 seconds of compiling" in text
-    assert "took 0.5 seconds: 64 cost as much as 8.0 whole trials" in text
+    assert "took 0.5 seconds; 64 masks cost as much as 8.0 full trials" in text
 
 
 def test_the_front_is_what_no_other_point_exceeds() -> None:
