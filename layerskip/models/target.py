@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip.models.compiled_layers import COMPILE_MODES, set_compiling
-from layerskip.models.packing import set_packing
+from layerskip.models.packing import has_blocks, set_packing
 from layerskip.models.weights import input_device, stored_weights
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -57,7 +57,7 @@ class NotFinite(TargetError):
 
 def described_precision(description: Mapping[str, Any]) -> str:
     """Return the value of ``target.dtype`` that loads a target again, from its description by :meth:`Target.describe`."""
-    return "mixed" if "weights" in description else str(description["dtype"])
+    return {"bfloat16": "mixed", "blocks": "native"}.get(description.get("weights", ""), str(description["dtype"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +125,9 @@ class Target:
 
     @functools.cached_property
     def precision(self) -> str:
-        """The value of ``target.dtype`` that it can be loaded with: its dtype, or ``mixed`` for weights in bfloat16."""
+        """The value of ``target.dtype`` that it can be loaded with: its dtype, ``mixed`` or ``native``."""
+        if has_blocks(self.model):
+            return "native"
         matrices = (weight.detach().flatten() for _, weight in stored_weights(self.model) if weight.ndim > 1)
         samples = (flat[:: max(1, flat.numel() // _SAMPLED_VALUES)] for flat in matrices)
         plain = self.dtype == "float32" and self.device.type == "cpu" and not getattr(self.model, "is_quantized", False)
@@ -139,10 +141,11 @@ class Target:
     def describe(self) -> dict[str, Any]:
         """Return name, revision, architecture, layers, dtype and any quantisation on loading, as stored in exports.
 
-        ``weights`` is ``bfloat16`` in addition where these are in float32 arithmetic, on a CPU.
+        ``weights`` is ``bfloat16`` or ``blocks`` in addition where these are in float32 arithmetic, on a CPU.
         """
         described = {name: getattr(self, name) for name in ("name", "revision", "architecture", "layers", "dtype")}
-        described |= {"weights": "bfloat16"} if self.precision == "mixed" else {}
+        weights = {"mixed": "bfloat16", "native": "blocks"}.get(self.precision)
+        described |= {} if weights is None else {"weights": weights}
         return described if self.quantization is None else described | {"quantization": self.quantization}
 
     @functools.cached_property

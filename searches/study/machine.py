@@ -39,7 +39,8 @@ def describe(target: Target, dtype: str) -> str:
         isa = torch.backends.cpu.get_cpu_capability()
         where += f" ({isa}, {len(usable_cores())} cores, threads: {about['threads']})"
     _, reason = choose_dtype(dtype, target.device)
-    dtypes = "float32 (weights in bfloat16)" if target.precision == "mixed" else target.dtype
+    weights = target.describe().get("weights")
+    dtypes = target.dtype if weights is None else f"{target.dtype} (weights in {weights})"
     return f"machine: {where}, {device_bytes(target.device) / 2**30:.0f} GiB of memory; {dtypes}, because {reason}"
 
 

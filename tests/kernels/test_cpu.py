@@ -1,4 +1,4 @@
-"""The kernels for weights in bfloat16 on a CPU, against torch in float64."""
+"""The kernels for weights of few bytes on a CPU, against torch in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerskip.kernels import cpu
-from layerskip.kernels.cpu import MOST_ROWS, HalfWeight, has_kernels
+from layerskip.kernels.cpu import MOST_ROWS, Blocks, BlockWeight, FewRowsWeight, HalfWeight, has_kernels
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler and AVX2, AVX-512 or NEON")
 
@@ -20,11 +20,10 @@ def weight(outputs: int, inputs: int) -> Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs)).bfloat16().float()
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 33), (16, 8), (63, 100), (64, 576), (97, 31), (515, 3)])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_products_equal_torch_and_no_row_depends_on_others(outputs: int, inputs: int, threads: int) -> None:
-    matrix, rows = weight(outputs, inputs), torch.randn(MOST_ROWS + 1, inputs)
-    bias, product, before = torch.randn(outputs), HalfWeight(matrix), torch.get_num_threads()
+def assert_multiplies(product: FewRowsWeight, matrix: Tensor, threads: int) -> None:
+    """Compare with float64, and rows with the same rows alone."""
+    outputs, inputs = matrix.shape
+    rows, bias, before = torch.randn(MOST_ROWS + 1, inputs), torch.randn(outputs), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         alone = torch.cat([product(row[None], bias) for row in rows])
@@ -35,6 +34,25 @@ def test_products_equal_torch_and_no_row_depends_on_others(outputs: int, inputs:
             assert count > MOST_ROWS or torch.equal(found, alone[:count])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 33), (16, 8), (63, 100), (64, 576), (97, 31), (515, 3)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_products_equal_torch_and_no_row_depends_on_others(outputs: int, inputs: int, threads: int) -> None:
+    matrix = weight(outputs, inputs)
+    assert_multiplies(HalfWeight(matrix), matrix, threads)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "block"), [(1, 16, 16), (7, 32, 32), (63, 192, 32), (515, 96, 48)])
+@pytest.mark.parametrize("most", [15, 255])  # the largest code
+def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, most: int) -> None:
+    codes = torch.randint(most + 1, (outputs, inputs), dtype=torch.uint8)
+    codes[0, 0] = most
+    blocks = Blocks(codes, *torch.randn(2, outputs, inputs // block).div(most))
+    scales, offsets = (part.repeat_interleave(block, 1).double() for part in (blocks.scales, blocks.offsets))
+    matrix = (codes * scales + offsets).float()
+    assert torch.equal(blocks.values(), matrix)
+    assert_multiplies(BlockWeight(matrix, blocks), matrix, threads=2)
 
 
 def test_rows_of_a_transposed_view_and_only_values_of_bfloat16_fit() -> None:

@@ -1,0 +1,77 @@
+"""Blocks of GGUF files, against their unpacking by the library ``gguf`` and by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy
+import pytest
+import torch
+
+from layerskip import TargetError, generate, load_target
+from layerskip.kernels.cpu import FewRowsWeight, has_kernels
+from layerskip.models import packing
+from layerskip.models.gguf_blocks import KINDS
+from layerskip.models.loading import load_draft
+from layerskip.models.packing import few_rows_weight, has_blocks
+from layerskip.models.skip_view import decoding_view
+from layerskip.models.target import described_precision
+from tests.accelerator import DEVICE
+from tests.tiny import save_gguf, save_tiny
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu" or not has_kernels(), reason="needs a C++ compiler and AVX2 or AVX-512")
+_HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}  # places of the numbers of float16; else the first two
+_SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unpacked_blocks_have_the_values_that_gguf_reads(kind: str) -> None:
+    size, unpack = KINDS[kind]
+    source = numpy.random.default_rng(0)
+    data = source.integers(0, 256, (5, 3, size), dtype=numpy.uint8)
+    for place in _HALVES.get(kind, (0, 2)):
+        halves = source.standard_normal((5, 3, 1)).astype(numpy.float16)
+        data[..., place : place + 2] = halves.view(numpy.uint8)
+    expected = gguf.quants.dequantize(data.reshape(5, -1), gguf.GGMLQuantizationType[kind])
+    assert torch.equal(unpack(torch.from_numpy(data)).values(), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_a_native_target_decodes_as_the_float32_model_of_its_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 1))
+    file = str(save_gguf(save_tiny(tmp_path / "tiny", **_SIZES), tmp_path / "tiny.gguf", kind))
+    native, dense = (load_target(file, dtype=dtype, device="cpu") for dtype in ("native", "float32"))
+    layers = [module for module in decoding_view(native.model).modules() if isinstance(module, torch.nn.Linear)]
+    assert len(layers) == 3 * 7 + 1
+    assert all(isinstance(few_rows_weight(layer), FewRowsWeight) for layer in layers)
+    tokens = generate(native, [7, 8, 9], max_new_tokens=24).tokens
+    assert tokens == generate(dense, [7, 8, 9], max_new_tokens=24).tokens
+    assert (native.dtype, native.precision, dense.precision) == ("float32", "native", "float32")
+    assert native.describe() == dense.describe() | {"weights": "blocks"}
+    assert described_precision(native.describe()) == "native"
+    assert load_draft(native, file).precision == "native"
+    with torch.no_grad():
+        layers[0].weight.mul_(0.5)
+    assert not isinstance(few_rows_weight(layers[0]), FewRowsWeight)  # the blocks are of other values
+    assert has_blocks(native.model)
+
+
+def test_what_is_not_in_blocks_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    plain = str(save_gguf(tiny_folder, tmp_path / "plain.gguf"))
+    with pytest.raises(
+        TargetError, match=r"^target.dtype: native needs linear layers in one of Q4_0, .*plain.gguf has none"
+    ):
+        load_target(plain, dtype="native", device="cpu")
+    with pytest.raises(TargetError, match="^target.dtype: native is for a .gguf file, and "):
+        load_target(str(tiny_folder), dtype="native", device="cpu")
+    with pytest.raises(TargetError, match="^target.dtype: native needs packed weights"):
+        load_target(plain, dtype="native", device="cpu", pack_weights=False)
+
+
+def test_a_draft_that_is_no_gguf_file_is_rounded(tiny_folder: Path, tmp_path: Path) -> None:
+    file = str(save_gguf(save_tiny(tmp_path / "tiny", **_SIZES), tmp_path / "tiny.gguf", "Q8_0"))
+    native = load_target(file, dtype="native", device="cpu")
+    assert load_draft(native, str(tiny_folder), same_tokenizer=False).precision == "mixed"
