@@ -11,6 +11,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <vector>
 
 namespace {
 
@@ -175,6 +177,142 @@ inline float activated(float x, int activation) {
   return x / (1 + exponential(-u));
 }
 
+// Multiplies the gate of a MLP by the other factor, for the share of a thread.
+void activate(float* gates, const float* factors, int64_t count, int64_t inner, Share panels, int activation) {
+  const int64_t begin = panels.begin * PANEL, end = std::min(inner, panels.end * PANEL);
+  for (int64_t row = 0; row < count; ++row) {
+    float* const values = gates + row * inner;
+    const float* const others = factors + row * inner;
+    if (activation == SILU)
+      for (int64_t i = begin; i < end; ++i) values[i] = activated(values[i], SILU) * others[i];
+    else
+      for (int64_t i = begin; i < end; ++i) values[i] = activated(values[i], GELU_TANH) * others[i];
+  }
+}
+
+// Queries, keys and values of some rows, and where they go: the states of a head begin `stride` rows after those of the one
+// before. Norms and biases may be null. Halves of `rotated` values take rotary positions (arXiv 2104.09864); cosine and sine
+// are [count, rotated].
+struct Heads {
+  const Weight* const* weights;
+  const float *const *biases, *const *norms;
+  const float *cosine, *sine;
+  float* products;  // [count, outputs of all]
+  float* results[3];
+  int64_t strides[3];
+  int64_t count, width, rotated;
+  const float* epsilons;
+
+  int64_t heads(int part) const { return weights[part]->outputs / width; }
+
+  void multiply(const float* rows) const {
+    float* at = products;
+    for (int part = 0; part < 3; ++part) {
+      multiply_share(*weights[part], rows, at, count, Share(panels_of(weights[part]->outputs)));
+      at += count * weights[part]->outputs;
+    }
+  }
+
+  void place() const {
+    const Share share((heads(0) + heads(1) + heads(2)) * count);
+    for (int64_t item = share.begin; item < share.end; ++item) {
+      int64_t rest = item;
+      int part = 0;
+      float* from = products;
+      for (; rest >= heads(part) * count; ++part) rest -= heads(part) * count, from += heads(part) * count * width;
+      const int64_t head = rest / count, row = rest % count;
+      float* const values = from + (row * heads(part) + head) * width;
+      float* const result = results[part] + (head * strides[part] + row) * width;
+      if (biases[part])
+        for (int64_t i = 0; i < width; ++i) values[i] += biases[part][head * width + i];
+      if (norms[part]) normalise_row(values, norms[part], values, width, epsilons[part]);
+      std::memcpy(result, values, width * sizeof(float));
+      if (part == 2) continue;
+      const int64_t half = rotated / 2;
+      const float *cos = cosine + row * rotated, *sin = sine + row * rotated;
+      for (int64_t i = 0; i < half; ++i) {
+        result[i] = values[i] * cos[i] - values[i + half] * sin[i];
+        result[i + half] = values[i + half] * cos[i + half] + values[i] * sin[i + half];
+      }
+    }
+  }
+};
+
+// Attention of QUERIES queries [QUERIES, width] to keys and values [length, width]. `visible` has a row for each query, or
+// null where it sees all keys. Every query is computed as if it were alone.
+template <int QUERIES>
+void attend(const float* queries, const float* keys, const float* values, const uint8_t* const* visible, int64_t length,
+            int64_t width, float scale, float* scores, float* const* results) {
+  float most[QUERIES], spoiled[QUERIES], total[QUERIES];
+  for (int q = 0; q < QUERIES; ++q) most[q] = -std::numeric_limits<float>::infinity(), spoiled[q] = total[q] = 0;
+  for (int64_t at = 0; at < length; ++at) {
+    const float* const key = keys + at * width;
+    Floats sums[QUERIES] = {};
+    float rest[QUERIES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+      for (int q = 0; q < QUERIES; ++q) sums[q] += load(queries + q * width + i) * load(key + i);
+    for (; i < width; ++i)
+      for (int q = 0; q < QUERIES; ++q) rest[q] += queries[q * width + i] * key[i];
+    for (int q = 0; q < QUERIES; ++q) {
+      if (visible[q] && !visible[q][at]) continue;
+      const float score = (sum_of(sums[q]) + rest[q]) * scale;
+      scores[q * length + at] = score;
+      most[q] = std::max(most[q], score);
+      spoiled[q] += score * 0;  // NaN where a score is not finite, which the exponential would hide
+    }
+  }
+  for (int q = 0; q < QUERIES; ++q) {
+    float* const weights = scores + q * length;
+    const uint8_t* const seen = visible[q];
+    for (int64_t at = 0; at < length; ++at) weights[at] = seen && !seen[at] ? 0 : exponential(weights[at] - most[q]);
+    for (int64_t at = 0; at < length; ++at) total[q] += weights[at];
+  }
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    Floats sums[QUERIES] = {};
+    for (int64_t at = 0; at < length; ++at)
+      for (int q = 0; q < QUERIES; ++q) sums[q] += scores[q * length + at] * load(values + at * width + i);
+    for (int q = 0; q < QUERIES; ++q) {
+      const Floats result = sums[q] / total[q] + spoiled[q];
+      std::memcpy(results[q] + i, &result, sizeof result);
+    }
+  }
+  for (; i < width; ++i)
+    for (int q = 0; q < QUERIES; ++q) {
+      float sum = 0;
+      for (int64_t at = 0; at < length; ++at) sum += scores[q * length + at] * values[at * width + i];
+      results[q][i] = sum / total[q] + spoiled[q];
+    }
+}
+
+// A decoder layer of the usual form; null pointers mark norms and biases that a model lacks.
+struct Layer {
+  const Weight* weights[7];  // of queries, keys, values, the output of attention, gate, up, down
+  const float* biases[4];
+  const float* norms[7];  // of queries, of keys, none, before attention, after it, before the MLP, after it
+  float epsilons[7];
+  float scale;  // of the scores of attention
+  int64_t width;
+  int32_t activation;
+};
+
+// Adds what a sub-layer computes to the hidden states, in the share of a thread, after a norm if there is one. `own` is memory
+// of the thread.
+void add_share(float* hidden, const float* outputs, const float* norm, float epsilon, int64_t count, int64_t inputs, float* own) {
+  if (norm) {
+#pragma omp barrier
+    for (int64_t row = 0; row < count; ++row)
+      normalise_row(outputs + row * inputs, norm, own + row * inputs, inputs, epsilon);
+    outputs = own;
+  }
+  const Share panels(panels_of(inputs));
+  const int64_t begin = panels.begin * PANEL, end = std::min(inputs, panels.end * PANEL);
+  for (int64_t row = 0; row < count; ++row)
+    for (int64_t i = row * inputs + begin; i < row * inputs + end; ++i) hidden[i] += outputs[i];
+#pragma omp barrier
+}
+
 }  // namespace
 
 extern "C" {
@@ -202,59 +340,99 @@ void gated_mlp(const float* rows, const Weight* gate, const Weight* up, const We
     const Share panels(panels_of(inner));
     multiply_share(*gate, rows, hidden, count, panels);
     multiply_share(*up, rows, factors, count, panels);
-    const int64_t begin = panels.begin * PANEL, end = std::min(inner, panels.end * PANEL);
-    for (int64_t row = 0; row < count; ++row) {
-      float* const values = hidden + row * inner;
-      const float* const others = factors + row * inner;
-      if (activation == SILU)
-        for (int64_t i = begin; i < end; ++i) values[i] = activated(values[i], SILU) * others[i];
-      else
-        for (int64_t i = begin; i < end; ++i) values[i] = activated(values[i], GELU_TANH) * others[i];
-    }
+    activate(hidden, factors, count, inner, panels, activation);
 #pragma omp barrier
     multiply_share(*down, hidden, results, count, Share(panels_of(down->outputs)));
   }
 }
 
-// Queries, keys and values of rows [count, inputs], by heads: [heads, count, width], with norms (or null) and rotary
-// positions (arXiv 2104.09864) whose halves are rotated; cosine and sine are [count, rotated]. products [count, outputs of all]
+// Queries, keys and values of rows [count, inputs], by heads: [heads, count, width]; see Heads. products [count, outputs of all]
 // is memory to work in.
 void project(const float* rows, const Weight* const* weights, const float* const* biases, const float* const* norms,
              const float* cosine, const float* sine, float* products, float* const* results, int64_t count, int64_t width,
              int64_t rotated, float epsilon, int threads) {
-  constexpr int PARTS = 3;
-  int64_t heads[PARTS];
-  for (int part = 0; part < PARTS; ++part) heads[part] = weights[part]->outputs / width;
+  const float epsilons[] = {epsilon, epsilon, epsilon};
+  const Heads heads{weights, biases, norms, cosine, sine, products, {results[0], results[1], results[2]},
+                    {count, count, count}, count, width, rotated, epsilons};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    float* at = products;
-    for (int part = 0; part < PARTS; ++part) {
-      const Weight& weight = *weights[part];
-      multiply_share(weight, rows, at, count, Share(panels_of(weight.outputs)));
-      at += count * weight.outputs;
+    heads.multiply(rows);
+#pragma omp barrier
+    heads.place();
+  }
+}
+
+// A whole decoder layer, which changes hidden [count, inputs]. Keys and values [heads, capacity, width] have `start` positions
+// and take the new ones. visible [count, visible_stride] says which positions a row sees; null if there is one row, which
+// sees all.
+void decode(const Layer* layer, float* hidden, const float* cosine, const float* sine, float* keys, float* values,
+            const uint8_t* visible, int64_t count, int64_t rotated, int64_t start, int64_t capacity, int64_t visible_stride,
+            int threads) {
+  const Weight* const* const weights = layer->weights;
+  const int64_t inputs = weights[0]->inputs, inner = weights[4]->outputs, width = layer->width, length = start + count;
+  const int64_t all = weights[0]->outputs, groups = weights[1]->outputs / width, members = all / width / groups * count;
+  static thread_local std::vector<float> memory;
+  memory.resize(count * (2 * all + 2 * groups * width + all + inputs + 2 * inner) + threads * (count * inputs + 4 * length));
+  float* const queries = memory.data();  // [heads, count, width]
+  float* const products = queries + count * all;
+  float* const attended = products + count * (all + 2 * groups * width);  // [count, all]
+  float* const outputs = attended + count * all;
+  float* const gates = outputs + count * inputs;
+  float* const factors = gates + count * inner;
+  float* const owned = factors + count * inner;
+  const Heads heads{weights, layer->biases, layer->norms, cosine, sine, products,
+                    {queries, keys + start * width, values + start * width},
+                    {count, capacity, capacity}, count, width, rotated, layer->epsilons};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    float* const own = owned + omp_get_thread_num() * (count * inputs + 4 * length);
+    float* const scores = own + count * inputs;
+    const auto normalise = [&](int norm) {
+      for (int64_t row = 0; row < count; ++row)
+        normalise_row(hidden + row * inputs, layer->norms[norm], own + row * inputs, inputs, layer->epsilons[norm]);
+    };
+    normalise(3);
+    heads.multiply(own);
+#pragma omp barrier
+    heads.place();
+#pragma omp barrier
+    // Four queries share the reading of a key, if that leaves work for every thread.
+    const int64_t size = groups * members >= 16 * threads ? 4 : 1, parts = (members + size - 1) / size;
+    const Share share(groups * parts);
+    for (int64_t item = share.begin; item < share.end; ++item) {
+      const int64_t group = item / parts, first = item % parts * size, last = std::min(members, first + size);
+      const float* const of_keys = keys + group * capacity * width;
+      const float* const of_values = values + group * capacity * width;
+      const uint8_t* seen[4];
+      float* results[4];
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t head = (group * members + i) / count, row = i % count;
+        seen[i - first] = visible ? visible + row * visible_stride : nullptr;
+        results[i - first] = attended + row * all + head * width;
+      }
+      const float* const from = queries + (group * members + first) * width;
+      if (last - first == 4)
+        attend<4>(from, of_keys, of_values, seen, length, width, layer->scale, scores, results);
+      else
+        for (int64_t i = 0; i < last - first; ++i)
+          attend<1>(from + i * width, of_keys, of_values, seen + i, length, width, layer->scale, scores, results + i);
     }
 #pragma omp barrier
-    const Share share((heads[0] + heads[1] + heads[2]) * count);
-    for (int64_t item = share.begin; item < share.end; ++item) {
-      int64_t rest = item;
-      int part = 0;
-      float* products_of = products;
-      for (; rest >= heads[part] * count; ++part) rest -= heads[part] * count, products_of += heads[part] * count * width;
-      const int64_t head = rest / count, row = rest % count;
-      float* const values = products_of + (row * heads[part] + head) * width;
-      float* const result = results[part] + (head * count + row) * width;
-      if (biases[part])
-        for (int64_t i = 0; i < width; ++i) values[i] += biases[part][head * width + i];
-      if (norms[part]) normalise_row(values, norms[part], values, width, epsilon);
-      std::memcpy(result, values, width * sizeof(float));
-      if (part == 2) continue;
-      const int64_t half = rotated / 2;
-      const float *cos = cosine + row * rotated, *sin = sine + row * rotated;
-      for (int64_t i = 0; i < half; ++i) {
-        result[i] = values[i] * cos[i] - values[i + half] * sin[i];
-        result[i + half] = values[i + half] * cos[i + half] + values[i] * sin[i + half];
-      }
-    }
+    const Share panels(panels_of(inputs));
+    multiply_share(*weights[3], attended, outputs, count, panels);
+    if (layer->biases[3])
+      for (int64_t row = 0; row < count; ++row)
+        for (int64_t i = panels.begin * PANEL; i < std::min(inputs, panels.end * PANEL); ++i)
+          outputs[row * inputs + i] += layer->biases[3][i];
+    add_share(hidden, outputs, layer->norms[4], layer->epsilons[4], count, inputs, own);
+    normalise(5);
+    const Share inners(panels_of(inner));
+    multiply_share(*weights[4], own, gates, count, inners);
+    multiply_share(*weights[5], own, factors, count, inners);
+    activate(gates, factors, count, inner, inners, layer->activation);
+#pragma omp barrier
+    multiply_share(*weights[6], gates, outputs, count, panels);
+    add_share(hidden, outputs, layer->norms[6], layer->epsilons[6], count, inputs, own);
   }
 }
 

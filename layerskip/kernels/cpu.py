@@ -207,11 +207,98 @@ def project(
     return results
 
 
+class _Layer(ctypes.Structure):
+    """``Layer`` of ``cpu.cpp``."""
+
+    _fields_: ClassVar = [
+        ("weights", ctypes.c_void_p * 7),
+        ("biases", ctypes.c_void_p * 4),
+        ("norms", ctypes.c_void_p * 7),
+        ("epsilons", ctypes.c_float * 7),
+        ("scale", ctypes.c_float),
+        ("width", ctypes.c_int64),
+        ("activation", ctypes.c_int32),
+    ]
+
+
+class DecoderLayer:
+    """A decoder layer whose pass over a few rows is one call.
+
+    Args:
+        weights: of queries, keys, values, attention's output, gate, up and down.
+        biases: of the first four, or None.
+        norms: of queries and keys, before attention, after it, before the MLP and after it: factors ``[width]`` or ``[H]``
+            and the number that is added to the mean of the squares; None without such a norm.
+        scale: of the scores of attention.
+        width: that of a head.
+        activation: its index in :data:`ACTIVATIONS`.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[FewRowsWeight],
+        biases: Sequence[Tensor | None],
+        norms: Sequence[tuple[Tensor, float] | None],
+        scale: float,
+        width: int,
+        activation: int,
+    ) -> None:
+        places = [*norms[:2], None, *norms[2:]]
+        factors = [None if norm is None else norm[0] for norm in places]
+        self._kept = weights, biases, factors
+        self._layout = _Layer(
+            (ctypes.c_void_p * 7)(*(weight.address for weight in weights)),
+            _pointers(biases),
+            _pointers(factors),
+            (ctypes.c_float * 7)(*(0.0 if norm is None else norm[1] for norm in places)),
+            scale,
+            width,
+            activation,
+        )
+        self._address, self._decode = ctypes.addressof(self._layout), _library().decode
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        positions: tuple[Tensor, Tensor],
+        buffers: tuple[Tensor, Tensor],
+        start: int,
+        seen: Tensor | None,
+    ) -> Tensor:
+        """Return the hidden states after the layer, and write keys and values.
+
+        Args:
+            hidden: ``[1, n, H]`` float32.
+            positions: cosine and sine, ``[1, n, rotated]`` float32.
+            buffers: keys and values ``[1, key heads, capacity, width]`` float32, which take the new ones from ``start`` on.
+            start: the number of positions before.
+            seen: ``[1, 1, n, start + n]`` bool, the positions that each row sees; None if a single row sees all.
+        """
+        output = hidden.clone(memory_format=torch.contiguous_format)
+        cosine, sine = (part.contiguous() for part in positions)
+        self._decode(
+            self._address,
+            output.data_ptr(),
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            buffers[0].data_ptr(),
+            buffers[1].data_ptr(),
+            None if seen is None else seen.data_ptr(),
+            output.shape[1],
+            cosine.shape[2],
+            start,
+            buffers[0].shape[2],
+            0 if seen is None else seen.stride(2),
+            torch.get_num_threads(),
+        )
+        return output
+
+
 _POINTERS = ctypes.c_void_p * 3
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> Any:
-    return _POINTERS(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
+    return (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
 
 
 @functools.cache
@@ -274,6 +361,7 @@ def _library() -> Any:
         "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
         "gated_mlp": [pointer] * 6 + [size] + [number] * 2,
         "project": [pointer] * 8 + [size] * 3 + [ctypes.c_float, number],
+        "decode": [pointer] * 7 + [size] * 5 + [number],
     }.items():
         getattr(library, name).argtypes, getattr(library, name).restype = arguments, None
     return library

@@ -212,6 +212,15 @@ class KVCache(Cache):
         """Return every layer's keys and values, ``[B, heads, max_length, head_dim]``; None for a layer that keeps none."""
         return [(layer.keys, layer.values) for layer in self._layers]
 
+    def room(self, layer: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """Return a layer's keys and values, ``[B, heads, max_length, head_dim]``, for a kernel that writes them itself.
+
+        There are none before the first pass, with static shapes, or if ``count`` positions do not fit.
+        """
+        keys, values = self._layers[layer].keys, self._layers[layer].values
+        fits = not self.may_be_static and self._length + count <= self.max_length
+        return (keys, values) if fits and keys is not None and values is not None else None
+
     def layer_buffers(self, layer: int, count: int) -> LayerBuffers:
         """Return a layer's keys and values for a compiled pass over ``count`` tokens; requires static shapes."""
         return LayerBuffers(self._layers[layer].keys, self._layers[layer].values, self.positions(count))

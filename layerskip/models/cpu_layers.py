@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.device.trial import nearly_equal
-from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, FewRowsWeight, gated_mlp, normalise, project
+from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, FewRowsWeight, gated_mlp, normalise, project
 from layerskip.models.attention import NAME, attend
 from layerskip.models.cache import KVCache
 from layerskip.models.packing import few_rows_weight
@@ -31,7 +31,7 @@ def fuse_layers(tree: Tree) -> Tree:
     packed = next((layer for layer in tree.modules() if few_rows_weight(layer) is not None), None)
     for module in () if packed is None else tree.modules():
         kind: Any = type(module)
-        form: Any = next((form for form in (_Norm, _GatedMLP, _Attention) if form.matches(kind)), None)
+        form: Any = next((form for form in (_Norm, _GatedMLP, _Attention, _DecoderLayer) if form.matches(kind)), None)
         if form is not None and "forward" not in module.__dict__:  # a replaced forward may do more
             module.__class__ = _fused(form, kind)
     return tree
@@ -60,7 +60,7 @@ class _Form(nn.Module):
         return not issubclass(module, _Form) and cls.needed <= used <= cls.names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        variant = self.__dict__.get("_variant", _UNKNOWN)
+        variant = self.variant
         rows = args[0] if args else kwargs.get("hidden_states")
         usual = variant is not None and len(args) < 2 and self._is_step(rows)
         parts = self._prepare(*args, **kwargs) if usual else None
@@ -75,6 +75,16 @@ class _Form(nn.Module):
         self._variant = next(same, None)
         # Another computation may have left wrong keys in the cache.
         return expected if self._variant is not None else self.own.forward(self, *args, **kwargs)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a result of this form was compared, and is right."""
+        return self.variant not in (_UNKNOWN, None)
+
+    @property
+    def variant(self) -> Any:
+        """The number of the variant that is right; None if none is."""
+        return self.__dict__.get("_variant", _UNKNOWN)
 
     def _variants(self) -> Iterable[int]:
         """Return the variants to try, as :meth:`_compute` numbers them."""
@@ -138,7 +148,7 @@ class _Norm(_Form):
     def scale_for(self, width: int) -> Tensor | None:
         """Return the factors ``[width]``; None where they are others, or this norm has not been compared yet."""
         weight = self.weight
-        if self.__dict__.get("_variant") is None or not isinstance(weight, Tensor) or weight.shape != (width,):
+        if not self.is_known or not isinstance(weight, Tensor) or weight.shape != (width,):
             return None
         return 1 + weight if self._variant else weight
 
@@ -272,6 +282,123 @@ class _Attention(_Form):
             key, value = past_key_values.update(key, value, module.layer_idx)
         output, _ = attend(module, query, key, value, attention_mask, scaling=module.scaling, **kwargs)
         return module.o_proj(output.reshape(*hidden_states.shape[:2], -1)), None
+
+
+class _Parts:
+    """The modules and parameters within a module, to notice a change."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._children = [(each._modules, dict(each._modules)) for each in modules if each._modules]
+        self._hooks = [hooks for each in modules[1:] for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._parameters = [
+            (each._parameters, name, parameter, parameter._version, parameter.data_ptr())
+            for each in modules
+            for name, parameter in each._parameters.items()
+            if parameter is not None
+        ]
+
+    def is_unchanged(self) -> bool:
+        """Return whether all modules and parameters are the same, with the same values and no hooks."""
+        return (
+            not any(self._hooks)
+            and all(now == before for now, before in self._children)
+            and all(
+                now.get(name) is parameter and parameter._version == version and parameter.data_ptr() == place
+                for now, name, parameter, version, place in self._parameters
+            )
+        )
+
+
+class _DecoderLayer(_Form):
+    """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none."""
+
+    needed = frozenset(("input_layernorm", "mlp", "post_attention_layernorm", "self_attn"))
+    names = needed | frozenset(("post_feedforward_layernorm", "pre_feedforward_layernorm"))
+    _packed: tuple[_Parts, DecoderLayer] | None = None
+
+    def _prepare(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_embeddings: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        attention: Any = self.self_attn
+        layer = self._layer() if type(past_key_values) is KVCache and hidden_states.dim() == 3 else None
+        if layer is None or hidden_states.shape[0] != 1 or attention.config._attn_implementation != NAME:
+            return None
+        count, start = hidden_states.shape[1], past_key_values.length
+        buffers = past_key_values.room(attention.layer_idx, count)
+        if buffers is None or not _are_positions(position_embeddings, count, attention.head_dim):
+            return None
+        alone = attention_mask is None and count == 1
+        if not alone and not _is_mask(attention_mask, count, start + count):
+            return None
+        return layer, position_embeddings, buffers, start, attention_mask
+
+    def _layer(self) -> DecoderLayer | None:
+        """Return the packed layer, as its parameters are now; None if a part has another form or hooks."""
+        if self._packed is None or not self._packed[0].is_unchanged():
+            layer = self._pack()
+            self._packed = None if layer is None else (_Parts(self), layer)
+        return None if self._packed is None else self._packed[1]
+
+    def _pack(self) -> DecoderLayer | None:
+        module: Any = self
+        attention, mlp, norms = module.self_attn, module.mlp, self._norms()
+        if not isinstance(attention, _Attention) or not isinstance(mlp, _GatedMLP):
+            return None
+        parts = [attention, mlp, *(norm for norm in norms if norm is not None)]
+        known = all(isinstance(part, _Form) and part.is_known for part in parts)
+        if not known or any(_has_hooks(part) for part in self.modules() if part is not self):
+            return None
+        own: Any = attention
+        projections = own.q_proj, own.k_proj, own.v_proj, own.o_proj
+        inner: list[Any] = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        weights, width = _few_rows_weights((*projections, *inner)), own.head_dim
+        if weights is None or any(layer.bias is not None for layer in inner):
+            return None
+        query, key, value, output, gate, up, down = weights
+        hidden = query.inputs
+        fit = (
+            hidden == key.inputs == value.inputs == output.outputs == gate.inputs == up.inputs == down.outputs
+            and query.outputs == output.inputs
+            and key.outputs == value.outputs
+            and gate.outputs == up.outputs == down.inputs
+            and key.outputs % width == query.outputs % key.outputs == 0
+        )
+        sizes = [width, width, *[hidden] * 4]
+        scales = [None if norm is None else norm.scale_for(size) for norm, size in zip(norms, sizes, strict=True)]
+        if not fit or [scale is None for scale in scales] != [norm is None for norm in norms]:
+            return None
+        both = [None if scale is None else (scale, norm.epsilon) for norm, scale in zip(norms, scales, strict=True)]
+        return DecoderLayer(weights, [layer.bias for layer in projections], both, own.scaling, width, mlp.variant)
+
+    def _norms(self) -> list[Any]:
+        """Return the norms of queries and keys, and those before and after attention and the MLP; None for a missing one."""
+        module: Any = self
+        own = [getattr(module.self_attn, name, None) for name in ("q_norm", "k_norm")]
+        if not hasattr(self, "pre_feedforward_layernorm"):
+            return [*own, module.input_layernorm, None, module.post_attention_layernorm, None]
+        before, after = module.pre_feedforward_layernorm, module.post_feedforward_layernorm
+        return [*own, module.input_layernorm, module.post_attention_layernorm, before, after]
+
+    def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
+        return bool(kwargs["position_embeddings"][1].any()) and super()._tells_variants(expected)
+
+    def _compute(self, variant: int, parts: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer, *others = parts
+        output: Tensor = layer(hidden_states, *others)
+        return output
+
+
+def _is_mask(mask: Tensor | None, count: int, length: int) -> bool:
+    """Return whether a mask says which positions each row sees."""
+    usual = mask is not None and mask.dtype == torch.bool and mask.device.type == "cpu"
+    return usual and mask is not None and mask.shape == (1, 1, count, length) and mask.stride(3) == 1
 
 
 def _few_rows_weights(layers: Sequence[Any], biased: bool = True) -> list[FewRowsWeight] | None:

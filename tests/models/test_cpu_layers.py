@@ -13,7 +13,7 @@ from layerskip import TargetError, load_target
 from layerskip.kernels.cpu import has_kernels
 from layerskip.models import packing
 from layerskip.models.cache import KVCache
-from layerskip.models.cpu_layers import _Attention, _Form, _GatedMLP, _Norm
+from layerskip.models.cpu_layers import _Attention, _DecoderLayer, _Form, _GatedMLP, _Norm
 from layerskip.models.forward import forward
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import set_packing
@@ -23,7 +23,8 @@ from tests.families import build
 from tests.models.passes import tokens_of
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu" or not has_kernels(), reason="needs a C++ compiler and AVX2 or AVX-512")
-ALL = {_Attention, _GatedMLP, _Norm}
+PARTS = {_Attention, _GatedMLP, _Norm}
+ALL = PARTS | {_DecoderLayer}
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +41,13 @@ def in_bfloat16(family: str = "llama") -> PreTrainedModel:
 
 
 def step(view: PreTrainedModel, times: int = 1) -> Tensor:
-    """Returns the logits after two tokens; from the third call on, modules run in their forms."""
+    """Returns the logits after two tokens; from the third time on, layers run in their forms."""
+    cache = KVCache(view.config.num_hidden_layers, 64)
     with torch.inference_mode():
+        forward(view, torch.tensor([7]), cache, 1)
+        cache.length = 1
         for _ in range(times):
-            logits = forward(view, torch.tensor([7, 8]), KVCache(view.config.num_hidden_layers, 64), 1)
+            logits = forward(view, torch.tensor([8]), cache, 1)
     return logits
 
 
@@ -68,7 +72,7 @@ def forms(view: PreTrainedModel) -> set[type[_Form]]:
         ("gemma3_text", ALL),  # and windows
         ("olmo2", {_GatedMLP, _Norm}),  # norms before heads are split
         ("helium", {_GatedMLP, _Norm}),  # other rotary positions
-        ("exaone4", ALL),  # some layers without positions
+        ("exaone4", PARTS),  # some layers without positions
         ("cohere", {_GatedMLP}),
         ("phi3", {_Norm}),
         ("gpt2", set()),
@@ -87,6 +91,39 @@ def test_steps_equal_those_of_transformers(family: str, expected: set[type[_Form
     assert forms(view) == expected
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_row_depends_on_the_others_bit_by_bit(family: str, threads: int) -> None:
+    model, text, before = in_bfloat16(family), tokens_of(40), torch.get_num_threads()
+    view = decoding_view(model)
+    step(view, 4)
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            for count in (2, 3, 5, 8, 16, 24):
+                alone, together = (KVCache(model.config.num_hidden_layers, 64) for _ in range(2))
+                for cache in (alone, together):
+                    forward(view, text[:30], cache, 1)
+                    cache.length = 10
+                block = forward(view, text[10 : 10 + count], together, count)
+                for row in range(count):
+                    assert torch.equal(forward(view, text[10 + row : 11 + row], alone, 1)[0], block[row])
+                    alone.length += 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_values_that_are_not_finite_reach_the_output() -> None:
+    model = in_bfloat16()
+    view, cache = decoding_view(model), KVCache(model.config.num_hidden_layers, 64)
+    step(view, 4)
+    with torch.inference_mode():
+        forward(view, tokens_of(30), cache, 1)
+        cache.length = 30
+        cache.buffers()[0][0, 0, 3, 0] = float("nan")  # a key
+        assert forward(view, tokens_of(31)[30:], cache, 1).isnan().any()
+
+
 def test_batches_run_as_they_are() -> None:
     model, texts = in_bfloat16(), torch.randint(3, 40, (2, 4))
     view = decoding_view(model)
@@ -98,10 +135,10 @@ def test_batches_run_as_they_are() -> None:
 @pytest.mark.parametrize("name", ["mlp.down_proj", "mlp.act_fn", "self_attn.k_proj", "self_attn.q_norm"])
 def test_hooks_of_parts_are_called(name: str) -> None:
     view, called = shared_copy(in_bfloat16("qwen3")), list[str]()
-    step(view, 3)
+    step(view, 4)
     view.get_submodule(f"model.layers.1.{name}").register_forward_hook(lambda *_: called.append(name))
     step(view)
-    assert called == [name]
+    assert set(called) == {name}
 
 
 def test_modules_of_another_form_run_as_they_are() -> None:
@@ -129,7 +166,8 @@ def test_mixed_targets_are_float32_models_with_weights_of_bfloat16(tiny_folder: 
 def test_a_changed_weight_changes_the_next_step() -> None:
     model = in_bfloat16()
     view = shared_copy(model)
-    step(view, 2)
+    step(view, 4)
+    assert forms(view) == ALL
     with torch.no_grad():
         for name in ("mlp.gate_proj", "self_attn.k_proj", "input_layernorm"):
             model.get_submodule(f"model.layers.1.{name}").weight.mul_(2)
