@@ -140,9 +140,13 @@ void multiply_share(const Weight& of, const float* rows, float* results, int64_t
 }
 
 inline float sum_of(Floats values) {
-  float sum = 0;
-  for (int lane = 0; lane < LANES; ++lane) sum += values[lane];
-  return sum;
+#if LANES == 16
+  return _mm512_reduce_add_ps(values);
+#else
+  __m128 sums = _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
+  sums = _mm_add_ps(sums, _mm_movehl_ps(sums, sums));
+  return _mm_cvtss_f32(_mm_add_ss(sums, _mm_movehdup_ps(sums)));
+#endif
 }
 
 void normalise_row(const float* row, const float* scale, float* result, int64_t width, float epsilon) {
@@ -238,13 +242,31 @@ struct Heads {
   }
 };
 
+// Sums VECTORS vectors of the values [length, width], weighted for each query, to the results from `i` on.
+template <int QUERIES, int VECTORS>
+inline void weigh(const float* weights, int64_t stride, const float* values, int64_t length, int64_t width,
+                  const float* total, const float* spoiled, float* const* results, int64_t i) {
+  Floats sums[QUERIES][VECTORS] = {};
+  for (int64_t at = 0; at < length; ++at)
+    for (int v = 0; v < VECTORS; ++v) {
+      const Floats value = load(values + at * width + v * LANES);
+      for (int q = 0; q < QUERIES; ++q) sums[q][v] += weights[q * stride + at] * value;
+    }
+  for (int q = 0; q < QUERIES; ++q)
+    for (int v = 0; v < VECTORS; ++v) {
+      const Floats result = sums[q][v] / total[q] + spoiled[q];
+      std::memcpy(results[q] + i + v * LANES, &result, sizeof result);
+    }
+}
+
 // Attention of QUERIES queries [QUERIES, width] to keys and values [length, width]. `visible` has a row for each query, or
-// null where it sees all keys. Every query is computed as if it were alone.
+// null where it sees all keys. Every query is computed as if it were alone: further keys that it does not see change nothing.
+// `scores` is memory for QUERIES rows of `stride` numbers, the next multiple of LANES.
 template <int QUERIES>
 void attend(const float* queries, const float* keys, const float* values, const uint8_t* const* visible, int64_t length,
-            int64_t width, float scale, float* scores, float* const* results) {
+            int64_t width, float scale, float* scores, int64_t stride, float* const* results) {
   float most[QUERIES], spoiled[QUERIES], total[QUERIES];
-  for (int q = 0; q < QUERIES; ++q) most[q] = -std::numeric_limits<float>::infinity(), spoiled[q] = total[q] = 0;
+  for (int q = 0; q < QUERIES; ++q) most[q] = -std::numeric_limits<float>::infinity(), spoiled[q] = 0;
   for (int64_t at = 0; at < length; ++at) {
     const float* const key = keys + at * width;
     Floats sums[QUERIES] = {};
@@ -253,35 +275,36 @@ void attend(const float* queries, const float* keys, const float* values, const 
     for (; i + LANES <= width; i += LANES)
       for (int q = 0; q < QUERIES; ++q) sums[q] += load(queries + q * width + i) * load(key + i);
     for (; i < width; ++i)
-      for (int q = 0; q < QUERIES; ++q) rest[q] += queries[q * width + i] * key[i];
+      for (int q = 0; q < QUERIES; ++q) rest[q] = std::fma(queries[q * width + i], key[i], rest[q]);
     for (int q = 0; q < QUERIES; ++q) {
       if (visible[q] && !visible[q][at]) continue;
       const float score = (sum_of(sums[q]) + rest[q]) * scale;
-      scores[q * length + at] = score;
+      scores[q * stride + at] = score;
       most[q] = std::max(most[q], score);
       spoiled[q] += score * 0;  // NaN where a score is not finite, which the exponential would hide
     }
   }
   for (int q = 0; q < QUERIES; ++q) {
-    float* const weights = scores + q * length;
-    const uint8_t* const seen = visible[q];
-    for (int64_t at = 0; at < length; ++at) weights[at] = seen && !seen[at] ? 0 : exponential(weights[at] - most[q]);
-    for (int64_t at = 0; at < length; ++at) total[q] += weights[at];
+    float* const weights = scores + q * stride;
+    for (int64_t at = 0; at < length; ++at) weights[at] = exponential(weights[at] - most[q]);
+    if (visible[q])
+      for (int64_t at = 0; at < length; ++at)
+        if (!visible[q][at]) weights[at] = 0;
+    std::fill(weights + length, weights + stride, 0.0f);
+    Floats sums = {};
+    for (int64_t at = 0; at < stride; at += LANES) sums += load(weights + at);
+    total[q] = sum_of(sums);
   }
+  constexpr int VECTORS = 8 / QUERIES;  // read side by side, as many as there are registers for their sums
   int64_t i = 0;
-  for (; i + LANES <= width; i += LANES) {
-    Floats sums[QUERIES] = {};
-    for (int64_t at = 0; at < length; ++at)
-      for (int q = 0; q < QUERIES; ++q) sums[q] += scores[q * length + at] * load(values + at * width + i);
-    for (int q = 0; q < QUERIES; ++q) {
-      const Floats result = sums[q] / total[q] + spoiled[q];
-      std::memcpy(results[q] + i, &result, sizeof result);
-    }
-  }
+  for (; i + VECTORS * LANES <= width; i += VECTORS * LANES)
+    weigh<QUERIES, VECTORS>(scores, stride, values + i, length, width, total, spoiled, results, i);
+  for (; i + LANES <= width; i += LANES)
+    weigh<QUERIES, 1>(scores, stride, values + i, length, width, total, spoiled, results, i);
   for (; i < width; ++i)
     for (int q = 0; q < QUERIES; ++q) {
       float sum = 0;
-      for (int64_t at = 0; at < length; ++at) sum += scores[q * length + at] * values[at * width + i];
+      for (int64_t at = 0; at < length; ++at) sum = std::fma(scores[q * stride + at], values[at * width + i], sum);
       results[q][i] = sum / total[q] + spoiled[q];
     }
 }
@@ -371,8 +394,9 @@ void decode(const Layer* layer, float* hidden, const float* cosine, const float*
   const Weight* const* const weights = layer->weights;
   const int64_t inputs = weights[0]->inputs, inner = weights[4]->outputs, width = layer->width, length = start + count;
   const int64_t all = weights[0]->outputs, groups = weights[1]->outputs / width, members = all / width / groups * count;
+  const int64_t stride = (length + LANES - 1) / LANES * LANES, private_size = count * inputs + 4 * stride;
   static thread_local std::vector<float> memory;
-  memory.resize(count * (2 * all + 2 * groups * width + all + inputs + 2 * inner) + threads * (count * inputs + 4 * length));
+  memory.resize(count * (2 * all + 2 * groups * width + all + inputs + 2 * inner) + threads * private_size);
   float* const queries = memory.data();  // [heads, count, width]
   float* const products = queries + count * all;
   float* const attended = products + count * (all + 2 * groups * width);  // [count, all]
@@ -385,7 +409,7 @@ void decode(const Layer* layer, float* hidden, const float* cosine, const float*
                     {count, capacity, capacity}, count, width, rotated, layer->epsilons};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    float* const own = owned + omp_get_thread_num() * (count * inputs + 4 * length);
+    float* const own = owned + omp_get_thread_num() * private_size;
     float* const scores = own + count * inputs;
     const auto normalise = [&](int norm) {
       for (int64_t row = 0; row < count; ++row)
@@ -412,10 +436,11 @@ void decode(const Layer* layer, float* hidden, const float* cosine, const float*
       }
       const float* const from = queries + (group * members + first) * width;
       if (last - first == 4)
-        attend<4>(from, of_keys, of_values, seen, length, width, layer->scale, scores, results);
+        attend<4>(from, of_keys, of_values, seen, length, width, layer->scale, scores, stride, results);
       else
         for (int64_t i = 0; i < last - first; ++i)
-          attend<1>(from + i * width, of_keys, of_values, seen + i, length, width, layer->scale, scores, results + i);
+          attend<1>(from + i * width, of_keys, of_values, seen + i, length, width, layer->scale, scores, stride,
+                    results + i);
     }
 #pragma omp barrier
     const Share panels(panels_of(inputs));

@@ -1,9 +1,10 @@
-"""Norms, attention and MLPs of decoder layers on a CPU, each in one or two calls for the few rows of a decoding step.
+"""Decoder layers on a CPU, each in one call for the few rows of a decoding step.
 
-A step of a small model is hundreds of small operators: a norm is six, rotary positions are twelve. Here modules of the usual
-forms run through :mod:`layerskip.kernels.cpu`. No model code is copied and no family is named. A module has a usual form if
-its ``forward`` uses no other names than that form does, and if its first result equals that of its own ``forward`` up to
-rounding. Everything else runs as it is: other modules, many rows, batches, gradients and other caches.
+A step of a small model is hundreds of small operators: a norm is six, rotary positions are twelve. Here layers of the usual
+form, and norms, attention and MLPs of other layers, run through :mod:`layerskip.kernels.cpu`. No model code is copied and
+no family is named. A module has a usual form if its ``forward`` uses no other names than that form does, and if its first
+result equals that of its own ``forward`` up to rounding. Everything else runs as it is: other modules, many rows, batches,
+gradients and other caches.
 """
 
 from __future__ import annotations
@@ -310,12 +311,24 @@ class _Parts:
         )
 
 
+class _PackedLayer:
+    """A packed layer and the parts that it was made of; a copied module packs its own."""
+
+    parts: _Parts | None = None
+    layer: DecoderLayer | None = None
+
+    def __deepcopy__(self, memo: Any) -> _PackedLayer:
+        return _PackedLayer()
+
+    def __reduce__(self) -> Any:
+        return _PackedLayer, ()
+
+
 class _DecoderLayer(_Form):
     """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none."""
 
     needed = frozenset(("input_layernorm", "mlp", "post_attention_layernorm", "self_attn"))
     names = needed | frozenset(("post_feedforward_layernorm", "pre_feedforward_layernorm"))
-    _packed: tuple[_Parts, DecoderLayer] | None = None
 
     def _prepare(
         self,
@@ -341,10 +354,11 @@ class _DecoderLayer(_Form):
 
     def _layer(self) -> DecoderLayer | None:
         """Return the packed layer, as its parameters are now; None if a part has another form or hooks."""
-        if self._packed is None or not self._packed[0].is_unchanged():
-            layer = self._pack()
-            self._packed = None if layer is None else (_Parts(self), layer)
-        return None if self._packed is None else self._packed[1]
+        packed: _PackedLayer = self.__dict__.setdefault("_packed", _PackedLayer())
+        if packed.parts is None or not packed.parts.is_unchanged():
+            packed.layer = self._pack()
+            packed.parts = None if packed.layer is None else _Parts(self)
+        return packed.layer
 
     def _pack(self) -> DecoderLayer | None:
         module: Any = self

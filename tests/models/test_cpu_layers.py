@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,16 @@ def test_a_changed_weight_changes_the_next_step() -> None:
         for name in ("mlp.gate_proj", "self_attn.k_proj", "input_layernorm"):
             model.get_submodule(f"model.layers.1.{name}").weight.mul_(2)
         assert_alike(step(view), model(input_ids=torch.tensor([[7, 8]])).logits[0, -1:])
+
+
+def test_a_copy_of_a_view_has_weights_of_its_own() -> None:
+    view = shared_copy(in_bfloat16())
+    before = step(view, 4)
+    copied = copy.deepcopy(view)
+    with torch.no_grad():
+        copied.model.layers[1].mlp.up_proj.weight.mul_(2)
+    assert not torch.allclose(step(copied, 4), before)
+    assert_alike(step(view), before)
 
 
 def test_gradients_flow_as_before() -> None:
