@@ -23,6 +23,7 @@ from layerskip.device.trial import nearly_equal
 from layerskip.models.architecture import UnsupportedModel, architecture, check_finite, hidden_states
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only
+from layerskip.models.cpu_layers import is_whole_layer
 from layerskip.models.forward import NO_FEATURES, Features, forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.skip_view import OncePerModel, shared_copy
@@ -51,8 +52,9 @@ class TreeModel:
         self._masks: dict[tuple[int, torch.device], tuple[Any, Tensor]] = {}
         blocks = self.view.get_submodule(found.path)
         for index, block in enumerate(found.blocks):
-            for name in block.attention:
-                child = blocks.get_submodule(f"{index}.{name}")
+            layer = blocks.get_submodule(str(index))
+            whole = is_whole_layer(layer)
+            for child in [layer] if whole else [layer.get_submodule(name) for name in block.attention]:
                 child.forward = self._gated(child.forward)
         self._check(model)
 

@@ -23,8 +23,8 @@ class PromptLookup(Drafter):
     method = Method(
         "prompt_lookup",
         (
-            shared("prompt_lookup_min", range=(1, 4)),
-            shared("prompt_lookup_max", range=(1, 4)),
+            shared("prompt_lookup_min", range=(1, 4), first=2),
+            shared("prompt_lookup_max", range=(1, 4), first=4),
             shared("match"),
             shared("num_speculative_tokens", range=(2, 16), first=8),
         ),
@@ -35,7 +35,7 @@ class PromptLookup(Drafter):
         label=lambda config: f"{config.prompt_lookup_min}-{config.prompt_lookup_max}-gram, {config.match} match",
         lookup=True,
         second=False,
-        also=({"prompt_lookup_max": 2, "num_speculative_tokens": 4},),
+        also=({"prompt_lookup_min": 1, "prompt_lookup_max": 2, "num_speculative_tokens": 4},),
         engine_method="prompt_lookup",
     )
 

@@ -1,6 +1,6 @@
 // The parts of a decoder's pass over a few rows: products by packed weights, norms, rotary positions, gated MLPs. Activations,
 // sums and results are float32. Every row is computed as if it were alone, so verification repeats what plain decoding
-// computes.
+// computes. Sums use explicit fused multiply-adds, so the number of rows of a call cannot change how they are rounded.
 //
 // A panel is the weights of PANEL outputs: for every input, the values of these outputs side by side. Every output is summed
 // over the inputs in their order.
@@ -41,6 +41,23 @@ inline Floats load(const float* at) {
   return values;
 }
 
+inline Floats spread(float value) {
+#if LANES == 16
+  return _mm512_set1_ps(value);
+#else
+  return _mm256_set1_ps(value);
+#endif
+}
+
+// a * b + c, rounded once.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if LANES == 16
+  return _mm512_fmadd_ps(a, b, c);
+#else
+  return _mm256_fmadd_ps(a, b, c);
+#endif
+}
+
 inline Floats widen(const uint16_t* at) {
   Words bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Words) << 16;
   Floats values;
@@ -73,7 +90,7 @@ inline void read(const uint8_t* panel, int64_t input, const float* block, Floats
     codes[0] = both & 15, codes[1] = both >> 4;
   }
   for (int v = 0; v < 2; ++v)
-    values[v] = __builtin_convertvector(codes[v], Floats) * load(block + v * LANES) + load(block + PANEL + v * LANES);
+    values[v] = fused(__builtin_convertvector(codes[v], Floats), load(block + v * LANES), load(block + PANEL + v * LANES));
 }
 
 // Multiplies ROWS rows by PANELS panels; one row takes several panels, so that its additions do not wait for each other.
@@ -89,9 +106,11 @@ void block(const Weight& of, const float* rows, float* results, int64_t panel) {
         read<BITS>(of.panels + (panel + p) * of.panel_bytes(), input, of.blocks + ((panel + p) * blocks + number) * 2 * PANEL,
                    weights + 2 * p);
 #pragma GCC unroll 8
-      for (int row = 0; row < ROWS; ++row)
+      for (int row = 0; row < ROWS; ++row) {
+        const Floats factor = spread(rows[row * of.inputs + input]);
 #pragma GCC unroll 8
-        for (int v = 0; v < 2 * PANELS; ++v) sums[row][v] += weights[v] * rows[row * of.inputs + input];
+        for (int v = 0; v < 2 * PANELS; ++v) sums[row][v] = fused(weights[v], factor, sums[row][v]);
+      }
     }
   for (int row = 0; row < ROWS; ++row)
     for (int p = 0; p < PANELS; ++p) {
@@ -153,7 +172,7 @@ void normalise_row(const float* row, const float* scale, float* result, int64_t 
   Floats squares = {};
   int64_t i = 0;
   float rest = 0;
-  for (; i + LANES <= width; i += LANES) squares += load(row + i) * load(row + i);
+  for (; i + LANES <= width; i += LANES) squares = fused(load(row + i), load(row + i), squares);
   for (; i < width; ++i) rest += row[i] * row[i];
   const float factor = 1 / std::sqrt((sum_of(squares) + rest) / width + epsilon);
   for (i = 0; i < width; ++i) result[i] = row[i] * factor * scale[i];
@@ -165,8 +184,8 @@ inline float exponential(float x) {
   const float n = std::nearbyint(x * 1.44269504f);
   const float r = x - n * 0.693145751953125f - n * 1.42860682030941723212e-6f;
   float y = 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f, y = y * r + 8.3334519073e-3f, y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f, y = y * r + 5.0000001201e-1f, y = y * r * r + r + 1;
+  y = std::fma(y, r, 1.3981999507e-3f), y = std::fma(y, r, 8.3334519073e-3f), y = std::fma(y, r, 4.1665795894e-2f);
+  y = std::fma(y, r, 1.6666665459e-1f), y = std::fma(y, r, 5.0000001201e-1f), y = std::fma(y * r, r, r) + 1;
   const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
   float power;
   std::memcpy(&power, &bits, sizeof power);
@@ -242,70 +261,102 @@ struct Heads {
   }
 };
 
-// Sums VECTORS vectors of the values [length, width], weighted for each query, to the results from `i` on.
-template <int QUERIES, int VECTORS>
-inline void weigh(const float* weights, int64_t stride, const float* values, int64_t length, int64_t width,
-                  const float* total, const float* spoiled, float* const* results, int64_t i) {
-  Floats sums[QUERIES][VECTORS] = {};
-  for (int64_t at = 0; at < length; ++at)
-    for (int v = 0; v < VECTORS; ++v) {
-      const Floats value = load(values + at * width + v * LANES);
-      for (int q = 0; q < QUERIES; ++q) sums[q][v] += weights[q * stride + at] * value;
-    }
-  for (int q = 0; q < QUERIES; ++q)
-    for (int v = 0; v < VECTORS; ++v) {
-      const Floats result = sums[q][v] / total[q] + spoiled[q];
-      std::memcpy(results[q] + i + v * LANES, &result, sizeof result);
-    }
+// The positions that a row sees: `run` of them from `begin` on, then `others`, which rise.
+struct Seen {
+  int64_t begin, run, count;
+  const int32_t* others;
+
+  int64_t at(int64_t number) const { return number < run ? begin + number : others[number - run]; }
+};
+
+// Reads a row of a mask [length]; `others` is memory for the positions after the first run.
+Seen seen_by(const uint8_t* mask, int64_t length, int32_t* others) {
+  Seen seen{0, 0, 0, others};
+  while (seen.begin < length && !mask[seen.begin]) ++seen.begin;
+  while (seen.begin + seen.run < length && mask[seen.begin + seen.run]) ++seen.run;
+  seen.count = seen.run;
+  for (int64_t at = seen.begin + seen.run; at < length; ++at)
+    if (mask[at]) others[seen.count++ - seen.run] = at;
+  return seen;
 }
 
-// Attention of QUERIES queries [QUERIES, width] to keys and values [length, width]. `visible` has a row for each query, or
-// null where it sees all keys. Every query is computed as if it were alone: further keys that it does not see change nothing.
-// `scores` is memory for QUERIES rows of `stride` numbers, the next multiple of LANES.
 template <int QUERIES>
-void attend(const float* queries, const float* keys, const float* values, const uint8_t* const* visible, int64_t length,
-            int64_t width, float scale, float* scores, int64_t stride, float* const* results) {
-  float most[QUERIES], spoiled[QUERIES], total[QUERIES];
-  for (int q = 0; q < QUERIES; ++q) most[q] = -std::numeric_limits<float>::infinity(), spoiled[q] = 0;
-  for (int64_t at = 0; at < length; ++at) {
-    const float* const key = keys + at * width;
-    Floats sums[QUERIES] = {};
-    float rest[QUERIES] = {};
-    int64_t i = 0;
-    for (; i + LANES <= width; i += LANES)
-      for (int q = 0; q < QUERIES; ++q) sums[q] += load(queries + q * width + i) * load(key + i);
-    for (; i < width; ++i)
-      for (int q = 0; q < QUERIES; ++q) rest[q] = std::fma(queries[q * width + i], key[i], rest[q]);
-    for (int q = 0; q < QUERIES; ++q) {
-      if (visible[q] && !visible[q][at]) continue;
-      const float score = (sum_of(sums[q]) + rest[q]) * scale;
-      scores[q * stride + at] = score;
-      most[q] = std::max(most[q], score);
-      spoiled[q] += score * 0;  // NaN where a score is not finite, which the exponential would hide
+inline void score(const float* queries, const float* key, int64_t width, float* results) {
+  Floats sums[QUERIES] = {};
+  float rest[QUERIES] = {};
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES)
+    for (int q = 0; q < QUERIES; ++q) sums[q] = fused(load(queries + q * width + i), load(key + i), sums[q]);
+  for (; i < width; ++i)
+    for (int q = 0; q < QUERIES; ++q) rest[q] = std::fma(queries[q * width + i], key[i], rest[q]);
+  for (int q = 0; q < QUERIES; ++q) results[q] = sum_of(sums[q]) + rest[q];
+}
+
+// Sums VECTORS vectors of the values from `i` on, weighted for each query, to its result. The first `shared` positions are the
+// same for all queries.
+template <int QUERIES, int VECTORS>
+inline void weigh(const float* weights, int64_t stride, const float* values, const Seen* const* seen, int64_t shared,
+                  int64_t width, const float* total, float* const* results, int64_t i) {
+  Floats sums[QUERIES][VECTORS] = {};
+  const float* const first = values + seen[0]->begin * width + i;
+  for (int64_t at = 0; at < shared; ++at)
+    for (int v = 0; v < VECTORS; ++v) {
+      const Floats value = load(first + at * width + v * LANES);
+      for (int q = 0; q < QUERIES; ++q) sums[q][v] = fused(spread(weights[q * stride + at]), value, sums[q][v]);
     }
+  for (int q = 0; q < QUERIES; ++q) {
+    for (int64_t at = shared; at < seen[q]->count; ++at)
+      for (int v = 0; v < VECTORS; ++v) {
+        const Floats value = load(values + seen[q]->at(at) * width + i + v * LANES);
+        sums[q][v] = fused(spread(weights[q * stride + at]), value, sums[q][v]);
+      }
+    for (int v = 0; v < VECTORS; ++v) {
+      const Floats result = sums[q][v] / total[q];
+      std::memcpy(results[q] + i + v * LANES, &result, sizeof result);
+    }
+  }
+}
+
+// Attention of QUERIES queries [QUERIES, width], whose first positions begin at the same one. Every query is computed as if it
+// were alone. `scores` is memory for QUERIES rows of `stride` numbers, a multiple of LANES.
+template <int QUERIES>
+void attend(const float* queries, const float* keys, const float* values, const Seen* const* seen, int64_t width, float scale,
+            float* scores, int64_t stride, float* const* results) {
+  int64_t shared = seen[0]->run;
+  for (int q = 1; q < QUERIES; ++q) shared = std::min(shared, seen[q]->run);
+  float together[QUERIES], total[QUERIES];
+  for (int64_t at = 0; at < shared; ++at) {
+    score<QUERIES>(queries, keys + (seen[0]->begin + at) * width, width, together);
+    for (int q = 0; q < QUERIES; ++q) scores[q * stride + at] = together[q] * scale;
   }
   for (int q = 0; q < QUERIES; ++q) {
     float* const weights = scores + q * stride;
-    for (int64_t at = 0; at < length; ++at) weights[at] = exponential(weights[at] - most[q]);
-    if (visible[q])
-      for (int64_t at = 0; at < length; ++at)
-        if (!visible[q][at]) weights[at] = 0;
-    std::fill(weights + length, weights + stride, 0.0f);
+    const int64_t count = seen[q]->count;
+    for (int64_t at = shared; at < count; ++at) {
+      score<1>(queries + q * width, keys + seen[q]->at(at) * width, width, together);
+      weights[at] = together[0] * scale;
+    }
+    float most = -std::numeric_limits<float>::infinity(), spoiled = 0;
+    // A score that is not finite makes the result NaN; the exponential would hide it.
+    for (int64_t at = 0; at < count; ++at) most = std::max(most, weights[at]), spoiled += weights[at] * 0;
+    for (int64_t at = 0; at < count; ++at) weights[at] = exponential(weights[at] - most);
+    const int64_t filled = (count + LANES - 1) / LANES * LANES;
+    std::fill(weights + count, weights + filled, 0.0f);
     Floats sums = {};
-    for (int64_t at = 0; at < stride; at += LANES) sums += load(weights + at);
-    total[q] = sum_of(sums);
+    for (int64_t at = 0; at < filled; at += LANES) sums += load(weights + at);
+    total[q] = sum_of(sums) + spoiled;
   }
-  constexpr int VECTORS = 8 / QUERIES;  // read side by side, as many as there are registers for their sums
+  constexpr int VECTORS = 8 / QUERIES;  // side by side, as many as there are registers for their sums
   int64_t i = 0;
   for (; i + VECTORS * LANES <= width; i += VECTORS * LANES)
-    weigh<QUERIES, VECTORS>(scores, stride, values + i, length, width, total, spoiled, results, i);
-  for (; i + LANES <= width; i += LANES)
-    weigh<QUERIES, 1>(scores, stride, values + i, length, width, total, spoiled, results, i);
+    weigh<QUERIES, VECTORS>(scores, stride, values, seen, shared, width, total, results, i);
+  for (; i + LANES <= width; i += LANES) weigh<QUERIES, 1>(scores, stride, values, seen, shared, width, total, results, i);
   for (; i < width; ++i)
     for (int q = 0; q < QUERIES; ++q) {
       float sum = 0;
-      for (int64_t at = 0; at < length; ++at) sum = std::fma(scores[q * stride + at], values[at * width + i], sum);
-      results[q][i] = sum / total[q] + spoiled[q];
+      for (int64_t at = 0; at < seen[q]->count; ++at)
+        sum = std::fma(scores[q * stride + at], values[seen[q]->at(at) * width + i], sum);
+      results[q][i] = sum / total[q];
     }
 }
 
@@ -393,10 +444,16 @@ void decode(const Layer* layer, float* hidden, const float* cosine, const float*
             int threads) {
   const Weight* const* const weights = layer->weights;
   const int64_t inputs = weights[0]->inputs, inner = weights[4]->outputs, width = layer->width, length = start + count;
-  const int64_t all = weights[0]->outputs, groups = weights[1]->outputs / width, members = all / width / groups * count;
+  const int64_t all = weights[0]->outputs, groups = weights[1]->outputs / width, members = all / width / groups;
   const int64_t stride = (length + LANES - 1) / LANES * LANES, private_size = count * inputs + 4 * stride;
   static thread_local std::vector<float> memory;
+  static thread_local std::vector<int32_t> positions;
+  static thread_local std::vector<Seen> rows_see;
   memory.resize(count * (2 * all + 2 * groups * width + all + inputs + 2 * inner) + threads * private_size);
+  if (visible) positions.resize(count * length);
+  rows_see.assign(count, Seen{0, length, length, nullptr});
+  Seen* const seen = rows_see.data();
+  int32_t* const others = positions.data();
   float* const queries = memory.data();  // [heads, count, width]
   float* const products = queries + count * all;
   float* const attended = products + count * (all + 2 * groups * width);  // [count, all]
@@ -417,30 +474,33 @@ void decode(const Layer* layer, float* hidden, const float* cosine, const float*
     };
     normalise(3);
     heads.multiply(own);
+    const Share read(visible ? count : 0);
+    for (int64_t row = read.begin; row < read.end; ++row)
+      seen[row] = seen_by(visible + row * visible_stride, length, others + row * length);
 #pragma omp barrier
     heads.place();
 #pragma omp barrier
-    // Four queries share the reading of a key, if that leaves work for every thread.
-    const int64_t size = groups * members >= 16 * threads ? 4 : 1, parts = (members + size - 1) / size;
+    // The queries of a key's head, row by row. Four share the reading of a key, if that leaves work for every thread.
+    const int64_t wanted = members * count, size = groups * wanted >= 16 * threads ? 4 : 1, parts = (wanted + size - 1) / size;
     const Share share(groups * parts);
     for (int64_t item = share.begin; item < share.end; ++item) {
-      const int64_t group = item / parts, first = item % parts * size, last = std::min(members, first + size);
+      const int64_t group = item / parts, first = item % parts * size, number = std::min(size, wanted - first);
+      const float* const from = queries + (group * wanted + first) * width;
       const float* const of_keys = keys + group * capacity * width;
       const float* const of_values = values + group * capacity * width;
-      const uint8_t* seen[4];
+      const Seen* see[4];
       float* results[4];
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t head = (group * members + i) / count, row = i % count;
-        seen[i - first] = visible ? visible + row * visible_stride : nullptr;
-        results[i - first] = attended + row * all + head * width;
+      bool together = number == 4;
+      for (int64_t i = 0; i < number; ++i) {
+        const int64_t row = (first + i) % count;
+        see[i] = seen + row, together = together && see[i]->begin == see[0]->begin;
+        results[i] = attended + row * all + (group * members + (first + i) / count) * width;
       }
-      const float* const from = queries + (group * members + first) * width;
-      if (last - first == 4)
-        attend<4>(from, of_keys, of_values, seen, length, width, layer->scale, scores, stride, results);
+      if (together)
+        attend<4>(from, of_keys, of_values, see, width, layer->scale, scores, stride, results);
       else
-        for (int64_t i = 0; i < last - first; ++i)
-          attend<1>(from + i * width, of_keys, of_values, seen + i, length, width, layer->scale, scores, stride,
-                    results + i);
+        for (int64_t i = 0; i < number; ++i)
+          attend<1>(from + i * width, of_keys, of_values, see + i, width, layer->scale, scores, stride, results + i);
     }
 #pragma omp barrier
     const Share panels(panels_of(inputs));

@@ -21,7 +21,7 @@ from layerskip.device.trial import nearly_equal
 from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, FewRowsWeight, gated_mlp, normalise, project
 from layerskip.models.attention import NAME, attend
 from layerskip.models.cache import KVCache
-from layerskip.models.packing import few_rows_weight
+from layerskip.models.packing import few_rows_weight, packed_weight
 
 Tree = TypeVar("Tree", bound=nn.Module)
 _UNKNOWN = -1
@@ -36,6 +36,11 @@ def fuse_layers(tree: Tree) -> Tree:
         if form is not None and "forward" not in module.__dict__:  # a replaced forward may do more
             module.__class__ = _fused(form, kind)
     return tree
+
+
+def is_whole_layer(module: nn.Module) -> bool:
+    """Return whether a module may run as one call; it passes its mask on to its attention."""
+    return isinstance(module, _DecoderLayer)
 
 
 class _Form(nn.Module):
@@ -72,7 +77,7 @@ class _Form(nn.Module):
         expected = self.own.forward(self, *args, **kwargs)
         if not self._tells_variants(expected, *args, **kwargs):
             return expected
-        same = (n for n in self._variants() if _equal(self._compute(n, parts, *args, **kwargs), expected))
+        same = (n for n in self._variants() if self._is_right(n, parts, expected, *args, **kwargs))
         self._variant = next(same, None)
         # Another computation may have left wrong keys in the cache.
         return expected if self._variant is not None else self.own.forward(self, *args, **kwargs)
@@ -90,6 +95,10 @@ class _Form(nn.Module):
     def _variants(self) -> Iterable[int]:
         """Return the variants to try, as :meth:`_compute` numbers them."""
         return (0,)
+
+    def _is_right(self, variant: int, parts: Any, expected: Any, *args: Any, **kwargs: Any) -> bool:
+        """Return whether a variant computes what is expected, up to rounding."""
+        return _equal(self._compute(variant, parts, *args, **kwargs), expected)
 
     def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
         """Return whether a result shows which variant is right; zeros are the same in all."""
@@ -178,7 +187,7 @@ class _GatedMLP(_Form):
     def _prepare(self, hidden: Tensor) -> list[FewRowsWeight] | None:
         module: Any = self
         weights = _few_rows_weights((module.gate_proj, module.up_proj, module.down_proj), biased=False)
-        if weights is None or _has_hooks(module.act_fn):
+        if weights is None or _is_changed(module.act_fn):
             return None
         gate, up, down = weights
         fit = hidden.shape[-1] == gate.inputs == up.inputs and gate.outputs == up.outputs == down.inputs
@@ -239,7 +248,7 @@ class _Attention(_Form):
         module: Any = self
         width = module.head_dim
         norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
-        if any(_has_hooks(norm) for norm in norms):
+        if any(_is_changed(norm) for norm in norms):
             return None
         scales = [norm.scale_for(width) for norm in norms if isinstance(norm, _Norm)]
         weights = _few_rows_weights((module.q_proj, module.k_proj, module.v_proj))
@@ -286,12 +295,14 @@ class _Attention(_Form):
 
 
 class _Parts:
-    """The modules and parameters within a module, to notice a change."""
+    """The modules, parameters and packed weights within a module, to notice a change."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
         self._children = [(each._modules, dict(each._modules)) for each in modules if each._modules]
         self._hooks = [hooks for each in modules[1:] for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._fields = [vars(each) for each in modules[1:]]
+        self._copies = [(packed, packed.copy) for each in modules if (packed := packed_weight(each)) is not None]
         self._parameters = [
             (each._parameters, name, parameter, parameter._version, parameter.data_ptr())
             for each in modules
@@ -300,9 +311,11 @@ class _Parts:
         ]
 
     def is_unchanged(self) -> bool:
-        """Return whether all modules and parameters are the same, with the same values and no hooks."""
+        """Return whether all parts are the same and have the same values, no hooks and no other ``forward``."""
         return (
             not any(self._hooks)
+            and not any("forward" in fields for fields in self._fields)
+            and all(packed.copy is copy for packed, copy in self._copies)
             and all(now == before for now, before in self._children)
             and all(
                 now.get(name) is parameter and parameter._version == version and parameter.data_ptr() == place
@@ -347,6 +360,11 @@ class _DecoderLayer(_Form):
         buffers = past_key_values.room(attention.layer_idx, count)
         if buffers is None or not _are_positions(position_embeddings, count, attention.head_dim):
             return None
+        heads = 1, attention.k_proj.out_features // attention.head_dim
+        if hidden_states.shape[2] != attention.q_proj.in_features or not all(
+            each.shape[:2] == heads and each.shape[3] == attention.head_dim and _is_plain(each) for each in buffers
+        ):
+            return None
         alone = attention_mask is None and count == 1
         if not alone and not _is_mask(attention_mask, count, start + count):
             return None
@@ -356,6 +374,9 @@ class _DecoderLayer(_Form):
         """Return the packed layer, as its parameters are now; None if a part has another form or hooks."""
         packed: _PackedLayer = self.__dict__.setdefault("_packed", _PackedLayer())
         if packed.parts is None or not packed.parts.is_unchanged():
+            if packed.parts is not None:  # other parts may have another variant
+                for part in self.modules():
+                    part.__dict__.pop("_variant", None)
             packed.layer = self._pack()
             packed.parts = None if packed.layer is None else _Parts(self)
         return packed.layer
@@ -367,13 +388,14 @@ class _DecoderLayer(_Form):
             return None
         parts = [attention, mlp, *(norm for norm in norms if norm is not None)]
         known = all(isinstance(part, _Form) and part.is_known for part in parts)
-        if not known or any(_has_hooks(part) for part in self.modules() if part is not self):
+        changed = any(_is_changed(part) for part in self.modules() if part is not self)
+        if not known or changed or not all(_is_plain(part) and not part.is_inference() for part in self.parameters()):
             return None
         own: Any = attention
         projections = own.q_proj, own.k_proj, own.v_proj, own.o_proj
         inner: list[Any] = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         weights, width = _few_rows_weights((*projections, *inner)), own.head_dim
-        if weights is None or any(layer.bias is not None for layer in inner):
+        if weights is None or any(layer.bias is not None for layer in inner) or not isinstance(own.scaling, float):
             return None
         query, key, value, output, gate, up, down = weights
         hidden = query.inputs
@@ -399,6 +421,18 @@ class _DecoderLayer(_Form):
             return [*own, module.input_layernorm, None, module.post_attention_layernorm, None]
         before, after = module.pre_feedforward_layernorm, module.post_feedforward_layernorm
         return [*own, module.input_layernorm, module.post_attention_layernorm, before, after]
+
+    def _is_right(self, variant: int, parts: Any, expected: Any, *args: Any, **kwargs: Any) -> bool:
+        """Compare what the layer adds to its input, and the keys and values that it writes."""
+        if not isinstance(expected, Tensor):
+            return False
+        _, _, buffers, start, _ = parts
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        written = [each[:, :, start : start + hidden.shape[1]] for each in buffers]
+        before = [each.clone() for each in written]
+        found, wanted = self._compute(variant, parts, *args, **kwargs) - hidden, expected - hidden
+        rounding = 1e-6 * float(hidden.abs().amax()) / max(float(wanted.abs().amax()), 1e-6)
+        return nearly_equal(found, wanted, 1e-4 + rounding) and all(map(nearly_equal, written, before))
 
     def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
         return bool(kwargs["position_embeddings"][1].any()) and super()._tells_variants(expected)
@@ -442,8 +476,15 @@ def _equal(output: Any, expected: Any) -> bool:
     return same_form and nearly_equal(_hidden(output), _hidden(expected))
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _is_changed(module: nn.Module | None) -> bool:
+    """Return whether a module has hooks or another ``forward`` than its type's; None for a part that a model lacks."""
+    return module is not None and bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a kernel can read a tensor."""
+    usual = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return usual and type(tensor) in (Tensor, nn.Parameter)
 
 
 @functools.cache

@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from layerskip.kernels.cpu import Blocks
 from layerskip.models.packing import keep_blocks
 
+_PORTION = 4096  # rows that are compared at a time, in float64
 
-def keep_file_blocks(model: nn.Module, file: Path) -> int:
+
+def keep_file_blocks(model: nn.Module, file: Path) -> tuple[int, int]:
     """Let the linear layers of a float32 model multiply by the blocks of the file that it was loaded from.
 
     Returns:
-        The number of weights that are in blocks now.
+        The number of weights that are in blocks now, and that of all linear layers' weights.
     """
     from gguf import GGUFReader
 
@@ -39,7 +41,7 @@ def keep_file_blocks(model: nn.Module, file: Path) -> int:
         if (blocks := next(found, None)) is not None:
             keep_blocks(weight, blocks)
             kept += 1
-    return kept
+    return kept, len(weights)
 
 
 class _FileTensor:
@@ -47,7 +49,7 @@ class _FileTensor:
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
-        self._rows: dict[bytes, int] = {}
+        self._rows: dict[int, int] = {}  # by the hash of their first values
 
     def blocks_of(self, weight: Tensor) -> Blocks | None:
         """Return the blocks of a weight ``[out, in]``; None if this tensor has other values."""
@@ -57,13 +59,14 @@ class _FileTensor:
         data = self._tensor.data
         if not self._rows:
             first = dequantize(numpy.ascontiguousarray(data[:, :size]), self._tensor.tensor_type)
-            self._rows, self._width = {row.tobytes(): number for number, row in enumerate(first)}, first.shape[1]
+            self._rows, self._width = {hash(row.tobytes()): number for number, row in enumerate(first)}, first.shape[1]
         wanted = weight.detach()[:, : self._width].contiguous().numpy()
-        if wanted[0].tobytes() not in self._rows:
+        if hash(wanted[0].tobytes()) not in self._rows:
             return None
-        places = [self._rows.get(row.tobytes(), 0) for row in wanted]
+        places = [self._rows.get(hash(row.tobytes()), 0) for row in wanted]
         blocks = unpack(torch.from_numpy(numpy.array(data)).view(len(data), -1, size)).take(torch.tensor(places))
-        return blocks if torch.equal(blocks.values(), weight) else None
+        portions = torch.arange(len(weight)).split(_PORTION)  # type: ignore[no-untyped-call]
+        return blocks if all(torch.equal(blocks.take(rows).values(), weight[rows]) for rows in portions) else None
 
 
 # The layouts are those of ggml's ``ggml-common.h``. Unpackers take the bytes ``[out, blocks, size]``.

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from layerskip.config import ConfigError
 from layerskip.kernels.cpu import has_kernels
 from layerskip.models.gguf_blocks import KINDS, keep_file_blocks
-from layerskip.models.packing import uses_packing
+from layerskip.models.packing import has_blocks, uses_packing
 from layerskip.models.target import Target, TargetError
 from layerskip.models.weights import as_recorded, is_dense, quantization_config
 
@@ -161,8 +161,12 @@ def load_target(
         with torch.no_grad():
             for weight in target.model.parameters():
                 weight.copy_(weight.bfloat16())
-    if dtype == NATIVE and not keep_file_blocks(target.model, Path(source) / options["gguf_file"]):
-        raise TargetError(f"target.dtype: native needs linear layers in one of {', '.join(KINDS)}; {name} has none")
+    if dtype == NATIVE:
+        kept, all_layers = keep_file_blocks(target.model, Path(source) / options["gguf_file"])
+        if not kept or not has_blocks(target.model):
+            raise TargetError(f"target.dtype: native needs linear layers in one of {', '.join(KINDS)}; {name} has none")
+        if kept < all_layers:
+            _log.warning("target.dtype=native: %d of %d linear layers are in blocks; the others are dense", kept, all_layers)
     return target
 
 
@@ -206,8 +210,8 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
     if name not in target.drafts:
         try:
             options: dict[str, Any] = {"pack_weights": target.pack_weights, "compile": target.compile}
-            other = target.precision == NATIVE and not (name in WHEELS or name.endswith(".gguf"))
-            dtype = MIXED if other else target.precision  # a draft may be rounded
+            # A draft may be rounded.
+            dtype = MIXED if target.precision == NATIVE else target.precision
             target.drafts[name] = load_target(name, dtype=dtype, device=str(target.device), **options)
         except TargetError as error:
             reason = str(error).removeprefix("target: ").removeprefix("target.path: ")

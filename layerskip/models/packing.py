@@ -108,8 +108,8 @@ def keep_blocks(weight: Tensor, blocks: Blocks) -> None:
 
 
 def has_blocks(model: nn.Module) -> bool:
-    """Return whether a weight of a model is packed in blocks."""
-    return any(_in_blocks(weight) for weight in model.parameters())
+    """Return whether a model multiplies by blocks."""
+    return any(_in_blocks(weight) for weight in model.parameters()) and uses_packing(model)
 
 
 def _in_blocks(weight: Tensor) -> bool:
@@ -119,19 +119,29 @@ def _in_blocks(weight: Tensor) -> bool:
 
 def few_rows_weight(layer: nn.Module) -> FewRowsWeight | None:
     """Return the packed weight of a linear layer if it has few bytes and float32 sums."""
-    if type(layer) is not _PackedLinear or layer.weight.is_inference() or layer._forward_hooks or layer._forward_pre_hooks:
+    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    if type(layer) is not _PackedLinear or layer.weight.is_inference() or changed:
         return None
     product = layer.packed.product(layer.weight)
     return product if isinstance(product, FewRowsWeight) else None
 
 
+def packed_weight(layer: nn.Module) -> _PackedWeight | None:
+    """Return the packed copy of a linear layer's weight if it has one."""
+    return layer.packed if type(layer) is _PackedLinear else None
+
+
 class _PackedWeight:
-    """The packed copy of a weight, made on first use and again after the weight has changed."""
+    """The packed copy of a weight, made on first use and again after the weight has changed.
+
+    Attributes:
+        copy: None where there is none.
+    """
 
     def __init__(self) -> None:
         self._state: tuple[int, int] | None = None
         self._sample: list[float] = []
-        self._copy: Product | None = None
+        self.copy: Product | None = None
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling():
@@ -148,20 +158,20 @@ class _PackedWeight:
         """Return the product by the packed copy of a weight, as it is now; None where packing does not help."""
         if self._state != _state(weight):
             self.keep(weight, pack_weight(weight))
-        return self._copy
+        return self.copy
 
     def keep(self, weight: Tensor, copy: Product | None) -> None:
         """Take the packed copy of a weight, as it is now."""
-        self._copy, self._state, self._sample = copy, _state(weight), _sample(weight)
+        self.copy, self._state, self._sample = copy, _state(weight), _sample(weight)
 
     def in_blocks(self, weight: Tensor) -> bool:
         """Return whether the copy is of this weight, and in blocks."""
-        return isinstance(self._copy, BlockWeight) and self._state == _state(weight)
+        return isinstance(self.copy, BlockWeight) and self._state == _state(weight)
 
     def check(self, weight: Tensor) -> None:
         """Drop the copy if the weight has moved to another device or its sampled values have changed."""
         if self._state is not None and (weight.device.type != "cpu" or self._sample != _sample(weight)):
-            self._state = self._copy = None
+            self._state = self.copy = None
 
     def __deepcopy__(self, memo: Any) -> _PackedWeight:
         return _PackedWeight()  # a copied weight is packed again

@@ -36,7 +36,7 @@ from layerskip.decoding.decode import DecodeResult
 from layerskip.device.memory import tensor_bytes
 from layerskip.files import atomic_folder
 from layerskip.measure.measure import Task
-from layerskip.models.loading import load_draft
+from layerskip.models.loading import DTYPES, load_draft
 from layerskip.models.positions import max_positions
 from searches.app.checks import InputError, check_list, check_whole
 
@@ -204,6 +204,7 @@ class EnginePeer:
         num_speculative_tokens: tokens drafted per round.
         prompt_lookup_max: longest n-gram of ``prompt_lookup``.
         draft_model: draft model of ``assistant``.
+        dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's.
 
     Raises:
         InputError: a field is unknown or out of range.
@@ -218,11 +219,13 @@ class EnginePeer:
     num_speculative_tokens: int = 8
     prompt_lookup_max: int = 3
     draft_model: str = ""
+    dtype: str | None = None
     version: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         check_list("engine", [self.engine], _ENGINES)
         check_list("method", [self.method], _ENGINE_METHODS)
+        check_list("dtype", [self.dtype or self.target.dtype], tuple(DTYPES))
         check_whole("num_speculative_tokens", self.num_speculative_tokens)
         check_whole("prompt_lookup_max", self.prompt_lookup_max)
         python = self.python or sys.executable
@@ -237,7 +240,7 @@ class EnginePeer:
             "prompt_lookup_max": self.prompt_lookup_max,
             "model": str(model),
             "draft_model": str(draft),
-            "dtype": self.target.dtype,
+            "dtype": self.dtype or self.target.dtype,
             "threads": torch.get_num_threads(),
             "max_length": min(_LONGEST, max_positions(self.target.model) or _LONGEST),
         }

@@ -16,12 +16,15 @@ from typing import Any
 import optuna
 
 from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig, StopRule
-from layerskip.config import Costs, Field, Method, methods
+from layerskip.config import Costs, Field, Method, methods, tables_of
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_whole
 from searches.bridges.spec import BRIDGES, RANKED, BridgeSource, BridgeSpec
 
 Params = dict[str, int | float | str]
 _THRESHOLDS = (0.1, 0.9, 0.05)  # lowest, highest, step
+_ACCEPTED = 0.8
+"""The share of drafted tokens that are accepted, while nothing is measured."""
+_LENGTHS = ("num_speculative_tokens", "tree_tokens")
 
 
 def check_values(name: str, field: Field, values: Any) -> None:
@@ -375,15 +378,26 @@ class SearchSpace:
     def starts(self, method: str) -> list[SpeculativeConfig]:
         """Return the configurations of a method to try first, with each head, model or datastore.
 
-        Self-drafts and cascades have none: their masks and members are found otherwise.
+        Self-drafts and cascades have none: their masks and members are found otherwise. Drafts are shorter than declared
+        where the space knows that verifying more tokens costs too much.
         """
         declared = methods()[method]
         if method in ("none", _CASCADE) or "mask" in declared:
             return []
         paths = [each.name for each in searched_fields(declared) if each.path]
         named = [dict(zip(paths, one, strict=True)) for one in itertools.product(*(self.values(method, p) for p in paths))]
-        found = [self.nearest(method, declared.first | dict(more) | one) for more in ({}, *declared.also) for one in named]
-        return list(dict.fromkeys(found))
+        wanted = [declared.first | dict(more) | one for more in ({}, *declared.also) for one in named]
+        return list(dict.fromkeys(self.nearest(method, self._affordable(declared, each)) for each in wanted))
+
+    def _affordable(self, method: Method, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values with drafts of at most the length that gives the most tokens per time at the usual acceptance."""
+        if not self.verify_cost:
+            return dict(wanted)
+        costs = tables_of(self.verify_cost)[0]
+        best = max(range(len(costs)), key=lambda drafted: (1 - _ACCEPTED ** (drafted + 2)) / costs[drafted]) + 1
+        lengths = {name: wanted.get(name, method[name].default) for name in _LENGTHS if name in method}
+        # Beyond the measured lengths, costs grow on; where they hardly grow at all, the declared length is as good.
+        return dict(wanted) | ({name: min(best, length) for name, length in lengths.items()} if best < len(costs) else {})
 
     def skip_starts(self, masks: Sequence[str]) -> list[SpeculativeConfig]:
         """Return self-drafts of some masks, with the declared first draft length and stop rule."""
@@ -394,7 +408,8 @@ class SearchSpace:
         if _CASCADE not in self.available_methods:
             return []
         first = dict(methods()[_CASCADE].row["members"][0])
-        lookup = self.nearest(first.pop("method"), first)
+        method = first.pop("method")
+        lookup = self.nearest(method, self._affordable(methods()[method], first))
         return [self._cascade(lookup, second) for second in seconds[:1]]
 
     def lookups(self) -> list[SpeculativeConfig]:

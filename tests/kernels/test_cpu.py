@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from layerskip.kernels import cpu
-from layerskip.kernels.cpu import MOST_ROWS, Blocks, BlockWeight, FewRowsWeight, HalfWeight, has_kernels
+from layerskip.kernels.cpu import MOST_ROWS, Blocks, BlockWeight, DecoderLayer, FewRowsWeight, HalfWeight, has_kernels
 
-pytestmark = pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler and AVX2, AVX-512 or NEON")
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler and AVX2 or AVX-512")
 
 
 def weight(outputs: int, inputs: int) -> Tensor:
@@ -53,6 +54,96 @@ def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, m
     matrix = (codes * scales + offsets).float()
     assert torch.equal(blocks.values(), matrix)
     assert_multiplies(BlockWeight(matrix, blocks), matrix, threads=2)
+
+
+_HEADS, _GROUPS, _HIDDEN, _INNER, _START, _CAPACITY, _EPSILON = 4, 2, 48, 72, 37, 70, 1e-5
+
+
+def _normed(hidden: Tensor, scale: Tensor) -> Tensor:
+    return hidden * (hidden.square().mean(-1, keepdim=True) + _EPSILON).rsqrt() * scale
+
+
+def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate the first values ``[..., n, rotated]`` of heads."""
+    size = cosine.shape[-1]
+    turned, rest = states[..., :size], states[..., size:]
+    low, high = turned.chunk(2, -1)
+    return torch.cat((turned * cosine + torch.cat((-high, low), -1) * sine, rest), -1)
+
+
+def _reference(
+    weights: list[Tensor],
+    norms: list[Tensor | None],
+    hidden: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    width: int,
+) -> Tensor:
+    """A decoder layer in float64, which writes keys and values."""
+    count = hidden.shape[0]
+    q, k, v, o, gate, up, down = (weight.double() for weight in weights)
+    of_q, of_k, first, after, second, last = norms
+    states = _normed(hidden, first)
+    query, key, value = ((states @ w.T).view(count, -1, width).transpose(0, 1) for w in (q, k, v))
+    if of_q is not None:
+        query, key = _normed(query, of_q), _normed(key, of_k)
+    keys[:, _START : _START + count], values[:, _START : _START + count] = _rotated(key, cosine, sine), value
+    scores = _rotated(query, cosine, sine) @ keys.repeat_interleave(_HEADS // _GROUPS, 0).transpose(1, 2) * 0.3
+    share = scores[..., : _START + count].masked_fill(~seen, -float("inf")).softmax(-1)
+    mixed = share @ values[:, : _START + count].repeat_interleave(_HEADS // _GROUPS, 0)
+    update = mixed.transpose(0, 1).reshape(count, -1) @ o.T
+    hidden = hidden + (update if after is None else _normed(update, after))
+    states = _normed(hidden, second)
+    update = (silu(states @ gate.T) * (states @ up.T)) @ down.T
+    return hidden + (update if last is None else _normed(update, last))
+
+
+@pytest.mark.parametrize("width", [12, 64, 80, 128])
+@pytest.mark.parametrize("sandwich", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_layer_equals_its_formula_and_no_row_depends_on_others(width: int, sandwich: bool, threads: int) -> None:
+    """Rows see all positions before, a window of them, or those of a branch of a tree."""
+    torch.manual_seed(width)
+    count, rotated = 9, width // 4 * 2
+    sizes = [(_HEADS * width, _HIDDEN), (_GROUPS * width, _HIDDEN), (_GROUPS * width, _HIDDEN), (_HIDDEN, _HEADS * width)]
+    sizes += [(_INNER, _HIDDEN), (_INNER, _HIDDEN), (_HIDDEN, _INNER)]
+    weights = [(torch.randn(size) / size[1] ** 0.5).bfloat16().float() for size in sizes]
+    norms = [torch.rand(size) + 0.5 for size in (width, width, *[_HIDDEN] * 4)]
+    used = [norm if sandwich or place in (2, 4) else None for place, norm in enumerate(norms)]
+    both = [None if norm is None else (norm, _EPSILON) for norm in used]
+    layer = DecoderLayer([HalfWeight(weight) for weight in weights], [None] * 4, both, 0.3, width, activation=0)
+    hidden, angles = torch.randn(1, count, _HIDDEN), torch.randn(1, count, rotated)
+    positions = angles.cos(), angles.sin()
+    keys, values = torch.randn(2, 1, _GROUPS, _CAPACITY, width)
+    seen = torch.ones(count, _START + count, dtype=torch.bool).tril(_START)
+    seen[3:6, :20] = False  # windows
+    seen[6:, _START + 2 : _START + 6] = False  # branches
+    exact = (keys[0].double(), values[0].double())
+    expected = _reference(
+        weights,
+        [None if n is None else n.double() for n in used],
+        hidden[0].double(),
+        *(part[0].double() for part in positions),
+        *exact,
+        seen,
+        width,
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = layer(hidden, positions, (keys, values), _START, seen[None, None])[0]
+        assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
+        for written, wanted in zip((keys, values), exact, strict=True):
+            assert torch.allclose(written[0].double(), wanted, rtol=1e-4, atol=1e-5)
+        for row in range(count):
+            one, end = slice(row, row + 1), _START + row + 1
+            alone = hidden[:, one], (positions[0][:, one], positions[1][:, one]), (keys, values), end - 1
+            assert torch.equal(layer(*alone, seen[None, None, one, :end])[0, 0], found[row])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_rows_of_a_transposed_view_and_only_values_of_bfloat16_fit() -> None:

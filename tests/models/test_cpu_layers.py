@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from layerskip import TargetError, load_target
+from layerskip.decoding.tree import TreeModel
 from layerskip.kernels.cpu import has_kernels
 from layerskip.models import packing
 from layerskip.models.cache import KVCache
@@ -98,6 +100,7 @@ def test_no_row_depends_on_the_others_bit_by_bit(family: str, threads: int) -> N
     model, text, before = in_bfloat16(family), tokens_of(40), torch.get_num_threads()
     view = decoding_view(model)
     step(view, 4)
+    assert forms(view) == ALL
     torch.set_num_threads(threads)
     try:
         with torch.inference_mode():
@@ -173,6 +176,52 @@ def test_a_changed_weight_changes_the_next_step() -> None:
         for name in ("mlp.gate_proj", "self_attn.k_proj", "input_layernorm"):
             model.get_submodule(f"model.layers.1.{name}").weight.mul_(2)
         assert_alike(step(view), model(input_ids=torch.tensor([[7, 8]])).logits[0, -1:])
+
+
+def test_a_weight_that_was_changed_through_data_changes_the_next_step() -> None:
+    model = in_bfloat16()
+    view = shared_copy(model)
+    step(view, 4)
+    for name in ("mlp.gate_proj", "self_attn.k_proj"):
+        model.get_submodule(f"model.layers.1.{name}").weight.data.mul_(2)
+    packing.drop_stale_packing(view)  # as at the start of each generation
+    with torch.inference_mode():
+        assert_alike(step(view), model(input_ids=torch.tensor([[7, 8]])).logits[0, -1:])
+
+
+@pytest.mark.parametrize("name", ["self_attn", "self_attn.o_proj", "mlp", "mlp.act_fn", "input_layernorm"])
+def test_a_forward_that_replaces_that_of_a_part_runs(name: str) -> None:
+    """Scans and trees replace forwards."""
+    view, called = shared_copy(in_bfloat16()), list[str]()
+    step(view, 4)
+    part = view.get_submodule(f"model.layers.1.{name}")
+    original = part.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return original(*args, **kwargs)
+
+    part.forward = forward
+    step(view)
+    assert set(called) == {name}
+
+
+def test_a_branch_of_a_tree_equals_plain_decoding_bit_by_bit() -> None:
+    model, text = in_bfloat16(), tokens_of(40)
+    view, tree, start = decoding_view(model), TreeModel(model), 30
+    alone, together = (KVCache(model.config.num_hidden_layers, 64) for _ in range(2))
+    step(view, 4)
+    with torch.inference_mode():
+        for cache in (alone, together):
+            forward(view, text[:start], cache, 1)
+            cache.length = start
+        for _ in range(4):  # until layers run in their forms
+            forward(view, text[start : start + 1], alone, 1)
+            nodes = tree.run(text[start : start + 6], (-1, -1, 1, 0, 2), together)
+        for node, token in enumerate([text[start], text[start + 2], text[start + 3], text[start + 5]]):
+            logits = forward(view, token[None], alone, 1)[0]
+            assert torch.equal(logits, nodes[[0, 2, 3, 5][node]])
+            alone.length += 1
 
 
 def test_a_copy_of_a_view_has_weights_of_its_own() -> None:

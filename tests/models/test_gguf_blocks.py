@@ -52,7 +52,7 @@ def test_a_native_target_decodes_as_the_float32_model_of_its_file(
     assert (native.dtype, native.precision, dense.precision) == ("float32", "native", "float32")
     assert native.describe() == dense.describe() | {"weights": "blocks"}
     assert described_precision(native.describe()) == "native"
-    assert load_draft(native, file).precision == "native"
+    assert load_draft(native, file).precision == "mixed"  # a draft may be rounded
     with torch.no_grad():
         layers[0].weight.mul_(0.5)
     assert not isinstance(few_rows_weight(layers[0]), FewRowsWeight)  # the blocks are of other values
@@ -69,9 +69,3 @@ def test_what_is_not_in_blocks_is_refused(tiny_folder: Path, tmp_path: Path) -> 
         load_target(str(tiny_folder), dtype="native", device="cpu")
     with pytest.raises(TargetError, match="^target.dtype: native needs packed weights"):
         load_target(plain, dtype="native", device="cpu", pack_weights=False)
-
-
-def test_a_draft_that_is_no_gguf_file_is_rounded(tiny_folder: Path, tmp_path: Path) -> None:
-    file = str(save_gguf(save_tiny(tmp_path / "tiny", **_SIZES), tmp_path / "tiny.gguf", "Q8_0"))
-    native = load_target(file, dtype="native", device="cpu")
-    assert load_draft(native, str(tiny_folder), same_tokenizer=False).precision == "mixed"

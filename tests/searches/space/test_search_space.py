@@ -10,7 +10,7 @@ import pytest
 
 from layerskip import SpeculativeConfig as Config
 from layerskip import StopRule, Target
-from layerskip.config import methods
+from layerskip.config import Costs, methods
 from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
 from searches.study.cascade_costs import draft_cost, verify_cost
@@ -207,3 +207,15 @@ def test_every_lookup_is_one_that_trials_may_propose() -> None:
     assert len(found) == len(set(found)) == (2 + 3) * 2 * 2
     for config in found:
         assert space.suggest(optuna.trial.FixedTrial(space.params(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("costs", "length"),
+    [((), 8), ((1.0,) * 12, 8), ((1.1, 1.2, 1.3, 1.7, 2.0, 2.3, 2.6, 3.0, 3.3), 3), (((0, (1.1, 2.0, 3.0)),), 1)],
+)
+def test_first_drafts_are_as_long_as_verification_is_cheap(costs: Costs, length: int) -> None:
+    space = SearchSpace(30, ("prompt_lookup", "token_recycling", "cascade"), verify_cost=costs)
+    lookup, recycling = (space.starts(method)[0] for method in ("prompt_lookup", "token_recycling"))
+    (cascade,) = space.after_lookup([recycling])
+    assert lookup.num_speculative_tokens == cascade.members[0].num_speculative_tokens == max(2, length)
+    assert recycling.tree_tokens == max(4, length)
