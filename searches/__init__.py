@@ -18,9 +18,9 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # two lines for each trial, with a server
 os.environ["HYDRA_FULL_ERROR"] = "1"
-# Threads that wait for another one sleep after microseconds. By default they spin for milliseconds: where another program
+# Threads that wait for another one sleep after 0.1 ms. By default they spin for milliseconds: where another program
 # uses a core, the thread that is waited for does not get it, and a pass takes up to 70 times as long.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Report an unreachable server after seconds; MLflow's default is minutes.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "8")
