@@ -128,16 +128,18 @@ def test_our_contenders_are_compared_with_their_rivals(record: dict[str, Any]) -
 
 def test_a_cascade_is_compared_with_its_members_by_kind_of_work(record: dict[str, Any]) -> None:
     results = record["record"]["results"]
-    ((name, against),) = results["cascade"]["members"].items()  # its lookup has other n-grams than the contender
-    assert name == "token_recycling"
-    assert against["low"] <= against["speedup"] <= against["high"]
-    for category, found in against["by_category"].items():
-        alone, whole = (results[each]["speedup_by_category"][category] for each in (name, "cascade"))
-        assert found["speedup"] == pytest.approx(whole / alone)
+    members = results["cascade"]["members"]
+    assert set(members) == {"prompt_lookup", "token_recycling"}
+    for name, against in members.items():
+        assert against["low"] <= against["speedup"] <= against["high"]
+        for category, found in against["by_category"].items():
+            alone, whole = (results[each]["speedup_by_category"][category] for each in (name, "cascade"))
+            assert found["speedup"] == pytest.approx(whole / alone)
     counts = results["prompt_lookup"]["mean_acceptance_length_by_category"]
     shown = " | ".join(f"{counts[category]:.2f}" for category in sorted(counts))
     assert f"| prompt_lookup | {shown} |" in record["printed"]
-    assert "| cascade / token_recycling | " in record["printed"]
+    for name in members:
+        assert f"| cascade / {name} | " in record["printed"]
 
 
 def test_memory_is_what_a_drafter_does_not_share_with_the_target(record: dict[str, Any]) -> None:
@@ -153,7 +155,7 @@ def test_memory_is_what_a_drafter_does_not_share_with_the_target(record: dict[st
         assert 100 * token < held[name] - held["transformers_assistant"] < 3000 * token
     assert max(held[name] for name in ("plain", "layer_skip", "export")) < 1000  # a self-draft shares weights and cache
     assert min(held[name] for name in ("prompt_lookup", "lookahead", "token_recycling", "cascade")) > 10_000  # their tables
-    assert held["retrieval"] > 5 * held["prompt_lookup"]  # knows one text, not all of them
+    assert held["retrieval"] > 4 * held["prompt_lookup"]  # knows one text, not all of them
     assert f"| +{held['draft_model'] / 2**20:.0f} MB |" in record["printed"]
 
 
