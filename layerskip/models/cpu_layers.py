@@ -101,8 +101,12 @@ class _Form(nn.Module):
         return _equal(self._compute(variant, parts, *args, **kwargs), expected)
 
     def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
-        """Return whether a result shows which variant is right; zeros are the same in all."""
-        return bool(_hidden(expected).any())
+        """Return whether a result shows which variant is right.
+
+        Zeros are the same in all, and at the first position all forms of rotary positions are.
+        """
+        positions = kwargs.get("position_embeddings")
+        return (positions is None or bool(positions[1].any())) and bool(_hidden(expected).any())
 
     def _is_step(self, rows: Any) -> bool:
         """Return whether an input is that of a decoding step: a few rows without gradients."""
@@ -262,11 +266,6 @@ class _Attention(_Form):
         )
         return (weights, scales) if usual and weights and all(weight.outputs % width == 0 for weight in weights) else None
 
-    def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
-        """Return whether a result shows which positions are right: at the first one, all forms are the same."""
-        _, sine = kwargs["position_embeddings"]
-        return bool(sine.any()) and super()._tells_variants(expected)
-
     def _compute(
         self,
         variant: int,
@@ -393,12 +392,14 @@ class _DecoderLayer(_Form):
             return None
         own: Any = attention
         projections = own.q_proj, own.k_proj, own.v_proj, own.o_proj
-        inner: list[Any] = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        weights, width = _few_rows_weights((*projections, *inner)), own.head_dim
-        if weights is None or any(layer.bias is not None for layer in inner) or not isinstance(own.scaling, float):
+        weights, inner = (
+            _few_rows_weights(projections),
+            _few_rows_weights((mlp.gate_proj, mlp.up_proj, mlp.down_proj), False),
+        )
+        if weights is None or inner is None or not isinstance(own.scaling, float):
             return None
-        query, key, value, output, gate, up, down = weights
-        hidden = query.inputs
+        (query, key, value, output), (gate, up, down) = weights, inner
+        hidden, width = query.inputs, own.head_dim
         fit = (
             hidden == key.inputs == value.inputs == output.outputs == gate.inputs == up.inputs == down.outputs
             and query.outputs == output.inputs
@@ -411,7 +412,8 @@ class _DecoderLayer(_Form):
         if not fit or [scale is None for scale in scales] != [norm is None for norm in norms]:
             return None
         both = [None if scale is None else (scale, norm.epsilon) for norm, scale in zip(norms, scales, strict=True)]
-        return DecoderLayer(weights, [layer.bias for layer in projections], both, own.scaling, width, mlp.variant)
+        biases = [layer.bias for layer in projections]
+        return DecoderLayer([*weights, *inner], biases, both, own.scaling, width, mlp.variant)
 
     def _norms(self) -> list[Any]:
         """Return the norms of queries and keys, and those before and after attention and the MLP; None for a missing one."""
@@ -434,9 +436,6 @@ class _DecoderLayer(_Form):
         rounding = 1e-6 * float(hidden.abs().amax()) / max(float(wanted.abs().amax()), 1e-6)
         return nearly_equal(found, wanted, 1e-4 + rounding) and all(map(nearly_equal, written, before))
 
-    def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
-        return bool(kwargs["position_embeddings"][1].any()) and super()._tells_variants(expected)
-
     def _compute(self, variant: int, parts: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer, *others = parts
         output: Tensor = layer(hidden_states, *others)
@@ -445,8 +444,9 @@ class _DecoderLayer(_Form):
 
 def _is_mask(mask: Tensor | None, count: int, length: int) -> bool:
     """Return whether a mask says which positions each row sees."""
-    usual = mask is not None and mask.dtype == torch.bool and mask.device.type == "cpu"
-    return usual and mask is not None and mask.shape == (1, 1, count, length) and mask.stride(3) == 1
+    if mask is None or mask.dtype != torch.bool or mask.device.type != "cpu":
+        return False
+    return mask.shape == (1, 1, count, length) and mask.stride(3) == 1
 
 
 def _few_rows_weights(layers: Sequence[Any], biased: bool = True) -> list[FewRowsWeight] | None:

@@ -24,6 +24,7 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
 _SAMPLED_VALUES = 256
+_STORED = {"mixed": "bfloat16", "native": "blocks"}  # weights of float32 arithmetic, by the value of target.dtype
 _NOT_IDENTITY = ("_name_or_path", "transformers_version")  # fields of a configuration that do not change the model
 
 
@@ -57,7 +58,8 @@ class NotFinite(TargetError):
 
 def described_precision(description: Mapping[str, Any]) -> str:
     """Return the value of ``target.dtype`` that loads a target again, from its description by :meth:`Target.describe`."""
-    return {"bfloat16": "mixed", "blocks": "native"}.get(description.get("weights", ""), str(description["dtype"]))
+    stored = description.get("weights")
+    return next((precision for precision, name in _STORED.items() if name == stored), str(description["dtype"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +146,7 @@ class Target:
         ``weights`` is ``bfloat16`` or ``blocks`` in addition where these are in float32 arithmetic, on a CPU.
         """
         described = {name: getattr(self, name) for name in ("name", "revision", "architecture", "layers", "dtype")}
-        weights = {"mixed": "bfloat16", "native": "blocks"}.get(self.precision)
-        described |= {} if weights is None else {"weights": weights}
+        described |= {"weights": _STORED[self.precision]} if self.precision in _STORED else {}
         return described if self.quantization is None else described | {"quantization": self.quantization}
 
     @functools.cached_property
