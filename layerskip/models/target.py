@@ -153,7 +153,8 @@ class Target:
     def digest(self) -> str:
         """SHA-256 of the dtype, the configuration, and the name, shape and some values of every weight."""
         config = {k: v for k, v in self.model.config.to_dict().items() if k not in _NOT_IDENTITY}
-        identity = [self.architecture, self.dtype, sorted(self.eos_ids), config]
+        stored = "native" if self.precision == "native" else self.dtype  # the same values, with other costs
+        identity = [self.architecture, stored, sorted(self.eos_ids), config]
         hashed = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
         for name, weight in stored_weights(self.model):
             flat = weight.detach().flatten()

@@ -51,6 +51,7 @@ def test_a_native_target_decodes_as_the_float32_model_of_its_file(
     assert tokens == generate(dense, [7, 8, 9], max_new_tokens=24).tokens
     assert (native.dtype, native.precision, dense.precision) == ("float32", "native", "float32")
     assert native.describe() == dense.describe() | {"weights": "blocks"}
+    assert native.digest != dense.digest  # or one would predict by the cost profile of the other
     assert described_precision(native.describe()) == "native"
     assert load_draft(native, file).precision == "mixed"  # a draft may be rounded
     with torch.no_grad():
