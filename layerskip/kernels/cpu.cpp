@@ -18,15 +18,16 @@ namespace {
 
 constexpr int PANEL = 2 * LANES;                // two vectors of LANES values
 constexpr int MOST_ROWS = LANES == 16 ? 8 : 6;  // whose sums fit the registers beside the weights
+constexpr int64_t FETCHED_BYTES = 2048;         // between the weights that are read and those that are fetched
 constexpr int64_t CACHED_BYTES = 1 << 17;       // of weights, which stay in the second-level cache while all rows pass
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 // The panels of a weight [outputs, inputs]: values of 16 bits in bfloat16, or codes of 8 or 4 bits in blocks of inputs. The
-// value of a code is code * scale + offset. Panels of 4 bits hold the codes of outputs i and i + LANES in one byte.
+// value of a code is code * scale + offset. Panels of 16 and 4 bits hold outputs i and i + LANES side by side: as the halves of
+// a word, which shift and mask widen, and of a byte.
 struct Weight {
   const uint8_t* panels;
   const float* blocks;  // [panels, blocks, scale and offset, PANEL]
@@ -58,13 +59,6 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-inline Floats widen(const uint16_t* at) {
-  Words bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Words) << 16;
-  Floats values;
-  std::memcpy(&values, &bits, sizeof values);
-  return values;
-}
-
 // Compilers turn a conversion of bytes into a dozen instructions.
 inline Ints integers(const uint8_t* at) {
 #if LANES == 16
@@ -78,8 +72,10 @@ inline Ints integers(const uint8_t* at) {
 template <int BITS>
 inline void read(const uint8_t* panel, int64_t input, const float* block, Floats* values) {
   if (BITS == 16) {
-    const uint16_t* const at = reinterpret_cast<const uint16_t*>(panel) + input * PANEL;
-    values[0] = widen(at), values[1] = widen(at + LANES);
+    Words both;
+    std::memcpy(&both, panel + input * PANEL * 2, sizeof both);
+    const Words halves[] = {both << 16, both & 0xffff0000u};
+    std::memcpy(values, halves, sizeof halves);
     return;
   }
   Ints codes[2];
@@ -93,7 +89,8 @@ inline void read(const uint8_t* panel, int64_t input, const float* block, Floats
     values[v] = fused(__builtin_convertvector(codes[v], Floats), load(block + v * LANES), load(block + PANEL + v * LANES));
 }
 
-// Multiplies ROWS rows by PANELS panels; one row takes several panels, so that its additions do not wait for each other.
+// Multiplies ROWS rows by PANELS panels. A row alone takes several panels, so that its additions do not wait for each other. A
+// single panel is fetched ahead, because many rows keep the processor from running ahead to its next loads.
 template <int BITS, int ROWS, int PANELS>
 void block(const Weight& of, const float* rows, float* results, int64_t panel) {
   const int64_t blocks = of.inputs / of.block;
@@ -101,6 +98,7 @@ void block(const Weight& of, const float* rows, float* results, int64_t panel) {
   for (int64_t number = 0; number < blocks; ++number)
     for (int64_t input = number * of.block; input < (number + 1) * of.block; ++input) {
       Floats weights[2 * PANELS];
+      if (PANELS == 1) __builtin_prefetch(of.panels + panel * of.panel_bytes() + input * PANEL * BITS / 8 + FETCHED_BYTES);
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; ++p)
         read<BITS>(of.panels + (panel + p) * of.panel_bytes(), input, of.blocks + ((panel + p) * blocks + number) * 2 * PANEL,
@@ -129,8 +127,9 @@ template <int BITS>
 void multiply_panels(const Weight& of, const float* rows, float* results, int64_t count, int64_t panel, int64_t end) {
   using Blocks = void (*)(const Weight&, const float*, float*, int64_t, int64_t);
   constexpr int ALONE = BITS == 16 ? 4 : 2;  // scales and offsets need registers
-  constexpr Blocks sizes[] = {blocks<BITS, 1, ALONE>, blocks<BITS, 2, ALONE / 2>, blocks<BITS, 3, 1>, blocks<BITS, 4, 1>,
-                              blocks<BITS, 5, 1>,     blocks<BITS, 6, 1>,         blocks<BITS, 7, 1>, blocks<BITS, 8, 1>};
+  constexpr int FEW = LANES == 16 ? 2 : 1;     // of 32 registers
+  constexpr Blocks sizes[] = {blocks<BITS, 1, ALONE>, blocks<BITS, 2, ALONE / 2>, blocks<BITS, 3, FEW>, blocks<BITS, 4, FEW>,
+                              blocks<BITS, 5, FEW>,   blocks<BITS, 6, FEW>,       blocks<BITS, 7, 1>,   blocks<BITS, 8, 1>};
   while (count > 0) {
     int64_t now = count > MOST_ROWS && count < 2 * MOST_ROWS ? (count + 1) / 2 : std::min<int64_t>(count, MOST_ROWS);
     sizes[now - 1](of, rows, results, panel, end);
@@ -280,16 +279,37 @@ Seen seen_by(const uint8_t* mask, int64_t length, int32_t* others) {
   return seen;
 }
 
+// Returns the sum of every vector in its place.
+inline Floats sums_of(Floats* vectors) {
+  typedef Ints Places;
+  Places even, odd;
+  for (int i = 0; i < LANES; ++i) even[i] = 2 * i, odd[i] = 2 * i + 1;
+  for (int number = LANES / 2; number > 0; number /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < number; ++i) {
+      const Floats first = vectors[2 * i], second = vectors[2 * i + 1];
+      vectors[i] = __builtin_shuffle(first, second, even) + __builtin_shuffle(first, second, odd);
+    }
+  return vectors[0];
+}
+
+// Products of QUERIES queries [QUERIES, width] and LANES keys, times a factor.
 template <int QUERIES>
-inline void score(const float* queries, const float* key, int64_t width, float* results) {
-  Floats sums[QUERIES] = {};
-  float rest[QUERIES] = {};
-  int64_t i = 0;
-  for (; i + LANES <= width; i += LANES)
-    for (int q = 0; q < QUERIES; ++q) sums[q] = fused(load(queries + q * width + i), load(key + i), sums[q]);
-  for (; i < width; ++i)
-    for (int q = 0; q < QUERIES; ++q) rest[q] = std::fma(queries[q * width + i], key[i], rest[q]);
-  for (int q = 0; q < QUERIES; ++q) results[q] = sum_of(sums[q]) + rest[q];
+inline void score(const float* queries, const float* const* keys, int64_t width, float factor, float* results, int64_t stride) {
+  Floats sums[QUERIES][LANES];
+  for (int k = 0; k < LANES; ++k) {
+    Floats own[QUERIES] = {};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+      for (int q = 0; q < QUERIES; ++q) own[q] = fused(load(queries + q * width + i), load(keys[k] + i), own[q]);
+    for (; i < width; ++i)
+      for (int q = 0; q < QUERIES; ++q) own[q][0] = std::fma(queries[q * width + i], keys[k][i], own[q][0]);
+    for (int q = 0; q < QUERIES; ++q) sums[q][k] = own[q];
+  }
+  for (int q = 0; q < QUERIES; ++q) {
+    const Floats scores = sums_of(sums[q]) * factor;
+    std::memcpy(results + q * stride, &scores, sizeof scores);
+  }
 }
 
 // Sums VECTORS vectors of the values from `i` on, weighted for each query, to its result. The first `shared` positions are the
@@ -324,29 +344,35 @@ void attend(const float* queries, const float* keys, const float* values, const 
             float* scores, int64_t stride, float* const* results) {
   int64_t shared = seen[0]->run;
   for (int q = 1; q < QUERIES; ++q) shared = std::min(shared, seen[q]->run);
-  float together[QUERIES], total[QUERIES];
-  for (int64_t at = 0; at < shared; ++at) {
-    score<QUERIES>(queries, keys + (seen[0]->begin + at) * width, width, together);
-    for (int q = 0; q < QUERIES; ++q) scores[q * stride + at] = together[q] * scale;
+  const float* at_keys[LANES];
+  const int64_t grouped = shared / LANES * LANES;
+  for (int64_t at = 0; at < grouped; at += LANES) {
+    for (int k = 0; k < LANES; ++k) at_keys[k] = keys + (seen[0]->begin + at + k) * width;
+    score<QUERIES>(queries, at_keys, width, scale, scores + at, stride);
   }
+  float total[QUERIES];
   for (int q = 0; q < QUERIES; ++q) {
     float* const weights = scores + q * stride;
-    const int64_t count = seen[q]->count;
-    for (int64_t at = shared; at < count; ++at) {
-      score<1>(queries + q * width, keys + seen[q]->at(at) * width, width, together);
-      weights[at] = together[0] * scale;
+    const int64_t count = seen[q]->count, filled = (count + LANES - 1) / LANES * LANES;
+    for (int64_t at = grouped; at < count; at += LANES) {
+      for (int k = 0; k < LANES; ++k) at_keys[k] = keys + seen[q]->at(std::min(at + k, count - 1)) * width;
+      score<1>(queries + q * width, at_keys, width, scale, weights + at, stride);
     }
-    float most = -std::numeric_limits<float>::infinity(), spoiled = 0;
+    std::fill(weights + count, weights + filled, -std::numeric_limits<float>::max());
+    Floats most = load(weights), spoiled = {}, sums = {};
     // A score that is not finite makes the result NaN; the exponential would hide it.
-    for (int64_t at = 0; at < count; ++at) most = std::max(most, weights[at]), spoiled += weights[at] * 0;
-    for (int64_t at = 0; at < count; ++at) weights[at] = exponential(weights[at] - most);
-    const int64_t filled = (count + LANES - 1) / LANES * LANES;
+    for (int64_t at = 0; at < filled; at += LANES) {
+      const Floats found = load(weights + at);
+      most = found > most ? found : most, spoiled += found * 0;
+    }
+    float largest = most[0];
+    for (int i = 1; i < LANES; ++i) largest = std::max(largest, most[i]);
+    for (int64_t at = 0; at < count; ++at) weights[at] = exponential(weights[at] - largest);
     std::fill(weights + count, weights + filled, 0.0f);
-    Floats sums = {};
     for (int64_t at = 0; at < filled; at += LANES) sums += load(weights + at);
-    total[q] = sum_of(sums) + spoiled;
+    total[q] = sum_of(sums) + sum_of(spoiled);
   }
-  constexpr int VECTORS = 8 / QUERIES;  // side by side, as many as there are registers for their sums
+  constexpr int VECTORS = LANES == 16 ? 4 : 8 / QUERIES;  // side by side, as many as there are registers for their sums
   int64_t i = 0;
   for (; i + VECTORS * LANES <= width; i += VECTORS * LANES)
     weigh<QUERIES, VECTORS>(scores, stride, values, seen, shared, width, total, results, i);

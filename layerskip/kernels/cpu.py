@@ -90,7 +90,8 @@ class HalfWeight(FewRowsWeight):
 
     def __init__(self, weight: Tensor) -> None:
         panels = _panels(weight.detach().to(torch.bfloat16))
-        super().__init__(weight, panels.transpose(1, 2).contiguous(), 16)
+        halves = panels.view(panels.shape[0], 2, -1, panels.shape[2]).permute(0, 3, 2, 1)  # [panels, in, outputs, halves]
+        super().__init__(weight, halves.contiguous(), 16)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:

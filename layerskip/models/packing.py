@@ -46,10 +46,15 @@ def uses_packing(model: nn.Module) -> bool:
     """
     if model in _settings:
         return _settings[model] and any(_packable_layers(model))
-    needed = sum(layer.weight.nbytes for layer in _packable_layers(model))
-    if needed:  # with none packable now, some may be on another device
-        _settings[model] = needed <= _SHARE * total_bytes()
+    if any(_packable_layers(model)):  # with none packable now, some may be on another device
+        _settings[model] = fits_packed(model)
     return _settings.get(model, False)
+
+
+def fits_packed(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
+    """Return whether a model has weights to pack that take at most a quarter of the memory, in a dtype or in its own."""
+    sizes: list[int] = [layer.weight.numel() * (dtype or layer.weight.dtype).itemsize for layer in _packable_layers(model)]
+    return 0 < sum(sizes) <= _SHARE * total_bytes()
 
 
 def pack_like(model: nn.Module, tree: Tree) -> Tree:

@@ -9,6 +9,7 @@ do. Two configurations are therefore compared on the prompts that both decoded.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -115,11 +116,13 @@ class Leaderboard:
     def to_beat(self, prompts: Collection[str]) -> float:
         """Return the speedup to beat: the leader's, or 1.0 if plain decoding is faster.
 
-        The leader's speedup is that on ``prompts``, if it decoded any of them, or else that on all its own.
+        The leader's speedup is that on ``prompts``, if it decoded any of them, or else that on all its own. At most twice
+        the lower end of its interval counts, because other programs may have disturbed its measurement.
         """
         if (leader := self.leader) is None:
             return 1.0
-        return max(1.0, leader.speedup_on(leader.seconds.keys() & prompts or leader.seconds))
+        low = leader.latest.user_attrs["measurement"]["speedup_low"] if leader.latest is not None else math.inf
+        return max(1.0, min(2 * low, leader.speedup_on(leader.seconds.keys() & prompts or leader.seconds)))
 
     def update(self, trials: Sequence[FrozenTrial]) -> None:
         """Pool the trials that have finished since the last update, from all finished trials, by number."""

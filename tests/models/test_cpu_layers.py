@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from layerskip import TargetError, load_target
 from layerskip.decoding.tree import TreeModel
 from layerskip.kernels.cpu import has_kernels
-from layerskip.models import packing
+from layerskip.models import loading, packing
 from layerskip.models.cache import KVCache
 from layerskip.models.cpu_layers import _Attention, _DecoderLayer, _Form, _GatedMLP, _Norm
 from layerskip.models.forward import forward
@@ -165,6 +165,24 @@ def test_mixed_targets_are_float32_models_with_weights_of_bfloat16(tiny_folder: 
     assert load_draft(mixed, str(tiny_folder)).precision == "mixed"
     with pytest.raises(TargetError, match="^target.dtype: mixed"):
         load_target(str(tiny_folder), dtype="mixed", quantization="torchao-int8")
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="bfloat16 is packed with AVX-512 only")
+@pytest.mark.parametrize(
+    ("flags", "memory", "precision"),
+    [
+        ({"avx512_bf16"}, 2**40, "mixed"),
+        ({"avx512_bf16", "amx_bf16"}, 2**40, "bfloat16"),
+        ({"avx512_bf16"}, 2**10, "bfloat16"),
+    ],
+)
+def test_auto_is_mixed_without_matrix_units_and_with_enough_memory(
+    flags: set[str], memory: int, precision: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_processor_flags", lambda: flags)
+    monkeypatch.setattr(packing, "total_bytes", lambda: memory)
+    assert load_target(str(tiny_folder), device="cpu").precision == precision
+    assert load_target(str(tiny_folder), device="cpu", pack_weights=False).precision == "bfloat16"
 
 
 def test_a_changed_weight_changes_the_next_step() -> None:

@@ -24,16 +24,20 @@ AWFUL = SpeculativeConfig("layer_skip", 4, mask="attention:0-7")
 
 
 def _trial(
-    config: SpeculativeConfig, value: float, predicted: float | None, prompts: Sequence[str] = ("x",)
+    config: SpeculativeConfig,
+    value: float,
+    predicted: float | None,
+    prompts: Sequence[str] = ("x",),
+    low: float | None = None,
 ) -> optuna.trial.FrozenTrial:
-    """Return a trial; predictions are of the prompt x."""
+    """Return a trial, whose interval begins at ``low`` or at its value; predictions are of the prompt x."""
     table = {
         "prompt_id": list(prompts),
         "tokens_per_second": [10.0 * value, 500.0][: len(prompts)],
         "decode_seconds": [1.0] * len(prompts),
         "baseline_tokens_per_second": [10.0] * len(prompts),
     }
-    measurement = {"losslessness": {"verdict": "exact"}}
+    measurement = {"losslessness": {"verdict": "exact"}, "speedup_low": value if low is None else low}
     attributes = {"config": config.to_dict(), "table": table, "measurement": measurement, PREDICTED: predicted}
     return create_trial(value=value, user_attrs=attributes)
 
@@ -68,6 +72,11 @@ def test_a_suggestion_is_compared_with_the_leader_on_the_predicted_prompts() -> 
     bound = _estimate(BEST.config, _trial(lookup(4), 1.05, None, ("x", "y")))  # far ahead on another prompt
     assert not bound.cannot_win
     assert bound.to_beat == pytest.approx(1.05)
+
+
+def test_a_disturbed_leader_rules_nothing_out_that_beats_twice_its_lowest_speedup() -> None:
+    assert _estimate(BEST.config, _trial(lookup(4), 5.5, None, low=0.5)).to_beat == 1.0
+    assert _estimate(BEST.config, _trial(lookup(4), 5.5, None, low=1.3)).to_beat == pytest.approx(2.6)
 
 
 def test_a_lossy_rule_is_bounded_by_costs_alone() -> None:
