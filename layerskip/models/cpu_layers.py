@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -294,33 +296,41 @@ class _Attention(_Form):
 
 
 class _Parts:
-    """The modules, parameters and packed weights within a module, to notice a change."""
+    """The modules, parameters and packed weights within a module, to notice a change.
+
+    Every pass asks for every layer, so the loops run inside built-in functions.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self._children = [(each._modules, dict(each._modules)) for each in modules if each._modules]
         self._hooks = [hooks for each in modules[1:] for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._fields = [vars(each) for each in modules[1:]]
-        self._copies = [(packed, packed.copy) for each in modules if (packed := packed_weight(each)) is not None]
-        self._parameters = [
-            (each._parameters, name, parameter, parameter._version, parameter.data_ptr())
-            for each in modules
-            for name, parameter in each._parameters.items()
-            if parameter is not None
-        ]
+        self._children = [each._modules for each in modules if each._modules]
+        self._children_before = list(map(dict, self._children))
+        self._packed = [packed for each in modules if (packed := packed_weight(each)) is not None]
+        self._copies = [packed.copy for packed in self._packed]
+        owned = [(each._parameters, *item) for each in modules for item in each._parameters.items() if item[1] is not None]
+        self._owners, self._names = [owner for owner, _, _ in owned], [name for _, name, _ in owned]
+        self._parameters: list[Any] = [part for _, _, part in owned]
+        self._values = self._state()
+
+    def _state(self) -> tuple[list[int], list[int]]:
+        """Return what changes with the values of the parameters."""
+        return list(map(_version, self._parameters)), list(map(_address, self._parameters))
 
     def is_unchanged(self) -> bool:
         """Return whether all parts are the same and have the same values, no hooks and no other ``forward``."""
         return (
             not any(self._hooks)
-            and not any("forward" in fields for fields in self._fields)
-            and all(packed.copy is copy for packed, copy in self._copies)
-            and all(now == before for now, before in self._children)
-            and all(
-                now.get(name) is parameter and parameter._version == version and parameter.data_ptr() == place
-                for now, name, parameter, version, place in self._parameters
-            )
+            and not any(map(dict.__contains__, self._fields, itertools.repeat("forward")))
+            and all(map(operator.is_, map(_copy, self._packed), self._copies))
+            and self._children == self._children_before
+            and all(map(operator.is_, map(dict.get, self._owners, self._names), self._parameters))
+            and self._state() == self._values
         )
+
+
+_version, _copy, _address = operator.attrgetter("_version"), operator.attrgetter("copy"), Tensor.data_ptr
 
 
 class _PackedLayer:
