@@ -397,9 +397,10 @@ struct Layer {
   int32_t activation;
 };
 
-// Adds what a sub-layer computes to the hidden states, in the share of a thread, after a norm if there is one. `own` is memory
-// of the thread.
-void add_share(float* hidden, const float* outputs, const float* norm, float epsilon, int64_t count, int64_t inputs, float* own) {
+// Adds what a sub-layer computes to the hidden states before it, in the share of a thread, after a norm if there is one. `own` is
+// memory of the thread.
+void add_share(const float* before, const float* outputs, float* after, const float* norm, float epsilon, int64_t count,
+               int64_t inputs, float* own) {
   if (norm) {
 #pragma omp barrier
     for (int64_t row = 0; row < count; ++row)
@@ -409,7 +410,7 @@ void add_share(float* hidden, const float* outputs, const float* norm, float eps
   const Share panels(panels_of(inputs));
   const int64_t begin = panels.begin * PANEL, end = std::min(inputs, panels.end * PANEL);
   for (int64_t row = 0; row < count; ++row)
-    for (int64_t i = row * inputs + begin; i < row * inputs + end; ++i) hidden[i] += outputs[i];
+    for (int64_t i = row * inputs + begin; i < row * inputs + end; ++i) after[i] = before[i] + outputs[i];
 #pragma omp barrier
 }
 
@@ -462,15 +463,15 @@ void project(const float* rows, const Weight* const* weights, const float* const
   }
 }
 
-// A whole decoder layer, which changes hidden [count, inputs]. Keys and values [heads, capacity, width] have `start` positions
-// and take the new ones. visible [count, visible_stride] says which positions a row sees; null if there is one row, which
-// sees all.
-void decode(const Layer* layer, float* hidden, const float* cosine, const float* sine, float* keys, float* values,
-            const uint8_t* visible, int64_t count, int64_t rotated, int64_t start, int64_t capacity, int64_t visible_stride,
-            int threads) {
-  const Weight* const* const weights = layer->weights;
-  const int64_t inputs = weights[0]->inputs, inner = weights[4]->outputs, width = layer->width, length = start + count;
-  const int64_t all = weights[0]->outputs, groups = weights[1]->outputs / width, members = all / width / groups;
+// Decoder layers of one shape, one after the other: hidden [count, inputs] to outputs [layers, count, inputs]. Keys and values of
+// each, [heads, capacity, width], have `start` positions and take the new ones. visible [count, visible_stride] says which
+// positions a row sees; null if there is one row, which sees all.
+void decode(const Layer* const* layers, int64_t number, const float* hidden, float* outputs, const float* cosine,
+            const float* sine, float* const* keys, float* const* values, const uint8_t* visible, int64_t count,
+            int64_t rotated, int64_t start, int64_t capacity, int64_t visible_stride, int threads) {
+  const Weight* const* const shapes = layers[0]->weights;
+  const int64_t inputs = shapes[0]->inputs, inner = shapes[4]->outputs, width = layers[0]->width, length = start + count;
+  const int64_t all = shapes[0]->outputs, groups = shapes[1]->outputs / width, members = all / width / groups;
   const int64_t stride = (length + LANES - 1) / LANES * LANES, private_size = count * inputs + 4 * stride;
   static thread_local std::vector<float> memory;
   static thread_local std::vector<int32_t> positions;
@@ -483,67 +484,72 @@ void decode(const Layer* layer, float* hidden, const float* cosine, const float*
   float* const queries = memory.data();  // [heads, count, width]
   float* const products = queries + count * all;
   float* const attended = products + count * (all + 2 * groups * width);  // [count, all]
-  float* const outputs = attended + count * all;
-  float* const gates = outputs + count * inputs;
+  float* const added = attended + count * all;                            // [count, inputs], by a sub-layer
+  float* const gates = added + count * inputs;
   float* const factors = gates + count * inner;
   float* const owned = factors + count * inner;
-  const Heads heads{weights, layer->biases, layer->norms, cosine, sine, products,
-                    {queries, keys + start * width, values + start * width},
-                    {count, capacity, capacity}, count, width, rotated, layer->epsilons};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     float* const own = owned + omp_get_thread_num() * private_size;
     float* const scores = own + count * inputs;
-    const auto normalise = [&](int norm) {
-      for (int64_t row = 0; row < count; ++row)
-        normalise_row(hidden + row * inputs, layer->norms[norm], own + row * inputs, inputs, layer->epsilons[norm]);
-    };
-    normalise(3);
-    heads.multiply(own);
-    const Share read(visible ? count : 0);
+    const Share panels(panels_of(inputs)), inners(panels_of(inner)), read(visible ? count : 0);
     for (int64_t row = read.begin; row < read.end; ++row)
       seen[row] = seen_by(visible + row * visible_stride, length, others + row * length);
+    for (int64_t place = 0; place < number; ++place) {
+      const Layer& layer = *layers[place];
+      const Weight* const* const weights = layer.weights;
+      const float* const before = place ? outputs + (place - 1) * count * inputs : hidden;
+      float* const after = outputs + place * count * inputs;
+      const Heads heads{weights, layer.biases, layer.norms, cosine, sine, products,
+                        {queries, keys[place] + start * width, values[place] + start * width},
+                        {count, capacity, capacity}, count, width, rotated, layer.epsilons};
+      const auto normalise = [&](const float* rows, int norm) {
+        for (int64_t row = 0; row < count; ++row)
+          normalise_row(rows + row * inputs, layer.norms[norm], own + row * inputs, inputs, layer.epsilons[norm]);
+      };
+      normalise(before, 3);
+      heads.multiply(own);
 #pragma omp barrier
-    heads.place();
+      heads.place();
 #pragma omp barrier
-    // The queries of a key's head, row by row. Four share the reading of a key, if that leaves work for every thread.
-    const int64_t wanted = members * count, size = groups * wanted >= 16 * threads ? 4 : 1, parts = (wanted + size - 1) / size;
-    const Share share(groups * parts);
-    for (int64_t item = share.begin; item < share.end; ++item) {
-      const int64_t group = item / parts, first = item % parts * size, number = std::min(size, wanted - first);
-      const float* const from = queries + (group * wanted + first) * width;
-      const float* const of_keys = keys + group * capacity * width;
-      const float* const of_values = values + group * capacity * width;
-      const Seen* see[4];
-      float* results[4];
-      bool together = number == 4;
-      for (int64_t i = 0; i < number; ++i) {
-        const int64_t row = (first + i) % count;
-        see[i] = seen + row, together = together && see[i]->begin == see[0]->begin;
-        results[i] = attended + row * all + (group * members + (first + i) / count) * width;
+      // The queries of a key's head, row by row. Four share the reading of a key, if that leaves work for every thread.
+      const int64_t wanted = members * count, size = groups * wanted >= 16 * threads ? 4 : 1;
+      const int64_t parts = (wanted + size - 1) / size;
+      const Share share(groups * parts);
+      for (int64_t item = share.begin; item < share.end; ++item) {
+        const int64_t group = item / parts, first = item % parts * size, together = std::min(size, wanted - first);
+        const float* const from = queries + (group * wanted + first) * width;
+        const float* const of_keys = keys[place] + group * capacity * width;
+        const float* const of_values = values[place] + group * capacity * width;
+        const Seen* see[4];
+        float* results[4];
+        bool alike = together == 4;
+        for (int64_t i = 0; i < together; ++i) {
+          const int64_t row = (first + i) % count;
+          see[i] = seen + row, alike = alike && see[i]->begin == see[0]->begin;
+          results[i] = attended + row * all + (group * members + (first + i) / count) * width;
+        }
+        if (alike)
+          attend<4>(from, of_keys, of_values, see, width, layer.scale, scores, stride, results);
+        else
+          for (int64_t i = 0; i < together; ++i)
+            attend<1>(from + i * width, of_keys, of_values, see + i, width, layer.scale, scores, stride, results + i);
       }
-      if (together)
-        attend<4>(from, of_keys, of_values, see, width, layer->scale, scores, stride, results);
-      else
-        for (int64_t i = 0; i < number; ++i)
-          attend<1>(from + i * width, of_keys, of_values, see + i, width, layer->scale, scores, stride, results + i);
+#pragma omp barrier
+      multiply_share(*weights[3], attended, added, count, panels);
+      if (layer.biases[3])
+        for (int64_t row = 0; row < count; ++row)
+          for (int64_t i = panels.begin * PANEL; i < std::min(inputs, panels.end * PANEL); ++i)
+            added[row * inputs + i] += layer.biases[3][i];
+      add_share(before, added, after, layer.norms[4], layer.epsilons[4], count, inputs, own);
+      normalise(after, 5);
+      multiply_share(*weights[4], own, gates, count, inners);
+      multiply_share(*weights[5], own, factors, count, inners);
+      activate(gates, factors, count, inner, inners, layer.activation);
+#pragma omp barrier
+      multiply_share(*weights[6], gates, added, count, panels);
+      add_share(after, added, after, layer.norms[6], layer.epsilons[6], count, inputs, own);
     }
-#pragma omp barrier
-    const Share panels(panels_of(inputs));
-    multiply_share(*weights[3], attended, outputs, count, panels);
-    if (layer->biases[3])
-      for (int64_t row = 0; row < count; ++row)
-        for (int64_t i = panels.begin * PANEL; i < std::min(inputs, panels.end * PANEL); ++i)
-          outputs[row * inputs + i] += layer->biases[3][i];
-    add_share(hidden, outputs, layer->norms[4], layer->epsilons[4], count, inputs, own);
-    normalise(5);
-    const Share inners(panels_of(inner));
-    multiply_share(*weights[4], own, gates, count, inners);
-    multiply_share(*weights[5], own, factors, count, inners);
-    activate(gates, factors, count, inner, inners, layer->activation);
-#pragma omp barrier
-    multiply_share(*weights[6], gates, outputs, count, panels);
-    add_share(hidden, outputs, layer->norms[6], layer->epsilons[6], count, inputs, own);
   }
 }
 

@@ -223,7 +223,7 @@ class _Layer(ctypes.Structure):
 
 
 class DecoderLayer:
-    """A decoder layer whose pass over a few rows is one call.
+    """A decoder layer that is laid out for :func:`decode`.
 
     Args:
         weights: of queries, keys, values, attention's output, gate, up and down.
@@ -233,6 +233,10 @@ class DecoderLayer:
         scale: of the scores of attention.
         width: that of a head.
         activation: its index in :data:`ACTIVATIONS`.
+
+    Attributes:
+        address: the address of its layout, for ``cpu.cpp``.
+        shape: layers of one shape may follow each other in a call.
     """
 
     def __init__(
@@ -256,43 +260,50 @@ class DecoderLayer:
             width,
             activation,
         )
-        self._address, self._decode = ctypes.addressof(self._layout), _library().decode
+        self.address = ctypes.addressof(self._layout)
+        self.shape = width, *(weight.outputs for weight in weights)
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        positions: tuple[Tensor, Tensor],
-        buffers: tuple[Tensor, Tensor],
-        start: int,
-        seen: Tensor | None,
-    ) -> Tensor:
-        """Return the hidden states after the layer, and write keys and values.
 
-        Args:
-            hidden: ``[1, n, H]`` float32.
-            positions: cosine and sine, ``[1, n, rotated]`` float32.
-            buffers: keys and values ``[1, key heads, capacity, width]`` float32, which take the new ones from ``start`` on.
-            start: the number of positions before.
-            seen: ``[1, 1, n, start + n]`` bool, the positions that each row sees; None if a single row sees all.
-        """
-        output = hidden.clone(memory_format=torch.contiguous_format)
-        cosine, sine = (part.contiguous() for part in positions)
-        self._decode(
-            self._address,
-            output.data_ptr(),
-            cosine.data_ptr(),
-            sine.data_ptr(),
-            buffers[0].data_ptr(),
-            buffers[1].data_ptr(),
-            None if seen is None else seen.data_ptr(),
-            output.shape[1],
-            cosine.shape[2],
-            start,
-            buffers[0].shape[2],
-            0 if seen is None else seen.stride(2),
-            torch.get_num_threads(),
-        )
-        return output
+def decode(
+    layers: Sequence[DecoderLayer],
+    hidden: Tensor,
+    positions: tuple[Tensor, Tensor],
+    buffers: Sequence[tuple[Tensor, Tensor]],
+    start: int,
+    seen: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return the hidden states ``[1, n, H]`` after each of some layers of one shape, and write keys and values.
+
+    Args:
+        layers: one after the other.
+        hidden: ``[1, n, H]`` float32, before the first.
+        positions: cosine and sine, ``[1, n, rotated]`` float32.
+        buffers: keys and values of each layer, ``[1, key heads, capacity, width]`` float32, which take the new ones from
+            ``start`` on.
+        start: the number of positions before.
+        seen: ``[1, 1, n, start + n]`` bool, the positions that each row sees; None if a single row sees all.
+    """
+    rows, (cosine, sine) = hidden.contiguous(), (part.contiguous() for part in positions)
+    outputs = rows.new_empty((len(layers), *rows.shape))
+    keys, values = zip(*buffers, strict=True)
+    _library().decode(
+        (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers)),
+        len(layers),
+        rows.data_ptr(),
+        outputs.data_ptr(),
+        cosine.data_ptr(),
+        sine.data_ptr(),
+        _pointers(keys),
+        _pointers(values),
+        None if seen is None else seen.data_ptr(),
+        rows.shape[1],
+        cosine.shape[2],
+        start,
+        keys[0].shape[2],
+        0 if seen is None else seen.stride(2),
+        torch.get_num_threads(),
+    )
+    return outputs.unbind()
 
 
 _POINTERS = ctypes.c_void_p * 3
@@ -362,7 +373,7 @@ def _library() -> Any:
         "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
         "gated_mlp": [pointer] * 6 + [size] + [number] * 2,
         "project": [pointer] * 8 + [size] * 3 + [ctypes.c_float, number],
-        "decode": [pointer] * 7 + [size] * 5 + [number],
+        "decode": [pointer, size] + [pointer] * 7 + [size] * 5 + [number],
     }.items():
         getattr(library, name).argtypes, getattr(library, name).restype = arguments, None
     return library

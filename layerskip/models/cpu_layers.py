@@ -1,4 +1,4 @@
-"""Decoder layers on a CPU, each in one call for the few rows of a decoding step.
+"""Decoder layers on a CPU, all in one call for the few rows of a decoding step.
 
 A step of a small model is hundreds of small operators: a norm is six, rotary positions are twelve. Here layers of the usual
 form, and norms, attention and MLPs of other layers, run through :mod:`layerskip.kernels.cpu`. No model code is copied and
@@ -13,20 +13,22 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from layerskip.device.trial import nearly_equal
-from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, FewRowsWeight, gated_mlp, normalise, project
+from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, FewRowsWeight, decode, gated_mlp, normalise, project
 from layerskip.models.attention import NAME, attend
 from layerskip.models.cache import KVCache
 from layerskip.models.packing import few_rows_weight, packed_weight
 
 Tree = TypeVar("Tree", bound=nn.Module)
 _UNKNOWN = -1
+_SHOWN = 4  # times that a layer shows its result to layers that may follow
 
 
 def fuse_layers(tree: Tree) -> Tree:
@@ -37,6 +39,11 @@ def fuse_layers(tree: Tree) -> Tree:
         form: Any = next((form for form in (_Norm, _GatedMLP, _Attention, _DecoderLayer) if form.matches(kind)), None)
         if form is not None and "forward" not in module.__dict__:  # a replaced forward may do more
             module.__class__ = _fused(form, kind)
+    for modules in tree.modules() if packed is not None else ():
+        stack = _Stack()
+        for layer in modules.children():
+            if isinstance(layer, _DecoderLayer):
+                layer.state.stack = stack
     return tree
 
 
@@ -333,24 +340,93 @@ class _Parts:
 _version, _copy, _address = operator.attrgetter("_version"), operator.attrgetter("copy"), Tensor.data_ptr
 
 
-class _PackedLayer:
-    """A packed layer and the parts that it was made of; a copied module packs its own."""
+@dataclass(frozen=True)
+class _Inputs:
+    """What a layer is called with; the cache is only named, so that it is not kept."""
+
+    hidden: Any
+    mask: Any
+    positions: Any
+    cache: int
+
+    @classmethod
+    def of(cls, hidden: Any, arguments: Mapping[str, Any]) -> _Inputs:
+        cache = id(arguments.get("past_key_values"))
+        return cls(hidden, arguments.get("attention_mask"), arguments.get("position_embeddings"), cache)
+
+    def are(self, other: _Inputs) -> bool:
+        same = self.hidden is other.hidden and self.mask is other.mask and self.positions is other.positions
+        return same and self.cache == other.cache
+
+
+class _Stack:
+    """The layers of a model; ``last`` is a result that the next layer may have as its input, and a copy of its values."""
+
+    last: tuple[_LayerState, _Inputs, Tensor] | None = None
+
+
+class _LayerState:
+    """A packed layer and the parts that it was made of, and its place among the layers; a copied module has a new one.
+
+    Attributes:
+        next: the layer that had the result of this one as its input.
+        follows: whether this layer's input is the result of another; None before a pass has shown it.
+        ahead: the inputs that this layer will have, and its result, which the call of an earlier layer has computed.
+        shown: how often the result was shown to the other layers.
+    """
 
     parts: _Parts | None = None
     layer: DecoderLayer | None = None
+    next: _DecoderLayer | None = None
+    follows: bool | None = None
+    ahead: tuple[_Inputs, Tensor] | None = None
+    shown = 0
 
-    def __deepcopy__(self, memo: Any) -> _PackedLayer:
-        return _PackedLayer()
+    def __init__(self) -> None:
+        self.stack = _Stack()
+
+    def __deepcopy__(self, memo: Any) -> _LayerState:
+        return _LayerState()
 
     def __reduce__(self) -> Any:
-        return _PackedLayer, ()
+        return _LayerState, ()
 
 
 class _DecoderLayer(_Form):
-    """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none."""
+    """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none.
+
+    Layers whose input is the result of another are computed by the call of the first. Each of them returns its result if its
+    inputs are those of this call, and is computed again otherwise.
+    """
 
     needed = frozenset(("input_layernorm", "mlp", "post_attention_layernorm", "self_attn"))
     names = needed | frozenset(("post_feedforward_layernorm", "pre_feedforward_layernorm"))
+
+    @property
+    def state(self) -> _LayerState:
+        state: _LayerState | None = self.__dict__.get("_state")
+        if state is None:
+            state = self.__dict__["_state"] = _LayerState()
+        return state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state, inputs = self.state, _Inputs.of(args[0] if args else kwargs.get("hidden_states"), kwargs)
+        ahead, state.ahead = state.ahead, None
+        last, state.stack.last = state.stack.last, None
+        if state.follows is None and last is not None and self.is_known:
+            before, expected, values = last
+            state.follows = inputs.are(expected) and torch.equal(inputs.hidden, values)
+            before.next = self if state.follows else before.next
+        if ahead is not None and inputs.are(ahead[0]):
+            output: Any = ahead[1]
+        else:
+            state.follows = None if ahead is not None else state.follows
+            output = super().forward(*args, **kwargs)
+        unknown = state.shown < _SHOWN if state.next is None else state.next.state.follows is None
+        if unknown and self.is_known and isinstance(output, Tensor):
+            state.shown += 1
+            state.stack.last = state, replace(inputs, hidden=output), output.clone()
+        return output
 
     def _prepare(
         self,
@@ -361,34 +437,41 @@ class _DecoderLayer(_Form):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        attention: Any = self.self_attn
-        layer = self._layer() if type(past_key_values) is KVCache and hidden_states.dim() == 3 else None
-        if layer is None or hidden_states.shape[0] != 1 or attention.config._attn_implementation != NAME:
+        if type(past_key_values) is not KVCache or hidden_states.dim() != 3 or hidden_states.shape[0] != 1:
             return None
         count, start = hidden_states.shape[1], past_key_values.length
-        buffers = past_key_values.room(attention.layer_idx, count)
-        if buffers is None or not _are_positions(position_embeddings, count, attention.head_dim):
+        own = self._prepare_own(past_key_values, count)
+        attention: Any = self.self_attn
+        if own is None or hidden_states.shape[2] != attention.q_proj.in_features:
             return None
-        heads = 1, attention.k_proj.out_features // attention.head_dim
-        if hidden_states.shape[2] != attention.q_proj.in_features or not all(
-            each.shape[:2] == heads and each.shape[3] == attention.head_dim and _is_plain(each) for each in buffers
-        ):
+        if not _are_positions(position_embeddings, count, attention.head_dim):
             return None
         alone = attention_mask is None and count == 1
         if not alone and not _is_mask(attention_mask, count, start + count):
             return None
-        return layer, position_embeddings, buffers, start, attention_mask
+        return own, position_embeddings, start, attention_mask, past_key_values
+
+    def _prepare_own(self, cache: KVCache, count: int) -> tuple[DecoderLayer, tuple[Tensor, Tensor]] | None:
+        """Return the packed layer and its keys and values; None where they have no room or another form."""
+        attention: Any = self.self_attn
+        layer = self._layer() if attention.config._attn_implementation == NAME else None
+        buffers = None if layer is None else cache.room(attention.layer_idx, count)
+        if layer is None or buffers is None:
+            return None
+        heads = 1, attention.k_proj.out_features // attention.head_dim
+        usual = all(each.shape[:2] == heads and each.shape[3] == attention.head_dim and _is_plain(each) for each in buffers)
+        return (layer, buffers) if usual else None
 
     def _layer(self) -> DecoderLayer | None:
         """Return the packed layer, as its parameters are now; None if a part has another form or hooks."""
-        packed: _PackedLayer = self.__dict__.setdefault("_packed", _PackedLayer())
-        if packed.parts is None or not packed.parts.is_unchanged():
-            if packed.parts is not None:  # other parts may have another variant
+        state = self.state
+        if state.parts is None or not state.parts.is_unchanged():
+            if state.parts is not None:  # other parts may have another variant
                 for part in self.modules():
                     part.__dict__.pop("_variant", None)
-            packed.layer = self._pack()
-            packed.parts = None if packed.layer is None else _Parts(self)
-        return packed.layer
+            state.layer = self._pack()
+            state.parts = None if state.layer is None else _Parts(self)
+        return state.layer
 
     def _pack(self) -> DecoderLayer | None:
         module: Any = self
@@ -438,18 +521,31 @@ class _DecoderLayer(_Form):
         """Compare what the layer adds to its input, and the keys and values that it writes."""
         if not isinstance(expected, Tensor):
             return False
-        _, _, buffers, start, _ = parts
+        (layer, buffers), positions, start, mask, _ = parts
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         written = [each[:, :, start : start + hidden.shape[1]] for each in buffers]
         before = [each.clone() for each in written]
-        found, wanted = self._compute(variant, parts, *args, **kwargs) - hidden, expected - hidden
+        (output,) = decode([layer], hidden, positions, [buffers], start, mask)
+        found, wanted = output - hidden, expected - hidden
         rounding = 1e-6 * float(hidden.abs().amax()) / max(float(wanted.abs().amax()), 1e-6)
         return nearly_equal(found, wanted, 1e-4 + rounding) and all(map(nearly_equal, written, before))
 
     def _compute(self, variant: int, parts: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layer, *others = parts
-        output: Tensor = layer(hidden_states, *others)
-        return output
+        own, positions, start, mask, cache = parts
+        run, prepared = [self], [own]
+        while (following := run[-1].state.next) is not None and following.state.follows and following.is_known:
+            between = run[-1]._forward_hooks or following._forward_pre_hooks  # which may change values in place
+            next_own = None if between else following._prepare_own(cache, hidden_states.shape[1])
+            if next_own is None or next_own[0].shape != own[0].shape:
+                break
+            run.append(following)
+            prepared.append(next_own)
+        layers, buffers = zip(*prepared, strict=True)
+        outputs = decode(layers, hidden_states, positions, buffers, start, mask)
+        inputs = _Inputs.of(None, kwargs)
+        for following, before, output in zip(run[1:], outputs, outputs[1:], strict=False):
+            following.state.ahead = replace(inputs, hidden=before), output
+        return outputs[0]
 
 
 def _is_mask(mask: Tensor | None, count: int, length: int) -> bool:

@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from layerskip.kernels import cpu
-from layerskip.kernels.cpu import MOST_ROWS, Blocks, BlockWeight, DecoderLayer, FewRowsWeight, HalfWeight, has_kernels
+from layerskip.kernels.cpu import (
+    MOST_ROWS,
+    Blocks,
+    BlockWeight,
+    DecoderLayer,
+    FewRowsWeight,
+    HalfWeight,
+    decode,
+    has_kernels,
+)
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler and AVX2 or AVX-512")
 
@@ -134,14 +143,19 @@ def test_a_layer_equals_its_formula_and_no_row_depends_on_others(width: int, san
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = layer(hidden, positions, (keys, values), _START, seen[None, None])[0]
+        first = decode([layer], hidden, positions, [(keys, values)], _START, seen[None, None])[0]
+        found = first[0]
         assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
         for written, wanted in zip((keys, values), exact, strict=True):
             assert torch.allclose(written[0].double(), wanted, rtol=1e-4, atol=1e-5)
         for row in range(count):
             one, end = slice(row, row + 1), _START + row + 1
-            alone = hidden[:, one], (positions[0][:, one], positions[1][:, one]), (keys, values), end - 1
-            assert torch.equal(layer(*alone, seen[None, None, one, :end])[0, 0], found[row])
+            alone = hidden[:, one], (positions[0][:, one], positions[1][:, one]), [(keys, values)], end - 1
+            assert torch.equal(decode([layer], *alone, seen[None, None, one, :end])[0][0, 0], found[row])
+        others = torch.randn(2, 1, _GROUPS, _CAPACITY, width)
+        (second,) = decode([layer], first, positions, [tuple(others.clone())], _START, seen[None, None])
+        together = decode([layer] * 2, hidden, positions, [(keys, values), tuple(others)], _START, seen[None, None])
+        assert torch.equal(together[0], first) and torch.equal(together[1], second)
     finally:
         torch.set_num_threads(before)
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from layerskip import TargetError, load_target
+from layerskip import SkipMask, TargetError, load_target
 from layerskip.decoding.tree import TreeModel
 from layerskip.kernels.cpu import has_kernels
-from layerskip.models import loading, packing
+from layerskip.models import cpu_layers, loading, packing
 from layerskip.models.cache import KVCache
 from layerskip.models.cpu_layers import _Attention, _DecoderLayer, _Form, _GatedMLP, _Norm
 from layerskip.models.forward import forward
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import set_packing
-from layerskip.models.skip_view import decoding_view, shared_copy
+from layerskip.models.skip_view import decoding_view, shared_copy, skip_view
 from tests.accelerator import DEVICE
 from tests.families import build
 from tests.models.passes import tokens_of
@@ -115,6 +115,57 @@ def test_no_row_depends_on_the_others_bit_by_bit(family: str, threads: int) -> N
                     alone.length += 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of layers of each call."""
+    numbers: list[int] = []
+    decode = cpu_layers.decode
+    monkeypatch.setattr(cpu_layers, "decode", lambda layers, *rest: numbers.append(len(layers)) or decode(layers, *rest))
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("family", "mask", "expected"),
+    [
+        ("llama", "", [4]),
+        ("llama", "layers:1", [3]),
+        ("llama", "mlp:1", [1, 2]),
+        ("gemma3_text", "", [1, 1, 1, 1]),  # masks and positions alternate
+    ],
+)
+def test_layers_with_the_same_inputs_share_a_call(family: str, mask: str, expected: list[int], calls: list[int]) -> None:
+    model = in_bfloat16(family)
+    view = skip_view(model, SkipMask.parse(mask, 4))
+    before = step(view, 4)
+    calls.clear()
+    assert_alike(step(view), before)
+    assert calls == expected
+
+
+@pytest.mark.parametrize("changes_input", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_hooks_may_change_values_between_layers(changes_input: bool, in_place: bool, calls: list[int]) -> None:
+    """Between layers that shared a call before."""
+    model = in_bfloat16()
+    view = shared_copy(model)
+    step(view, 4)
+    calls.clear()
+
+    def changed(hidden: Tensor) -> Tensor:
+        return hidden.mul_(1.5) if in_place else hidden * 1.5
+
+    for tree in (model, view):
+        layer = tree.model.layers[1]
+        if changes_input:
+            layer.register_forward_pre_hook(lambda _, args: (changed(args[0]), *args[1:]))
+        else:
+            layer.register_forward_hook(lambda _, args, output: changed(output))
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([[7, 8]])).logits[0, -1:]
+    assert_alike(step(view), expected)
+    assert len(calls) > 1
 
 
 def test_values_that_are_not_finite_reach_the_output() -> None:
