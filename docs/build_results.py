@@ -47,12 +47,15 @@ class Record(Row):
         self.file = path.name
 
     def machine(self) -> list[str]:
-        """Device, threads, data type, packing of weights, and versions, as far as they are recorded."""
+        """Device, threads, bandwidth, data type, packing of weights, and versions, as far as they are recorded."""
         where = self.get("environment", Row())
         versions = where.get("versions", self.get("versions", {}))
         packing = {True: "", False: "weights not packed"}.get(where.get("packed_weights"), "packing not recorded")
-        parts = [where.text("{device_name}"), where.text("{threads} threads").replace("1 threads", "1 thread")]
-        parts += [self.text("{target[dtype]}"), packing if "threads" in where else ""]
+        parts = [where.text("{device_name}"), where.text("{instruction_set}")]
+        parts += [where.text("{threads} threads").replace("1 threads", "1 thread")]
+        parts += [self.text("reads {read_gigabytes_per_second:.0f} GB/s")]
+        parts += [self.text("{target[dtype]}"), self.text("weights in {target[weights]}")]
+        parts += [packing if "threads" in where else ""]
         libraries = [name for name in ("torch", "transformers", "numpy") if name in versions]
         parts += [f"{name} {versions[name].partition('+')[0]}" for name in libraries]
         return list(filter(None, parts)) or ["device and versions not recorded"]

@@ -28,12 +28,14 @@ from layerskip.heads.induction import add_induction_heads
 from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout, choose_tokens
 from layerskip.heads.training import fit_linear
+from layerskip.kernels.cpu import has_kernels
 from layerskip.models.compiled_layers import compiled_layers, set_compiling
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import WHEELS, load_draft
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.continuations import Continuation
+from tests.accelerator import DEVICE
 from tests.exhaustive import EXHAUSTIVE, representative
 
 NEW_TOKENS = 64 if EXHAUSTIVE else 16
@@ -53,6 +55,11 @@ def _cascade(*members: dict[str, Any], **costs: Any) -> dict[str, Any]:
     return {"method": "cascade", "members": list(members)} | costs
 
 
+def _few_bits(*configs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns configurations that need kernels for weights of few bits."""
+    return list(configs) if DEVICE == "cpu" and has_kernels() else []
+
+
 _RECYCLING = _drafter("token_recycling", 6, tree_tokens=8, top_k=4)
 _THRESHOLD = {"method": "threshold", "threshold": 0.5}
 _ADAPTIVE = {"method": "adaptive", "threshold": 0.6}
@@ -65,8 +72,11 @@ CONFIGS: list[dict[str, Any]] = representative(
         _drafter("layer_skip", 3, mask="layers:12-20", siblings=2),
         _drafter("eagle", 4, top_k=3, tree_tokens=10, head="eagle"),
         _cascade(_lookup(), _RECYCLING),
+        *_few_bits(_drafter("quantized", 4)),
     ],
     [
+        *_few_bits(_drafter("quantized", 5, weights="int4", stop=_ADAPTIVE)),
+        *_few_bits(_cascade(_lookup(), _drafter("quantized", 3, weights="int4"))),
         _drafter("lookahead", 3, window=4),
         _drafter("token_recycling", 5, tree_tokens=12),
         _drafter("layer_skip", 6, mask="attention:0,7;mlp:7,12;layers:15", stop=_THRESHOLD),

@@ -113,6 +113,11 @@ class Drafter:
         """
         return cls(**config.values)
 
+    @classmethod
+    def unsupported(cls, target: Target) -> str:  # noqa: ARG003
+        """Return why the method cannot draft for a target, whatever its configuration; empty if it can."""
+        return ""
+
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin a prompt.
 

@@ -18,7 +18,6 @@ namespace {
 
 constexpr int PANEL = 2 * LANES;                // two vectors of LANES values
 constexpr int MOST_ROWS = LANES == 16 ? 8 : 6;  // whose sums fit the registers beside the weights
-constexpr int64_t FETCHED_BYTES = 2048;         // between the weights that are read and those that are fetched
 constexpr int64_t CACHED_BYTES = 1 << 17;       // of weights, which stay in the second-level cache while all rows pass
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
@@ -30,8 +29,8 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 // a word, which shift and mask widen, and of a byte.
 struct Weight {
   const uint8_t* panels;
-  const float* blocks;  // [panels, blocks, scale and offset, PANEL]
-  int64_t inputs, outputs, block, bits;
+  const uint8_t* blocks;  // [panels, blocks, scale and offset, PANEL], numbers of 32 or 16 bits
+  int64_t inputs, outputs, block, bits, block_bits;
 
   int64_t panel_bytes() const { return inputs * PANEL * bits / 8; }
 };
@@ -59,6 +58,15 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// Reads numbers of 16 bits in float16.
+inline Floats load_half(const uint8_t* at) {
+#if LANES == 16
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+#else
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#endif
+}
+
 // Compilers turn a conversion of bytes into a dozen instructions.
 inline Ints integers(const uint8_t* at) {
 #if LANES == 16
@@ -68,9 +76,9 @@ inline Ints integers(const uint8_t* at) {
 #endif
 }
 
-// Reads the two vectors of an input; `block` has the scales and offsets of its block.
+// Reads the two vectors of an input; `block` has the scales and offsets of its block, two vectors each.
 template <int BITS>
-inline void read(const uint8_t* panel, int64_t input, const float* block, Floats* values) {
+inline void read(const uint8_t* panel, int64_t input, const Floats* block, Floats* values) {
   if (BITS == 16) {
     Words both;
     std::memcpy(&both, panel + input * PANEL * 2, sizeof both);
@@ -85,24 +93,32 @@ inline void read(const uint8_t* panel, int64_t input, const float* block, Floats
     const Ints both = integers(panel + input * LANES);
     codes[0] = both & 15, codes[1] = both >> 4;
   }
-  for (int v = 0; v < 2; ++v)
-    values[v] = fused(__builtin_convertvector(codes[v], Floats), load(block + v * LANES), load(block + PANEL + v * LANES));
+  for (int v = 0; v < 2; ++v) values[v] = fused(__builtin_convertvector(codes[v], Floats), block[v], block[2 + v]);
 }
 
-// Multiplies ROWS rows by PANELS panels. A row alone takes several panels, so that its additions do not wait for each other. A
-// single panel is fetched ahead, because many rows keep the processor from running ahead to its next loads.
+// Multiplies ROWS rows by PANELS panels. A row alone takes several panels, so that its additions do not wait for each other.
+// Where many rows or the unpacking of codes keep the processor from running ahead to its next loads, panels are fetched ahead.
 template <int BITS, int ROWS, int PANELS>
 void block(const Weight& of, const float* rows, float* results, int64_t panel) {
+  constexpr int64_t FETCHED = BITS == 16 ? 2048 : 1024;  // bytes between the weights that are read and those that are fetched
   const int64_t blocks = of.inputs / of.block;
   Floats sums[ROWS][2 * PANELS] = {};
-  for (int64_t number = 0; number < blocks; ++number)
+  for (int64_t number = 0; number < blocks; ++number) {
+    Floats scales[PANELS][4];
+    if constexpr (BITS < 16)
+      for (int p = 0; p < PANELS; ++p) {
+        const uint8_t* const at = of.blocks + ((panel + p) * blocks + number) * 2 * PANEL * of.block_bits / 8;
+        for (int v = 0; v < 4; ++v)
+          scales[p][v] = of.block_bits == 16 ? load_half(at + v * LANES * 2)
+                                             : load(reinterpret_cast<const float*>(at) + v * LANES);
+      }
     for (int64_t input = number * of.block; input < (number + 1) * of.block; ++input) {
       Floats weights[2 * PANELS];
-      if (PANELS == 1) __builtin_prefetch(of.panels + panel * of.panel_bytes() + input * PANEL * BITS / 8 + FETCHED_BYTES);
+      for (int p = 0; p < PANELS && (PANELS == 1 || BITS < 16); ++p)
+        __builtin_prefetch(of.panels + (panel + p) * of.panel_bytes() + input * PANEL * BITS / 8 + FETCHED);
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; ++p)
-        read<BITS>(of.panels + (panel + p) * of.panel_bytes(), input, of.blocks + ((panel + p) * blocks + number) * 2 * PANEL,
-                   weights + 2 * p);
+        read<BITS>(of.panels + (panel + p) * of.panel_bytes(), input, scales[p], weights + 2 * p);
 #pragma GCC unroll 8
       for (int row = 0; row < ROWS; ++row) {
         const Floats factor = spread(rows[row * of.inputs + input]);
@@ -110,6 +126,7 @@ void block(const Weight& of, const float* rows, float* results, int64_t panel) {
         for (int v = 0; v < 2 * PANELS; ++v) sums[row][v] = fused(weights[v], factor, sums[row][v]);
       }
     }
+  }
   for (int row = 0; row < ROWS; ++row)
     for (int p = 0; p < PANELS; ++p) {
       int64_t first = (panel + p) * PANEL, count = std::min<int64_t>(PANEL, of.outputs - first);

@@ -1,9 +1,9 @@
 """The parts of a pass over a few rows on a CPU, for weights of few bytes with float32 activations and sums.
 
 Decoding costs the bytes of the weights. A float32 weight whose values bfloat16 holds exactly, as those of a bfloat16
-checkpoint, is read at half the bytes. One whose values are codes in blocks of 32 takes 6 bits a value for codes of 4 bits,
-and 10 bits for larger ones. Products then differ from float32's only in the order of the sums. The order is the same for
-any number of rows, so verification computes what plain decoding does. Torch and oneDNN have no such product. ``cpu.cpp``
+checkpoint, is read at half the bytes. One whose values are codes in blocks of 32 takes 5 or 6 bits a value for codes of 4
+bits, and 9 or 10 for larger ones. Products then differ from float32's only in the order of the sums. The order is the same
+for any number of rows, so verification computes what plain decoding does. Torch and oneDNN have no such product. ``cpu.cpp``
 is compiled at first use, within seconds, and kept for later processes.
 """
 
@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import math
 import os
 import platform
 import shlex
@@ -37,10 +38,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh":
 """The activations of :func:`gated_mlp`, by their order."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = {
-    "AVX2": ("-DLANES=8", "-mavx2", "-mfma"),
+    "AVX2": ("-DLANES=8", "-mavx2", "-mfma", "-mf16c"),
     "AVX512": ("-DLANES=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
 }
 _OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
+_QUANTIZED = 64  # inputs that share a scale and an offset
 _LIMIT_SECONDS = 120  # for the compiler
 _log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class _Weight(ctypes.Structure):
     _fields_: ClassVar = [
         ("panels", ctypes.c_void_p),
         ("blocks", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "block", "bits")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "block", "bits", "block_bits")),
     ]
 
 
@@ -68,7 +70,8 @@ class FewRowsWeight:
         self._weight, self._library, self._kept = weight.detach(), _library(), (panels, scales)
         self.outputs, self.inputs = weight.shape
         blocks = None if scales is None else scales.data_ptr()
-        self._layout = _Weight(panels.data_ptr(), blocks, self.inputs, self.outputs, block or self.inputs, bits)
+        block_bits = 0 if scales is None else 8 * scales.itemsize
+        self._layout = _Weight(panels.data_ptr(), blocks, self.inputs, self.outputs, block or self.inputs, bits, block_bits)
         self.address = ctypes.addressof(self._layout)
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -115,6 +118,18 @@ class Blocks:
     scales: Tensor
     offsets: Tensor
 
+    @classmethod
+    def quantize(cls, weight: Tensor, bits: int) -> Blocks:
+        """Return the nearest blocks of 64 inputs, or fewer where 64 do not divide them, with codes of ``bits``."""
+        size = math.gcd(weight.shape[1], _QUANTIZED)
+        groups = weight.detach().float().view(weight.shape[0], -1, size)
+        low, high = groups.aminmax(dim=-1)
+        # Numbers of float16 are read at half the bytes.
+        offsets = low.half().float()
+        scales = ((high - offsets) / (2**bits - 1)).half().float().clamp_min(torch.finfo(torch.float16).smallest_normal)
+        codes = ((groups - offsets.unsqueeze(-1)) / scales.unsqueeze(-1)).round_().clamp_(0, 2**bits - 1)
+        return cls(codes.flatten(1).to(torch.uint8), scales, offsets)
+
     def take(self, rows: Tensor) -> Blocks:
         """Return some rows, which are given by their indices."""
         return Blocks(self.codes[rows], self.scales[rows], self.offsets[rows])
@@ -135,6 +150,8 @@ class BlockWeight(FewRowsWeight):
             low, high = codes.chunk(2, 1)
             codes, bits = low | high << 4, 4
         scales = torch.stack([_panels(part).transpose(1, 2) for part in (blocks.scales, blocks.offsets)], 2).contiguous()
+        if torch.equal((halves := scales.half()).float(), scales):
+            scales = halves
         super().__init__(weight, codes.transpose(1, 2).contiguous(), bits, scales, weight.shape[1] // scales.shape[1])
 
 
@@ -223,7 +240,7 @@ class _Layer(ctypes.Structure):
 
 
 class DecoderLayer:
-    """A decoder layer that is laid out for :func:`decode`.
+    """A decoder layer that is laid out for :class:`DecoderStack`.
 
     Args:
         weights: of queries, keys, values, attention's output, gate, up and down.
@@ -264,46 +281,51 @@ class DecoderLayer:
         self.shape = width, *(weight.outputs for weight in weights)
 
 
-def decode(
-    layers: Sequence[DecoderLayer],
-    hidden: Tensor,
-    positions: tuple[Tensor, Tensor],
-    buffers: Sequence[tuple[Tensor, Tensor]],
-    start: int,
-    seen: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Return the hidden states ``[1, n, H]`` after each of some layers of one shape, and write keys and values.
+class DecoderStack:
+    """Decoder layers of one shape, one after the other, with their keys and values; a pass over a few rows is one call.
 
     Args:
         layers: one after the other.
-        hidden: ``[1, n, H]`` float32, before the first.
-        positions: cosine and sine, ``[1, n, rotated]`` float32.
-        buffers: keys and values of each layer, ``[1, key heads, capacity, width]`` float32, which take the new ones from
-            ``start`` on.
-        start: the number of positions before.
-        seen: ``[1, 1, n, start + n]`` bool, the positions that each row sees; None if a single row sees all.
+        buffers: keys and values of each, ``[1, key heads, capacity, width]`` float32. Their owner keeps them.
     """
-    rows, (cosine, sine) = hidden.contiguous(), (part.contiguous() for part in positions)
-    outputs = rows.new_empty((len(layers), *rows.shape))
-    keys, values = zip(*buffers, strict=True)
-    _library().decode(
-        (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers)),
-        len(layers),
-        rows.data_ptr(),
-        outputs.data_ptr(),
-        cosine.data_ptr(),
-        sine.data_ptr(),
-        _pointers(keys),
-        _pointers(values),
-        None if seen is None else seen.data_ptr(),
-        rows.shape[1],
-        cosine.shape[2],
-        start,
-        keys[0].shape[2],
-        0 if seen is None else seen.stride(2),
-        torch.get_num_threads(),
-    )
-    return outputs.unbind()
+
+    def __init__(self, layers: Sequence[DecoderLayer], buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.layers, (keys, values) = tuple(layers), zip(*buffers, strict=True)
+        self._capacity = keys[0].shape[2]
+        self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
+        self._keys, self._values, self._decode = _pointers(keys), _pointers(values), _library().decode
+
+    def __call__(
+        self, hidden: Tensor, positions: tuple[Tensor, Tensor], start: int, seen: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return the hidden states ``[1, n, H]`` after each layer, and write keys and values.
+
+        Args:
+            hidden: ``[1, n, H]`` float32, before the first layer.
+            positions: cosine and sine, ``[1, n, rotated]`` float32.
+            start: the number of positions before; the new keys and values follow them.
+            seen: ``[1, 1, n, start + n]`` bool, the positions that each row sees; None if a single row sees all.
+        """
+        rows, (cosine, sine) = hidden.contiguous(), (part.contiguous() for part in positions)
+        outputs = rows.new_empty((len(self.layers), *rows.shape))
+        self._decode(
+            self._addresses,
+            len(self.layers),
+            rows.data_ptr(),
+            outputs.data_ptr(),
+            cosine.data_ptr(),
+            sine.data_ptr(),
+            self._keys,
+            self._values,
+            None if seen is None else seen.data_ptr(),
+            rows.shape[1],
+            cosine.shape[2],
+            start,
+            self._capacity,
+            0 if seen is None else seen.stride(2),
+            torch.get_num_threads(),
+        )
+        return outputs.unbind()
 
 
 _POINTERS = ctypes.c_void_p * 3

@@ -13,15 +13,25 @@ import functools
 import inspect
 import itertools
 import operator
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from layerskip.device.trial import nearly_equal
-from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, FewRowsWeight, decode, gated_mlp, normalise, project
+from layerskip.kernels.cpu import (
+    ACTIVATIONS,
+    MOST_ROWS,
+    DecoderLayer,
+    DecoderStack,
+    FewRowsWeight,
+    gated_mlp,
+    normalise,
+    project,
+)
 from layerskip.models.attention import NAME, attend
 from layerskip.models.cache import KVCache
 from layerskip.models.packing import few_rows_weight, packed_weight
@@ -40,11 +50,16 @@ def fuse_layers(tree: Tree) -> Tree:
         if form is not None and "forward" not in module.__dict__:  # a replaced forward may do more
             module.__class__ = _fused(form, kind)
     for modules in tree.modules() if packed is not None else ():
-        stack = _Stack()
+        order = _Order()
         for layer in modules.children():
             if isinstance(layer, _DecoderLayer):
-                layer.state.stack = stack
+                layer.state.order = order
     return tree
+
+
+def has_forms(tree: nn.Module) -> bool:
+    """Return whether modules of a tree may run in few calls, once a pass has shown that they have a usual form."""
+    return any(isinstance(module, _Form) for module in tree.modules())
 
 
 def is_whole_layer(module: nn.Module) -> bool:
@@ -303,10 +318,7 @@ class _Attention(_Form):
 
 
 class _Parts:
-    """The modules, parameters and packed weights within a module, to notice a change.
-
-    Every pass asks for every layer, so the loops run inside built-in functions.
-    """
+    """The modules, parameters and packed weights within a module, to notice a change at the start of a text."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
@@ -340,8 +352,7 @@ class _Parts:
 _version, _copy, _address = operator.attrgetter("_version"), operator.attrgetter("copy"), Tensor.data_ptr
 
 
-@dataclass(frozen=True)
-class _Inputs:
+class _Inputs(NamedTuple):
     """What a layer is called with; the cache is only named, so that it is not kept."""
 
     hidden: Any
@@ -359,8 +370,8 @@ class _Inputs:
         return same and self.cache == other.cache
 
 
-class _Stack:
-    """The layers of a model; ``last`` is a result that the next layer may have as its input, and a copy of its values."""
+class _Order:
+    """The order of a model's layers; ``last`` is a result that the next may have as its input, and a copy of its values."""
 
     last: tuple[_LayerState, _Inputs, Tensor] | None = None
 
@@ -371,6 +382,7 @@ class _LayerState:
     Attributes:
         next: the layer that had the result of this one as its input.
         follows: whether this layer's input is the result of another; None before a pass has shown it.
+        run: the layers that this one computes.
         ahead: the inputs that this layer will have, and its result, which the call of an earlier layer has computed.
         shown: how often the result was shown to the other layers.
     """
@@ -379,17 +391,36 @@ class _LayerState:
     layer: DecoderLayer | None = None
     next: _DecoderLayer | None = None
     follows: bool | None = None
+    run: _Run | None = None
     ahead: tuple[_Inputs, Tensor] | None = None
     shown = 0
 
     def __init__(self) -> None:
-        self.stack = _Stack()
+        self.order = _Order()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known which layer has this one's result as its input, if any."""
+        return self.shown >= _SHOWN if self.next is None else self.next.state.follows is not None
 
     def __deepcopy__(self, memo: Any) -> _LayerState:
         return _LayerState()
 
     def __reduce__(self) -> Any:
         return _LayerState, ()
+
+
+class _Run:
+    """A layer and those that follow it, as they were when a text began. Hooks that are added later are noticed."""
+
+    def __init__(self, layers: Sequence[_DecoderLayer], stack: DecoderStack, cache: KVCache) -> None:
+        self.layers, self.stack, self.followers = layers, stack, [layer.state for layer in layers[1:]]
+        self._cache, self._begin, self._hooks = weakref.ref(cache), cache.length, RemovableHandle.next_id
+
+    def serves(self, cache: KVCache) -> bool:
+        """Return whether a pass continues the text."""
+        known = self._cache() is cache and self._hooks == RemovableHandle.next_id
+        return known and cache.length >= self._begin and self.layers[-1].state.is_settled
 
 
 class _DecoderLayer(_Form):
@@ -412,7 +443,7 @@ class _DecoderLayer(_Form):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state, inputs = self.state, _Inputs.of(args[0] if args else kwargs.get("hidden_states"), kwargs)
         ahead, state.ahead = state.ahead, None
-        last, state.stack.last = state.stack.last, None
+        last, state.order.last = state.order.last, None
         if state.follows is None and last is not None and self.is_known:
             before, expected, values = last
             state.follows = inputs.are(expected) and torch.equal(inputs.hidden, values)
@@ -422,10 +453,9 @@ class _DecoderLayer(_Form):
         else:
             state.follows = None if ahead is not None else state.follows
             output = super().forward(*args, **kwargs)
-        unknown = state.shown < _SHOWN if state.next is None else state.next.state.follows is None
-        if unknown and self.is_known and isinstance(output, Tensor):
+        if not state.is_settled and self.is_known and isinstance(output, Tensor):
             state.shown += 1
-            state.stack.last = state, replace(inputs, hidden=output), output.clone()
+            state.order.last = state, inputs._replace(hidden=output), output.clone()
         return output
 
     def _prepare(
@@ -440,16 +470,36 @@ class _DecoderLayer(_Form):
         if type(past_key_values) is not KVCache or hidden_states.dim() != 3 or hidden_states.shape[0] != 1:
             return None
         count, start = hidden_states.shape[1], past_key_values.length
-        own = self._prepare_own(past_key_values, count)
+        run = self._run(past_key_values, count)
         attention: Any = self.self_attn
-        if own is None or hidden_states.shape[2] != attention.q_proj.in_features:
+        if run is None or hidden_states.shape[2] != attention.q_proj.in_features:
             return None
         if not _are_positions(position_embeddings, count, attention.head_dim):
             return None
         alone = attention_mask is None and count == 1
         if not alone and not _is_mask(attention_mask, count, start + count):
             return None
-        return own, position_embeddings, start, attention_mask, past_key_values
+        return run, position_embeddings, start, attention_mask
+
+    def _run(self, cache: KVCache, count: int) -> _Run | None:
+        """Return this layer and those that follow it; None if this one has no room, or parts of another form."""
+        state = self.state
+        if state.run is not None and state.run.serves(cache):
+            return state.run if cache.length + count <= cache.max_length else None
+        state.run, own = None, self._prepare_own(cache, count)
+        if own is None:
+            return None
+        layers, prepared = [self], [own]
+        while (following := layers[-1].state.next) is not None and following.state.follows and following.is_known:
+            between = layers[-1]._forward_hooks or following._forward_pre_hooks  # which may change values in place
+            next_own = None if between else following._prepare_own(cache, count)
+            if next_own is None or next_own[0].shape != own[0].shape:
+                break
+            layers.append(following)
+            prepared.append(next_own)
+        packed, buffers = zip(*prepared, strict=True)
+        state.run = _Run(layers, DecoderStack(packed, buffers), cache)
+        return state.run
 
     def _prepare_own(self, cache: KVCache, count: int) -> tuple[DecoderLayer, tuple[Tensor, Tensor]] | None:
         """Return the packed layer and its keys and values; None where they have no room or another form."""
@@ -521,30 +571,24 @@ class _DecoderLayer(_Form):
         """Compare what the layer adds to its input, and the keys and values that it writes."""
         if not isinstance(expected, Tensor):
             return False
-        (layer, buffers), positions, start, mask, _ = parts
+        run, positions, start, mask = parts
+        cache: KVCache = kwargs["past_key_values"]
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        buffers = cache.room(self.self_attn.layer_idx, hidden.shape[1])  # type: ignore[union-attr, arg-type]
+        assert buffers is not None
         written = [each[:, :, start : start + hidden.shape[1]] for each in buffers]
         before = [each.clone() for each in written]
-        (output,) = decode([layer], hidden, positions, [buffers], start, mask)
+        (output,) = DecoderStack(run.stack.layers[:1], [buffers])(hidden, positions, start, mask)
         found, wanted = output - hidden, expected - hidden
         rounding = 1e-6 * float(hidden.abs().amax()) / max(float(wanted.abs().amax()), 1e-6)
         return nearly_equal(found, wanted, 1e-4 + rounding) and all(map(nearly_equal, written, before))
 
     def _compute(self, variant: int, parts: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        own, positions, start, mask, cache = parts
-        run, prepared = [self], [own]
-        while (following := run[-1].state.next) is not None and following.state.follows and following.is_known:
-            between = run[-1]._forward_hooks or following._forward_pre_hooks  # which may change values in place
-            next_own = None if between else following._prepare_own(cache, hidden_states.shape[1])
-            if next_own is None or next_own[0].shape != own[0].shape:
-                break
-            run.append(following)
-            prepared.append(next_own)
-        layers, buffers = zip(*prepared, strict=True)
-        outputs = decode(layers, hidden_states, positions, buffers, start, mask)
-        inputs = _Inputs.of(None, kwargs)
-        for following, before, output in zip(run[1:], outputs, outputs[1:], strict=False):
-            following.state.ahead = replace(inputs, hidden=before), output
+        run, positions, start, mask = parts
+        outputs: tuple[Tensor, ...] = run.stack(hidden_states, positions, start, mask)
+        cache = id(kwargs["past_key_values"])
+        for state, before, output in zip(run.followers, outputs, outputs[1:], strict=False):
+            state.ahead = _Inputs(before, mask, positions, cache), output
         return outputs[0]
 
 

@@ -27,18 +27,22 @@ def environment(target: Target) -> dict[str, Any]:
 def machine(target: Target) -> dict[str, Any]:
     """Return the values that times depend on.
 
-    ``device``, ``device_name``, ``threads``, ``packed_weights``, ``versions``; ``compiled_layers`` if layers are compiled.
+    ``device``, ``device_name``, ``threads``, ``packed_weights``, ``versions``; ``instruction_set`` of a CPU, as far as torch
+    may use it; ``compiled_layers`` if layers are compiled.
     """
     device, places = target.device, vars(target.model).get("hf_device_map", {}).values()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     used = sorted({str(place) for place in places})
-    return {
+    extra: dict[str, Any] = {} if compiled_layers(target.model) is None else {"compiled_layers": True}
+    if device.type == "cpu":
+        extra["instruction_set"] = torch.backends.cpu.get_cpu_capability()
+    return extra | {
         "device": device.type,
         "device_name": name if len(used) < 2 else f"{name} ({', '.join(used)})",  # where the weights are, if split
         "threads": torch.get_num_threads(),
         "packed_weights": uses_packing(target.model),
         "versions": {"python": platform.python_version()} | _versions(),
-    } | ({"compiled_layers": True} if compiled_layers(target.model) is not None else {})
+    }
 
 
 def _versions() -> dict[str, str]:

@@ -45,11 +45,11 @@ def keep_file_blocks(model: nn.Module, file: Path) -> tuple[int, int]:
 
 
 class _FileTensor:
-    """A matrix of a GGUF file, whose rows are found by their first values."""
+    """A matrix of a GGUF file, whose rows are found by their values."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
-        self._rows: dict[int, int] = {}  # by the hash of their first values
+        self._rows: dict[int, int] = {}  # by the hash of their first values, or of all where rows begin alike
 
     def blocks_of(self, weight: Tensor) -> Blocks | None:
         """Return the blocks of a weight ``[out, in]``; None if this tensor has other values."""
@@ -57,16 +57,22 @@ class _FileTensor:
 
         size, unpack = KINDS[self._tensor.tensor_type.name]
         data = self._tensor.data
-        if not self._rows:
-            first = dequantize(numpy.ascontiguousarray(data[:, :size]), self._tensor.tensor_type)
-            self._rows, self._width = {hash(row.tobytes()): number for number, row in enumerate(first)}, first.shape[1]
-        wanted = weight.detach()[:, : self._width].contiguous().numpy()
-        if hash(wanted[0].tobytes()) not in self._rows:
+        for width in (size, data.shape[1]) if not self._rows else ():
+            values = dequantize(numpy.ascontiguousarray(data[:, :width]), self._tensor.tensor_type)
+            self._rows, self._width = {key: number for number, key in enumerate(_hashes(values))}, values.shape[1]
+            if len(self._rows) == len(values):
+                break
+        wanted = _hashes(weight.detach()[:, : self._width].contiguous().numpy())
+        if wanted[0] not in self._rows:
             return None
-        places = [self._rows.get(hash(row.tobytes()), 0) for row in wanted]
+        places = [self._rows.get(key, 0) for key in wanted]
         blocks = unpack(torch.from_numpy(numpy.array(data)).view(len(data), -1, size)).take(torch.tensor(places))
         portions = torch.arange(len(weight)).split(_PORTION)  # type: ignore[no-untyped-call]
         return blocks if all(torch.equal(blocks.take(rows).values(), weight[rows]) for rows in portions) else None
+
+
+def _hashes(rows: Any) -> list[int]:
+    return [hash(row.tobytes()) for row in rows]
 
 
 # The layouts are those of ggml's ``ggml-common.h``. Unpackers take the bytes ``[out, blocks, size]``.

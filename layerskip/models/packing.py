@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerskip.device.memory import total_bytes
-from layerskip.kernels.cpu import Blocks, BlockWeight, FewRowsWeight, HalfWeight
+from layerskip.kernels.cpu import Blocks, BlockWeight, FewRowsWeight, HalfWeight, has_kernels
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
@@ -107,6 +107,22 @@ def _multiply_packed(packed: Tensor, hidden: Tensor, bias: Tensor | None) -> Ten
     return output
 
 
+def refuse_quantized(model: nn.Module) -> str:
+    """Return why :func:`quantize_like` has no faster products for a model; empty if it has."""
+    if not any(_packable_layers(model)) or not uses_packing(model):
+        return "its weights are not packed on a CPU"
+    if next(_packable_layers(model)).weight.dtype != torch.float32:
+        return "its arithmetic is not float32; target.dtype=mixed is"
+    return "" if has_kernels() else "it needs a C++ compiler, and a processor with AVX2"
+
+
+def quantize_like(tree: nn.Module, bits: int) -> None:
+    """Let the packed layers of a module tree multiply by weights of 8 or 4 bits, of which all trees share one copy."""
+    for layer in tree.modules():
+        if type(layer) is _PackedLinear:
+            layer.packed = _quantized[bits].setdefault(layer.weight, _QuantizedWeight(bits))
+
+
 def keep_blocks(weight: Tensor, blocks: Blocks) -> None:
     """Multiply by blocks wherever a weight ``[out, in]`` with their values is packed, until it changes."""
     _packed.setdefault(weight, _PackedWeight()).keep(weight, BlockWeight(weight, blocks))
@@ -185,6 +201,25 @@ class _PackedWeight:
         return _PackedWeight, ()
 
 
+class _QuantizedWeight(_PackedWeight):
+    """A copy of a weight at fewer bits."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self._bits = bits
+
+    def product(self, weight: Tensor) -> Product | None:
+        if self._state != _state(weight):
+            self.keep(weight, BlockWeight(weight, Blocks.quantize(weight, self._bits)))
+        return self.copy
+
+    def __deepcopy__(self, memo: Any) -> _QuantizedWeight:
+        return _QuantizedWeight(self._bits)
+
+    def __reduce__(self) -> Any:
+        return _QuantizedWeight, (self._bits,)
+
+
 class _PackedLinear(nn.Linear):
     """A linear layer that multiplies by a packed weight."""
 
@@ -236,4 +271,5 @@ def _is_supported(dtype: torch.dtype) -> bool:
 
 
 _packed: Any = WeakIdKeyDictionary()
+_quantized: dict[int, Any] = {8: WeakIdKeyDictionary(), 4: WeakIdKeyDictionary()}
 _settings: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

@@ -30,9 +30,9 @@ from layerskip.models.architecture import UnsupportedModel, architecture, replac
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_like, compile_mode
-from layerskip.models.cpu_layers import fuse_layers
+from layerskip.models.cpu_layers import fuse_layers, has_forms
 from layerskip.models.forward import forward
-from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
+from layerskip.models.packing import drop_stale_packing, pack_like, quantize_like, uses_packing
 from layerskip.models.target import Target
 from layerskip.models.weights import check_not_split
 
@@ -40,6 +40,7 @@ T = TypeVar("T")
 _SHARED = ("AlignDevicesHook", "SequentialHook", "MatmulLtState", "QuantState")
 """Attributes of modules, by type, that hold weights: hooks of accelerate, and states of bitsandbytes."""
 _PROBE_LENGTH = 12  # tokens on which a checkpoint is compared with its view
+_STEPS = (2, 1, 1, 1)  # tokens: keys and values are allocated, then parts, layers and their order become known
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
@@ -69,7 +70,7 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, replacements: Replacements
     spans = {(gap.kind, gap.first): module for gap, module in modules.items()}
     if replacements is not None and list(modules) != list(mask.gaps):
         raise MaskError(f"mask: the replacements are not those of {mask.format()}")
-    view = shared_copy(model)
+    view = _copied(model)
     layers = view.get_submodule(detected.path)
     for index, block in enumerate(detected.blocks):
         layer = layers.get_submodule(str(index))
@@ -81,7 +82,7 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, replacements: Replacements
             for place, name in enumerate(names):  # of several modules in a sub-layer, the first is replaced
                 span = spans.get((kind, index)) if place == 0 else None
                 replace_forward(layer.get_submodule(name), block.child_forms[name], span or torch.zeros_like)
-    return view
+    return _learned(view)
 
 
 def _skip_layer(module: nn.Module | None, hidden: Tensor) -> Tensor:
@@ -129,6 +130,19 @@ class OncePerModel(Generic[T]):
 
 def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a second tree of modules over the model's own tensors, with attention and linear layers for verification."""
+    return _learned(_copied(model))
+
+
+def quantized_view(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    """Return a view of a model whose linear layers multiply by weights of 8 or 4 bits; made once per model and bits."""
+    views = _quantized_views.of(model)
+    if bits not in views:
+        views[bits] = _learned(_copied(model, bits))
+    drop_stale_packing(views[bits])
+    return views[bits]
+
+
+def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
     parts = (part for module in model.modules() for part in vars(module).values() if type(part).__name__ in _SHARED)
     shared: dict[int, Any] = {id(part): part for part in (*model.parameters(), *model.buffers(), *parts)}
     view = copy.deepcopy(model, shared)
@@ -136,10 +150,27 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
         view.__dict__.pop(name, None)  # replaced by accelerate on a model with hooks; they hold the model
     use_grouped_attention(view)
     compile_like(model, view)
-    return fuse_layers(pack_like(model, view))
+    pack_like(model, view)
+    if bits is not None:
+        quantize_like(view, bits)
+    return fuse_layers(view)
+
+
+def _learned(view: PreTrainedModel) -> PreTrainedModel:
+    """Run a few steps of a view whose modules may have usual forms, so that the first text is computed as later ones are."""
+    if has_forms(view) and not view.training:
+        text = view.config.get_text_config(decoder=True)
+        cache = KVCache(text.num_hidden_layers, sum(_STEPS))
+        with torch.inference_mode():
+            for count in _STEPS:
+                tokens = torch.arange(1, count + 1) + cache.length
+                forward(view, tokens % text.vocab_size, cache, 1)
+                cache.length += count
+    return view
 
 
 _decoding_views = OncePerModel(shared_copy)
+_quantized_views: OncePerModel[dict[int, PreTrainedModel]] = OncePerModel(lambda _: {})
 _skip_views: OncePerModel[dict[SkipMask, PreTrainedModel]] = OncePerModel(lambda _: {})
 
 

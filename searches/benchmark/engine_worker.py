@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
@@ -44,6 +45,9 @@ class OpenVinoGenAi:
             drafting["draft_model"] = openvino_genai.draft_model(settings["draft_model"], "CPU", **options)
         self._pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", **drafting, **options)
         self.version = str(openvino_genai.__version__)
+        # The pipeline does not show its model. Without AVX-512, a request for bfloat16 becomes float32.
+        model = openvino.Core().compile_model(os.path.join(settings["model"], "openvino_model.xml"), "CPU", options)
+        self.precision = {name: str(model.get_property(name)) for name in options if name.endswith(("_HINT", "_PRECISION"))}
 
     def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
         """Decode ``tokens``; ``on_first`` is called with the number of tokens that are known first."""
@@ -99,7 +103,8 @@ class Vllm:
         )
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._start(AsyncLLM, arguments))
-        self.version = str(vllm.__version__)
+        self.version, configured = str(vllm.__version__), self._engine.vllm_config
+        self.precision = {"dtype": str(configured.model_config.dtype), "cache": str(configured.cache_config.cache_dtype)}
 
     async def _start(self, engine: Any, arguments: Any) -> None:
         self._engine = engine.from_engine_args(arguments)
@@ -130,7 +135,48 @@ class Vllm:
         return output, lengths
 
 
-ENGINES: dict[str, type[OpenVinoGenAi] | type[Vllm]] = {"openvino_genai": OpenVinoGenAi, "vllm": Vllm}
+class LlamaCpp:
+    """The server of llama.cpp on a GGUF file, in this process. It rounds activations where it multiplies by blocks."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path, params.n_ctx, params.n_parallel = settings["model"], settings["max_length"], 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
+        if settings["method"] == "prompt_lookup":
+            params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+            params.speculative.ngram_simple.size_n = settings["prompt_lookup_max"]
+            params.speculative.ngram_simple.size_m = settings["num_speculative_tokens"]
+        elif settings["method"] != "plain":
+            raise ValueError(f"{settings['method']} is not measured with it")
+        self._server = xllamacpp.Server(params)
+        self.version = str(xllamacpp.__version__)
+        self.precision = {"weights": "blocks of the file", "cache": str(params.cache_type_k)}
+
+    def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
+        body = {"prompt": request["tokens"], "n_predict": request["max_new_tokens"], "temperature": 0.0}
+        body |= {"repeat_penalty": request["repetition_penalty"], "cache_prompt": False}
+        body |= {"stream": True, "return_tokens": True}
+        address = f"{self._server.listening_address}/completion"
+        asked = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        output, lengths = list[int](), list[int]()
+        with urllib.request.urlopen(asked) as answer:
+            for line in answer:
+                if not line.startswith(b"data: "):
+                    continue
+                part = json.loads(line.removeprefix(b"data: "))
+                # The token that ends a text is not among the others.
+                output += request["eos"][:1] if part.get("stop_type") == "eos" else part["tokens"]
+                if not lengths:
+                    on_first(len(output))
+                if len(output) > (lengths or [0])[-1]:
+                    lengths.append(len(output))
+        return output, lengths
+
+
+Engine = OpenVinoGenAi | Vllm | LlamaCpp
+ENGINES: dict[str, type[Engine]] = {"openvino_genai": OpenVinoGenAi, "vllm": Vllm, "xllamacpp": LlamaCpp}
 
 
 def end_with(program: int) -> None:
@@ -163,7 +209,7 @@ def _serve(requests: Iterable[str], answers: TextIO) -> None:
     except Exception as error:
         answer(error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
         raise
-    answer(version=engine.version, seconds=time.monotonic() - start)
+    answer(version=engine.version, precision=engine.precision, seconds=time.monotonic() - start)
     for line in lines:
         tokens, lengths = engine.decode(json.loads(line), lambda count: answer(first=count))
         answer(tokens=[int(token) for token in tokens], lengths=lengths)

@@ -4,7 +4,7 @@ Parameters that transformers adapts by itself are pinned, unless the benchmark a
 tokens, its schedule and the confidence threshold are part of the *assistant's* generation configuration, and the threshold
 adapts if scikit-learn is installed.
 
-OpenVINO GenAI and vLLM run each in a process of its own, under the interpreter in which they are installed
+OpenVINO GenAI, vLLM and llama.cpp run each in a process of its own, under the interpreter in which they are installed
 (:mod:`searches.benchmark.engine_worker`), on the same model, prompts and number of threads as the others. Their tokens are
 counted and timed here, by the same clock.
 """
@@ -36,7 +36,7 @@ from layerskip.decoding.decode import DecodeResult
 from layerskip.device.memory import tensor_bytes
 from layerskip.files import atomic_folder
 from layerskip.measure.measure import Task
-from layerskip.models.loading import DTYPES, load_draft
+from layerskip.models.loading import DTYPES, WHEELS, find_weights, load_draft
 from layerskip.models.positions import max_positions
 from searches.app.checks import InputError, check_list, check_whole
 
@@ -45,7 +45,7 @@ from searches.app.checks import InputError, check_list, check_whole
 _verify = getattr(generation, "_speculative_sampling", None)
 _CALLS_ON_DRAFTS = _verify is not None and "is_done_candidate" in inspect.signature(_verify).parameters
 _METHODS = ("plain", "static", "prompt_lookup", "early_exit", "assistant", "universal")
-_ENGINES = ("openvino_genai", "vllm")
+_ENGINES = ("openvino_genai", "vllm", "xllamacpp")
 _ENGINE_METHODS = ("plain", "prompt_lookup", "assistant")
 WORKER = Path(__file__).with_name("engine_worker.py")
 _LONGEST = 4096  # tokens of prompt and output that vLLM is asked to hold
@@ -198,13 +198,17 @@ class EnginePeer:
     Args:
         target: the target.
         folder: where its model, and what the engine makes of it, are kept.
-        engine: ``openvino_genai`` or ``vllm``.
+        engine: ``openvino_genai``, ``vllm`` or ``xllamacpp`` (llama.cpp), which reads the target's GGUF file.
         method: ``plain``, ``prompt_lookup`` or ``assistant``.
         python: the interpreter in which the engine is installed; None for this one.
         num_speculative_tokens: tokens drafted per round.
         prompt_lookup_max: longest n-gram of ``prompt_lookup``.
         draft_model: draft model of ``assistant``.
         dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's.
+
+    Attributes:
+        version: that of the engine.
+        precision: of its arithmetic and its cache, as the loaded engine states them; it may not follow ``dtype``.
 
     Raises:
         InputError: a field is unknown or out of range.
@@ -221,6 +225,7 @@ class EnginePeer:
     draft_model: str = ""
     dtype: str | None = None
     version: str = field(init=False, default="")
+    precision: dict[str, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_list("engine", [self.engine], _ENGINES)
@@ -257,7 +262,8 @@ class EnginePeer:
             | _intel_openmp(python),
         )
         try:
-            self.version = str(self._ask(settings)["version"])
+            loaded = self._ask(settings)
+            self.version, self.precision = str(loaded["version"]), dict(loaded["precision"])
         except BaseException:
             self.close()
             raise
@@ -313,6 +319,10 @@ class EnginePeer:
 
     def _model_folder(self, model: Target) -> Path:
         """Return a folder with a model as the engine loads it; made once per model, dtype and engine."""
+        if self.engine == "xllamacpp":
+            if model.name not in WHEELS and not model.name.endswith(".gguf"):
+                raise UnsupportedModel(f"xllamacpp: {model.name} is not a GGUF file")
+            return find_weights(model.name) if model.name in WHEELS else Path(model.name)
         name = f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}"
         saved = self.folder / name
         if not (saved / "config.json").exists():

@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.costs.timing import TreeTiming, time_tree
+from layerskip.device.transfer import now
 from layerskip.files import write_json
 from layerskip.measure.measure import Task, interleave
 from layerskip.measure.measurement import Sample, check_output
@@ -33,6 +35,8 @@ from searches.results import record_header
 from searches.study.objective import MeasureSettings
 from searches.study.plan import check_prompts
 from searches.tracking.tracker import Tracker
+
+_READ_BYTES, _READS = 2**28, 8
 
 
 def benchmark(config: DictConfig) -> dict[str, Any]:
@@ -52,7 +56,8 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     fill_defaults(config, target)
     decoders, rivals, configs = build_contenders(config, target, prompts, sampling)
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
-    timing = _time_tree(config, target, sampling)
+    engines = {name: peer for name, peer in decoders.items() if isinstance(peer, EnginePeer)}
+    timing, reads = _time_tree(config, target, sampling), _read_gigabytes_per_second(target.device)
     task = Task(sampling, measuring.max_new_tokens, config.seed)
     rows: list[Mapping[str, Sample]] = []
     memory: dict[str, int | None] = dict.fromkeys(decoders, 0)
@@ -71,7 +76,9 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
                 for name in decoders
             },
             "verification": None if timing is None else timing.to_dict(),
-            "engines": {peer.engine: peer.version for peer in decoders.values() if isinstance(peer, EnginePeer)},
+            "read_gigabytes_per_second": reads,
+            "engines": {peer.engine: peer.version for peer in engines.values()},
+            "engine_precision": {name: peer.precision for name, peer in engines.items()},
         }
 
     try:
@@ -110,6 +117,17 @@ def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTi
     except UnsupportedModel as error:
         print(f"tree: left out: {error}")
         return None
+
+
+def _read_gigabytes_per_second(device: torch.device) -> float:
+    """Return how fast a device reads its memory, which bounds how fast it can read weights."""
+    values = torch.ones(_READ_BYTES // 4, device=device)
+    seconds = []
+    for _ in range(_READS):
+        start = now(device)
+        values.sum()
+        seconds.append(now(device) - start)
+    return _READ_BYTES / min(seconds) / 1e9
 
 
 def _result(

@@ -10,6 +10,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import MIN_RESAMPLED
+from layerskip.models.target import described_precision
 from searches.study.finals import Finalist, Finals, measured_prompts
 from searches.study.leaderboard import configuration, is_lossless
 from searches.tracking.names import METRICS
@@ -58,8 +59,11 @@ def conditions(record: Mapping[str, Any]) -> str:
     """Return the target, machine, prompts and versions of a record, and its date."""
     target, where, prompts = record["target"], record["environment"], record["prompts"]
     engines = "".join(f"{engine} {version}, " for engine, version in record.get("engines", {}).items())
+    reads = record.get("read_gigabytes_per_second")
+    named = [where["device_name"], where.get("instruction_set"), f"{where['threads']} threads"]
+    named += [None if reads is None else f"reads {reads:.0f} GB/s"]
     return (
-        f"{target['name']} in {target['dtype']} on {where['device']} ({where['device_name']}, {where['threads']} threads), "
+        f"{target['name']} in {described_precision(target)} on {where['device']} ({', '.join(filter(None, named))}), "
         f"{prompts['count']} prompts ({prompts['name']}) x {record['repeats']}, {record['max_new_tokens']} new tokens, "
         f"torch {where['versions']['torch']}, transformers {where['versions']['transformers']}, {engines}{record['date']}."
     )

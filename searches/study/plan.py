@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.config import methods
 from layerskip.decoding.checkpoint_settings import check_settings
+from layerskip.decoding.drafter import drafter_classes
 from layerskip.decoding.tree import tree_model
 from layerskip.device.memory import within_memory
 from layerskip.drafters.datastore import Datastore
@@ -169,7 +170,11 @@ def _check_drafters(space: SearchSpace, target: Target) -> None:
 
 
 def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
-    """Return the space without tree drafts if the target cannot verify them; print which are left out."""
+    """Return the space without methods, and without tree drafts, that the target cannot have; print which are left out."""
+    classes, available = drafter_classes(), space.available_methods
+    if refused := {name: reason for name in available if (reason := classes[name].unsupported(target))}:
+        print("".join(f"space.methods: {name} left out: {reason}\n" for name, reason in refused.items()), end="")
+        space = replace(space, methods=tuple(name for name in available if name not in refused))
     chosen = [methods()[method] for method in space.available_methods]
     trees = [method.name for method in chosen if method.trees_only]
     trees += [

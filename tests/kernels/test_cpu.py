@@ -16,9 +16,9 @@ from layerskip.kernels.cpu import (
     Blocks,
     BlockWeight,
     DecoderLayer,
+    DecoderStack,
     FewRowsWeight,
     HalfWeight,
-    decode,
     has_kernels,
 )
 
@@ -143,18 +143,20 @@ def test_a_layer_equals_its_formula_and_no_row_depends_on_others(width: int, san
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        first = decode([layer], hidden, positions, [(keys, values)], _START, seen[None, None])[0]
+        first = DecoderStack([layer], [(keys, values)])(hidden, positions, _START, seen[None, None])[0]
         found = first[0]
         assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
         for written, wanted in zip((keys, values), exact, strict=True):
             assert torch.allclose(written[0].double(), wanted, rtol=1e-4, atol=1e-5)
         for row in range(count):
             one, end = slice(row, row + 1), _START + row + 1
-            alone = hidden[:, one], (positions[0][:, one], positions[1][:, one]), [(keys, values)], end - 1
-            assert torch.equal(decode([layer], *alone, seen[None, None, one, :end])[0][0, 0], found[row])
+            alone = hidden[:, one], (positions[0][:, one], positions[1][:, one]), end - 1, seen[None, None, one, :end]
+            assert torch.equal(DecoderStack([layer], [(keys, values)])(*alone)[0][0, 0], found[row])
         others = torch.randn(2, 1, _GROUPS, _CAPACITY, width)
-        (second,) = decode([layer], first, positions, [tuple(others.clone())], _START, seen[None, None])
-        together = decode([layer] * 2, hidden, positions, [(keys, values), tuple(others)], _START, seen[None, None])
+        copies = others.clone()
+        (second,) = DecoderStack([layer], [tuple(copies)])(first, positions, _START, seen[None, None])
+        both = DecoderStack([layer] * 2, [(keys, values), tuple(others)])
+        together = both(hidden, positions, _START, seen[None, None])
         assert torch.equal(together[0], first) and torch.equal(together[1], second)
     finally:
         torch.set_num_threads(before)

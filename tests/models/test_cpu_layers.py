@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from layerskip import SkipMask, TargetError, load_target
 from layerskip.decoding.tree import TreeModel
-from layerskip.kernels.cpu import has_kernels
-from layerskip.models import cpu_layers, loading, packing
+from layerskip.kernels.cpu import DecoderStack, has_kernels
+from layerskip.models import loading, packing
 from layerskip.models.cache import KVCache
 from layerskip.models.cpu_layers import _Attention, _DecoderLayer, _Form, _GatedMLP, _Norm
 from layerskip.models.forward import forward
@@ -121,8 +121,13 @@ def test_no_row_depends_on_the_others_bit_by_bit(family: str, threads: int) -> N
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of layers of each call."""
     numbers: list[int] = []
-    decode = cpu_layers.decode
-    monkeypatch.setattr(cpu_layers, "decode", lambda layers, *rest: numbers.append(len(layers)) or decode(layers, *rest))
+    compute = DecoderStack.__call__
+
+    def counted(self: DecoderStack, *args: Any) -> Any:
+        numbers.append(len(self.layers))
+        return compute(self, *args)
+
+    monkeypatch.setattr(DecoderStack, "__call__", counted)
     return numbers
 
 
@@ -142,6 +147,15 @@ def test_layers_with_the_same_inputs_share_a_call(family: str, mask: str, expect
     calls.clear()
     assert_alike(step(view), before)
     assert calls == expected
+
+
+def test_forms_are_known_before_the_first_text(calls: list[int]) -> None:
+    view = shared_copy(in_bfloat16())
+    assert forms(view) == ALL
+    calls.clear()
+    first = step(view)
+    assert calls == [4]
+    assert torch.equal(step(view), first)
 
 
 @pytest.mark.parametrize("changes_input", [True, False])

@@ -37,6 +37,12 @@ OPENVINO = """
 class Tensor:
     def __init__(self, data):
         self.data = data
+class Core:
+    def compile_model(self, path, device, options):
+        self.options = options
+        return self
+    def get_property(self, name):
+        return {"INFERENCE_PRECISION_HINT": "f32"}.get(name) or self.options[name]
 """
 
 VLLM = """
@@ -51,6 +57,9 @@ class RequestOutputKind: DELTA = "delta"
 class AsyncEngineArgs(_Fields): pass
 class AsyncLLM:
     made = []
+    vllm_config = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(dtype="torch.float32"), cache_config=types.SimpleNamespace(cache_dtype="auto")
+    )
     @classmethod
     def from_engine_args(cls, arguments):
         engine = cls()
@@ -71,3 +80,35 @@ class AsyncLLM:
                 return
 """
 """The package and all of its modules. Each round after the first has one token and those that are drafted."""
+
+XLLAMACPP = """
+import http.server, json, threading, types
+__version__ = "5.6"
+common_speculative_type = types.SimpleNamespace(COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE="n-grams")
+def CommonParams():
+    drafting = types.SimpleNamespace(types=[], ngram_simple=types.SimpleNamespace(size_n=0, size_m=0))
+    parts = {name: types.SimpleNamespace() for name in ("model", "cpuparams", "cpuparams_batch")}
+    return types.SimpleNamespace(speculative=drafting, cache_type_k="f16", **parts)
+class _Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *args): pass
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, asked["stream"], asked["cache_prompt"]) == ("/completion", True, False)
+        self.send_response(200)
+        self.end_headers()
+        # The token 10 ends a text, and is not sent.
+        tokens = [asked["prompt"][-1] + 1 + place for place in range(asked["n_predict"])]
+        ends = 10 in tokens and Server.ends_with_10
+        parts = [{"tokens": [token]} for token in (tokens[: tokens.index(10)] if ends else tokens)]
+        for part in [*parts, {"tokens": [], "stop_type": "eos" if ends else "limit"}]:
+            self.wfile.write(b"data: " + json.dumps(part).encode() + b"\\n\\n")
+        Server.ends_with_10 = True
+class Server:
+    made, ends_with_10 = [], False
+    def __init__(self, params):
+        self.made.append(params)
+        server = http.server.HTTPServer(("127.0.0.1", 0), _Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        self.listening_address = f"http://127.0.0.1:{server.server_port}"
+"""
+"""Its server does not end the first text."""

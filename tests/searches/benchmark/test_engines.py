@@ -25,7 +25,7 @@ from searches.benchmark.contenders import _present, check_rows
 from searches.benchmark.peers import WORKER, EnginePeer
 from tests.engines.known import SIZES, interpreter
 from tests.searches.backends.processes import is_running
-from tests.searches.benchmark.engine_packages import OPENVINO, OPENVINO_GENAI, VLLM
+from tests.searches.benchmark.engine_packages import OPENVINO, OPENVINO_GENAI, VLLM, XLLAMACPP
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system
@@ -63,7 +63,8 @@ def python(tmp_path: Path) -> str:
 
 
 def _peer(target: Target, tmp_path: Path, python: str, method: str = "plain") -> EnginePeer:
-    return EnginePeer(target, tmp_path / "engines", "openvino_genai", method, python, num_speculative_tokens=4)
+    options: dict[str, Any] = {"num_speculative_tokens": 4, "dtype": "bfloat16"}
+    return EnginePeer(target, tmp_path / "engines", "openvino_genai", method, python, **options)
 
 
 @pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
@@ -78,6 +79,7 @@ def test_tokens_are_counted_as_for_the_others(target: Target, tmp_path: Path, py
     assert (result.tokens, known) == ([8, 9, 10, 11, 12, 13], [1])
     assert [done.committed for done in result.stats.rounds] == [2, 2, 1]
     assert (again.tokens, peer.version) == ([10], "1.2")
+    assert peer.precision == {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "bf16"}  # not all is as asked
     converted = max((tmp_path / "engines").iterdir(), key=lambda path: path.name)
     assert converted.name.endswith("-openvino")
     (tmp_path / "packages" / "optimum" / "commands" / "optimum_cli.py").unlink()  # a model is converted once
@@ -155,7 +157,7 @@ def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys
     check_rows(config)
     assert not any("engine" in row for row in _present(config.peers).values())
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "not installed" in line)
-    assert line.startswith("openvino, openvino_prompt_lookup, openvino_assistant, vllm, ")
+    assert line.startswith("openvino, openvino_prompt_lookup, openvino_assistant, llama_cpp, ")
     config = compose_config("benchmark", [f"peers.openvino.python={python}", "draft_folder=drafts"])
     rows = {name: row for name, row in _present(config.peers).items() if "engine" in row}
     assert rows.keys() == {"openvino", "openvino_prompt_lookup", "openvino_assistant"}
@@ -228,7 +230,7 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
     monkeypatch.setattr(openvino, "LLMPipeline", Recording)
     monkeypatch.setattr(openvino, "draft_model", lambda folder, device, **options: (folder, options), raising=False)
     ready, *answers = _answers("openvino_genai", "assistant", tmp_path, _REQUEST, _REQUEST | {"eos": [10]})
-    assert ready.keys() == {"version", "seconds"} and ready["version"] == "1.2"
+    assert ready.keys() == {"version", "precision", "seconds"} and ready["version"] == "1.2"
     assert answers == [
         {"first": 1},
         {"tokens": [8, 9, 10, 11, 12, 13], "lengths": [1, 3, 5, 6]},
@@ -255,7 +257,7 @@ def test_rounds_of_vllm_are_the_parts_of_its_stream(
     """It decodes with as many cores as the others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5}, raising=False)
     ready, *answers = _answers("vllm", method, tmp_path, _REQUEST, _REQUEST | {"eos": [8]})
-    assert ready["version"] == "3.4"
+    assert (ready["version"], ready["precision"]) == ("3.4", {"dtype": "torch.float32", "cache": "auto"})
     assert answers == [
         {"first": 1},
         {"tokens": [8, 9, 10, 11, 12, 13], "lengths": lengths},
@@ -267,3 +269,26 @@ def test_rounds_of_vllm_are_the_parts_of_its_stream(
     assert (arguments.dtype, arguments.max_model_len, arguments.max_num_seqs) == ("float32", 64, 1)
     assert arguments.enable_prefix_caching is False
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "3"
+
+
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
+def test_llama_cpp_reads_the_file_of_the_target(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = _module("xllamacpp", XLLAMACPP)
+    monkeypatch.setitem(sys.modules, "xllamacpp", module)
+    ready, *answers = _answers("xllamacpp", method, tmp_path / "model.gguf", _REQUEST, _REQUEST | {"eos": [10]})
+    assert (ready["version"], ready["precision"]["cache"]) == ("5.6", "f16")
+    assert answers == [
+        {"first": 1},
+        {"tokens": [8, 9, 10, 11, 12, 13], "lengths": [1, 2, 3, 4, 5, 6]},
+        {"first": 1},
+        {"tokens": [8, 9, 10], "lengths": [1, 2, 3]},
+    ]
+    params = module.Server.made[-1]
+    assert params.model.path == str(tmp_path / "model.gguf")
+    drafting = params.speculative.types, params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m
+    assert drafting == ((["n-grams"], 3, 4) if method == "prompt_lookup" else ([], 0, 0))
+
+
+def test_llama_cpp_is_left_out_where_there_is_no_gguf_file(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"^xllamacpp: .* is not a GGUF file$"):
+        EnginePeer(target, tmp_path, "xllamacpp", "plain", sys.executable)

@@ -73,7 +73,8 @@ def test_random_trials_stay_within_the_space() -> None:
 
 
 def test_trees_are_left_out_if_the_target_cannot_verify_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert drop_unsupported(SPACE, Target(build("llama"))) == SPACE
+    kept = drop_unsupported(SPACE, Target(build("llama")))
+    assert kept.trees and set(SPACE.available_methods) - set(kept.available_methods) == {"quantized"}  # nothing is packed
     space = drop_unsupported(SPACE, Target(build("gpt_neo")))
     known = ("none", "prompt_lookup", "layer_skip", "eagle", "draft_model", "cross_tokenizer", "cascade")
     assert space.available_methods == known
@@ -133,7 +134,11 @@ def test_the_best_predicted_mask_is_tried_after_a_lookup() -> None:
     proposed = [Config("prompt_lookup", 5), best, other]
     space = SearchSpace(layers=12, methods=("none", "prompt_lookup", "layer_skip", "cascade"))
     assert _cascades(space, proposed) == [best]
-    assert [second.method for second in _cascades(SearchSpace(layers=12), proposed)] == ["token_recycling", "layer_skip"]
+    assert [second.method for second in _cascades(SearchSpace(layers=12), proposed)] == [
+        "token_recycling",
+        "quantized",
+        "layer_skip",
+    ]
     assert not _cascades(replace(space, methods=("none", "prompt_lookup", "layer_skip")), proposed)
 
 

@@ -1,0 +1,49 @@
+"""Drafting with the target itself, its weights read at 8 or 4 bits.
+
+A pass over a few rows costs the bytes of the weights. A draft that reads fewer of them agrees with the target on most
+tokens, for any kind of text and without training, as in ML-SpecQD: Multi-Level Speculative Decoding with Quantized Drafts
+(arXiv 2503.13565). It runs on the target's own cache, as the drafts of :mod:`layerskip.drafters.layer_skip` do.
+"""
+
+from __future__ import annotations
+
+from layerskip.config import Field, Method, SpeculativeConfig, StopRule, shared
+from layerskip.drafters.layer_skip import LayerSkip
+from layerskip.models.architecture import UnsupportedModel
+from layerskip.models.packing import refuse_quantized
+from layerskip.models.skip_view import quantized_view
+from layerskip.models.target import Target
+
+_BITS = {"int8": 8, "int4": 4}
+
+
+class Quantized(LayerSkip):
+    """A drafter through a view of the target, from :func:`layerskip.models.skip_view.quantized_view`."""
+
+    method = Method(
+        "quantized",
+        (
+            Field("weights", "int8", "the format of the draft's weights", choices=tuple(_BITS)),
+            shared("num_speculative_tokens", range=(1, 8)),
+            shared("stop", first=StopRule("adaptive")),
+        ),
+        source="the target with weights of fewer bits",
+        rank=5,
+        color="#17becf",
+        label=lambda config: str(config.option("weights")),
+        also=({"weights": "int4"},),
+        paired=True,
+        benchmark={"num_speculative_tokens": 3},
+        no_engine="no engine drafts with its own target at fewer bits",
+    )
+
+    @classmethod
+    def unsupported(cls, target: Target) -> str:
+        return refuse_quantized(target.model)
+
+    @classmethod
+    def build(cls, config: SpeculativeConfig, target: Target) -> Quantized:
+        if reason := cls.unsupported(target):
+            raise UnsupportedModel(f"quantized: {reason}")
+        view = quantized_view(target.model, _BITS[str(config.option("weights"))])
+        return cls(view, config.num_speculative_tokens, config.stop)
