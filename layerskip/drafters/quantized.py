@@ -1,16 +1,20 @@
 """Drafting with the target itself, its weights read at 8 or 4 bits.
 
-A pass over a few rows costs the bytes of the weights. A draft that reads fewer of them agrees with the target on most
-tokens, for any kind of text and without training, as in ML-SpecQD: Multi-Level Speculative Decoding with Quantized Drafts
-(arXiv 2503.13565). It runs on the target's own cache, as the drafts of :mod:`layerskip.drafters.layer_skip` do.
+A pass over a few rows costs the bytes of the weights. A draft of the same weights at fewer bits agrees with the target on
+most tokens of any text, without training. The source is ML-SpecQD (arXiv 2503.13565). The draft runs on the target's own
+cache, as those of :mod:`layerskip.drafters.layer_skip` do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from layerskip.config import Field, Method, SpeculativeConfig, StopRule, shared
+from layerskip.decoding.sampling import Chooser
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.models.architecture import UnsupportedModel
-from layerskip.models.packing import refuse_quantized
+from layerskip.models.cache import KVCache
+from layerskip.models.packing import drop_stale_packing, refuse_quantized
 from layerskip.models.skip_view import quantized_view
 from layerskip.models.target import Target
 
@@ -47,3 +51,7 @@ class Quantized(LayerSkip):
             raise UnsupportedModel(f"quantized: {reason}")
         view = quantized_view(target.model, _BITS[str(config.option("weights"))])
         return cls(view, config.num_speculative_tokens, config.stop)
+
+    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        drop_stale_packing(self.view)
+        super().start(prompt, cache, chooser)

@@ -298,8 +298,7 @@ Seen seen_by(const uint8_t* mask, int64_t length, int32_t* others) {
 
 // Returns the sum of every vector in its place.
 inline Floats sums_of(Floats* vectors) {
-  typedef Ints Places;
-  Places even, odd;
+  Ints even, odd;
   for (int i = 0; i < LANES; ++i) even[i] = 2 * i, odd[i] = 2 * i + 1;
   for (int number = LANES / 2; number > 0; number /= 2)
 #pragma GCC unroll 8

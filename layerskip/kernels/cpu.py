@@ -120,7 +120,7 @@ class Blocks:
 
     @classmethod
     def quantize(cls, weight: Tensor, bits: int) -> Blocks:
-        """Return the nearest blocks of 64 inputs, or fewer where 64 do not divide them, with codes of ``bits``."""
+        """Return blocks of 64 inputs, or fewer where 64 do not divide them, whose codes of ``bits`` are the nearest ones."""
         size = math.gcd(weight.shape[1], _QUANTIZED)
         groups = weight.detach().float().view(weight.shape[0], -1, size)
         low, high = groups.aminmax(dim=-1)
@@ -142,7 +142,7 @@ class Blocks:
 
 
 class BlockWeight(FewRowsWeight):
-    """A weight whose values are those of blocks; ``weight`` has the same values in float32."""
+    """A weight in blocks. ``weight`` has the same values in float32, or others that a quantised draft stands in for."""
 
     def __init__(self, weight: Tensor, blocks: Blocks) -> None:
         codes, bits = _panels(blocks.codes), 8
@@ -344,7 +344,8 @@ def has_kernels() -> bool:
         source = torch.Generator().manual_seed(0)
         weight, rows = (torch.randn(size, 64, generator=source, device="cpu") for size in (70, 9))
         codes = torch.randint(16, (70, 64), generator=source, device="cpu", dtype=torch.uint8)
-        blocks = [Blocks(codes * factor, weight[:, :2], weight[:, 2:4]) for factor in (1, 17)]
+        numbers = weight[:, :4].half().float(), weight[:, :4]  # float16 holds the first
+        blocks = [Blocks(codes * f, some[:, :2], some[:, 2:]) for f, some in zip((1, 17), numbers, strict=True)]
         products: list[FewRowsWeight] = [HalfWeight(weight.bfloat16().float())]
         products += [BlockWeight(some.values(), some) for some in blocks]
         works = all(nearly_equal(product(rows), linear(rows, product._weight)) for product in products)

@@ -43,15 +43,16 @@ _SHOWN = 4  # times that a layer shows its result to layers that may follow
 
 def fuse_layers(tree: Tree) -> Tree:
     """Let the modules of a tree that have a usual form run in few calls, if its weights are packed for few rows."""
-    packed = next((layer for layer in tree.modules() if few_rows_weight(layer) is not None), None)
-    for module in () if packed is None else tree.modules():
+    if all(few_rows_weight(layer) is None for layer in tree.modules()):
+        return tree
+    for module in tree.modules():
         kind: Any = type(module)
         form: Any = next((form for form in (_Norm, _GatedMLP, _Attention, _DecoderLayer) if form.matches(kind)), None)
         if form is not None and "forward" not in module.__dict__:  # a replaced forward may do more
             module.__class__ = _fused(form, kind)
-    for modules in tree.modules() if packed is not None else ():
+    for parent in tree.modules():
         order = _Order()
-        for layer in modules.children():
+        for layer in parent.children():
             if isinstance(layer, _DecoderLayer):
                 layer.state.order = order
     return tree
@@ -411,16 +412,16 @@ class _LayerState:
 
 
 class _Run:
-    """A layer and those that follow it, as they were when a text began. Hooks that are added later are noticed."""
+    """A layer and those that follow it, as they were when a text began; made again after hooks were added anywhere."""
 
-    def __init__(self, layers: Sequence[_DecoderLayer], stack: DecoderStack, cache: KVCache) -> None:
-        self.layers, self.stack, self.followers = layers, stack, [layer.state for layer in layers[1:]]
+    def __init__(self, states: Sequence[_LayerState], stack: DecoderStack, cache: KVCache) -> None:
+        self.stack, self.followers, self._last = stack, states[1:], states[-1]
         self._cache, self._begin, self._hooks = weakref.ref(cache), cache.length, RemovableHandle.next_id
 
     def serves(self, cache: KVCache) -> bool:
-        """Return whether a pass continues the text."""
-        known = self._cache() is cache and self._hooks == RemovableHandle.next_id
-        return known and cache.length >= self._begin and self.layers[-1].state.is_settled
+        """Return whether a pass continues the text, and the layers still follow each other."""
+        known = self._cache() is cache and self._hooks == RemovableHandle.next_id and cache.length >= self._begin
+        return known and self._last.is_settled and all(state.follows for state in self.followers)
 
 
 class _DecoderLayer(_Form):
@@ -451,7 +452,7 @@ class _DecoderLayer(_Form):
         if ahead is not None and inputs.are(ahead[0]):
             output: Any = ahead[1]
         else:
-            state.follows = None if ahead is not None else state.follows
+            state.follows = False if ahead is not None else state.follows
             output = super().forward(*args, **kwargs)
         if not state.is_settled and self.is_known and isinstance(output, Tensor):
             state.shown += 1
@@ -498,7 +499,7 @@ class _DecoderLayer(_Form):
             layers.append(following)
             prepared.append(next_own)
         packed, buffers = zip(*prepared, strict=True)
-        state.run = _Run(layers, DecoderStack(packed, buffers), cache)
+        state.run = _Run([layer.state for layer in layers], DecoderStack(packed, buffers), cache)
         return state.run
 
     def _prepare_own(self, cache: KVCache, count: int) -> tuple[DecoderLayer, tuple[Tensor, Tensor]] | None:
@@ -571,14 +572,15 @@ class _DecoderLayer(_Form):
         """Compare what the layer adds to its input, and the keys and values that it writes."""
         if not isinstance(expected, Tensor):
             return False
-        run, positions, start, mask = parts
+        _, positions, start, mask = parts
         cache: KVCache = kwargs["past_key_values"]
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         buffers = cache.room(self.self_attn.layer_idx, hidden.shape[1])  # type: ignore[union-attr, arg-type]
         assert buffers is not None
+        assert self.state.layer is not None
         written = [each[:, :, start : start + hidden.shape[1]] for each in buffers]
         before = [each.clone() for each in written]
-        (output,) = DecoderStack(run.stack.layers[:1], [buffers])(hidden, positions, start, mask)
+        (output,) = DecoderStack([self.state.layer], [buffers])(hidden, positions, start, mask)
         found, wanted = output - hidden, expected - hidden
         rounding = 1e-6 * float(hidden.abs().amax()) / max(float(wanted.abs().amax()), 1e-6)
         return nearly_equal(found, wanted, 1e-4 + rounding) and all(map(nearly_equal, written, before))

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from layerskip.config import ConfigError
+from layerskip.device.memory import total_bytes
 from layerskip.kernels.cpu import has_kernels
 from layerskip.models.gguf_blocks import KINDS, keep_file_blocks
 from layerskip.models.packing import fits_packed, has_blocks, uses_packing
@@ -31,6 +32,7 @@ _SUPPLEMENTS = ("special_tokens_map.json", "added_tokens.json")
 _STRATEGIES = ("balanced", "balanced_low_0", "sequential")  # of accelerate
 MIXED, NATIVE = "mixed", "native"
 _MATRIX_UNITS = {"amx_bf16"}  # flags of processors
+_LARGEST_SHARE = 0.5  # of the memory that weights in float32 may take where bfloat16 would do
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _log = logging.getLogger(__name__)
 
@@ -158,6 +160,8 @@ def load_target(
             transformers.utils.logging.enable_progress_bar()
     if dtype == "auto" and torch_dtype == torch.bfloat16 and dense and pack_weights is not False and prefers_mixed(model):
         model.float()
+        for config in (model.config, model.config.get_text_config(decoder=True)):  # as of one that was loaded in float32
+            config.dtype = torch.float32
     target = Target(model.eval(), tokenizer, name, revision, pack_weights, quantization, compile=compile)
     # Rounded weights are read at half the bytes, where they are packed.
     faster = dtype == "auto" and dense and torch_dtype == torch.float32 and has_kernels() and uses_packing(target.model)
@@ -323,11 +327,15 @@ def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def prefers_mixed(model: nn.Module) -> bool:
-    """Return whether a bfloat16 model decodes faster with sums in float32, because a layer is one call then.
+    """Return whether a bfloat16 model decodes faster by our kernels, whose sums are in float32.
 
-    Matrix units outweigh it, and it takes twice the memory.
+    Processors with matrix units decode faster without them. The weights must fit into memory at twice their size, and most
+    of them must be those of linear layers; the experts of a mixture, for example, are not.
     """
-    return not _processor_flags() & _MATRIX_UNITS and fits_packed(model, torch.float32) and has_kernels()
+    values, memory = sum(weight.numel() for weight in model.parameters()), total_bytes()
+    linear = sum(layer.weight.numel() for layer in model.modules() if type(layer) is nn.Linear)
+    fits = 2 * linear >= values and _LARGEST_SHARE * memory >= values * torch.float32.itemsize
+    return fits and not _processor_flags() & _MATRIX_UNITS and fits_packed(model, torch.float32) and has_kernels()
 
 
 def _processor_has_bfloat16() -> bool:

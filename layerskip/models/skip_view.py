@@ -134,11 +134,13 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def quantized_view(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """Return a view of a model whose linear layers multiply by weights of 8 or 4 bits; made once per model and bits."""
+    """Return a view of a model whose linear layers multiply by weights of 8 or 4 bits; made once per model and bits.
+
+    Passes over more rows than a step has multiply by the model's own weights.
+    """
     views = _quantized_views.of(model)
     if bits not in views:
         views[bits] = _learned(_copied(model, bits))
-    drop_stale_packing(views[bits])
     return views[bits]
 
 

@@ -7,6 +7,7 @@ are given, every other text begins with the first words of one of them and goes 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -17,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from layerskip.config import ConfigError
 from layerskip.decoding.sampling import Sampling
-from layerskip.models.target import Target
+from layerskip.models.target import NotFinite, Target
 
 _MARK = "\u2063user\u2063"  # stands for a user's words
 _PROMPT_TOKENS = 64  # that the target writes for a prompt
@@ -150,9 +152,18 @@ def _generate_batch(target: Target, prompts: list[list[int]], sampling: Sampling
         max_new_tokens=max_new_tokens,
         eos_token_id=ends or None,
         pad_token_id=ends[0] if ends else 0,
+        logits_processor=LogitsProcessorList([functools.partial(_check_finite, target.name)]),
         **options,
     )
     return [_until(row, target.eos_ids) for row in output[:, longest:].tolist()]
+
+
+def _check_finite(model: str, text: Tensor, scores: Tensor) -> Tensor:
+    """Return the scores ``[B, V]`` of the tokens after ``text``; :class:`NotFinite` if a row has no largest one."""
+    largest = scores.amax(-1)
+    for value in largest[~largest.isfinite()].tolist():
+        raise NotFinite(model, text.shape[1] - 1, value)
+    return scores
 
 
 def _until(tokens: list[int], ends: frozenset[int]) -> list[int]:

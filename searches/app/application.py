@@ -196,11 +196,11 @@ def explain(error: BaseException) -> str | None:
         if isinstance(error, InstantiationException) and isinstance(link, _INPUT_ERRORS):
             return _one_line(link)
         if isinstance(link, OSError) and link.errno in UNUSABLE and link.filename:
-            return f"outputs: cannot write {link.filename}: {os.strerror(link.errno)}"
+            return f"cannot write {link.filename}: {os.strerror(link.errno)}"
         if isinstance(link, OSError) and link.errno in DISK_FULL:
             return f"a file or the standard output cannot be written: {os.strerror(link.errno or 0)}"
         if "database or disk is full" in str(link):
-            return "outputs: cannot write the database: no space left on the disk"
+            return "cannot write the database: no space left on the disk"
         if is_out_of_memory(link) or _NO_PRIMITIVE in str(link):
             return f"memory: does not suffice, even for plain decoding: {_one_line(link)[:200] or 'none is left'}"
     # Any other error raised by a `_target_` is a defect, not a mistake on the command line.

@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 Decoded = tuple[list[int], list[int]]
@@ -152,31 +152,38 @@ class LlamaCpp:
             raise ValueError(f"{settings['method']} is not measured with it")
         self._server = xllamacpp.Server(params)
         self.version = str(xllamacpp.__version__)
-        self.precision = {"weights": "blocks of the file", "cache": str(params.cache_type_k)}
+        cache = getattr(params.cache_type_k, "name", params.cache_type_k)
+        self.precision = {"weights": "blocks of the file", "cache": str(cache), "build": str(xllamacpp.get_system_info())}
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
+        output, last = list[int](), dict[str, Any]()
+        for last in self._parts(request, stream=True):
+            output += last["tokens"]
+            if len(output) == len(last["tokens"]) > 0:
+                on_first(len(output))
+        if len(output) != last["tokens_predicted"]:  # it holds back tokens that end within a character
+            (whole,) = self._parts(request, stream=False)
+            output = list(whole["tokens"])
+        # It sends single tokens, so of the rounds only their number is known.
+        after = len(output) - 1
+        rounds = max(min(after, 1), after - int(last["timings"].get("draft_n_accepted", 0)))
+        return output, [1 + after * number // max(1, rounds) for number in range(rounds + 1)]
+
+    def _parts(self, request: dict[str, Any], stream: bool) -> Iterator[dict[str, Any]]:
+        """Yield the parts of the answer to a request."""
         body = {"prompt": request["tokens"], "n_predict": request["max_new_tokens"], "temperature": 0.0}
-        body |= {"repeat_penalty": request["repetition_penalty"], "cache_prompt": False}
-        body |= {"stream": True, "return_tokens": True}
+        body |= {"repeat_penalty": request["repetition_penalty"], "repeat_last_n": -1}
+        body |= {"stream": stream, "return_tokens": True, "cache_prompt": False}
         address = f"{self._server.listening_address}/completion"
         asked = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        output, lengths = list[int](), list[int]()
-        with urllib.request.urlopen(asked) as answer:
+        with self._opener.open(asked) as answer:
             for line in answer:
-                if not line.startswith(b"data: "):
-                    continue
-                part = json.loads(line.removeprefix(b"data: "))
-                # The token that ends a text is not among the others.
-                output += request["eos"][:1] if part.get("stop_type") == "eos" else part["tokens"]
-                if not lengths:
-                    on_first(len(output))
-                if len(output) > (lengths or [0])[-1]:
-                    lengths.append(len(output))
-        return output, lengths
+                if part := line.removeprefix(b"data: ").strip():
+                    yield json.loads(part)
 
 
-Engine = OpenVinoGenAi | Vllm | LlamaCpp
-ENGINES: dict[str, type[Engine]] = {"openvino_genai": OpenVinoGenAi, "vllm": Vllm, "xllamacpp": LlamaCpp}
+ENGINES: dict[str, Any] = {"openvino_genai": OpenVinoGenAi, "vllm": Vllm, "xllamacpp": LlamaCpp}
 
 
 def end_with(program: int) -> None:

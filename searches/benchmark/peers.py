@@ -36,7 +36,7 @@ from layerskip.decoding.decode import DecodeResult
 from layerskip.device.memory import tensor_bytes
 from layerskip.files import atomic_folder
 from layerskip.measure.measure import Task
-from layerskip.models.loading import DTYPES, WHEELS, find_weights, load_draft
+from layerskip.models.loading import DTYPES, WHEELS, find_weights, load_draft, load_target
 from layerskip.models.positions import max_positions
 from searches.app.checks import InputError, check_list, check_whole
 
@@ -66,6 +66,7 @@ class Peer:
         exit_layer: number of layers that the draft of ``early_exit`` keeps.
         draft_model: draft model of ``assistant`` and ``universal``.
         confidence: confidence below which drafting stops; 0 never stops; None keeps transformers' default.
+        dtype: of the weights that it decodes with, loaded once more; None for the target's.
 
     Raises:
         InputError: the method is unknown.
@@ -79,10 +80,15 @@ class Peer:
     exit_layer: int = 0
     draft_model: str = ""
     confidence: float | None = 0.0
+    dtype: str | None = None
     _pinned: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_list("method", [self.method], _METHODS)
+        check_list("dtype", [self.dtype or self.target.dtype], tuple(DTYPES))
+        if self.dtype not in (None, self.target.dtype):
+            same = load_target(self.target.name, self.target.revision, str(self.dtype), str(self.target.device))
+            object.__setattr__(self, "target", same)
         if self.method == "universal":
             draft = load_draft(self.target, self.draft_model, same_tokenizer=False).model
             sizes = {model.config.get_text_config(decoder=True).vocab_size for model in (self.target.model, draft)}

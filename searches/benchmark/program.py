@@ -1,8 +1,8 @@
 """Benchmark of named configurations and transformers' own decoding methods, measured side by side.
 
-All contenders are measured in one run, interleaved prompt by prompt; OpenVINO GenAI and vLLM are among them where they are
-installed. ``config=best.json`` adds an export and measures on held-out prompts only. Prints a table, writes JSON and logs to
-MLflow. An interrupted benchmark prints a table of the finished measurements and keeps nothing.
+All contenders are measured in one run, interleaved prompt by prompt; OpenVINO GenAI, vLLM and llama.cpp are among them where
+they are installed. ``config=best.json`` adds an export and measures on held-out prompts only. Prints a table, writes JSON
+and logs to MLflow. An interrupted benchmark prints a table of the finished measurements and keeps nothing.
 
 The memory of a drafter is that of its weights, caches and tables, without what it shares with the target. Memory-mapped
 files and the caches of transformers' methods are not counted; that of engines is unknown. On CUDA the table also has the
@@ -36,7 +36,7 @@ from searches.study.objective import MeasureSettings
 from searches.study.plan import check_prompts
 from searches.tracking.tracker import Tracker
 
-_READ_BYTES, _READS = 2**28, 8
+_READ_BYTES, _READS = 2**30, 4
 
 
 def benchmark(config: DictConfig) -> dict[str, Any]:
@@ -119,9 +119,12 @@ def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTi
         return None
 
 
-def _read_gigabytes_per_second(device: torch.device) -> float:
-    """Return how fast a device reads its memory, which bounds how fast it can read weights."""
-    values = torch.ones(_READ_BYTES // 4, device=device)
+def _read_gigabytes_per_second(device: torch.device) -> float | None:
+    """Return how fast a device sums a gigabyte, which reads its memory; None if it has none left."""
+    try:
+        values = torch.ones(_READ_BYTES // 4, device=device)
+    except (MemoryError, torch.OutOfMemoryError):
+        return None
     seconds = []
     for _ in range(_READS):
         start = now(device)

@@ -114,7 +114,11 @@ def propose(
     else:
         predictor.sharpen()
         search.rescore()
-    return _refined(search, scans, settings)
+    found = _refined(search, scans, settings)
+    if limits.is_over() and len(scans.predictions) < settings.scanned:
+        done = f"{len(scans.predictions)} of {settings.scanned} masks were scanned"
+        limits.report(f"its share of the budget ended after {done}")
+    return found
 
 
 def _refined(search: MaskSearch, scans: _Scans, settings: ProposalSettings) -> list[Prediction]:
@@ -193,6 +197,8 @@ def propose_runs(
     search.screen_runs(((first, min(end, first + 2**power)) for power in _POWERS for first in others), reserve // 2)
     search.screen(search.single(sublayer, layer) for layer in others for sublayer in ("attention", "mlp"))
     search.move_ends()
+    if limits.is_over():
+        limits.report(f"its share of the budget ended after {len(search.scores)} filled masks were screened")
     return _best_first(predictor.predict(search.best_masks(settings.scanned)), settings.enqueued)
 
 

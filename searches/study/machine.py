@@ -41,7 +41,7 @@ def describe(target: Target, dtype: str) -> str:
     _, reason = choose_dtype(dtype, target.device)
     weights = target.describe().get("weights")
     if dtype == "auto" and weights is not None:
-        reason = "own kernels compute that fastest"
+        reason = "layerskip/kernels/cpu.cpp computes with it"
     dtypes = target.dtype if weights is None else f"{target.dtype} (weights in {weights})"
     return f"machine: {where}, {device_bytes(target.device) / 2**30:.0f} GiB of memory; {dtypes}, because {reason}"
 

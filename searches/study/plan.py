@@ -175,6 +175,8 @@ def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
     if refused := {name: reason for name in available if (reason := classes[name].unsupported(target))}:
         print("".join(f"space.methods: {name} left out: {reason}\n" for name, reason in refused.items()), end="")
         space = replace(space, methods=tuple(name for name in available if name not in refused))
+        if set(space.available_methods) == {"none"} != set(available):
+            raise InputError(f"space.methods: the target supports none of {', '.join(refused)}")
     chosen = [methods()[method] for method in space.available_methods]
     trees = [method.name for method in chosen if method.trees_only]
     trees += [

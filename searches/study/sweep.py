@@ -116,10 +116,12 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
     with joined(name, folder, plan.settings, database, device, shared) as (storage, pool):
         with pool.claim("opening"):
             study = open_study(name, storage, pruner, settings)
-            if not shared:  # workers of one machine share its cores
-                wanted = plan.settings.threads or study.user_attrs.get(_THREADS)  # a resumed study keeps its number
-                if (chosen := machine.set_threads(plan.target, wanted)) is not None:
-                    say(chosen)
+            # A resumed study keeps its number, and workers of one machine share its cores.
+            wanted = plan.settings.threads or (None if shared else study.user_attrs.get(_THREADS))
+            measured = wanted is not None or config.get("worker") is None
+            if measured and (chosen := machine.set_threads(plan.target, wanted)) is not None:
+                say(chosen)
+            if not shared:
                 study.set_user_attr(_THREADS, torch.get_num_threads())
             say(machine.describe(plan.target, str(config.target.get("dtype", "auto"))))
             if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
@@ -192,6 +194,8 @@ class Sweep:
             if len(self.arms) > len(finished(study)):
                 objective.compared = self._compared(objective)
         self._run_trials(objective, len(self.arms), self.arms)
+        if self.pool.leads() and not self.arms:
+            self._export_leader()  # no drafting
 
     def _compared(self, objective: Objective) -> dict[SpeculativeConfig, list[Row]]:
         """Return the rows of the first comparison; none if one of them cannot be run beside the others."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from layerskip.kernels.cpu import Blocks, BlockWeight, has_kernels
 from layerskip.models import packing
 from layerskip.models.packing import few_rows_weight, set_packing
 from layerskip.models.skip_view import decoding_view, quantized_view
+from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
 from searches.study.plan import drop_unsupported
 from tests.accelerator import DEVICE
@@ -40,7 +43,7 @@ def _drafter(target: Target, weights: str = "int4", **fields: object) -> Drafter
 TestInt4 = contract(_drafter, samplings=SAMPLINGS)
 
 
-@pytest.mark.parametrize(("bits", "share"), [(8, 0.004), (4, 0.05)])
+@pytest.mark.parametrize(("bits", "share"), [(8, 0.05), (4, 0.8)])
 def test_logits_of_a_view_are_near_those_of_the_target(bits: int, share: float) -> None:
     model = build("llama")
     set_packing(model, True)
@@ -74,19 +77,32 @@ def test_codes_are_the_nearest_ones(width: int, bits: int) -> None:
     assert torch.equal(blocks.scales.half().float(), blocks.scales)
 
 
-def test_targets_without_faster_products_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    config = SpeculativeConfig("quantized")
-    for model, reason in (
-        (build("llama"), "its weights are not packed on a CPU"),
-        (build("llama").bfloat16(), "its arithmetic is not float32|its weights are not packed on a CPU"),
-    ):
-        target = Target(model)
-        if model.dtype == torch.bfloat16:
-            set_packing(model, True)
-        else:
-            set_packing(model, False)
-        with pytest.raises(UnsupportedModel, match=f"^quantized: ({reason})"):
-            build_drafter(config, target)
-        space = drop_unsupported(SearchSpace(layers=target.layers, protect_first=1, protect_last=1), target)
-        assert "quantized" not in space.available_methods and "prompt_lookup" in space.available_methods
-        assert "space.methods: quantized left out: its " in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("dtype", "packs", "kernels", "reason"),
+    [
+        (torch.float32, False, True, "its weights are not packed on a CPU"),
+        (torch.float32, True, False, r"it needs a C\+\+ compiler"),
+        (torch.bfloat16, True, True, "its arithmetic is not float32"),
+    ],
+)
+def test_targets_without_faster_products_are_refused(
+    dtype: torch.dtype,
+    packs: bool,
+    kernels: bool,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("bfloat16 is packed with AVX-512 only")
+    target = Target(build("llama").to(dtype))
+    set_packing(target.model, packs)
+    monkeypatch.setattr(packing, "has_kernels", lambda: kernels)
+    with pytest.raises(UnsupportedModel, match=f"^quantized: {reason}"):
+        build_drafter(SpeculativeConfig("quantized"), target)
+    space = SearchSpace(layers=target.layers, protect_first=1, protect_last=1)
+    kept = drop_unsupported(space, target)
+    assert set(space.available_methods) - set(kept.available_methods) == {"quantized"}
+    assert re.match(f"space.methods: quantized left out: {reason}", capsys.readouterr().out)
+    with pytest.raises(InputError, match="^space.methods: the target supports none of quantized"):
+        drop_unsupported(replace(space, methods=("quantized",)), target)

@@ -55,14 +55,18 @@ def test_products_equal_torch_and_no_row_depends_on_others(outputs: int, inputs:
 
 @pytest.mark.parametrize(("outputs", "inputs", "block"), [(1, 16, 16), (7, 32, 32), (63, 192, 32), (515, 96, 48)])
 @pytest.mark.parametrize("most", [15, 255])  # the largest code
-def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, most: int) -> None:
+@pytest.mark.parametrize("halves", [True, False])  # whether float16 holds scales and offsets
+def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, most: int, halves: bool) -> None:
     codes = torch.randint(most + 1, (outputs, inputs), dtype=torch.uint8)
     codes[0, 0] = most
-    blocks = Blocks(codes, *torch.randn(2, outputs, inputs // block).div(most))
+    numbers = torch.randn(2, outputs, inputs // block).div(most)
+    blocks = Blocks(codes, *(numbers.half().float() if halves else numbers))
     scales, offsets = (part.repeat_interleave(block, 1).double() for part in (blocks.scales, blocks.offsets))
     matrix = (codes * scales + offsets).float()
     assert torch.equal(blocks.values(), matrix)
-    assert_multiplies(BlockWeight(matrix, blocks), matrix, threads=2)
+    product = BlockWeight(matrix, blocks)
+    assert product._layout.block_bits == (16 if halves else 32)
+    assert_multiplies(product, matrix, threads=2)
 
 
 _HEADS, _GROUPS, _HIDDEN, _INNER, _START, _CAPACITY, _EPSILON = 4, 2, 48, 72, 37, 70, 1e-5

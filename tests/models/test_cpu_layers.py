@@ -149,6 +149,23 @@ def test_layers_with_the_same_inputs_share_a_call(family: str, mask: str, expect
     assert calls == expected
 
 
+@pytest.mark.parametrize("family", ["llama", "ministral", "gemma3_text"])
+def test_each_layer_is_computed_once_where_masks_differ_in_some_passes(family: str, calls: list[int]) -> None:
+    """The layers of a Ministral have the same positions, and in passes of several rows two masks."""
+    model, text = in_bfloat16(family), tokens_of(40)
+    view, cache = shared_copy(model), KVCache(model.config.num_hidden_layers, 64)
+    with torch.inference_mode():
+        reference = model(input_ids=text[None]).logits[0]
+        forward(view, text[:20], cache, 1)
+        cache.length = 20
+        for count in (1, 3, 1, 3, 1, 3):
+            calls.clear()
+            logits = forward(view, text[cache.length : cache.length + count], cache, count)
+            assert_alike(logits, reference[cache.length : cache.length + count])
+            cache.length += count
+    assert sum(calls) == model.config.num_hidden_layers
+
+
 def test_forms_are_known_before_the_first_text(calls: list[int]) -> None:
     view = shared_copy(in_bfloat16())
     assert forms(view) == ALL
@@ -245,8 +262,11 @@ def test_auto_is_mixed_without_matrix_units_and_with_enough_memory(
     flags: set[str], memory: int, precision: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "_processor_flags", lambda: flags)
-    monkeypatch.setattr(packing, "total_bytes", lambda: memory)
-    assert load_target(str(tiny_folder), device="cpu").precision == precision
+    for module in (loading, packing):
+        monkeypatch.setattr(module, "total_bytes", lambda: memory)
+    target = load_target(str(tiny_folder), device="cpu")
+    assert target.precision == precision
+    assert target.digest == load_target(str(tiny_folder), dtype=precision, device="cpu").digest
     assert load_target(str(tiny_folder), device="cpu", pack_weights=False).precision == "bfloat16"
 
 

@@ -205,7 +205,7 @@ def test_a_disk_that_fills_up_ends_with_one_line_and_the_training_resumes(
     done = train(*few, outputs=small_disk)
     file = small_disk / "h" / "training.pt"
     assert done.returncode == 2, done.stderr
-    assert done.stderr == f"error: outputs: cannot write {file}: No space left on device\n"
+    assert done.stderr == f"error: cannot write {file}: No space left on device\n"
     assert [path.name for path in file.parent.iterdir()] == ["training.pt"]
     assert torch.load(file, weights_only=True)["step"] == saved[1]
     (small_disk / "ballast").unlink()

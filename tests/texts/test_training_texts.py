@@ -6,10 +6,11 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from layerskip import load_target
 from layerskip.decoding.sampling import Sampling
-from layerskip.models.target import Target
+from layerskip.models.target import NotFinite, Target
 from layerskip.texts.training_texts import write_texts
 from tests.families import build
 from tests.generated import generated
@@ -40,3 +41,12 @@ def test_every_other_text_begins_like_a_prompt(chat: bool, tmp_path: Path) -> No
     assert len({len(text.tokens) for text in texts[1::2]}) > 1
     own = list(itertools.islice(write_texts(target, Sampling(), 4, 8, 0), 8))
     assert own != texts
+
+
+def test_logits_that_are_not_finite_end_the_writing() -> None:
+    target = Target(build("llama"))
+    with torch.no_grad():
+        target.model.get_output_embeddings().weight[3] = float("nan")  # type: ignore[operator]
+    for sampling in (Sampling(), Sampling(0.7, top_p=0.9)):
+        with pytest.raises(NotFinite, match="^target: the largest logit of .* is nan"):
+            next(write_texts(target, sampling, 4, batch=2, seed=0))

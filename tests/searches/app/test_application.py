@@ -106,7 +106,7 @@ def test_a_disk_that_fills_up_ends_with_one_line_and_the_study_resumes(small_dis
         fill(small_disk, leave=0)
         ended = process.wait(timeout=200)
     assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.strip().splitlines()[-1].startswith("error: outputs")
+    assert ended.stderr.strip().splitlines()[-1].startswith("error: cannot write ")
     (small_disk / "ballast").unlink()
     fewer = [override for override in overrides if not override.startswith("study.n_trials")]
     again = execute("layerskip", *fewer, "study.n_trials=6", cwd=small_disk)
@@ -118,8 +118,8 @@ def test_a_disk_that_fills_up_ends_with_one_line_and_the_study_resumes(small_dis
     ("error", "line"),
     [
         (OSError(28, "x"), "a file or the standard output cannot be written: No space left on device"),
-        (OSError(30, "x", "there/file"), "outputs: cannot write there/file: Read-only file system"),
-        (PermissionError(13, "x", "there/lock"), "outputs: cannot write there/lock: Permission denied"),
+        (OSError(30, "x", "there/file"), "cannot write there/file: Read-only file system"),
+        (PermissionError(13, "x", "there/lock"), "cannot write there/lock: Permission denied"),
         (InputError("prompts: \x1b]0;title\x07 is refused"), r"prompts: \x1b]0;title\x07 is refused"),
         (MemoryError(), "memory: does not suffice, even for plain decoding: none is left"),
         (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+from searches.app.application import explain
 from searches.app.checks import (
     InputError,
     check_flag,
@@ -51,6 +53,17 @@ def test_folders_are_refused_where_nothing_can_be_written(tmp_path: Path, monkey
     monkeypatch.setattr("os.access", lambda *_: False)  # also for root, and on a read-only file system
     with pytest.raises(InputError, match=f"^outputs: {tmp_path} cannot be written to"):
         check_folder("outputs", str(tmp_path))
+
+
+def test_a_read_only_disk_is_refused_by_field(small_disk: Path) -> None:
+    (small_disk / "outputs").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for folder in ("outputs", "new"):
+        with pytest.raises(InputError, match=f"^outputs: {small_disk}.* cannot be written to"):
+            check_folder("outputs", str(small_disk / folder))
+    with pytest.raises(OSError, match="Read-only file system") as raised:
+        (small_disk / "outputs" / "journal.log").touch()
+    assert explain(raised.value) == f"cannot write {small_disk}/outputs/journal.log: Read-only file system"
 
 
 def test_a_folder_of_digits_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,18 +93,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args): pass
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert (self.path, asked["stream"], asked["cache_prompt"]) == ("/completion", True, False)
+        assert (self.path, asked["repeat_last_n"], asked["cache_prompt"]) == ("/completion", -1, False)
         self.send_response(200)
         self.end_headers()
-        # The token 10 ends a text, and is not sent.
+        # The token 10 ends a text.
         tokens = [asked["prompt"][-1] + 1 + place for place in range(asked["n_predict"])]
-        ends = 10 in tokens and Server.ends_with_10
-        parts = [{"tokens": [token]} for token in (tokens[: tokens.index(10)] if ends else tokens)]
-        for part in [*parts, {"tokens": [], "stop_type": "eos" if ends else "limit"}]:
-            self.wfile.write(b"data: " + json.dumps(part).encode() + b"\\n\\n")
-        Server.ends_with_10 = True
+        tokens = tokens[: tokens.index(10) + 1] if 10 in tokens and Server.ends_with_10 else tokens
+        if asked["stream"]:
+            # The token 9 ends within a character in the second text, so that it is held back.
+            parts = [{"tokens": [token]} for token in tokens if token != 9 or not Server.ends_with_10]
+            end = {"tokens": [], "tokens_predicted": len(tokens), "timings": {"draft_n_accepted": Server.accepted}}
+            for part in [*parts, end]:
+                self.wfile.write(b"data: " + json.dumps(part).encode() + b"\\n\\n")
+            Server.ends_with_10 = True
+        else:
+            self.wfile.write(json.dumps({"tokens": tokens}).encode())
+def get_system_info():
+    return "AVX2 = 1"
 class Server:
-    made, ends_with_10 = [], False
+    made, ends_with_10, accepted = [], False, 0
     def __init__(self, params):
         self.made.append(params)
         server = http.server.HTTPServer(("127.0.0.1", 0), _Handler)

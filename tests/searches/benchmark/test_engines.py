@@ -271,18 +271,20 @@ def test_rounds_of_vllm_are_the_parts_of_its_stream(
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "3"
 
 
-@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
-def test_llama_cpp_reads_the_file_of_the_target(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "accepted", "lengths"), [("plain", 0, [1, 2, 3, 4, 5, 6]), ("prompt_lookup", 3, [1, 3, 6])]
+)
+def test_llama_cpp_reads_the_file_of_the_target(
+    method: str, accepted: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     module = _module("xllamacpp", XLLAMACPP)
+    module.Server.accepted = accepted
     monkeypatch.setitem(sys.modules, "xllamacpp", module)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     ready, *answers = _answers("xllamacpp", method, tmp_path / "model.gguf", _REQUEST, _REQUEST | {"eos": [10]})
-    assert (ready["version"], ready["precision"]["cache"]) == ("5.6", "f16")
-    assert answers == [
-        {"first": 1},
-        {"tokens": [8, 9, 10, 11, 12, 13], "lengths": [1, 2, 3, 4, 5, 6]},
-        {"first": 1},
-        {"tokens": [8, 9, 10], "lengths": [1, 2, 3]},
-    ]
+    assert (ready["version"], ready["precision"]["cache"], ready["precision"]["build"]) == ("5.6", "f16", "AVX2 = 1")
+    assert answers[:2] == [{"first": 1}, {"tokens": [8, 9, 10, 11, 12, 13], "lengths": lengths}]
+    assert answers[2:] == [{"first": 1}, {"tokens": [8, 9, 10], "lengths": [1, 3] if accepted else [1, 2, 3]}]
     params = module.Server.made[-1]
     assert params.model.path == str(tmp_path / "model.gguf")
     drafting = params.speculative.types, params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m
