@@ -154,6 +154,7 @@ class LlamaCpp:
         self.version = str(xllamacpp.__version__)
         cache = getattr(params.cache_type_k, "name", params.cache_type_k)
         self.precision = {"weights": "blocks of the file", "cache": str(cache), "build": str(xllamacpp.get_system_info())}
+        self._length = settings["max_length"]
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
@@ -173,7 +174,7 @@ class LlamaCpp:
     def _parts(self, request: dict[str, Any], stream: bool) -> Iterator[dict[str, Any]]:
         """Yield the parts of the answer to a request."""
         body = {"prompt": request["tokens"], "n_predict": request["max_new_tokens"], "temperature": 0.0}
-        body |= {"repeat_penalty": request["repetition_penalty"], "repeat_last_n": -1}
+        body |= {"repeat_penalty": request["repetition_penalty"], "repeat_last_n": self._length}
         body |= {"stream": stream, "return_tokens": True, "cache_prompt": False}
         address = f"{self._server.listening_address}/completion"
         asked = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})

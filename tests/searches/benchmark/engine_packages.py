@@ -93,7 +93,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args): pass
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert (self.path, asked["repeat_last_n"], asked["cache_prompt"]) == ("/completion", -1, False)
+        assert (self.path, asked["repeat_last_n"], asked["cache_prompt"]) == ("/completion", 64, False)
         self.send_response(200)
         self.end_headers()
         # The token 10 ends a text.
