@@ -119,7 +119,7 @@ def test_the_front_page_shows_what_the_recorded_sweep_reported() -> None:
     assert block.splitlines()[-1].rstrip(".") in words
     finalists = report.partition("## Finalists")[2].partition("\n\nBy ")[0].splitlines()
     rows = [row.split("|") for row in finalists if row.startswith("| ")]
-    recorded = [[NUMBER.findall(row[column]) for column in (2, 3, 4, 7)] for row in rows]
+    recorded = [[NUMBER.findall(row[column]) for column in (3, 4, 6, 5)] for row in rows]
     shown = [line.partition(" | ")[2] for line in block.splitlines() if line.startswith("| ")]
     for line, cells in zip(shown[1:], recorded[1:], strict=False):  # plain decoding and the winner
         _shown(line, [float(number) for cell in cells for number in cell])
