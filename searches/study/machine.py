@@ -49,14 +49,15 @@ def describe(target: Target, dtype: str) -> str:
 def busy_line() -> str | None:
     """Return a warning if other programs use the processor; None if they do not. Takes less than a second.
 
-    One thread for each core computes for a while. Without others, these threads get all the time of all cores.
+    One thread for each core computes for a while. Without others, these threads get all the time of all cores. A load
+    average above the number of cores tells of others that pause at that moment.
     """
-    share = _share_of_cores(len(usable_cores()), _TEST_SECONDS)
-    if share >= _BUSY:
+    cores, load = len(usable_cores()), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    share = _share_of_cores(cores, _TEST_SECONDS)
+    if share >= _BUSY and load <= (os.cpu_count() or 1):
         return None
-    load = f", load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return (
-        f"busy: this program gets {share:.0%} of the time of {len(usable_cores())} cores{load}; "
+        f"busy: this program gets {share:.0%} of the time of {cores} cores, load average {load:.1f}; "
         "figures are noisy, intervals will be wide"
     )
 

@@ -47,6 +47,13 @@ def test_other_programs_on_all_cores_are_noticed() -> None:
     assert line.startswith("busy: ")
 
 
+def test_other_programs_that_pause_are_noticed_by_the_load_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_share_of_cores", lambda *_: 1.0)
+    for load, noticed in ((0.5, False), (1.0 + (os.cpu_count() or 1), True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load), raising=False)
+        assert (machine.busy_line() is not None) == noticed
+
+
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
     [
