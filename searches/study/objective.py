@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import optuna
 
-from layerskip import Measurement, PromptSet, SpeculativeConfig
+from layerskip import Measurement, PromptSet, SpeculativeConfig, UnsupportedModel
 from layerskip.device.memory import is_out_of_memory, release_memory, within_memory
 from layerskip.measure.measurement import check_output, pair_speedup
 from searches.app.checks import check_number, check_whole
@@ -184,6 +184,8 @@ class Objective:
                 raise  # it can run nothing
             reason = f"{ENGINE_FAILED}: {error.reason}"
             trial.set_user_attr(ENGINE_LOG, error.log_tail)
+        except UnsupportedModel as error:  # another worker, which chose the methods, may have what is missing here
+            reason = f"{ENGINE_FAILED}: {error}"
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState
 
-from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig
+from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, UnsupportedModel
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Request, Sample
 from searches.backends.backend import BASELINE, BackendError, Workload
@@ -63,6 +63,18 @@ def test_a_failed_trial_keeps_its_reason_and_is_tried_twice() -> None:
     text = report.summary(study, None)
     assert "5 trials: 0 stopped early, 3 not run (3 the engine failed)." in text
     assert "- 0: the engine failed: out of memory at layer 3\n" in text
+
+
+def test_a_method_that_this_machine_lacks_is_a_failed_trial() -> None:
+    class Lacking(Known):
+        def compare(self, configs: Mapping[str, SpeculativeConfig], *rest: Any) -> Iterator[dict[str, Sample]]:
+            if lookup(8) in configs.values():
+                raise UnsupportedModel("quantized: it needs a C++ compiler")
+            return super().compare(configs, *rest)
+
+    study = run_known(Lacking({lookup(4): 1.5}), lookup(8), lookup(4))
+    assert study.trials[0].user_attrs["reason"] == "the engine failed: quantized: it needs a C++ compiler"
+    assert ranking(study)[0].config == lookup(4)
 
 
 def test_an_engine_that_runs_nothing_ends_the_study() -> None:
