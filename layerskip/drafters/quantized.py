@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from layerskip.config import Field, Method, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.sampling import Chooser
 from layerskip.drafters.layer_skip import LayerSkip
-from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
 from layerskip.models.packing import drop_stale_packing, refuse_quantized
 from layerskip.models.skip_view import quantized_view
@@ -47,8 +46,6 @@ class Quantized(LayerSkip):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> Quantized:
-        if reason := cls.unsupported(target):
-            raise UnsupportedModel(f"quantized: {reason}")
         view = quantized_view(target.model, _BITS[str(config.option("weights"))])
         return cls(view, config.num_speculative_tokens, config.stop)
 

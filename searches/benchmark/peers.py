@@ -36,7 +36,7 @@ from layerskip.decoding.decode import DecodeResult
 from layerskip.device.memory import tensor_bytes
 from layerskip.files import atomic_folder
 from layerskip.measure.measure import Task
-from layerskip.models.loading import DTYPES, WHEELS, find_weights, load_draft, load_target
+from layerskip.models.loading import DTYPES, gguf_file, load_draft, load_target
 from layerskip.models.positions import max_positions
 from searches.app.checks import InputError, check_list, check_whole
 
@@ -210,11 +210,11 @@ class EnginePeer:
         num_speculative_tokens: tokens drafted per round.
         prompt_lookup_max: longest n-gram of ``prompt_lookup``.
         draft_model: draft model of ``assistant``.
-        dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's.
+        dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's. ``xllamacpp`` ignores it.
 
     Attributes:
         version: that of the engine.
-        precision: of its arithmetic and its cache, as the loaded engine states them; it may not follow ``dtype``.
+        precision: of its arithmetic and its cache, as the engine states them; it may not follow ``dtype``.
 
     Raises:
         InputError: a field is unknown or out of range.
@@ -326,9 +326,9 @@ class EnginePeer:
     def _model_folder(self, model: Target) -> Path:
         """Return a folder with a model as the engine loads it; made once per model, dtype and engine."""
         if self.engine == "xllamacpp":
-            if model.name not in WHEELS and not model.name.endswith(".gguf"):
+            if (file := gguf_file(model.name)) is None:
                 raise UnsupportedModel(f"xllamacpp: {model.name} is not a GGUF file")
-            return find_weights(model.name) if model.name in WHEELS else Path(model.name)
+            return file
         name = f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}"
         saved = self.folder / name
         if not (saved / "config.json").exists():

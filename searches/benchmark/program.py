@@ -21,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
-from layerskip.costs.timing import TreeTiming, time_tree
-from layerskip.device.transfer import now
+from layerskip.costs.timing import TreeTiming, seconds_of, time_tree
 from layerskip.files import write_json
 from layerskip.measure.measure import Task, interleave
 from layerskip.measure.measurement import Sample, check_output
@@ -125,12 +124,7 @@ def _read_gigabytes_per_second(device: torch.device) -> float | None:
         values = torch.ones(_READ_BYTES // 4, device=device)
     except (MemoryError, torch.OutOfMemoryError):
         return None
-    seconds = []
-    for _ in range(_READS):
-        start = now(device)
-        values.sum()
-        seconds.append(now(device) - start)
-    return _READ_BYTES / min(seconds) / 1e9
+    return _READ_BYTES / min(seconds_of(device, values.sum) for _ in range(_READS)) / 1e9
 
 
 def _result(
