@@ -20,7 +20,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from layerskip.config import ConfigError
-from layerskip.device.memory import total_bytes
 from layerskip.kernels.cpu import has_kernels
 from layerskip.models.gguf_blocks import KINDS, keep_file_blocks
 from layerskip.models.packing import fits_packed, has_blocks, uses_packing
@@ -32,7 +31,6 @@ _SUPPLEMENTS = ("special_tokens_map.json", "added_tokens.json")
 _STRATEGIES = ("balanced", "balanced_low_0", "sequential")  # of accelerate
 MIXED, NATIVE = "mixed", "native"
 _MATRIX_UNITS = {"amx_bf16"}  # flags of processors
-_LARGEST_SHARE = 0.5  # of the memory that weights in float32 may take where bfloat16 would do
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _log = logging.getLogger(__name__)
 
@@ -335,13 +333,13 @@ def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
 def prefers_mixed(model: nn.Module) -> bool:
     """Return whether a bfloat16 model decodes faster by our kernels, whose sums are in float32.
 
-    Processors with matrix units decode faster without them. The weights must fit into memory at twice their size, and most
-    of them must be those of linear layers; the experts of a mixture, for example, are not.
+    Processors with matrix units decode faster without them. At least half of the weights must be those of linear layers; the
+    experts of a mixture, for example, are not. So where packed linear layers fit, all weights do at twice their size.
     """
-    values, memory = sum(weight.numel() for weight in model.parameters()), total_bytes()
     linear = sum(layer.weight.numel() for layer in model.modules() if type(layer) is nn.Linear)
-    fits = 2 * linear >= values and _LARGEST_SHARE * memory >= values * torch.float32.itemsize
-    return fits and not _processor_flags() & _MATRIX_UNITS and fits_packed(model, torch.float32) and has_kernels()
+    mostly_linear = 2 * linear >= sum(weight.numel() for weight in model.parameters())
+    fits = mostly_linear and fits_packed(model, torch.float32)
+    return fits and not _processor_flags() & _MATRIX_UNITS and has_kernels()
 
 
 def _processor_has_bfloat16() -> bool:

@@ -262,8 +262,7 @@ def test_auto_is_mixed_without_matrix_units_and_with_enough_memory(
     flags: set[str], memory: int, precision: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "_processor_flags", lambda: flags)
-    for module in (loading, packing):
-        monkeypatch.setattr(module, "total_bytes", lambda: memory)
+    monkeypatch.setattr(packing, "total_bytes", lambda: memory)
     target = load_target(str(tiny_folder), device="cpu")
     assert target.precision == precision
     assert target.digest == load_target(str(tiny_folder), dtype=precision, device="cpu").digest
