@@ -26,7 +26,7 @@ class Quantized(LayerSkip):
     method = Method(
         "quantized",
         (
-            Field("weights", "int8", "the format of the draft's weights", choices=tuple(_BITS)),
+            Field("weights", "int4", "the format of the draft's weights", choices=tuple(_BITS)),
             shared("num_speculative_tokens", range=(1, 8)),
             shared("stop", first=StopRule("adaptive")),
         ),
@@ -34,7 +34,7 @@ class Quantized(LayerSkip):
         rank=5,
         color="#17becf",
         label=lambda config: str(config.option("weights")),
-        also=({"weights": "int4"},),
+        also=({"weights": "int8"},),
         paired=True,
         benchmark={"num_speculative_tokens": 3},
         no_engine="no engine drafts with its own target at fewer bits",

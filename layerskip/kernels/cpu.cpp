@@ -26,11 +26,12 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
 // The panels of a weight [outputs, inputs]: values of 16 bits in bfloat16, or codes of 8 or 4 bits in blocks of inputs. The
 // value of a code is code * scale + offset. Panels of 16 and 4 bits hold outputs i and i + LANES side by side: as the halves of
-// a word, which shift and mask widen, and of a byte.
+// a word, which shift and mask widen, and of a byte. Panels that are multiplied in integers hold the codes of an output for
+// `together` inputs side by side.
 struct Weight {
   const uint8_t* panels;
   const uint8_t* blocks;  // [panels, blocks, scale and offset, PANEL], numbers of 32 or 16 bits
-  int64_t inputs, outputs, block, bits, block_bits;
+  int64_t inputs, outputs, block, bits, block_bits, together;
 
   int64_t panel_bytes() const { return inputs * PANEL * bits / 8; }
 };
@@ -65,6 +66,11 @@ inline Floats load_half(const uint8_t* at) {
 #else
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
 #endif
+}
+
+// Reads LANES numbers of 32 or 16 bits from the `index`-th on.
+inline Floats load_numbers(const uint8_t* at, int64_t index, int64_t bits) {
+  return bits == 16 ? load_half(at + index * 2) : load(reinterpret_cast<const float*>(at) + index);
 }
 
 // Compilers turn a conversion of bytes into a dozen instructions.
@@ -108,9 +114,7 @@ void block(const Weight& of, const float* rows, float* results, int64_t panel) {
     if constexpr (BITS < 16)
       for (int p = 0; p < PANELS; ++p) {
         const uint8_t* const at = of.blocks + ((panel + p) * blocks + number) * 2 * PANEL * of.block_bits / 8;
-        for (int v = 0; v < 4; ++v)
-          scales[p][v] = of.block_bits == 16 ? load_half(at + v * LANES * 2)
-                                             : load(reinterpret_cast<const float*>(at) + v * LANES);
+        for (int v = 0; v < 4; ++v) scales[p][v] = load_numbers(at, v * LANES, of.block_bits);
       }
     for (int64_t input = number * of.block; input < (number + 1) * of.block; ++input) {
       Floats weights[2 * PANELS];
@@ -154,6 +158,107 @@ void multiply_panels(const Weight& of, const float* rows, float* results, int64_
   }
 }
 
+constexpr int TOGETHER = 4;  // inputs of a step in integers
+#ifdef __AVX512VNNI__
+constexpr bool HAS_VNNI = true;
+#else
+constexpr bool HAS_VNNI = false;
+#endif
+
+// Rows whose values are rounded to 8 bits, in the blocks of a weight: value is about code * scale. `sums` are those of the
+// rounded values of a block.
+struct Rounded {
+  std::vector<int8_t> codes;
+  std::vector<float> scales, sums;
+
+  void round(const float* rows, int64_t count, const Weight& of) {
+    const float most = HAS_VNNI || of.bits == 4 ? 127 : 63;  // a pair of products with codes is exact in 16 bits
+    const int64_t all = count * of.inputs, block = of.block;
+    codes.resize(all), scales.resize(all / block), sums.resize(all / block);
+    for (int64_t number = 0; number < all / block; ++number) {
+      const float* const values = rows + number * block;
+      int32_t bits = 0;  // of the largest magnitude; compilers vectorise the maximum of integers
+      for (int64_t i = 0; i < block; ++i) {
+        int32_t own;
+        std::memcpy(&own, values + i, sizeof own);
+        bits = std::max(bits, own & 0x7fffffff);
+      }
+      float largest;
+      std::memcpy(&largest, &bits, sizeof largest);
+      const float factor = largest > 1e-30f ? most / largest : 0;  // of smaller ones it overflows
+      int32_t sum = 0;
+      for (int64_t i = 0; i < block; ++i) {
+        const int32_t code = static_cast<int32_t>(std::nearbyint(values[i] * factor));
+        codes[number * block + i] = static_cast<int8_t>(code), sum += code;
+      }
+      scales[number] = largest / most, sums[number] = sum * scales[number];
+    }
+  }
+};
+
+// Adds products of codes and of rounded values, TOGETHER of them in each number. Without VNNI, pairs of products are added in
+// 16 bits.
+inline Ints add_products(Ints sums, Ints codes, Ints values) {
+#ifdef __AVX512VNNI__
+  return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(codes),
+                                                    reinterpret_cast<__m512i>(values)));
+#elif LANES == 16
+  const __m512i pairs = _mm512_maddubs_epi16(reinterpret_cast<__m512i>(codes), reinterpret_cast<__m512i>(values));
+  return sums + reinterpret_cast<Ints>(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#else
+  const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(codes), reinterpret_cast<__m256i>(values));
+  return sums + reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+
+// Multiplies ROWS rounded rows by a panel.
+template <int BITS, int ROWS>
+void integer_block(const Weight& of, const Rounded& rounded, int64_t row, float* results, int64_t panel) {
+  const int64_t blocks = of.inputs / of.block;
+  const uint8_t* codes = of.panels + panel * of.panel_bytes();
+  Floats sums[ROWS][2] = {};
+  for (int64_t number = 0; number < blocks; ++number) {
+    Ints dots[ROWS][2] = {};
+    for (int64_t input = number * of.block; input < (number + 1) * of.block; input += TOGETHER) {
+      Ints both[2];
+      std::memcpy(&both[0], codes, sizeof(Ints)), codes += sizeof(Ints);
+      if (BITS == 8)
+        std::memcpy(&both[1], codes, sizeof(Ints)), codes += sizeof(Ints);
+      else
+        both[1] = (both[0] >> 4) & 0x0f0f0f0f, both[0] &= 0x0f0f0f0f;
+      for (int r = 0; r < ROWS; ++r) {
+        int32_t word;
+        std::memcpy(&word, rounded.codes.data() + (row + r) * of.inputs + input, sizeof word);
+        for (int v = 0; v < 2; ++v) dots[r][v] = add_products(dots[r][v], both[v], Ints{} + word);
+      }
+    }
+    const uint8_t* const at = of.blocks + (panel * blocks + number) * 2 * PANEL * of.block_bits / 8;
+    for (int v = 0; v < 2; ++v) {
+      const Floats scale = load_numbers(at, v * LANES, of.block_bits);
+      const Floats offset = load_numbers(at, PANEL + v * LANES, of.block_bits);
+      for (int r = 0; r < ROWS; ++r) {
+        const int64_t place = (row + r) * blocks + number;
+        sums[r][v] = fused(offset, spread(rounded.sums[place]), sums[r][v]);
+        sums[r][v] = fused(__builtin_convertvector(dots[r][v], Floats), scale * spread(rounded.scales[place]), sums[r][v]);
+      }
+    }
+  }
+  const int64_t first = panel * PANEL, count = std::min<int64_t>(PANEL, of.outputs - first);
+  for (int r = 0; r < ROWS; ++r) std::memcpy(results + (row + r) * of.outputs + first, sums[r], count * sizeof(float));
+}
+
+template <int BITS>
+void multiply_integers(const Weight& of, const float* rows, float* results, int64_t count, int64_t panel, int64_t end) {
+  static thread_local Rounded rounded;
+  rounded.round(rows, count, of);
+  for (; panel < end; ++panel) {
+    int64_t row = 0;
+    for (; row + 4 <= count; row += 4) integer_block<BITS, 4>(of, rounded, row, results, panel);
+    for (; row + 2 <= count; row += 2) integer_block<BITS, 2>(of, rounded, row, results, panel);
+    for (; row < count; ++row) integer_block<BITS, 1>(of, rounded, row, results, panel);
+  }
+}
+
 // The share of a thread among a number of items.
 struct Share {
   int64_t begin, end;
@@ -167,6 +272,10 @@ int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
 // Multiplies by some panels of a weight, in parts that stay in the cache.
 void multiply_share(const Weight& of, const float* rows, float* results, int64_t count, Share panels) {
+  if (of.together > 1) {
+    const auto multiply = of.bits == 8 ? multiply_integers<8> : multiply_integers<4>;
+    return multiply(of, rows, results, count, panels.begin, panels.end);
+  }
   const auto multiply = of.bits == 16 ? multiply_panels<16> : of.bits == 8 ? multiply_panels<8> : multiply_panels<4>;
   const int64_t most = std::max<int64_t>(4, CACHED_BYTES / of.panel_bytes());
   const int64_t step = count <= MOST_ROWS ? panels_of(of.outputs) : most;

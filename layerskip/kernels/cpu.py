@@ -42,7 +42,8 @@ _FLAGS = {
     "AVX512": ("-DLANES=16", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
 }
 _OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
-_QUANTIZED = 64  # inputs that share a scale and an offset
+_QUANTIZED = 64  # inputs that share a scale and an offset; not 32, which restores weights that came from such 4-bit blocks
+_TOGETHER = 4  # inputs of a step in integers
 _LIMIT_SECONDS = 120  # for the compiler
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class _Weight(ctypes.Structure):
     _fields_: ClassVar = [
         ("panels", ctypes.c_void_p),
         ("blocks", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "block", "bits", "block_bits")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "block", "bits", "block_bits", "together")),
     ]
 
 
@@ -66,12 +67,15 @@ class FewRowsWeight:
         address: the address of its layout, for ``cpu.cpp``.
     """
 
-    def __init__(self, weight: Tensor, panels: Tensor, bits: int, scales: Tensor | None = None, block: int = 0) -> None:
+    def __init__(
+        self, weight: Tensor, panels: Tensor, bits: int, scales: Tensor | None = None, block: int = 0, together: int = 1
+    ) -> None:
         self._weight, self._library, self._kept = weight.detach(), _library(), (panels, scales)
         self.outputs, self.inputs = weight.shape
         blocks = None if scales is None else scales.data_ptr()
         block_bits = 0 if scales is None else 8 * scales.itemsize
-        self._layout = _Weight(panels.data_ptr(), blocks, self.inputs, self.outputs, block or self.inputs, bits, block_bits)
+        sizes = self.inputs, self.outputs, block or self.inputs, bits, block_bits, together
+        self._layout = _Weight(panels.data_ptr(), blocks, *sizes)
         self.address = ctypes.addressof(self._layout)
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -142,17 +146,37 @@ class Blocks:
 
 
 class BlockWeight(FewRowsWeight):
-    """A weight in blocks. ``weight`` has the same values in float32, or others that a quantised draft stands in for."""
+    """A weight in blocks; ``weight`` has the same values in float32.
 
-    def __init__(self, weight: Tensor, blocks: Blocks) -> None:
+    Args:
+        weight: ``[out, in]`` float32.
+        blocks: its blocks.
+        together: codes of an output that lie side by side.
+    """
+
+    def __init__(self, weight: Tensor, blocks: Blocks, together: int = 1) -> None:
         codes, bits = _panels(blocks.codes), 8
+        codes = codes.view(*codes.shape[:2], -1, together).transpose(1, 2)  # [panels, in / together, outputs, together]
         if int(blocks.codes.max()) < 16:
-            low, high = codes.chunk(2, 1)
+            low, high = codes.chunk(2, 2)
             codes, bits = low | high << 4, 4
         scales = torch.stack([_panels(part).transpose(1, 2) for part in (blocks.scales, blocks.offsets)], 2).contiguous()
         if torch.equal((halves := scales.half()).float(), scales):
             scales = halves
-        super().__init__(weight, codes.transpose(1, 2).contiguous(), bits, scales, weight.shape[1] // scales.shape[1])
+        super().__init__(weight, codes.contiguous(), bits, scales, weight.shape[1] // scales.shape[1], together)
+
+
+class IntegerWeight(BlockWeight):
+    """A weight at 8 or 4 bits that is multiplied in integers.
+
+    Activations are rounded to 8 bits in the blocks of the weight, to 7 where the processor adds products in 16 bits. So
+    results are those of a draft, and only near those of ``weight``. Arithmetic then takes less time than reading.
+    """
+
+    def __init__(self, weight: Tensor, bits: int) -> None:
+        blocks = Blocks.quantize(weight, bits)
+        block = weight.shape[1] // blocks.scales.shape[1]
+        super().__init__(weight, blocks, 1 if block % _TOGETHER else _TOGETHER)
 
 
 def _panels(rows: Tensor) -> Tensor:
@@ -357,6 +381,14 @@ def has_kernels() -> bool:
     return not reason
 
 
+def processor_flags() -> set[str]:
+    """Return the names that Linux has for what the processor can do; empty elsewhere."""
+    try:
+        return set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return set()
+
+
 def _instruction_set() -> str | None:
     capability = torch.backends.cpu.get_cpu_capability()
     return capability if platform.machine() == "x86_64" and capability in _FLAGS else None
@@ -376,7 +408,8 @@ def _library() -> Any:
     # Torch's own OpenMP: the threads of another one would wait for the same cores.
     openmp = next((Path(torch.__file__).parent / "lib").glob("libgomp*"), None)
     runtime = [str(openmp)] if openmp else ["-fopenmp"]
-    compile_source = [*compiler, *_OPTIONS, *_FLAGS[_instruction_set() or ""]]
+    vnni = ["-mavx512vnni"] if _instruction_set() == "AVX512" and "avx512_vnni" in processor_flags() else []
+    compile_source = [*compiler, *_OPTIONS, *_FLAGS[_instruction_set() or ""], *vnni]
     identity = digest([compile_source, runtime, torch.__version__, _SOURCE.read_text(encoding="utf-8")])[:16]
     path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "layerskip" / f"cpu-{identity}.so"
     if path.is_file():

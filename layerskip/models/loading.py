@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from layerskip.config import ConfigError
-from layerskip.kernels.cpu import has_kernels
+from layerskip.kernels.cpu import has_kernels, processor_flags
 from layerskip.models.gguf_blocks import KINDS, keep_file_blocks
 from layerskip.models.packing import fits_packed, has_blocks, uses_packing
 from layerskip.models.target import Target, TargetError
@@ -339,18 +339,11 @@ def prefers_mixed(model: nn.Module) -> bool:
     linear = sum(layer.weight.numel() for layer in model.modules() if type(layer) is nn.Linear)
     mostly_linear = 2 * linear >= sum(weight.numel() for weight in model.parameters())
     fits = mostly_linear and fits_packed(model, torch.float32)
-    return fits and not _processor_flags() & _MATRIX_UNITS and has_kernels()
+    return fits and not processor_flags() & _MATRIX_UNITS and has_kernels()
 
 
 def _processor_has_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16 in hardware; where it emulates it, float32 is faster."""
     # ATEN_CPU_CAPABILITY may limit torch to an older instruction set.
-    on_x86 = torch.backends.cpu.get_cpu_capability() == "AVX512" and _processor_flags() & {"avx512_bf16", *_MATRIX_UNITS}
-    return bool(on_x86) or "bf16" in _processor_flags()  # the latter on Arm
-
-
-def _processor_flags() -> set[str]:
-    try:
-        return set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return set()
+    on_x86 = torch.backends.cpu.get_cpu_capability() == "AVX512" and processor_flags() & {"avx512_bf16", *_MATRIX_UNITS}
+    return bool(on_x86) or "bf16" in processor_flags()  # the latter on Arm

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerskip.device.memory import total_bytes
-from layerskip.kernels.cpu import Blocks, BlockWeight, FewRowsWeight, HalfWeight, has_kernels
+from layerskip.kernels.cpu import Blocks, BlockWeight, FewRowsWeight, HalfWeight, IntegerWeight, has_kernels
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
@@ -210,7 +210,7 @@ class _QuantizedWeight(_PackedWeight):
 
     def product(self, weight: Tensor) -> Product | None:
         if self._state != _state(weight):
-            self.keep(weight, BlockWeight(weight, Blocks.quantize(weight, self._bits)))
+            self.keep(weight, IntegerWeight(weight, self._bits))
         return self.copy
 
     def __deepcopy__(self, memo: Any) -> _QuantizedWeight:

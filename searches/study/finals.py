@@ -346,8 +346,8 @@ def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:
 
 def _distinct_first(entries: Sequence[LeaderboardEntry]) -> list[LeaderboardEntry]:
     """Return the first entry of each method, then the others."""
-    methods = [drafters(entry) for entry in entries]
-    return sorted(entries, key=lambda entry: methods.index(drafters(entry)) != entries.index(entry))
+    methods = [drafters(entry.config) for entry in entries]
+    return sorted(entries, key=lambda entry: methods.index(drafters(entry.config)) != entries.index(entry))
 
 
 def _is_slower(rows: Sequence[Row], other: str, name: str) -> bool:

@@ -200,19 +200,19 @@ def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
     ranked = ranking(study)
     chosen = ranked[:count]
     for entry in ranked[count:]:
-        is_new = drafters(entry) not in map(drafters, chosen)
+        is_new = drafters(entry.config) not in (drafters(other.config) for other in chosen)
         if len(chosen) < count + _OTHER_DRAFTERS and is_new and _is_near(entry, ranked[0]):
             chosen.append(entry)
-    alike = (entry for entry in ranked if drafters(entry) == drafters(ranked[0]))
+    alike = (entry for entry in ranked if drafters(entry.config) == drafters(ranked[0].config))
     default = min(alike, key=lambda entry: entry.first, default=None)
     if default is not None and default not in chosen and _is_near(default, ranked[0]):
         chosen.append(default)
     return chosen
 
 
-def drafters(entry: LeaderboardEntry) -> tuple[str, ...]:
-    """Return the method of an entry, and those of a cascade's members."""
-    return entry.config.method, *(member.method for member in entry.config.members)
+def drafters(config: SpeculativeConfig) -> tuple[str, ...]:
+    """Return the method of a configuration, and those of a cascade's members."""
+    return config.method, *(member.method for member in config.members)
 
 
 def _is_near(entry: LeaderboardEntry, leader: LeaderboardEntry) -> bool:

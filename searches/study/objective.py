@@ -23,7 +23,7 @@ from searches.backends.backend import CANDIDATE, BackendError
 from searches.backends.running_engine import sample_metrics
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Bench, Row, drifted_rows, drifted_since
-from searches.study.leaderboard import Leaderboard, LeaderboardEntry, leaderboard
+from searches.study.leaderboard import Leaderboard, LeaderboardEntry, drafters, leaderboard
 from searches.study.pruning import BoundEstimator
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
 
@@ -279,12 +279,16 @@ class _Race:
         """Return whether a trial is significantly slower than plain decoding or than the leader.
 
         The pruner compares on how many prompts the leader is ahead, not by how much. A lookup that is far ahead on few
-        prompts may still be faster over all.
+        prompts may still be faster over all. A configuration with drafters that no trial has measured to the end decodes
+        the prompts of every trial, so that the finals may take it.
         """
         if Measurement.of(self.rows, BASELINE, CANDIDATE).interval(confidence=_PRUNING_CONFIDENCE)[1] < 1.0:
             return True
         leader = self.board.leader
         if leader is None or leader.config == self.config:
+            return False
+        complete = (drafters(entry.config) for entry in self.board.ranking)
+        if len(self.rows) < len(self._objective.first.items) and drafters(self.config) not in complete:
             return False
         against_leader = []
         for row in self.rows:

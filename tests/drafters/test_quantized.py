@@ -12,7 +12,7 @@ import torch
 from layerskip import SpeculativeConfig, Target, UnsupportedModel
 from layerskip.decoding.drafter import Drafter
 from layerskip.drafters.registry import build_drafter
-from layerskip.kernels.cpu import Blocks, BlockWeight, has_kernels
+from layerskip.kernels.cpu import Blocks, BlockWeight, IntegerWeight, has_kernels
 from layerskip.models import packing
 from layerskip.models.packing import few_rows_weight, set_packing
 from layerskip.models.skip_view import decoding_view, quantized_view
@@ -43,7 +43,7 @@ def _drafter(target: Target, weights: str = "int4", **fields: object) -> Drafter
 TestInt4 = contract(_drafter, samplings=SAMPLINGS)
 
 
-@pytest.mark.parametrize(("bits", "share"), [(8, 0.05), (4, 0.8)])
+@pytest.mark.parametrize(("bits", "share"), [(8, 0.2), (4, 0.8)])
 def test_logits_of_a_view_are_near_those_of_the_target(bits: int, share: float) -> None:
     model = build("llama")
     set_packing(model, True)
@@ -53,7 +53,7 @@ def test_logits_of_a_view_are_near_those_of_the_target(bits: int, share: float) 
     error = float((found - expected).abs().mean() / expected.abs().mean())
     assert share / 50 < error < share
     layers = [module for module in view.modules() if isinstance(module, torch.nn.Linear)]
-    assert all(isinstance(few_rows_weight(layer), BlockWeight) for layer in layers)
+    assert all(isinstance(few_rows_weight(layer), IntegerWeight) for layer in layers)
     assert not any(isinstance(few_rows_weight(layer), BlockWeight) for layer in decoding_view(model).modules())
     assert quantized_view(model, bits) is view
     with torch.no_grad():

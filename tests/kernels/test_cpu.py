@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from layerskip.kernels.cpu import (
     DecoderStack,
     FewRowsWeight,
     HalfWeight,
+    IntegerWeight,
     has_kernels,
 )
 
@@ -67,6 +69,33 @@ def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, m
     product = BlockWeight(matrix, blocks)
     assert product._layout.block_bits == (16 if halves else 32)
     assert_multiplies(product, matrix, threads=2)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (7, 33), (63, 192), (515, 96)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_in_integers_are_those_of_rounded_activations(outputs: int, inputs: int, bits: int) -> None:
+    """The codes' products are sums of whole numbers; activations are rounded by at most half a step of 1/63."""
+    matrix = weight(outputs, inputs)
+    product, values = IntegerWeight(matrix, bits), Blocks.quantize(matrix, bits).values().double()
+    rows = torch.randn(MOST_ROWS + 1, inputs)
+    rows[1] = 0
+    alone = torch.cat([product(row[None]) for row in rows])
+    block = math.gcd(inputs, 64)
+    largest = rows.unflatten(1, (-1, block)).abs().amax(-1).repeat_interleave(block, 1).double()
+    error = (largest * 0.51 / 63) @ values.abs().T
+    assert bool(((alone.double() - rows.double() @ values.T).abs() <= error + 1e-5 * values.abs().amax()).all())
+    assert not alone[1].any()
+    for count in (2, 3, 5, MOST_ROWS):
+        assert torch.equal(product(rows[None, :count])[0], alone[:count])
+
+
+def test_the_largest_codes_do_not_overflow() -> None:
+    """Sums of two products have 16 bits where the processor lacks VNNI."""
+    matrix = torch.cat((torch.full((32, 63), 255.0), torch.zeros(32, 1)), 1)
+    for bits in (8, 4):
+        for sign in (1, -1):
+            found = IntegerWeight(matrix, bits)(torch.full((1, 64), float(sign)))
+            assert torch.allclose(found, torch.full((1, 32), sign * 63 * 255.0), rtol=1e-3)
 
 
 _HEADS, _GROUPS, _HIDDEN, _INNER, _START, _CAPACITY, _EPSILON = 4, 2, 48, 72, 37, 70, 1e-5

@@ -149,6 +149,18 @@ def test_a_trial_slower_than_plain_decoding_is_stopped_even_if_it_leads() -> Non
     assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.PRUNED]
 
 
+@quiet
+def test_the_first_trial_with_a_drafter_decodes_the_prompts_of_every_trial() -> None:
+    """Whatever the first of them say; else the finals could not take it."""
+    fast, other, again = lookup(4), SpeculativeConfig("quantized"), SpeculativeConfig("quantized", num_speculative_tokens=6)
+    pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.1)
+    bench = Known({fast: 1.5, other: 1.2, again: 1.2})
+    settings = MeasureSettings(prompts=12, survivor_prompts=24)
+    study = run_known(bench, fast, other, again, pruner=pruner, prompts=MANY, settings=settings)
+    assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
+    assert bench.count(other) == 12 > bench.count(again)
+
+
 def test_plain_decoding_is_one_trial() -> None:
     """Every other trial measures it, too."""
     bench = Known({})
