@@ -12,13 +12,21 @@ EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/tes
 ARGS ?=
 
 .DEFAULT_GOAL := sweep
-.PHONY: sweep benchmark test system lossless launchers gpu gemma setup clean
+.PHONY: sweep benchmark engines test system lossless launchers gpu gemma setup clean
 
 sweep: setup            ## the default study; ARGS="experiment=smoke seed=1" are its overrides
 	$(BIN)/python -m searches.layerskip $(ARGS)
 
 benchmark: setup        ## our drafters and transformers' own decoding
 	$(BIN)/python -m searches.benchmark $(ARGS)
+
+engines: setup          ## OpenVINO GenAI, vLLM and llama.cpp, each in an environment of its own in .engines; make sweep ARGS=engines=all
+	@# vLLM and optimum-intel load packages of torch that are there, and those of another build of torch do not load.
+	for engine in openvino_genai vllm xllamacpp; do \
+	test -x .engines/$$engine/bin/python || $(PYTHON) -m venv .engines/$$engine || exit; \
+	.engines/$$engine/bin/python -m pip install --progress-bar off --requirement conf/requirements/$$engine.txt || exit; \
+	.engines/$$engine/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec || exit; \
+	done
 
 test: setup             ## style, types, one-way imports, the first tier of tests
 	@# Types are checked in the background, because one process leaves the other cores idle; their errors are printed last.

@@ -32,6 +32,7 @@ from searches.backends.backend import BackendError
 from searches.backends.client import Client
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
+from searches.engines.peer import interpreter
 
 
 def served_folder(target: Target, folder: Path) -> str:
@@ -121,7 +122,7 @@ class VllmBackend(ServedBackend):
     """A back end that runs vLLM.
 
     Args:
-        python: interpreter that has vLLM; None for this program's own.
+        python: interpreter that has vLLM; None for that of ``make engines``, or else this program's own.
         args: further arguments of ``vllm serve``, such as ``[--max-model-len,"4096"]``.
         env: environment variables, such as ``{VLLM_CPU_KVCACHE_SPACE: 4}``.
         folder: where models are saved that vLLM cannot load itself. Those from GGUF files are among them.
@@ -175,7 +176,7 @@ class VllmBackend(ServedBackend):
 
     @property
     def _python(self) -> str:
-        return sys.executable if self.python is None else str(self.python)
+        return interpreter("vllm", self.python) or sys.executable
 
     @functools.cached_property
     def _installed(self) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from layerskip.files import short_name
 from layerskip.measure.measure import Decoder
 from layerskip.models.target import described_precision
 from searches.app.checks import InputError
-from searches.benchmark.peers import EnginePeer, Peer, is_installed
+from searches.benchmark.peers import Peer
+from searches.engines.peer import EnginePeer, interpreter
 from searches.space.search_space import DraftCost
 from searches.study.cascade_costs import CostTimer
 from searches.training.texts import refuse_answers_of
@@ -161,14 +162,14 @@ def _present(group: DictConfig) -> dict[str, Any]:
             continue
         missing = [str(part) for part in row if OmegaConf.is_missing(row, str(part))]
         missing += [part for part in ("draft_model", "head") if row.get(part, "") is None]
-        if "engine" in row and not is_installed(str(row.engine), row.get("python")):
+        if "engine" in row and interpreter(str(row.engine), row.get("python")) is None:
             not_installed.append(str(name))
         elif missing:
             print(f"{name!s}: left out: it has no {missing[0]}")
         else:
             present[str(name)] = row
     if not_installed:
-        print(f"{', '.join(not_installed)}: left out: not installed; peers.NAME.python names an interpreter that has it")
+        print(f"{', '.join(not_installed)}: left out: not installed; make engines installs them")
     return present
 
 

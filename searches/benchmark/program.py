@@ -28,7 +28,7 @@ from layerskip.measure.measurement import Sample, check_output
 from searches.app.checks import check_flag, check_seed, check_whole
 from searches.app.interrupt import is_interrupt
 from searches.benchmark.contenders import BASELINE, CONTEXT, build_contenders, check_rows, close_engines, fill_defaults
-from searches.benchmark.peers import EnginePeer
+from searches.engines.peer import EnginePeer
 from searches.report.tables import Row, as_markdown, conditions, empty_note, speedup_cells
 from searches.results import record_header
 from searches.study.objective import MeasureSettings

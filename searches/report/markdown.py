@@ -11,6 +11,7 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from layerskip.measure.measurement import MIN_RESAMPLED
+from searches.engines.race import Race
 from searches.predict.scan_predictor import SCANNED_MASKS
 from searches.predict.stability import SeedStability, Stability
 from searches.report.tables import (
@@ -25,6 +26,7 @@ from searches.report.tables import (
     named_row,
     output_state,
     pareto_front,
+    race_rows,
     trial_requests,
     trial_rows,
     with_requests,
@@ -46,10 +48,15 @@ def summary(
     stability: Stability | None = None,
     seeds: SeedStability | None = None,
     scan_seconds: float | None = None,
+    race: Race | None = None,
 ) -> str:
-    """Return the report: notes, verdict, finalists, best trials. The arguments are those of :func:`study_notes`."""
+    """Return the report: notes, verdict, finalists, best trials. The arguments are those of :func:`study_notes`.
+
+    ``race`` are the results of engines; None if none was measured.
+    """
     trials = finished(study)
     shown = [*study_notes(study, finals, stability, seeds, scan_seconds), *([verdict(finals)] if finals is not None else [])]
+    shown += [] if race is None else [race_verdict(race)]
     lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
     if finals is not None:
         rows, loads = finals_rows(finals), finals_requests(finals)
@@ -58,6 +65,8 @@ def summary(
         for level in levels(loads):
             lines += _request_table("held-out prompts", level, with_requests(names, loads, level))
         lines += ["", *winner_notes(study, finals), ""]
+    if race is not None:
+        lines += ["## Engines (held-out prompts)", "", *as_markdown(race_rows(race)), ""]
     best = trial_rows(best_trials(trials))
     lines += ["## Best trials (tune prompts)", "", *(as_markdown(best) if best else ["None was measured to the end."])]
     lines += request_tables(measured(trials))
@@ -69,6 +78,19 @@ def summary(
     if failed:
         lines += ["", "## Failed trials", "", *failed]
     return "\n".join(lines) + "\n"
+
+
+def race_verdict(race: Race) -> str:
+    """Return the fastest engine and method in a sentence, with what decodes so."""
+    first, plain = race.fastest, race.fastest_plain
+    metrics = first.measured
+    if first.name == plain:
+        return f"Fastest of all engines: {first.name}, {metrics['tokens_per_second']:.1f} tokens/s. {first.command}".strip()
+    interval = f"{metrics['speedup']:.2f} x ({metrics['speedup_low']:.2f} to {metrics['speedup_high']:.2f})"
+    return (
+        f"Fastest of all engines: {first.name}, {metrics['tokens_per_second']:.1f} tokens/s, {interval} the fastest plain "
+        f"decoding, which is {plain}. {first.command}"
+    ).strip()
 
 
 def study_notes(

@@ -23,11 +23,12 @@ from layerskip.export import PROVISIONAL, attached_folders
 from layerskip.models.environment import environment
 from searches.backends.selection import described
 from searches.connections import without_password
+from searches.engines.race import RACE_FILE, Race
 from searches.predict.scan_predictor import ScanPredictor
 from searches.predict.stability import SeedStability, seed_stability
 from searches.progress import say
 from searches.report import charts
-from searches.report.markdown import search_seconds, study_notes, summary, verdict
+from searches.report.markdown import race_verdict, search_seconds, study_notes, summary, verdict
 from searches.report.page import FINISHED, PAGE, Page, write_page
 from searches.report.tables import best_trials
 from searches.study.finals import Finals
@@ -48,10 +49,17 @@ class Publisher:
     tracker: Tracker
     folder: Path
 
-    def publish(self, finals: Finals, predictor: ScanPredictor | None, held_out: PromptSet, log: bool = True) -> None:
+    def publish(
+        self,
+        finals: Finals,
+        predictor: ScanPredictor | None,
+        held_out: PromptSet,
+        log: bool = True,
+        race: Race | None = None,
+    ) -> None:
         """Write the export and the report of the finished study, log them unless another worker does, and print the report.
 
-        ``predictor`` is None if no masks were scanned.
+        ``predictor`` is None if no masks were scanned, ``race`` if no engine was measured.
         """
         plan, study, folder, winner = self.plan, self.study, self.folder, finals.winner
         seconds = search_seconds(study, finals)
@@ -61,10 +69,11 @@ class Publisher:
             stability = predictor.stability(2 * len(plan.space.skippable))
             singles, scan_seconds = predictor.single_agreements(), predictor.scan_seconds
         seeds = self._compare_seeds(predictor)
-        text = summary(study, finals, stability, seeds, scan_seconds)
+        text = summary(study, finals, stability, seeds, scan_seconds, race)
         (folder / "report.md").write_text(text, encoding="utf-8")
         _draw(study, finals, plan.target.layers, folder / "report.png", singles)
         notes = study_notes(study, finals, stability, seeds, scan_seconds)
+        notes += [] if race is None else [race_verdict(race)]
         page = Page(plan.target.layers, plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
         write_page(folder / PAGE, study, page)
         if log:
@@ -92,6 +101,7 @@ class Publisher:
         """Log the files and the figures of the finished study, also ``again`` those that were logged completely."""
         names = ("report.md", "report.png", PAGE, "best.json")
         files: list[tuple[Path, str | None]] = [(self.folder / name, None) for name in names]
+        files += [(path, None) for path in (self.folder / RACE_FILE,) if path.exists()]
         for place in attached_folders(self.folder / "best.json"):
             files += [(path, place.name) for path in sorted(place.iterdir())]
         figures = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")

@@ -11,6 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.models.target import described_precision
+from searches.engines.race import Race
 from searches.study.finals import Finalist, Finals, measured_prompts
 from searches.study.leaderboard import configuration, is_lossless
 from searches.tracking.names import METRICS
@@ -81,6 +82,22 @@ def finals_rows(finals: Finals) -> list[Row]:
         | _rates(metrics)
         | {"output": output_state(config, metrics)}
         for label, outcome, config, metrics, search_speedup in rows
+    ]
+
+
+def race_rows(race: Race) -> list[Row]:
+    """Return engines and our decoder, fastest first, with speedups over the fastest plain decoding and over their own."""
+    return [
+        {
+            "engine": f"{row.name} {row.version}".rstrip(),
+            "tokens/s": f"{row.measured['tokens_per_second']:.1f}",
+            **speedup_cells(row.measured, 2),
+            "over its own plain": "" if row.own_speedup is None else "{:.2f} ({:.2f} to {:.2f})".format(*row.own_speedup),
+            "outputs as its own plain": "{} of {}".format(*row.same_outputs),
+            "precision": ", ".join(sorted({value for name, value in row.precision.items() if name != "build"})),
+            "measured": "to the end" if row.finished else f"on {row.measured['prompts']} prompts: slower",
+        }
+        for row in race.rows
     ]
 
 

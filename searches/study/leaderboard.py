@@ -24,8 +24,7 @@ from layerskip.measure.measurement import Sample
 from searches.tracking.names import ENGINE_FAILED, PREDICTED
 from searches.workers.slots import FINISHED as FINISHED
 
-_OTHER_DRAFTERS = 2  # contenders with other drafters than the best few
-_NEAR = 0.1  # share by which these may be slower than the leader
+_NEAR = 0.15  # share by which contenders with other drafters may be slower than the leader; few prompts rank roughly
 
 
 @dataclass
@@ -190,20 +189,19 @@ def is_lossless(measurement: Mapping[str, Any]) -> bool:
 
 
 def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
-    """Return the configurations to measure on held-out prompts, fastest first.
+    """Return at most ``count`` configurations to measure on held-out prompts, fastest first, and perhaps one more.
 
-    These are the best ``count``. Then come, if about as fast as the leader, the best with other drafters and the first that
-    the study tried with the leader's drafter. A few prompts often rank five lookups of neighbouring lengths above a drafter
-    whose speedup differs from prompt to prompt. They also rank five that were tuned on them above the default settings,
-    which they did not select.
+    The best with each set of drafters comes in, if about as fast as the leader, and then the best of the others. A few
+    prompts often rank five lookups of neighbouring lengths above a drafter whose speedup differs from prompt to prompt. One
+    more is the first that the study tried with the leader's drafters, because the prompts did not select it.
     """
     ranked = ranking(study)
-    chosen = ranked[:count]
-    for entry in ranked[count:]:
-        is_new = drafters(entry.config) not in (drafters(other.config) for other in chosen)
-        if len(chosen) < count + _OTHER_DRAFTERS and is_new and _is_near(entry, ranked[0]):
-            chosen.append(entry)
-    alike = (entry for entry in ranked if drafters(entry.config) == drafters(ranked[0].config))
+    sets = [drafters(entry.config) for entry in ranked]
+    is_best = [sets.index(own) == place for place, own in enumerate(sets)]
+    wanted = [place for place, entry in enumerate(ranked) if is_best[place] and _is_near(entry, ranked[0])]
+    wanted += [place for place in range(len(ranked)) if place not in wanted]
+    chosen = [ranked[place] for place in sorted(wanted[:count])]
+    alike = (entry for entry, own in zip(ranked, sets, strict=True) if own == sets[0])
     default = min(alike, key=lambda entry: entry.first, default=None)
     if default is not None and default not in chosen and _is_near(default, ranked[0]):
         chosen.append(default)

@@ -57,8 +57,8 @@ class MeasureSettings:
             from earlier trials.
         held_out_prompts: held-out prompts of the finals; None takes all.
         held_out_repeats: highest number of times that the finals decode each of them.
-        finalists: configurations that are measured on held-out prompts. The best with other drafters and the first
-            with the leader's drafter are added.
+        finalists: configurations that are measured on held-out prompts: the best with each set of drafters, and others. The
+            first with the leader's drafters is added.
         warmup: other tune prompts that learning drafters decode before each trial, unmeasured.
         indifference: the finals end once no finalist can be more than this share faster than the leader; None: no such end.
     """

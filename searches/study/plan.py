@@ -29,6 +29,7 @@ from searches.backends.backend import Backend, Workload
 from searches.backends.layerskip import LayerskipBackend
 from searches.backends.selection import make_backend, supported_space
 from searches.bridges.store import BridgeStore, BridgingSettings
+from searches.engines.race import chosen_engines
 from searches.predict.preparation import ScanSettings
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
@@ -36,7 +37,7 @@ from searches.study.study import StudySettings
 from searches.training.texts import check_draft_vocabulary, opening_texts, refuse_answers
 
 _FITTED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
-_WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "workload", "worker")
+_WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "workload", "worker", "engines")
 """Parts of the configuration that do not change the results of trials, or that :func:`describe` describes itself."""
 
 
@@ -56,6 +57,7 @@ class Plan:
     bridge_store: BridgeStore | None
     seed: int
     outputs: Path
+    engines: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: DictConfig) -> Plan:
@@ -67,6 +69,9 @@ class Plan:
         prompts.split()  # refuses a set that is too small for held-out prompts
         target: Target = instantiate(config.target)
         check_settings(target, sampling)
+        engines = chosen_engines(config.engines)
+        if engines and not sampling.greedy:
+            raise InputError("engines: are measured greedily; sampling=greedy")
         backend, workload = make_backend(config, target)
         if workload.levels != (1,):  # one prompt measured again would be alone in the engine
             measuring = replace(measuring, drift=math.inf)
@@ -102,6 +107,7 @@ class Plan:
             bridge_store=store,
             seed=config.seed,
             outputs=Path(config.outputs),
+            engines=engines,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ from typing import Any
 import optuna
 import torch
 from hydra.utils import instantiate
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 from omegaconf import DictConfig
 
 from layerskip import SpeculativeConfig
 from layerskip.config import contexts_of
 from layerskip.device.memory import within_memory
+from layerskip.files import digest, write_json
+from layerskip.measure.measure import Task
 from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.models.environment import environment
 from searches.app.application import instantiate_part
@@ -27,6 +31,7 @@ from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
 from searches.bridges.finalists import TrainedBridges
 from searches.bridges.spec import bridge_specs
+from searches.engines.race import RACE_FILE, Race, race
 from searches.predict.preparation import Preparation
 from searches.predict.proposals import Limits, propose_all
 from searches.predict.scan_predictor import ScanPredictor, spread_contexts
@@ -58,6 +63,7 @@ from searches.tracking.tracker import Tracker
 from searches.workers.pool import Workers
 from searches.workers.slots import wait_for_slots
 
+_RACED_PROMPTS = 16  # held-out prompts that engines decode
 _THREADS = "threads"
 """User attribute of a study: the number of threads of the processor."""
 
@@ -127,7 +133,9 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
             if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
                 say(busy)
             described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
-            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described)
+            described |= {MLFLOW_SOURCE_NAME: "python -m searches.layerskip", MLFLOW_SOURCE_TYPE: "LOCAL"}
+            described[MLFLOW_GIT_COMMIT] = described["git_commit"]
+            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described, prompts=plan.prompts)
             tracker.log_text(composed(config), "config.yaml")
             budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
             budget.save()  # for workers that open it from now on
@@ -281,7 +289,7 @@ class Sweep:
         def work(check: Callable[[], None]) -> Finals:
             self.tracker.reconcile(trials)
             finals = self._measure_finalists(predictions, check)
-            publish(finals)
+            publish(finals, race=self._race_engines(finals, check))
             return finals
 
         finals = share_finals(pool, trials, work)
@@ -310,6 +318,29 @@ class Sweep:
 
             control = RunControl(self.folder, on_prompt, partial(self.budget.left, FINALS))
             return measure_finals(self.study, self.bench, self.held_out, measuring, self.plan.seed, control, trained)
+
+    def _race_engines(self, finals: Finals, check: Callable[[], None]) -> Race | None:
+        """Measure inference engines beside the winner, if any are asked for; the study's folder keeps the result."""
+        plan, winner, path = self.plan, finals.winner.config, self.folder / RACE_FILE
+        if not plan.engines:
+            return None
+        self._begin(path.stem, is_alone=True)
+        prompts, tokens = self.held_out.take(_RACED_PROMPTS), plan.measuring.max_new_tokens
+        asked = digest([winner.to_dict(), plan.engines, prompts.digest, plan.target.digest, plan.sampling.to_dict(), tokens])
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # one that cannot be read is measured again
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            if stored["asked"] == asked:
+                return Race.from_dict(stored["race"])
+        with self.progress.counting(len(prompts), "held-out prompts") as count:
+
+            def on_prompt() -> None:
+                check()
+                count()
+
+            task, folder = Task(plan.sampling, tokens, plan.seed), plan.outputs / path.stem
+            result = race(plan.target, winner, plan.engines, prompts, task, folder, on_prompt)
+        write_json(path, {"asked": asked, "race": result.to_dict()})
+        return result
 
     def _prepare_predictor(self) -> ScanPredictor | None:
         """Return the predictor of masks without bridges, if layer skipping is searched and scanned."""

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Metric, Param, Run, ViewType
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, ViewType
 from mlflow.tracking import MlflowClient
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 from optuna.trial import FrozenTrial
 
-from layerskip import SpeculativeConfig, mask
+from layerskip import PromptSet, SpeculativeConfig, mask
 from layerskip.config import methods
 from layerskip.files import atomic_write, read_json
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
@@ -43,6 +44,7 @@ NOT_MEASURED = dict.fromkeys((*MEASURED, PREDICTED), math.nan)
 _METRICS = 999  # metrics per batch: a store takes at most 1000, and this divides into whole fits
 _PARAMS = 100  # parameters per batch: a store takes no more
 _NAME = 250  # characters of a run's name: a store takes no more
+_DIGEST = 36  # characters of a dataset's digest: a store takes no more
 _LARGEST = 1e300  # stores turn larger numbers into others
 
 
@@ -86,6 +88,13 @@ def metrics_now(metrics: Mapping[str, float], step: int = 0) -> list[Metric]:
     return [Metric(k, float(v) if abs(v) < _LARGEST else math.nan, now, step) for k, v in metrics.items()]
 
 
+def dataset_of(prompts: PromptSet) -> DatasetInput:
+    """Return the prompts of a study as MLflow's dataset."""
+    source = json.dumps({"uri": prompts.name})
+    data = Dataset(prompts.name, prompts.digest[:_DIGEST], "local", source, profile=json.dumps({"num_rows": len(prompts)}))
+    return DatasetInput(data, [InputTag(MLFLOW_DATASET_CONTEXT, "search")])
+
+
 class StudyRun:
     """The run of a study, or of a part of one. It is found, or made again after it was deleted, when it is written to.
 
@@ -94,6 +103,8 @@ class StudyRun:
     Attributes:
         id: the identifier; None until the store was reached.
         texts: artifacts of the run, by name.
+        dataset: what the run and those of its trials decode; None if the store is not told.
+        source: the tags of the program that made the run, by the names that MLflow shows.
         left: metrics that the store has not taken.
     """
 
@@ -109,6 +120,8 @@ class StudyRun:
     ) -> None:
         self.id: str | None = None
         self.texts: dict[str, str] = {}
+        self.dataset: DatasetInput | None = None
+        self.source = {name: value for name, value in tags.items() if name.startswith("mlflow.source.")}
         self._file = store.folder / f"{role}-{identity}.json"
         stored = read_json(self._file) or {"metrics": []}
         self.left = [Metric(*fields) for fields in stored["metrics"]]
@@ -130,6 +143,11 @@ class StudyRun:
             tags = self._tags if self.parent is None else self._tags | {PARENT: self.parent.current()}
             self.id, self._is_checked = self._find(tags), True
         return self.id
+
+    def log_dataset(self, run_id: str) -> None:
+        """Log what a run decodes."""
+        if self.dataset is not None:
+            self._store.client.log_inputs(run_id, [self.dataset])
 
     def log_texts(self) -> None:
         """Log the texts that the run does not have."""
@@ -172,6 +190,7 @@ class StudyRun:
                 print(f"tracking.uri: the run of {self.name} was deleted; it is made again", flush=True)
         if not found or not found[-1].data.params:  # a failure may have come before them
             self._store.log(run_id, metrics_now(NOT_MEASURED if self.role == "study" else {}), self.params)
+            self.log_dataset(run_id)
         for before in deleted:
             for child in self._store.search(f"tags.`{PARENT}` = '{before.info.run_id}'"):
                 client.set_tag(child.info.run_id, PARENT, run_id)
@@ -203,6 +222,7 @@ class TrialRuns:
             start = _milliseconds(trial.datetime_start)
             run_id = self._begun[trial.number] = self._store.create(name, self._tags(trial, config), start)
         self._store.log(run_id, metrics_now(_metrics(trial)), {**parameters(config), **self._study.params})
+        self._study.log_dataset(run_id)
         if "table" in trial.user_attrs:
             client.log_table(run_id, trial.user_attrs["table"], "prompts.json")
         if ENGINE_LOG in trial.user_attrs:
@@ -213,7 +233,7 @@ class TrialRuns:
 
     def _tags(self, trial: FrozenTrial, config: SpeculativeConfig) -> dict[str, str]:
         measurement = trial.user_attrs.get("measurement", {})
-        tags = {
+        tags = self._study.source | {
             PARENT: self._study.current(),
             "study": self._study.name,
             "study_id": self._study.identity,

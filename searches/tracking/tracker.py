@@ -17,8 +17,9 @@ from typing import Any
 from mlflow.entities import RunTag
 from optuna.trial import FrozenTrial
 
+from layerskip import PromptSet
 from searches.app.interrupt import defer_interrupt, is_interrupt
-from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, metrics_now
+from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, dataset_of, metrics_now
 from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
 
 _FIT_SECONDS, _AGREEMENT = "fit_seconds", "agreement_"  # the metrics of a fit, the second one a prefix
@@ -56,6 +57,7 @@ class Tracker:
         tags: Mapping[str, Any],
         role: str = "study",
         parent: StudyRun | None = None,
+        prompts: PromptSet | None = None,
     ) -> None:
         """Create the run of a study, or resume it.
 
@@ -66,10 +68,12 @@ class Tracker:
             tags: the tags of the study's run only.
             role: the tag of the run's purpose, if it is not a study.
             parent: the run that this one is nested below.
+            prompts: those of the study, which become its dataset; None without any.
         """
         given = {key: str(value)[:500] for key, value in params.items()}
         own = {key: str(value) for key, value in tags.items()}
         self._run = StudyRun(self._store, name, identity, role, given, own, parent)
+        self._run.dataset = None if prompts is None else dataset_of(prompts)
         self._trials = TrialRuns(self._store, self._run)
         self._send({"metrics": self._run.log_left} if self._run.left else {})
         for left in self._store.left(identity):

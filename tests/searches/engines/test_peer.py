@@ -20,46 +20,18 @@ from layerskip import Sampling, SkipMask, Target, UnsupportedModel, generate, lo
 from layerskip.measure.measure import Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
-from searches.benchmark import engine_worker, peers
 from searches.benchmark.contenders import _present, check_rows
-from searches.benchmark.peers import WORKER, EnginePeer
+from searches.engines import peer as peers
+from searches.engines import worker as engine_worker
+from searches.engines.peer import WORKER, EnginePeer
 from tests.engines.known import SIZES, interpreter
 from tests.searches.backends.processes import is_running
-from tests.searches.benchmark.engine_packages import OPENVINO, OPENVINO_GENAI, VLLM, XLLAMACPP
+from tests.searches.engines.packages import OPENVINO, OPENVINO_GENAI, VLLM, XLLAMACPP
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system
 
 PROMPT = [5, 6, 7]
-_CONVERTER = """
-import json, os, sys
-if os.environ.get("BROKEN") == "convert":
-    sys.exit("loading\\nan unknown architecture\\n")
-folder = sys.argv[-1]
-os.makedirs(folder)
-source = sys.argv[sys.argv.index("--model") + 1]
-assert os.path.exists(os.path.join(source, "model.safetensors"))
-json.dump({"from": source}, open(os.path.join(folder, "converted.json"), "w"))
-"""
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return load_target(str(save_tiny(tmp_path_factory.mktemp("target"))), dtype="float32", device="cpu")
-
-
-@pytest.fixture
-def python(tmp_path: Path) -> str:
-    """An interpreter in which stand-ins of the engine's packages are installed."""
-    packages = tmp_path / "packages"
-    (packages / "optimum" / "commands").mkdir(parents=True)
-    (packages / "openvino_genai.py").write_text(OPENVINO_GENAI)
-    (packages / "openvino.py").write_text(OPENVINO)
-    (packages / "optimum" / "commands" / "optimum_cli.py").write_text(_CONVERTER)
-    wrapper = tmp_path / "python"
-    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
-    wrapper.chmod(0o755)
-    return str(wrapper)
 
 
 def _peer(target: Target, tmp_path: Path, python: str, method: str = "plain") -> EnginePeer:

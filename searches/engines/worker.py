@@ -1,6 +1,6 @@
 """A process that decodes with an inference engine, under the interpreter in which the engine is installed.
 
-Usage: ``python engine_worker.py PROGRAM``, the number of the process that uses it. It imports nothing of this project, so
+Usage: ``python worker.py PROGRAM``, the number of the process that uses it. It imports nothing of this project, so
 that the engine's packages and ours need not fit together. Requests and answers are lines of JSON on its standard input and
 output: first the settings, answered when the model is loaded; then one prompt a line, answered by a line when its first
 tokens are known and by another at the end. It ends with its input or with the program, and leads a process group of its own.

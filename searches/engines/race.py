@@ -1,0 +1,228 @@
+"""Inference engines against the winner of a study, on the same machine, prompts and clock.
+
+Plain decoding and prompt lookup of every engine are measured interleaved with our plain decoding and the study's winner,
+prompt by prompt. A contender that is significantly slower than the fastest decodes no more. An engine that crashes or hangs
+is left out from then on. Ours is compared token for token with our plain decoding; an engine rounds in its own way, so that
+its lookup is compared with its own plain decoding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
+from layerskip.decoding.decode import DecodeResult
+from layerskip.measure.measure import Contender, Decoder, Task, interleave
+from layerskip.measure.measurement import MIN_RESAMPLED, Sample
+from searches.app.checks import InputError, check_list
+from searches.engines.peer import ENGINES, EnginePeer, interpreter
+from searches.progress import say
+
+RACE_FILE = "engines.json"
+PLAIN, WINNER = "layerskip, plain", "layerskip, the winner"
+_METHODS = {"plain": "plain", "prompt_lookup": "prompt lookup"}
+_BLOCK = 3  # prompts between two tests for slower contenders
+_DROP_CONFIDENCE = 0.999  # as the test is repeated
+
+
+@dataclass(frozen=True)
+class RaceRow:
+    """A contender of a race.
+
+    Args:
+        name: the engine and the method.
+        measured: its metrics, against the fastest plain decoding; see :meth:`layerskip.Measurement.to_dict`.
+        own_speedup: over the plain decoding of the same engine, with its interval; None for plain decoding itself.
+        same_outputs: of how many prompts the tokens are those of the same engine's plain decoding, and of how many.
+        precision: of the engine's arithmetic and cache, as it states them.
+        version: that of the engine.
+        command: what decodes so without this program.
+        finished: whether it was measured to the end; others are significantly slower than the fastest.
+    """
+
+    name: str
+    measured: dict[str, Any]
+    own_speedup: tuple[float, float, float] | None
+    same_outputs: tuple[int, int]
+    precision: dict[str, str] = field(default_factory=dict)
+    version: str = ""
+    command: str = ""
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class Race:
+    """The results of a race: its rows, fastest first, and the name of the fastest plain decoding."""
+
+    rows: tuple[RaceRow, ...]
+    fastest_plain: str
+    prompts: int
+
+    @property
+    def fastest(self) -> RaceRow:
+        """The fastest contender that was measured to the end."""
+        return self.rows[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Race:
+        """Return the race that :meth:`to_dict` described."""
+        rows = [
+            RaceRow(**row | {"same_outputs": tuple(row["same_outputs"]), "own_speedup": _triple(row["own_speedup"])})
+            for row in fields["rows"]
+        ]
+        return cls(tuple(rows), fields["fastest_plain"], fields["prompts"])
+
+
+def _triple(values: Sequence[float] | None) -> tuple[float, float, float] | None:
+    return None if values is None else (values[0], values[1], values[2])
+
+
+def chosen_engines(names: Any) -> tuple[str, ...]:
+    """Return the engines that a configuration asks for; ``all`` stands for those that are installed.
+
+    Raises:
+        InputError: one is unknown or not installed.
+    """
+    if names == "all":
+        missing = [engine for engine in ENGINES if interpreter(engine) is None]
+        if missing:
+            say(f"engines: {', '.join(missing)} left out: not installed; make engines installs them")
+        return tuple(engine for engine in ENGINES if engine not in missing)
+    check_list("engines", names, ENGINES)
+    for engine in names:
+        if interpreter(engine) is None:
+            raise InputError(f"engines: {engine} is not installed; make engines installs it")
+    return tuple(names)
+
+
+def race(
+    target: Target,
+    winner: SpeculativeConfig,
+    engines: Sequence[str],
+    prompts: PromptSet,
+    task: Task,
+    folder: Path,
+    on_prompt: Callable[[], object] = lambda: None,
+) -> Race:
+    """Measure engines, our plain decoding and the winner of a study; see the module.
+
+    Args:
+        target: the target.
+        winner: the study's winner; it may be plain decoding.
+        engines: names of :data:`searches.engines.peer.ENGINES`.
+        prompts: at least one, with categories in turn.
+        task: greedy.
+        folder: keeps the models that engines load.
+        on_prompt: called after each prompt.
+    """
+    own = {PLAIN: Decoder.of(target, SpeculativeConfig())}
+    own |= {} if winner.method == "none" else {WINNER: Decoder.of(target, winner)}
+    with contextlib.ExitStack() as opened:
+        peers: dict[str, EnginePeer] = {}
+        for engine in engines:
+            for method, label in _METHODS.items():
+                say(f"engines: loading {engine}, {label}")
+                dtype = "bfloat16" if target.precision == "mixed" else None
+                try:
+                    peer = EnginePeer(target, folder, engine, method, dtype=dtype)
+                except UnsupportedModel as error:
+                    say(f"engines: left out: {error}")
+                    break  # its other methods load the same model
+                peers[f"{engine}, {label}"] = opened.enter_context(contextlib.closing(peer))
+        recorded = {name: _Recorded(contender) for name, contender in peers.items()}
+        dropped: set[str] = set()
+        rows: list[Mapping[str, Sample]] = []
+        for row in _surviving_rows(target, prompts, {**own, **recorded}, peers, task, dropped):
+            rows.append(row)
+            on_prompt()
+            if len(rows) % _BLOCK == 0 and len(rows) >= MIN_RESAMPLED:
+                best = _fastest(rows, row)
+                # The fastest plain decoding is what speedups are stated over.
+                kept = {PLAIN, best, _fastest(rows, [name for name in row if name.endswith("plain")])}
+                dropped |= {name for name in row if name not in kept and _is_slower(rows, best, name)}
+        return _judged(rows, {**own, **recorded}, peers)
+
+
+class _Recorded:
+    """A contender that keeps its outputs."""
+
+    def __init__(self, peer: EnginePeer) -> None:
+        self._peer = peer
+        self.outputs: dict[tuple[int, ...], list[int]] = {}
+
+    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
+        result = self._peer(prompt, task, on_prefill)
+        self.outputs[tuple(prompt)] = list(result.tokens)
+        return result
+
+
+def _surviving_rows(
+    target: Target,
+    prompts: PromptSet,
+    contenders: Mapping[str, Contender],
+    peers: Mapping[str, EnginePeer],
+    task: Task,
+    dropped: set[str],
+) -> Iterator[Mapping[str, Sample]]:
+    """Yield one row per prompt; engines that end are left out from then on."""
+    items = list(prompts)
+    while items:
+        alive = {name: each for name, each in contenders.items() if name not in dropped}
+        try:
+            for row in interleave(target, PromptSet(tuple(items)), alive, task, without=dropped):
+                items.pop(0)
+                yield row
+        except UnsupportedModel as error:
+            ended = [name for name, peer in peers.items() if name not in dropped and not peer.is_running]
+            if not ended:
+                raise
+            say(f"engines: {', '.join(ended)} left out: {error}")
+            dropped.update(ended)
+
+
+def _measured(rows: Sequence[Mapping[str, Sample]], over: str, name: str) -> Measurement:
+    """Return a comparison on the prompts that both decoded."""
+    return Measurement.of([row for row in rows if over in row and name in row], over, name)
+
+
+def _fastest(rows: Sequence[Mapping[str, Sample]], names: Any) -> str:
+    return max(names, key=lambda name: _measured(rows, PLAIN, name).speedup)
+
+
+def _is_slower(rows: Sequence[Mapping[str, Sample]], than: str, name: str) -> bool:
+    return _measured(rows, than, name).interval(confidence=_DROP_CONFIDENCE)[1] < 1.0
+
+
+def _judged(
+    rows: Sequence[Mapping[str, Sample]], contenders: Mapping[str, Contender], peers: Mapping[str, EnginePeer]
+) -> Race:
+    """Return the results, contenders that decoded to the end first."""
+    measured = {name for row in rows for name in row}
+    plain = _fastest(rows, [name for name in measured if name.endswith("plain")])
+    found = []
+    for name in measured:
+        engine = name.partition(",")[0]
+        base, own = f"{engine}, plain", None
+        if name != base:
+            against = _measured(rows, base, name)
+            own = against.speedup, *against.interval()
+        outputs, expected = (getattr(contenders[each], "outputs", {}) for each in (name, base))
+        common = outputs.keys() & expected.keys()
+        same = sum(outputs[prompt] == expected[prompt] for prompt in common), len(common)
+        if engine not in ENGINES:
+            verdicts = _measured(rows, PLAIN, name).lossless
+            same = verdicts.compared - len(verdicts.divergences), verdicts.compared
+        row = RaceRow(name, _measured(rows, plain, name).to_dict(), own, same, finished=name in rows[-1])
+        if (peer := peers.get(name)) is not None:
+            row = replace(row, precision=peer.precision, version=peer.version, command=peer.command())
+        found.append(row)
+    found.sort(key=lambda row: (not row.finished, -row.measured["speedup"]))
+    return Race(tuple(found), plain, len(rows))

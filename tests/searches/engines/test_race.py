@@ -1,0 +1,89 @@
+"""Engines beside the winner of a study: what is measured, what is left out, and what the report says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from layerskip import PromptSet, SpeculativeConfig, Target
+from layerskip.measure.measure import Task
+from searches.app.checks import InputError
+from searches.engines import peer as peers
+from searches.engines.race import Race, chosen_engines, race
+from searches.report.markdown import race_verdict
+from searches.report.tables import race_rows
+from tests.searches.backends.contract import children
+
+pytestmark = pytest.mark.system
+
+PROMPTS = PromptSet.of([f"the cat in the hat {number}" for number in range(6)])
+LOOKUP = SpeculativeConfig("prompt_lookup")
+
+
+@pytest.fixture
+def installed(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """OpenVINO's stand-in where ``make engines`` installs engines."""
+    place = tmp_path / ".engines" / "openvino_genai" / "bin" / "python"
+    place.parent.mkdir(parents=True)
+    shutil.copy(python, place)
+    monkeypatch.setattr(peers, "_INSTALLED", tmp_path / ".engines")
+    return place
+
+
+def _race(target: Target, folder: Path, winner: SpeculativeConfig = LOOKUP) -> Race:
+    return race(target, winner, ["openvino_genai"], PROMPTS, Task(max_new_tokens=6), folder / "engines")
+
+
+def test_every_engine_is_measured_plain_and_with_lookup_beside_ours(target: Target, installed: Path, tmp_path: Path) -> None:
+    before = children()
+    found = _race(target, tmp_path)
+    assert children() == before
+    rows = {row.name: row for row in found.rows}
+    ours, theirs = ["layerskip, plain", "layerskip, the winner"], ["openvino_genai, plain", "openvino_genai, prompt lookup"]
+    assert sorted(rows) == sorted(ours + theirs)
+    assert [rows[name].same_outputs for name in sorted(rows)] == [(6, 6)] * 4  # each as plain decoding of the same engine
+    assert {name: row.own_speedup is None for name, row in rows.items()} == {name: "plain" in name for name in rows}
+    assert found.fastest_plain.endswith("plain") and rows[found.fastest_plain].measured["speedup"] == 1.0
+    assert rows[theirs[0]].version == "1.2" and rows[theirs[0]].precision["INFERENCE_PRECISION_HINT"] == "f32"
+    assert rows[theirs[1]].command.endswith("prompt_lookup=True)")
+    assert found.fastest.name in race_verdict(found)
+    assert [row["engine"].removesuffix(" 1.2") for row in race_rows(found)] == [row.name for row in found.rows]
+    assert Race.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize("where", ["convert", "load", "decode", "hang"])
+def test_an_engine_that_breaks_is_left_out_and_the_others_are_measured(
+    target: Target,
+    installed: Path,
+    tmp_path: Path,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("BROKEN", where)
+    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 5.0)
+    before = children()
+    found = _race(target, tmp_path, SpeculativeConfig())
+    assert children() == before
+    assert [row.name for row in found.rows if row.finished] == ["layerskip, plain"]
+    assert found.prompts == len(PROMPTS)
+    said = capsys.readouterr().out
+    assert "left out: openvino_genai: " in said and said.count("left out") <= 2
+    assert "layerskip, plain" in race_verdict(found)
+
+
+def test_engines_are_found_or_refused_by_name(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chosen_engines("all") == ("openvino_genai",)
+    assert "engines: vllm, xllamacpp left out: not installed; make engines installs them" in capsys.readouterr().out
+    assert chosen_engines(["openvino_genai"]) == ("openvino_genai",)
+    with pytest.raises(InputError, match="^engines: vllm is not installed; make engines installs it$"):
+        chosen_engines(["vllm"])
+    with pytest.raises(InputError, match="^engines: 'sglang' is not one of openvino_genai, vllm, xllamacpp$"):
+        chosen_engines(["sglang"])
+    with pytest.raises(InputError, match="^engines: 'some' is not a list"):
+        chosen_engines("some")
