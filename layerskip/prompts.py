@@ -2,7 +2,8 @@
 
 A prompt set is read from JSON Lines, one object per line: ``{"prompt": ...}`` or ``{"messages": [...]}`` with optional
 ``id`` and ``category``, or ``{"question_id", "category", "turns": [...]}``. Several turns are a conversation in which the
-target gives the answers. The half of a prompt depends on the ids alone, not on the order of the lines.
+target gives the answers. So the files of Spec-Bench, MT-Bench, HumanEval and GSM8K are read as they are. The half of a
+prompt depends on the ids alone, not on the order of the lines.
 """
 
 from __future__ import annotations
@@ -155,19 +156,19 @@ def _placed(fields: Any, place: str) -> PromptItem:
 
 
 def _id(fields: Mapping[str, Any]) -> Any:
-    return fields.get("id", fields.get("question_id"))
+    return next((fields[name] for name in ("id", "question_id", "task_id") if name in fields), None)
 
 
 def _item(fields: Any) -> PromptItem:
     if not isinstance(fields, dict):
         raise PromptError("not an object with 'prompt', 'messages' or 'turns'")
-    given = [name for name in ("prompt", "messages", "turns") if name in fields]
+    given = [name for name in ("prompt", "messages", "turns") if name in fields] or ["question"] * ("question" in fields)
     if len(given) != 1:
         raise PromptError(f"needs exactly one of 'prompt', 'messages' and 'turns'; it has {given or 'none'}")
     opening: str | tuple[Message, ...]
     followups: tuple[str, ...] = ()
-    if given == ["prompt"]:
-        opening = _text(fields["prompt"], "prompt")
+    if given[0] in ("prompt", "question"):
+        opening = _text(fields[given[0]], given[0])
     elif given == ["messages"]:
         opening = _messages(fields["messages"])
     else:

@@ -29,6 +29,19 @@ def _many(count: int, categories: int = 3) -> list[dict[str, str]]:
     return [{"id": f"q{i}", "category": f"c{i % categories}", "prompt": f"Prompt {i}"} for i in range(count)]
 
 
+def test_published_benchmarks_are_read_as_they_are(tmp_path: Path) -> None:
+    """Lines with the fields of Spec-Bench, MT-Bench, HumanEval and GSM8K."""
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Shorter."], "reference": []},
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": "assert f"},
+        {"question": "How many?", "answer": "#### 4"},
+    ]
+    spec, code, sum_ = PromptSet.load(_write(tmp_path / "question.jsonl", lines))
+    assert (spec.id, spec.category, spec.opening, spec.followups) == ("81", "writing", "Write.", ("Shorter.",))
+    assert (code.id, code.opening) == ("HumanEval/0", "def f():\n")
+    assert sum_.opening == "How many?"
+
+
 def test_the_packaged_set_covers_six_kinds_of_work_in_balanced_and_disjoint_halves() -> None:
     packaged = PromptSet.packaged()
     tune, held_out = packaged.split()

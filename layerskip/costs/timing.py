@@ -8,9 +8,8 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser, Sampling
-from layerskip.decoding.tree import path_to, tree_model
+from layerskip.decoding.tree import tree_model
 from layerskip.decoding.verify import verify
 from layerskip.device.transfer import copy_to_device, now
 from layerskip.drafters.registry import build_drafter
@@ -117,43 +116,6 @@ def time_verification(
     passes = VerifyPass(target, context, longest, sampling, seed)
     jobs = {count: partial(passes.chain, count) for count in range(longest + 1)}
     return tuple(_median_seconds(target, jobs, repeats, seed).values())
-
-
-@dataclass(frozen=True)
-class TreeTiming:
-    """Times of verifying a chain and a tree.
-
-    Args:
-        chain_seconds: median time of the chain.
-        tree_seconds: median time of the tree, with moving the accepted branch into place in the cache.
-    """
-
-    tokens: int
-    context: int
-    chain_seconds: float
-    tree_seconds: float
-
-    @property
-    def ratio(self) -> float:
-        """The tree's time as a multiple of the chain's."""
-        return self.tree_seconds / self.chain_seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the times as a dictionary that JSON can hold."""
-        return asdict(self)
-
-
-@torch.inference_mode()
-def time_tree(
-    target: Target, context: int, tokens: int = 16, sampling: Sampling | None = None, repeats: int = 20, seed: int = 0
-) -> TreeTiming:
-    """Time the verification of a chain and of a binary tree of ``tokens`` each; for the arguments see above."""
-    passes = VerifyPass(target, context, tokens, sampling, seed)
-    parents = tuple(node // 2 - 1 for node in range(tokens))
-    kept = [0, *(node + 1 for node in path_to(tokens - 1, parents))]  # as if the target agreed with the last leaf
-    jobs = {"chain": partial(passes.chain, tokens), "tree": partial(passes.tree, parents, kept)}
-    seconds = _median_seconds(target, jobs, repeats, seed)
-    return TreeTiming(tokens, passes.context, seconds["chain"], seconds["tree"])
 
 
 def time_drafting(

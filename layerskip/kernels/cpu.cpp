@@ -28,9 +28,23 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 // value of a code is code * scale + offset. Panels of 16 and 4 bits hold outputs i and i + LANES side by side: as the halves of
 // a word, which shift and mask widen, and of a byte. Panels that are multiplied in integers hold the codes of an output for
 // `together` inputs side by side.
+//
+// `packed` holds the same values of bfloat16 in 12 bits: for two inputs, 2 * PANEL bytes of sign and fraction, then PANEL bytes of
+// two numbers each, which say where in `tables` the exponents are. The low number belongs to the byte at its own place, the high
+// one to that PANEL places later. Values with other exponents are zeros in both, and listed. So both give the same results, bit
+// by bit. Few rows are faster by fewer bytes, many by less unpacking.
+struct Listed {
+  int32_t input, output;  // the latter within its panel
+  float value;
+};
+
 struct Weight {
   const uint8_t* panels;
   const uint8_t* blocks;  // [panels, blocks, scale and offset, PANEL], numbers of 32 or 16 bits
+  const uint8_t* packed;  // null if there is none
+  const uint8_t* tables;  // [2, 16], the low bit of an exponent in the highest place, and the others
+  const Listed* listed;
+  const int64_t* begins;  // [panels + 1], of those of a panel
   int64_t inputs, outputs, block, bits, block_bits, together;
 
   int64_t panel_bytes() const { return inputs * PANEL * bits / 8; }
@@ -102,6 +116,58 @@ inline void read(const uint8_t* panel, int64_t input, const Floats* block, Float
   for (int v = 0; v < 2; ++v) values[v] = fused(__builtin_convertvector(codes[v], Floats), block[v], block[2 + v]);
 }
 
+#if LANES == 16
+typedef __m512i Bytes;
+
+inline Bytes table(const uint8_t* at) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+#else
+typedef __m256i Bytes;
+
+inline Bytes table(const uint8_t* at) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+#endif
+
+// Reads the values of two inputs, which have 12 bits, as those of 16 bits.
+inline void read_pair(const uint8_t* at, const Bytes* tables, Words* words) {
+#if LANES == 16
+  const Bytes rest = _mm512_loadu_si512(at);
+  const Bytes both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + 2 * PANEL)));
+  const Bytes shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+  const Bytes places = _mm512_and_si512(_mm512_srlv_epi16(both, shifts), _mm512_set1_epi8(15));
+  constexpr int EITHER = 0xf8;  // a | (b & c)
+  const Bytes low = _mm512_ternarylogic_epi32(_mm512_shuffle_epi8(tables[0], places), rest, _mm512_set1_epi8(0x7f), EITHER);
+  const Bytes high =
+      _mm512_ternarylogic_epi32(_mm512_shuffle_epi8(tables[1], places), rest, _mm512_set1_epi8(-128), EITHER);
+  words[0] = reinterpret_cast<Words>(_mm512_unpacklo_epi8(low, high));
+  words[1] = reinterpret_cast<Words>(_mm512_unpackhi_epi8(low, high));
+#else
+  const Bytes rest = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+  const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 2 * PANEL));
+  const Bytes places = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(both, 4), both), _mm256_set1_epi8(15));
+  const Bytes low =
+      _mm256_or_si256(_mm256_shuffle_epi8(tables[0], places), _mm256_and_si256(rest, _mm256_set1_epi8(0x7f)));
+  const Bytes high =
+      _mm256_or_si256(_mm256_shuffle_epi8(tables[1], places), _mm256_and_si256(rest, _mm256_set1_epi8(-128)));
+  words[0] = reinterpret_cast<Words>(_mm256_unpacklo_epi8(low, high));
+  words[1] = reinterpret_cast<Words>(_mm256_unpackhi_epi8(low, high));
+#endif
+}
+
+// Adds the products of the listed values of some panels to results.
+void add_listed(const Weight& of, const float* rows, float* results, int64_t count, int64_t panel, int64_t end) {
+  for (; panel < end; ++panel)
+    for (int64_t number = of.begins[panel]; number < of.begins[panel + 1]; ++number) {
+      const Listed& one = of.listed[number];
+      for (int64_t row = 0; row < count; ++row) {
+        float& result = results[row * of.outputs + panel * PANEL + one.output];
+        result = std::fma(one.value, rows[row * of.inputs + one.input], result);
+      }
+    }
+}
+
 // Multiplies ROWS rows by PANELS panels. A row alone takes several panels, so that its additions do not wait for each other.
 // Where many rows or the unpacking of codes keep the processor from running ahead to its next loads, panels are fetched ahead.
 template <int BITS, int ROWS, int PANELS>
@@ -109,7 +175,31 @@ void block(const Weight& of, const float* rows, float* results, int64_t panel) {
   constexpr int64_t FETCHED = BITS == 16 ? 2048 : 1024;  // bytes between the weights that are read and those that are fetched
   const int64_t blocks = of.inputs / of.block;
   Floats sums[ROWS][2 * PANELS] = {};
-  for (int64_t number = 0; number < blocks; ++number) {
+  if constexpr (BITS == 12) {
+    const Bytes tables[] = {table(of.tables), table(of.tables + 16)};
+    for (int64_t input = 0; input < of.inputs; input += 2) {
+      Words words[PANELS][2];
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; ++p)
+        read_pair(of.panels + (panel + p) * of.panel_bytes() + input * PANEL * BITS / 8, tables, words[p]);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        Floats weights[2 * PANELS];
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; ++p) {
+          weights[2 * p] = reinterpret_cast<Floats>(words[p][i] << 16);
+          weights[2 * p + 1] = reinterpret_cast<Floats>(words[p][i] & 0xffff0000u);
+        }
+#pragma GCC unroll 8
+        for (int row = 0; row < ROWS; ++row) {
+          const Floats factor = spread(rows[row * of.inputs + input + i]);
+#pragma GCC unroll 8
+          for (int v = 0; v < 2 * PANELS; ++v) sums[row][v] = fused(weights[v], factor, sums[row][v]);
+        }
+      }
+    }
+  }
+  for (int64_t number = 0; number < blocks && BITS != 12; ++number) {
     Floats scales[PANELS][4];
     if constexpr (BITS < 16)
       for (int p = 0; p < PANELS; ++p) {
@@ -136,6 +226,7 @@ void block(const Weight& of, const float* rows, float* results, int64_t panel) {
       int64_t first = (panel + p) * PANEL, count = std::min<int64_t>(PANEL, of.outputs - first);
       std::memcpy(results + row * of.outputs + first, &sums[row][2 * p], count * sizeof(float));
     }
+  if (BITS >= 12 && of.begins) add_listed(of, rows, results, ROWS, panel, panel + PANELS);
 }
 
 template <int BITS, int ROWS, int PANELS>
@@ -147,9 +238,9 @@ void blocks(const Weight& of, const float* rows, float* results, int64_t panel, 
 template <int BITS>
 void multiply_panels(const Weight& of, const float* rows, float* results, int64_t count, int64_t panel, int64_t end) {
   using Blocks = void (*)(const Weight&, const float*, float*, int64_t, int64_t);
-  constexpr int ALONE = BITS == 16 ? 4 : 2;  // scales and offsets need registers
+  constexpr int ALONE = BITS == 16 ? 4 : BITS < 12 ? 2 : LANES == 16 ? 4 : 1;  // scales, offsets and tables need registers
   constexpr int FEW = LANES == 16 ? 2 : 1;     // of 32 registers
-  constexpr Blocks sizes[] = {blocks<BITS, 1, ALONE>, blocks<BITS, 2, ALONE / 2>, blocks<BITS, 3, FEW>, blocks<BITS, 4, FEW>,
+  constexpr Blocks sizes[] = {blocks<BITS, 1, ALONE>, blocks<BITS, 2, (ALONE + 1) / 2>, blocks<BITS, 3, FEW>, blocks<BITS, 4, FEW>,
                               blocks<BITS, 5, FEW>,   blocks<BITS, 6, FEW>,       blocks<BITS, 7, 1>,   blocks<BITS, 8, 1>};
   while (count > 0) {
     int64_t now = count > MOST_ROWS && count < 2 * MOST_ROWS ? (count + 1) / 2 : std::min<int64_t>(count, MOST_ROWS);
@@ -270,17 +361,25 @@ struct Share {
 
 int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
+constexpr int MOST_THREADS = 256;
+int packed_rows[MOST_THREADS + 1] = {};  // by the number of threads, the most rows that read 12 bits
+
 // Multiplies by some panels of a weight, in parts that stay in the cache.
 void multiply_share(const Weight& of, const float* rows, float* results, int64_t count, Share panels) {
   if (of.together > 1) {
     const auto multiply = of.bits == 8 ? multiply_integers<8> : multiply_integers<4>;
     return multiply(of, rows, results, count, panels.begin, panels.end);
   }
-  const auto multiply = of.bits == 16 ? multiply_panels<16> : of.bits == 8 ? multiply_panels<8> : multiply_panels<4>;
-  const int64_t most = std::max<int64_t>(4, CACHED_BYTES / of.panel_bytes());
+  Weight read = of;
+  if (of.packed && count <= packed_rows[std::min(omp_get_num_threads(), MOST_THREADS)]) read.panels = of.packed, read.bits = 12;
+  const auto multiply = read.bits == 16   ? multiply_panels<16>
+                        : read.bits == 12 ? multiply_panels<12>
+                        : read.bits == 8  ? multiply_panels<8>
+                                          : multiply_panels<4>;
+  const int64_t most = std::max<int64_t>(4, CACHED_BYTES / read.panel_bytes());
   const int64_t step = count <= MOST_ROWS ? panels_of(of.outputs) : most;
   for (int64_t panel = panels.begin; panel < panels.end; panel += step)
-    multiply(of, rows, results, count, panel, std::min(panels.end, panel + step));
+    multiply(read, rows, results, count, panel, std::min(panels.end, panel + step));
 }
 
 inline float sum_of(Floats values) {
@@ -544,6 +643,8 @@ void add_share(const float* before, const float* outputs, float* after, const fl
 extern "C" {
 
 int panel_size() { return PANEL; }
+
+void set_packed_rows(int threads, int rows) { packed_rows[std::min(threads, MOST_THREADS)] = rows; }
 
 // rows [count, inputs] by a weight [outputs, inputs] to results [count, outputs].
 void multiply(const float* rows, const Weight* weight, float* results, int64_t count, int threads) {

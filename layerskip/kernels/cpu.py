@@ -20,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,13 @@ _FLAGS = {
 _OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 _QUANTIZED = 64  # inputs that share a scale and an offset; not 32, which restores weights that came from such 4-bit blocks
 _TOGETHER = 4  # inputs of a step in integers
+_MEASURED, _INPUTS = 2**26, 1024  # bytes and inputs of a weight that no cache holds
+_COUNTS, _REPEATS, _FASTER = (
+    (1, 2, 3, 4, 5, 6, 8, 12, 16, MOST_ROWS),
+    4,
+    0.97,
+)  # rows, times, the share that counts as faster
+_LISTED = 1e-3  # the largest share of the values that are listed
 _LIMIT_SECONDS = 120  # for the compiler
 _log = logging.getLogger(__name__)
 
@@ -54,6 +62,7 @@ class _Weight(ctypes.Structure):
     _fields_: ClassVar = [
         ("panels", ctypes.c_void_p),
         ("blocks", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("packed", "tables", "listed", "begins")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "block", "bits", "block_bits", "together")),
     ]
 
@@ -67,15 +76,18 @@ class FewRowsWeight:
         address: the address of its layout, for ``cpu.cpp``.
     """
 
-    def __init__(
-        self, weight: Tensor, panels: Tensor, bits: int, scales: Tensor | None = None, block: int = 0, together: int = 1
-    ) -> None:
-        self._weight, self._library, self._kept = weight.detach(), _library(), (panels, scales)
+    def __init__(self, weight: Tensor, bits: int, block: int = 0, together: int = 1, **parts: Tensor) -> None:
+        self._weight, self._library, self._kept = weight.detach(), _library(), parts
         self.outputs, self.inputs = weight.shape
-        blocks = None if scales is None else scales.data_ptr()
-        block_bits = 0 if scales is None else 8 * scales.itemsize
-        sizes = self.inputs, self.outputs, block or self.inputs, bits, block_bits, together
-        self._layout = _Weight(panels.data_ptr(), blocks, *sizes)
+        self._layout = _Weight(
+            **{name: part.data_ptr() for name, part in parts.items()},
+            inputs=self.inputs,
+            outputs=self.outputs,
+            block=block or self.inputs,
+            bits=bits,
+            block_bits=8 * parts["blocks"].itemsize if "blocks" in parts else 0,
+            together=together,
+        )
         self.address = ctypes.addressof(self._layout)
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -85,7 +97,7 @@ class FewRowsWeight:
             return linear(hidden, self._weight, bias)
         rows = hidden.contiguous()
         output = rows.new_empty((*hidden.shape[:-1], self.outputs))
-        self._library.multiply(rows.data_ptr(), self.address, output.data_ptr(), count, torch.get_num_threads())
+        self._library.multiply(rows.data_ptr(), self.address, output.data_ptr(), count, _threads())
         return output if bias is None else output.add_(bias)
 
     def __deepcopy__(self, memo: Any) -> FewRowsWeight:
@@ -93,12 +105,17 @@ class FewRowsWeight:
 
 
 class HalfWeight(FewRowsWeight):
-    """A weight whose values fit bfloat16."""
+    """A weight whose values fit bfloat16, also at 12 bits each: sign, fraction, and which of 16 exponents.
+
+    Exponents of trained weights have an entropy of less than 3 bits (DFloat11, arXiv 2504.11651). Numbers of one length are
+    unpacked at the speed of the memory. The few values with other exponents are listed, so all values are exact.
+    """
 
     def __init__(self, weight: Tensor) -> None:
-        panels = _panels(weight.detach().to(torch.bfloat16))
-        halves = panels.view(panels.shape[0], 2, -1, panels.shape[2]).permute(0, 3, 2, 1)  # [panels, in, outputs, halves]
-        super().__init__(weight, halves.contiguous(), 16)
+        values = _panels(weight.detach().to(torch.bfloat16))  # [panels, outputs, in]
+        values, parts = _packed(values) if weight.shape[1] % 2 == 0 else (values, {})
+        halves = values.view(values.shape[0], 2, -1, values.shape[2]).permute(0, 3, 2, 1)  # [panels, in, outputs, halves]
+        super().__init__(weight, 16, panels=halves.contiguous(), **parts)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
@@ -106,6 +123,43 @@ class HalfWeight(FewRowsWeight):
         if weight.dtype != torch.float32 or weight.device.type != "cpu" or not has_kernels():
             return False
         return not bool((weight.detach().view(torch.int32) & 0xFFFF).any())
+
+
+def _packed(values: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return panels ``[panels, size, in]`` bfloat16 without their listed values, and these with all others in 12 bits.
+
+    Panels of which too many values would be listed are returned as they are.
+    """
+    words = values.view(torch.int16)
+    exponents = (words >> 7 & 0xFF).to(torch.uint8)
+    counts = torch.bincount(exponents.flatten(), minlength=256)
+    counts[0] = values.numel() + 1  # that of zeros, which also stand for listed values
+    chosen = counts.argsort(descending=True)[:16]
+    known = torch.full((256,), 16, dtype=torch.uint8)
+    known[chosen] = torch.arange(16, dtype=torch.uint8)
+    places = known[exponents.int()]
+    is_listed = places == 16
+    found = is_listed.nonzero()  # panel by panel
+    if len(found) > _LISTED * values.numel():
+        return values, {}
+    listed = torch.stack((found[:, 2], found[:, 1], values[is_listed].float().view(torch.int32)), 1).int()
+    begins = torch.cat((found.new_zeros(1), torch.bincount(found[:, 0], minlength=len(values)).cumsum(0)))
+    rest = (words >> 8 & 0x80 | words & 0x7F).to(torch.uint8)
+    rest, places = (_paired(part.masked_fill(is_listed, 0)) for part in (rest, places))
+    low, high = places.chunk(2, 2)
+    tables = torch.stack((chosen % 2 * 128, chosen // 2)).to(torch.uint8)
+    parts = {"packed": torch.cat((rest, low | high << 4), 2), "tables": tables, "listed": listed, "begins": begins}
+    return values.masked_fill(is_listed, 0), parts
+
+
+def _paired(panels: Tensor) -> Tensor:
+    """Return bytes ``[panels, size, in]`` as ``[panels, in / 2, 2 * size]``, as unpacking the bytes of vectors wants them.
+
+    In every 16 bytes, the first 8 belong to the first of two inputs. Outputs i and i + size / 2 follow each other.
+    """
+    count, size, inputs = panels.shape
+    pairs = panels.view(count, 2, size // 2, inputs // 2, 2).permute(0, 3, 4, 2, 1)  # [panels, pairs, input, output, half]
+    return pairs.reshape(count, inputs // 2, 2, size // 8, 8).transpose(2, 3).reshape(count, inputs // 2, 2 * size)
 
 
 @dataclass(frozen=True)
@@ -163,7 +217,8 @@ class BlockWeight(FewRowsWeight):
         scales = torch.stack([_panels(part).transpose(1, 2) for part in (blocks.scales, blocks.offsets)], 2).contiguous()
         if torch.equal((halves := scales.half()).float(), scales):
             scales = halves
-        super().__init__(weight, codes.contiguous(), bits, scales, weight.shape[1] // scales.shape[1], together)
+        block = weight.shape[1] // scales.shape[1]
+        super().__init__(weight, bits, block, together, panels=codes.contiguous(), blocks=scales)
 
 
 class IntegerWeight(BlockWeight):
@@ -177,6 +232,40 @@ class IntegerWeight(BlockWeight):
         blocks = Blocks.quantize(weight, bits)
         block = weight.shape[1] // blocks.scales.shape[1]
         super().__init__(weight, blocks, 1 if block % _TOGETHER else _TOGETHER)
+
+
+def _threads() -> int:
+    """Return the number of threads, for which it is known how many rows read 12 bits."""
+    threads = torch.get_num_threads()
+    _choose_packed_rows(threads)
+    return threads
+
+
+@functools.cache
+def _choose_packed_rows(threads: int) -> None:
+    """Measure for which numbers of rows 12 bits are faster than 16, on numbers that no cache holds.
+
+    The choice does not change results. Where memory is slow for the processor, 12 bits are faster for all numbers.
+    """
+    library, size = _library(), _library().panel_size()
+    outputs = _MEASURED // (2 * _INPUTS) // size * size
+    panels = torch.zeros(_MEASURED, dtype=torch.uint8)
+    tables, rows = torch.zeros(32, dtype=torch.uint8), torch.zeros(max(_COUNTS), _INPUTS)
+    shape = torch.empty(outputs, _INPUTS, device="meta")
+    weight = FewRowsWeight(shape, 16, panels=panels, packed=panels, tables=tables)
+    results = torch.empty(max(_COUNTS), outputs)
+    best = 0
+    for count in _COUNTS:
+        seconds: dict[int, float] = {}
+        for most in (0, count) * _REPEATS:
+            library.set_packed_rows(threads, most)
+            start = time.perf_counter()
+            library.multiply(rows.data_ptr(), weight.address, results.data_ptr(), count, threads)
+            seconds[most] = min(seconds.get(most, math.inf), time.perf_counter() - start)
+        if seconds[count] > _FASTER * seconds[0]:
+            break
+        best = count
+    library.set_packed_rows(threads, best)
 
 
 def _panels(rows: Tensor) -> Tensor:
@@ -203,7 +292,7 @@ def gated_mlp(hidden: Tensor, gate: FewRowsWeight, up: FewRowsWeight, down: FewR
     memory, output = rows.new_empty(2 * count * gate.outputs), rows.new_empty((*hidden.shape[:-1], down.outputs))
     addresses = gate.address, up.address, down.address
     places = memory.data_ptr(), output.data_ptr()
-    _library().gated_mlp(rows.data_ptr(), *addresses, *places, count, activation, torch.get_num_threads())
+    _library().gated_mlp(rows.data_ptr(), *addresses, *places, count, activation, _threads())
     return output
 
 
@@ -244,7 +333,7 @@ def project(
         width,
         cosine.shape[2],
         epsilon,
-        torch.get_num_threads(),
+        _threads(),
     )
     return results
 
@@ -347,7 +436,7 @@ class DecoderStack:
             start,
             self._capacity,
             0 if seen is None else seen.stride(2),
-            torch.get_num_threads(),
+            _threads(),
         )
         return outputs.unbind()
 
@@ -425,6 +514,7 @@ def _library() -> Any:
                 shutil.copy(linked, partial)
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     for name, arguments in {
+        "set_packed_rows": [number] * 2,
         "multiply": [pointer] * 3 + [size, number],
         "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
         "gated_mlp": [pointer] * 6 + [size] + [number] * 2,

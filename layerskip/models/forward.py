@@ -76,6 +76,8 @@ def forward(
         if isinstance(layer, nn.Linear | OutputLayer) and cache.captures(model, tokens.shape[0]):
             reduced = layer if isinstance(layer, OutputLayer) else None
             return _captured_forward(model, reduced, tokens, cache, last, features)
+    if not features.modules:
+        return _forward(model, tokens, cache, last, positions)
     with features.collect(model):
         return _forward(model, tokens, cache, last, positions)
 

@@ -32,7 +32,7 @@ _TEXT = re.compile(r"(?P<start>\+{0,2}(?P<field>[\w.]+)=)(?P<value>.+)", re.DOTA
 _ITEM = re.compile(r"""'(\\.|[^'\\])*'(?=,|$)|"(\\.|[^"\\])*"(?=,|$)|[^,]+""")  # of a list; commas in quotes belong to it
 _PATHS = (
     *("outputs", "record", "config", "export", "output", "inspect", "model", "corpus", "begin_like", "warm_start", "path"),
-    *("draft", "folder", "python", "draft_folder", "cross_draft"),
+    *("url", "plain", "draft", "folder", "python", "draft_folder", "cross_draft"),
     *("eagle_head", "medusa_head", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
 )
 """Fields that hold a path, or a name of the user's choice, in addition to those that drafters declare."""

@@ -53,8 +53,8 @@ def load_exported_target(fields: DictConfig, export: Export) -> Target:
     )
 
 
-def command_line(arguments: Sequence[str]) -> list[str]:
-    """Return command-line arguments for Hydra; a leading path becomes the override ``export=``."""
+def command_line(arguments: Sequence[str], field: str = "export") -> list[str]:
+    """Return command-line arguments for Hydra; a leading path or address becomes the override of a field."""
     if not arguments or not (os.path.isfile(arguments[0]) or not _OVERRIDE.match(arguments[0])):
         return list(arguments)
-    return [f"export={literal(arguments[0])}", *arguments[1:]]
+    return [f"{field}={literal(arguments[0])}", *arguments[1:]]

@@ -96,14 +96,28 @@ class Client:
             raise RequestFailed(f"{self.url}{path}: status {response.status}")
         return body
 
-    def complete(self, prompt: Sequence[int], task: Task) -> Completion:
-        """Return the continuation of token ids.
+    def encode(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int] | str:
+        """Return messages as the server's template writes them: token ids (vLLM), a text (llama.cpp), or their words."""
+        for path, key in (("/tokenize", "tokens"), ("/apply-template", "prompt")):
+            try:
+                asked = {"model": self.model, "messages": list(messages), "add_generation_prompt": True}
+                with self._response("POST", path, self.limit_seconds, json.dumps(asked)) as response:
+                    found = json.loads(response.read()).get(key) if response.status == 200 else None
+            except (RequestFailed, ValueError, AttributeError):
+                continue
+            if found and isinstance(found, list | str):
+                return found
+        return "\n".join(message["content"] for message in messages)
+
+    def complete(self, prompt: Sequence[int] | str, task: Task) -> Completion:
+        """Return the continuation of token ids, or of a text.
 
         Raises:
             RequestFailed: the server refuses, stops, sends nothing in time, or its answer makes no sense.
         """
         chosen = task.sampling.to_dict()
-        body = {"model": self.model, "prompt": list(prompt), "stream": True, "max_tokens": task.max_new_tokens}
+        asked = prompt if isinstance(prompt, str) else list(prompt)
+        body = {"model": self.model, "prompt": asked, "stream": True, "max_tokens": task.max_new_tokens}
         body |= {"temperature": chosen["temperature"], "top_p": chosen["top_p"], "seed": task.seed}
         # All parameters, as a server may have defaults of its own for those that are not sent.
         extended = body | chosen | {"stream_options": _USAGE, "return_token_ids": True}
@@ -116,7 +130,9 @@ class Client:
                 self._extensions = False  # a strict server does not accept fields that OpenAI does not know
         return self._stream(plain, task.max_new_tokens)
 
-    def complete_all(self, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], concurrency: int) -> list[Completion]:
+    def complete_all(
+        self, prompts: Sequence[Sequence[int] | str], tasks: Sequence[Task], concurrency: int
+    ) -> list[Completion]:
         """Return the continuations of several prompts, with so many requests in flight; errors as for :meth:`complete`."""
         with ThreadPoolExecutor(concurrency) as pool:
             futures = [pool.submit(self.complete, prompt, task) for prompt, task in zip(prompts, tasks, strict=True)]

@@ -35,7 +35,7 @@ from searches.training.texts import refuse_answers_of
 
 BASELINE = "plain"
 CONTEXT = 256
-"""Tokens before those by which costs of cascades and the verification of trees are measured."""
+"""Tokens before those by which the costs of cascades are measured."""
 _COSTS = ("verify_cost", "draft_cost")
 
 

@@ -20,14 +20,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
-from layerskip.costs.timing import TreeTiming, seconds_of, time_tree
+from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.costs.timing import seconds_of
 from layerskip.files import write_json
 from layerskip.measure.measure import Task, interleave
 from layerskip.measure.measurement import Sample, check_output
-from searches.app.checks import check_flag, check_seed, check_whole
+from searches.app.checks import check_flag, check_seed
 from searches.app.interrupt import is_interrupt
-from searches.benchmark.contenders import BASELINE, CONTEXT, build_contenders, check_rows, close_engines, fill_defaults
+from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, close_engines, fill_defaults
 from searches.engines.peer import EnginePeer
 from searches.report.tables import Row, as_markdown, conditions, empty_note, speedup_cells
 from searches.results import record_header
@@ -48,7 +48,6 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     prompts = prompts.take(measuring.prompts)
     check_seed(config.seed)
     check_flag("allow_lossy", config.allow_lossy)
-    check_whole("tree.tokens", config.tree.tokens, 0)
     check_rows(config)
     target: Target = instantiate(config.target)
     check_prompts(prompts, target, measuring.max_new_tokens)
@@ -56,7 +55,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     decoders, rivals, configs = build_contenders(config, target, prompts, sampling)
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
     engines = {name: peer for name, peer in decoders.items() if isinstance(peer, EnginePeer)}
-    timing, reads = _time_tree(config, target, sampling), _read_gigabytes_per_second(target.device)
+    reads = _read_gigabytes_per_second(target.device)
     task = Task(sampling, measuring.max_new_tokens, config.seed)
     rows: list[Mapping[str, Sample]] = []
     memory: dict[str, int | None] = dict.fromkeys(decoders, 0)
@@ -74,7 +73,6 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
                 | {"lossless": name not in configs or configs[name].lossless, "drafter_bytes": memory[name]}
                 for name in decoders
             },
-            "verification": None if timing is None else timing.to_dict(),
             "read_gigabytes_per_second": reads,
             "engines": {peer.engine: peer.version for peer in engines.values()},
             "engine_precision": {name: peer.precision for name, peer in engines.items()},
@@ -105,17 +103,6 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     print(f"wrote {path}")
     tracker.log_benchmark(record, {"benchmark.md": text, "config.yaml": OmegaConf.to_yaml(config, resolve=True)}, path)
     return record
-
-
-def _time_tree(config: DictConfig, target: Target, sampling: Sampling) -> TreeTiming | None:
-    """Time the verification of a tree; None if it is disabled or the target cannot verify trees."""
-    if not config.tree.tokens:
-        return None
-    try:
-        return time_tree(target, CONTEXT, config.tree.tokens, sampling, seed=config.seed)
-    except UnsupportedModel as error:
-        print(f"tree: left out: {error}")
-        return None
 
 
 def _read_gigabytes_per_second(device: torch.device) -> float | None:
@@ -166,13 +153,6 @@ def table(record: Mapping[str, Any]) -> str:
     lines += _near_ties(results)
     lines += _by_category("tokens per round", categories, rounds)
     lines += _cascades(results, categories)
-    if record["verification"] is not None:
-        timing = TreeTiming(**record["verification"])
-        lines += [
-            "",
-            f"Verifying a tree of {timing.tokens} tokens takes {timing.ratio:.2f} times as long as a chain of as many, "
-            f"{timing.chain_seconds * 1000:.1f} ms after {timing.context} tokens.",
-        ]
     return "\n".join([*lines, "", conditions(record)])
 
 

@@ -9,7 +9,7 @@ its lookup is compared with its own plain decoding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,7 @@ def _measured(rows: Sequence[Mapping[str, Sample]], over: str, name: str) -> Mea
     return Measurement.of([row for row in rows if over in row and name in row], over, name)
 
 
-def _fastest(rows: Sequence[Mapping[str, Sample]], names: Any) -> str:
+def _fastest(rows: Sequence[Mapping[str, Sample]], names: Iterable[str]) -> str:
     return max(names, key=lambda name: _measured(rows, PLAIN, name).speedup)
 
 

@@ -30,7 +30,6 @@ from layerskip.scan.replay import Branching, Counts, count, replay_lookup
 from layerskip.scan.scan import Scan, Scanner, lowest_threshold
 from layerskip.texts.continuations import Continuation
 from searches.predict.predictor import SCREENED_TOGETHER, Prediction
-from searches.predict.stability import Stability, stability
 from searches.results import ResultLog
 from searches.workers.pool import ALONE, Workers
 
@@ -326,24 +325,6 @@ class ScanPredictor:
         known = {name: self._agreements[name] for name in self._agreements}
         return np.array([[known.get(name, math.nan) for name in row] for row in names])
 
-    def best_mask(self) -> SkipMask | None:
-        """Return the scanned mask with the greatest predicted speedup of those that skip anything; None if there is none."""
-        return max(self._scanned_masks(), key=lambda mask: self._best(mask).speedup, default=None)
-
-    def stability(self, sublayers: int) -> Stability | None:
-        """Measure how the choice among the scanned masks depends on the prompts; None if no mask was scanned."""
-        masks = self._scanned_masks()
-        if not masks:
-            return None
-        seconds, baseline = [], []
-        for mask in masks:
-            length, stop, branching = _choice(self._best(mask).config)
-            counts = self._parse(self._counts[mask.format()]["counts"])[length, stop, branching]
-            pairs, extras = list(zip(self._costs.profiles, counts, strict=True)), self.extras(mask)
-            seconds.append([profile.seconds(part, mask, stop, extras, branching) for profile, part in pairs])
-            baseline = [part.tokens * profile.verify_seconds[0] for profile, part in pairs]
-        return stability(masks, np.array(seconds), np.array(baseline), sublayers)
-
     def similar_masks(self, skippable: Collection[int]) -> list[SkipMask]:
         """Return the masks of whole layers that keep hidden states most similar, for 1 up to half of the layers."""
         name = str(sorted(skippable))
@@ -354,9 +335,6 @@ class ScanPredictor:
 
             self._similar.add(name, self._pool.share(f"similar {digest([*self._folder.parts[-2:], name])[:32]}", find))
         return [SkipMask.parse(text, self.layers) for text in self._similar[name]]
-
-    def _scanned_masks(self) -> list[SkipMask]:
-        return [mask for text in self._counts if (mask := SkipMask.parse(text, self.layers)).skipped]
 
     def _scan(self, scanner: Scanner, masks: Sequence[SkipMask], **options: Any) -> list[Scan]:
         return scanner.scan(masks, replacements=self.drafts.replacements(masks), tokens=self.drafts.tokens, **options)

@@ -13,7 +13,6 @@ from optuna.trial import FrozenTrial
 from layerskip.measure.measurement import MIN_RESAMPLED
 from searches.engines.race import Race
 from searches.predict.scan_predictor import SCANNED_MASKS
-from searches.predict.stability import SeedStability, Stability
 from searches.report.tables import (
     Row,
     as_markdown,
@@ -45,8 +44,6 @@ _MIN_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
 def summary(
     study: optuna.Study,
     finals: Finals | None,
-    stability: Stability | None = None,
-    seeds: SeedStability | None = None,
     scan_seconds: float | None = None,
     race: Race | None = None,
 ) -> str:
@@ -55,7 +52,7 @@ def summary(
     ``race`` are the results of engines; None if none was measured.
     """
     trials = finished(study)
-    shown = [*study_notes(study, finals, stability, seeds, scan_seconds), *([verdict(finals)] if finals is not None else [])]
+    shown = [*study_notes(study, finals, scan_seconds), *([verdict(finals)] if finals is not None else [])]
     shown += [] if race is None else [race_verdict(race)]
     lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
     if finals is not None:
@@ -96,26 +93,17 @@ def race_verdict(race: Race) -> str:
 def study_notes(
     study: optuna.Study,
     finals: Finals | None,
-    stability: Stability | None = None,
-    seeds: SeedStability | None = None,
     scan_seconds: float | None = None,
 ) -> list[str]:
-    """Return sentences on the trials, the stability of choices, costs and drift.
+    """Return sentences on the trials, costs and drift.
 
     Args:
         study: finished or running.
         finals: the results on held-out prompts; None while the study runs.
-        stability: of the choice of a mask on resampled prompts; None if no mask was scanned.
-        seeds: the same for other seeds; None without any.
         scan_seconds: the mean time to scan a mask; None if none was scanned.
     """
     trials = finished(study)
     notes = [_trial_counts(trials), *left_out(study)]
-    if stability is not None:
-        notes.append(
-            f"{stability.share:.0%} of resampled text sets choose the same scanned mask. "
-            f"Two choices share {stability.overlap:.2f} of what they skip; random masks share {stability.chance:.2f}."
-        )
     attributes = [trial.user_attrs for trial in measured(trials)]
     seconds = [each[MEASURING_SECONDS] for each in attributes if MEASURING_SECONDS in each]
     if scan_seconds is not None and seconds:
@@ -123,11 +111,6 @@ def study_notes(
         notes.append(
             f"Scanning one skip mask took {scan_seconds:.1f} seconds; {SCANNED_MASKS} masks cost as much as "
             f"{cost:.1f} full trials."
-        )
-    if seeds is not None:
-        notes.append(
-            f"The best masks of {seeds.seeds} seeds share {seeds.overlap:.2f} of what they skip; "
-            f"random masks share {seeds.chance:.2f}."
         )
     if fits := recorded_seconds(study, FITS):
         notes.append(f"Fitting bridges took {sum(fits.values()):.0f} seconds, {len(fits)} times.")

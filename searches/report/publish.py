@@ -18,23 +18,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from plotly import graph_objects as go
 
-from layerskip import Export, PromptSet, SkipMask, SpeculativeConfig
+from layerskip import Export, PromptSet, SpeculativeConfig
 from layerskip.export import PROVISIONAL, attached_folders
 from layerskip.models.environment import environment
 from searches.backends.selection import described
 from searches.connections import without_password
 from searches.engines.race import RACE_FILE, Race
 from searches.predict.scan_predictor import ScanPredictor
-from searches.predict.stability import SeedStability, seed_stability
 from searches.progress import say
 from searches.report import charts
 from searches.report.markdown import race_verdict, search_seconds, study_notes, summary, verdict
 from searches.report.page import FINISHED, PAGE, Page, write_page
 from searches.report.tables import best_trials
 from searches.study.finals import Finals
-from searches.study.leaderboard import configuration, leading, ranking
+from searches.study.leaderboard import configuration, leading
 from searches.study.plan import Plan
-from searches.study.study import SETTINGS, finished
+from searches.study.study import finished
 from searches.tracking.tracker import Tracker
 
 _MARKERS = {"circle": "o", "x-thin-open": "x", "line-ns-open": "|"}
@@ -64,15 +63,13 @@ class Publisher:
         plan, study, folder, winner = self.plan, self.study, self.folder, finals.winner
         seconds = search_seconds(study, finals)
         self._export(winner.config, winner.held_out, held_out, seconds).save(folder / "best.json")
-        stability = singles = scan_seconds = None
+        singles = scan_seconds = None
         if predictor is not None:
-            stability = predictor.stability(2 * len(plan.space.skippable))
             singles, scan_seconds = predictor.single_agreements(), predictor.scan_seconds
-        seeds = self._compare_seeds(predictor)
-        text = summary(study, finals, stability, seeds, scan_seconds, race)
+        text = summary(study, finals, scan_seconds, race)
         (folder / "report.md").write_text(text, encoding="utf-8")
         _draw(study, finals, plan.target.layers, folder / "report.png", singles)
-        notes = study_notes(study, finals, stability, seeds, scan_seconds)
+        notes = study_notes(study, finals, scan_seconds)
         notes += [] if race is None else [race_verdict(race)]
         page = Page(plan.target.layers, plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
         write_page(folder / PAGE, study, page)
@@ -120,18 +117,6 @@ class Publisher:
         search |= {"mlflow_run_id": self.tracker.run_id, **marks}
         where = environment(plan.target) | described(plan.backend, plan.workload)
         return Export(Export.describe(plan.target), config, plan.sampling, evidence, where, search=search)
-
-    def _compare_seeds(self, predictor: ScanPredictor | None) -> SeedStability | None:
-        """Return the overlap of the best mask with those that the same study chose with other seeds.
-
-        If no trial decoded a mask, the mask with the highest predicted speedup is compared.
-        """
-        layers, skippable = self.plan.target.layers, self.plan.space.skippable
-        tried = (SkipMask.parse(entry.config.mask, layers) for entry in ranking(self.study) if entry.config.mask)
-        mask = next(tried, None) or (predictor.best_mask() if predictor is not None else None)
-        if mask is None:
-            return None
-        return seed_stability(self.folder, self.study.user_attrs[SETTINGS], mask, 2 * len(skippable))
 
 
 def _winning_trial(study: optuna.Study, winner: SpeculativeConfig) -> int | None:

@@ -55,6 +55,62 @@ def test_products_equal_torch_and_no_row_depends_on_others(outputs: int, inputs:
     assert_multiplies(HalfWeight(matrix), matrix, threads)
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (7, 34), (63, 100), (64, 576), (515, 6)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_values_of_12_bits_give_the_same_results_bit_by_bit(outputs: int, inputs: int, threads: int) -> None:
+    """Also those whose exponents are not among the 16, a negative zero, and the smallest numbers."""
+    matrix, is_large = weight(outputs, inputs) / 64, outputs * inputs > 30_000
+    if is_large:
+        matrix[0, :2], matrix[-1, -1] = torch.tensor([1e30, -1e-30]).bfloat16().float(), -0.0
+        matrix[outputs // 2, 1] = 2.0**-130
+    product, rows, before = HalfWeight(matrix), torch.randn(MOST_ROWS, inputs), torch.get_num_threads()
+    assert "packed" in product._kept and bool(len(product._kept["listed"])) == is_large
+    torch.set_num_threads(threads)
+    try:
+        product(rows)  # the number of rows is chosen at the first call
+        expected = rows.double() @ matrix.double().T
+        found = []
+        for most in (0, 1, 5, MOST_ROWS):
+            cpu._library().set_packed_rows(threads, most)
+            found += [product(rows), torch.cat([product(row[None]) for row in rows])]
+            found.append(torch.cat([product(rows[begin : begin + 5]) for begin in range(0, MOST_ROWS, 5)]))
+        assert all(torch.equal(each, found[0]) for each in found)
+        assert torch.allclose(found[0].double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    finally:
+        torch.set_num_threads(before)
+        cpu._choose_packed_rows.cache_clear()
+
+
+def test_weights_of_many_exponents_have_16_bits_alone() -> None:
+    matrix = torch.exp2(torch.arange(64 * 64).view(64, 64) % 60 - 30.0)
+    rows = torch.randn(3, 64)
+    product = HalfWeight(matrix)
+    assert product._kept.keys() == {"panels"}
+    assert torch.allclose(product(rows), torch.nn.functional.linear(rows, matrix), rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_as_many_rows_read_12_bits_as_is_faster(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, clock, chosen = 2, iter(range(10**6)), []
+    library = cpu._library()
+
+    class Library:
+        panel_size = library.panel_size
+
+        def set_packed_rows(self, threads: int, rows: int) -> None:
+            chosen.append(rows)
+
+        def multiply(self, rows: int, weight: int, results: int, count: int, threads: int) -> None:
+            slow = count > 4 if chosen[-1] and is_faster else bool(chosen[-1])
+            for _ in range(3 if slow else 1 if chosen[-1] else 2):
+                next(clock)
+
+    monkeypatch.setattr(cpu, "_library", Library)
+    monkeypatch.setattr(cpu.time, "perf_counter", lambda: next(clock))
+    cpu._choose_packed_rows.__wrapped__(threads)
+    assert chosen[-1] == (4 if is_faster else 0)
+
+
 @pytest.mark.parametrize(("outputs", "inputs", "block"), [(1, 16, 16), (7, 32, 32), (63, 192, 32), (515, 96, 48)])
 @pytest.mark.parametrize("most", [15, 255])  # the largest code
 @pytest.mark.parametrize("halves", [True, False])  # whether float16 holds scales and offsets

@@ -261,7 +261,7 @@ def test_mixed_targets_are_float32_models_with_weights_of_bfloat16(tiny_folder: 
 def test_auto_is_mixed_without_matrix_units_and_with_enough_memory(
     flags: set[str], memory: int, precision: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_processor_flags", lambda: flags)
+    monkeypatch.setattr(loading, "processor_flags", lambda: flags)
     monkeypatch.setattr(packing, "total_bytes", lambda: memory)
     target = load_target(str(tiny_folder), device="cpu")
     assert target.precision == precision

@@ -69,8 +69,8 @@ class Standin(BaseHTTPRequestHandler):
             self.send_error(401)
             return
         pages = {"/v1/models": json.dumps({"data": [{"id": "standin"}]}), "/seen": json.dumps(self.seen)}
-        if self.drafted:
-            pages["/metrics"] = self._metrics() if self.options.fault != "other_metrics" else "other:requests_total 3.0"
+        own = self._metrics() if self.drafted else 'vllm:num_requests_running{engine="0"} 0.0'
+        pages["/metrics"] = own if self.options.fault != "other_metrics" else "other:requests_total 3.0"
         pages["/max_in_flight"] = str(type(self).max_in_flight)
         body = pages.get(self.path, "").encode()
         self.send_response(200 if self.path in pages else 404)
@@ -95,6 +95,13 @@ class Standin(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Stream a completion, or fail as planned."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            body = json.dumps({"tokens": [len(message["content"]) for message in asked["messages"]]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            return
         fault = self.options.fault if len(self.seen) >= self.options.after else ""
         if fault == "strict" and "return_token_ids" in asked:
             self.send_error(400, "unknown field return_token_ids")

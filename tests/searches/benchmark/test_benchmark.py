@@ -89,10 +89,6 @@ def test_costs_are_measured(record: dict[str, Any]) -> None:
     assert "draft_cost" not in configs["cascade"]  # no member runs a model
     assert configs["cascade"]["verify_cost"] == configs["lookup_then_model"]["verify_cost"]
     assert len(configs["cascade"]["verify_cost"]) == 16
-    timing = record["record"]["verification"]
-    assert (timing["tokens"], timing["context"]) == (16, 256)
-    expected = f"Verifying a tree of 16 tokens takes {timing['tree_seconds'] / timing['chain_seconds']:.2f} times"
-    assert expected in record["printed"]
 
 
 def test_lossy_contenders_are_marked_in_record_tables_and_mlflow(record: dict[str, Any]) -> None:
@@ -177,7 +173,7 @@ def test_near_ties_and_outputs_that_end_at_once_are_stated_with_the_table(record
 def _small(model: Path, outputs: Path, *more: str) -> DictConfig:
     others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "retrieval", "lookahead", "cascade")]
     which = ["target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
-    small = ["measure.prompts=3", "measure.max_new_tokens=8", "tree.tokens=0"]
+    small = ["measure.prompts=3", "measure.max_new_tokens=8"]
     return compose_config("benchmark", [*NO_PEERS, *others, *which, *small, *more])
 
 

@@ -14,7 +14,6 @@ from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.benchmark.contenders import build_contenders
 from searches.benchmark.peers import Peer
-from searches.benchmark.program import _time_tree
 from tests.searches.programs import NO_PEERS
 from tests.tiny import save_tiny
 
@@ -38,8 +37,6 @@ def test_drafters_that_the_target_cannot_verify_are_left_out(tmp_path: Path, cap
     contenders, rivals, configs = build_contenders(config, target, PromptSet.of(["one"]), Sampling())
     assert {"plain", "prompt_lookup", "layer_skip"} <= contenders.keys()
     printed = capsys.readouterr().out
-    assert _time_tree(config, target, Sampling()) is None
-    assert capsys.readouterr().out.startswith("tree: left out: ")
     for name in ("token_recycling", "fanned"):
         assert name not in contenders.keys() | configs.keys() | rivals.keys()
         assert f"contenders.{name}: left out: " in printed

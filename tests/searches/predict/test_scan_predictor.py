@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,7 +24,6 @@ from searches.predict import preparation
 from searches.predict.preparation import Preparation, ScanSettings
 from searches.predict.proposals import propose_lookups
 from searches.predict.scan_predictor import ContextCosts, DraftChoices, ScanPredictor, spread_contexts
-from searches.predict.stability import seed_stability, stability
 from searches.space.search_space import SearchSpace
 from tests.families import build
 
@@ -203,17 +201,6 @@ def test_a_model_that_cannot_be_scanned_has_no_predictor(
     assert "GPTNeoForCausalLM: cannot be scanned" in capsys.readouterr().out
 
 
-def test_the_best_mask_is_one_that_skips_anything(tiny_target: Target, tmp_path: Path) -> None:
-    predictor = _predictor(tiny_target, tmp_path)
-    assert predictor.best_mask() is None
-    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("", "mlp:1", "layers:0-1")]
-    _, *others = predictor.predict(masks)
-    best = max(others, key=lambda found: found.speedup)
-    assert predictor.best_mask() == SkipMask.parse(best.config.mask, tiny_target.layers)
-    stable = predictor.stability(2 * tiny_target.layers)
-    assert stable is not None and 0 < stable.chance < 1  # two empty masks would overlap by 1
-
-
 SKIPPED = SkipMask.parse("layers:0", 2)
 
 
@@ -282,40 +269,3 @@ def test_a_profile_is_measured_at_the_contexts_of_the_prompts(
     assert timed == [256, 192, 1984, 8000]  # the second time, all are read from their files
     stored = [json.loads(file.read_text(encoding="utf-8"))["asked"] for file in (tmp_path / "profiles").glob("*.json")]
     assert sorted(asked["contexts"] for asked in stored) == [[192, 1984, 8000], [256]]
-
-
-MASKS = [SkipMask.parse(text, 10) for text in ("layers:1-4", "layers:5-8", "attention:0-7")]
-
-
-def test_a_clear_choice_is_stable() -> None:
-    seconds = np.array([[1.0] * 6, [2.0] * 6, [3.0] * 6])
-    found = stability(MASKS, seconds, np.full(6, 2.0), 20)
-    assert (found.share, found.overlap) == (1.0, 1.0)
-    assert found.chance == pytest.approx(0.26, abs=0.04)  # two sets of 8 out of 20
-
-
-def test_a_choice_that_one_continuation_decides_is_unstable() -> None:
-    """Without the last continuation, which a resample lacks with probability (5/6)^6, the other mask is faster."""
-    seconds = np.array([[1.0] * 5 + [9.0], [1.1] * 5 + [1.0], [99.0] * 6])
-    found = stability(MASKS, seconds, np.full(6, 2.0), 20, resamples=2000)
-    assert found.share == pytest.approx(1 - (5 / 6) ** 6, abs=0.04)
-    left = (5 / 6) ** 6
-    assert found.overlap == pytest.approx(1 - 2 * left * (1 - left), abs=0.04)
-
-
-def test_only_studies_that_differ_in_their_seed_are_compared(tmp_path: Path) -> None:
-    def choose(study: str, seed: int, mask: str, sampler: str = "tpe") -> object:
-        settings = {"seed": seed, "sampler": sampler}
-        return seed_stability(tmp_path / study, settings, SkipMask.parse(mask, 10), 20)
-
-    assert choose("a", 0, "layers:1-4") is None
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "choice.json").touch()  # by a loss of power
-    assert choose("other", 1, "layers:6-9", "random") is None
-    found = choose("b", 1, "layers:1-2,5-6")
-    assert found.seeds == 2 and found.overlap == pytest.approx(4 / 12)
-    assert found.chance == pytest.approx(0.26, abs=0.04)
-    assert choose("c", 2, "layers:1-4").seeds == 3
-    choose("z", 2, "layers:7-9")  # another study with the same seed
-    found = choose("c", 2, "layers:1-4")
-    assert found.seeds == 3 and found.overlap == pytest.approx((1 + 4 / 12 + 4 / 12) / 3)

@@ -1,0 +1,263 @@
+"""Whether speculative decoding helps on a running server with OpenAI's interface, and what to change.
+
+Usage: ``python -m searches.doctor http://127.0.0.1:8000 [plain=URL] [concurrency=4] [prompts=jsonl prompts.path=FILE]``
+
+In this order: is speculation on, what does it accept by position, what does a round cost, is the output unchanged, is it
+faster than without, and which settings to try. Counters are those that vLLM publishes under ``/metrics``. Speed and output
+are compared with a second server of the same model without speculation, which ``plain`` names, on the same greedy prompts.
+The exit code is 1 if speculation loses or changes the output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from layerskip import Measurement, PromptSet
+from layerskip.decoding.stats import DecodeStats
+from layerskip.measure.measure import Task
+from layerskip.measure.measurement import MIN_RESAMPLED, Sample
+from layerskip.prompts import PromptItem
+from searches.app.application import run
+from searches.app.checks import InputError, check_number, check_whole
+from searches.app.targets import command_line
+from searches.backends.client import Client, Completion, RequestFailed
+from searches.backends.running_engine import Answer, Counters
+from searches.progress import say
+
+_DRAFTING, _PLAIN, _AGAIN = "drafting", "plain", "plain again"
+_KEY = "OPENAI_API_KEY"
+_LONGEST = 16  # drafted tokens of which the advice thinks
+_LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was measured on a server.
+
+    Args:
+        prompts: that were answered.
+        counters: drafts and accepted tokens of these prompts; None if the server publishes none.
+        answers: by server, prompt by prompt, and once more by the plain one.
+        rows: samples by server and prompt.
+    """
+
+    prompts: int
+    counters: Counters | None
+    answers: Mapping[str, Sequence[Completion]]
+    rows: Sequence[Mapping[str, Sample]]
+
+    @property
+    def is_on(self) -> bool | None:
+        """Whether the server drafts; None if it does not say."""
+        if self.counters is not None:
+            return self.counters.drafts > 0
+        sizes = [size for answer in self.answers[_DRAFTING] for size in answer.piece_sizes[1:]]
+        return True if any(size > 1 for size in sizes) else None
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean number of tokens that a round with a draft gave."""
+        return 1 + self.counters.accepted / self.counters.drafts if self.counters and self.counters.drafts else 1.0
+
+    @property
+    def acceptance(self) -> list[float]:
+        """The share of rounds that accepted more than i tokens, for each i."""
+        counted = self.counters
+        return [] if counted is None or not counted.drafts else [count / counted.drafts for count in counted.by_position]
+
+    @property
+    def speedup(self) -> tuple[float, float, float] | None:
+        """Speed over the plain server with its interval; None without one, or with too few prompts."""
+        if not self.rows or _PLAIN not in self.rows[0]:
+            return None
+        measured = Measurement.of(self.rows, _PLAIN, _DRAFTING)
+        if len(measured.decoded.candidate) < 2:
+            return None
+        return measured.speedup, *measured.interval()
+
+    def differing(self, one: str, other: str) -> int:
+        """Return on how many prompts two servers, or two answers of one, differ."""
+        pairs = zip(self.answers[one], self.answers[other], strict=True)
+        return sum((a.tokens or a.text) != (b.tokens or b.text) for a, b in pairs)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether outputs differ from the plain server's on more prompts than its own do from one time to the next."""
+        return _PLAIN in self.answers and self.differing(_DRAFTING, _PLAIN) > self.differing(_PLAIN, _AGAIN)
+
+    @property
+    def loses(self) -> bool:
+        """Whether speculation changes the output, or is significantly slower than none."""
+        return self.is_changed or (self.speedup is not None and self.speedup[2] < 1)
+
+
+def doctor(config: DictConfig) -> None:
+    """Look at a server and print what was found; see ``conf/doctor.yaml``.
+
+    Raises:
+        InputError: a field is out of range, or a server does not answer.
+        SystemExit: speculation loses (1).
+    """
+    if OmegaConf.is_missing(config, "url"):
+        raise InputError("url: is missing; name the server, as in python -m searches.doctor http://127.0.0.1:8000")
+    for name in ("concurrency", "max_prompts", "max_new_tokens"):
+        check_whole(name, config[name])
+    check_number("max_seconds", config.max_seconds)
+    prompts: PromptSet = instantiate(config.prompts)
+    servers = {_DRAFTING: _connect("url", str(config.url), config.max_seconds)}
+    if config.plain is not None:
+        servers[_PLAIN] = _connect("plain", str(config.plain), config.max_seconds)
+    task = Task(max_new_tokens=config.max_new_tokens)
+    try:
+        found = examine(servers, prompts.take(config.max_prompts), task, config.concurrency, config.max_seconds)
+    except RequestFailed as error:
+        raise InputError(f"url: {error}") from None
+    print(report(found, servers[_DRAFTING], config.concurrency))
+    if found.loses:
+        sys.exit(1)
+
+
+def _connect(field: str, url: str, limit_seconds: float) -> Client:
+    headers = {"Authorization": f"Bearer {os.environ[_KEY]}"} if os.environ.get(_KEY) else {}
+    try:
+        client = Client(url, limit_seconds, headers)
+    except ValueError as error:
+        raise InputError(f"{field}: {error}") from None
+    if not client.ready():
+        raise InputError(f"{field}: nothing answers at {url}/v1/models")
+    return client
+
+
+def examine(servers: Mapping[str, Client], prompts: PromptSet, task: Task, concurrency: int, max_seconds: float) -> Findings:
+    """Send prompts to the servers in turns, as many at once as are to be in flight.
+
+    Args:
+        servers: that which drafts, and the plain one if there is any.
+        prompts: with categories in turn.
+        task: greedy.
+        concurrency: requests in flight.
+        max_seconds: after which no further prompt is sent.
+    """
+    start, order = time.monotonic(), random.Random(task.seed)
+    names = [*servers, *([_AGAIN] if _PLAIN in servers else [])]
+    client_of = {**servers, _AGAIN: servers.get(_PLAIN, servers[_DRAFTING])}
+    answers: dict[str, list[Completion]] = {name: [] for name in names}
+    rows: list[dict[str, Sample]] = []
+    encoded = {item.id: servers[_DRAFTING].encode(item.messages()) for item in prompts}
+    first = encoded[prompts.items[0].id]
+    for client in servers.values():
+        client.complete(first, task)  # a warm-up
+    before = _counters(servers[_DRAFTING])
+    for begin in range(0, len(prompts), concurrency):
+        if rows and time.monotonic() - start > max_seconds:
+            say(f"{len(rows)} of {len(prompts)} prompts were sent, because time ran out")
+            break
+        items = prompts.items[begin : begin + concurrency]
+        sent = [encoded[item.id] for item in items]
+        parts: list[dict[str, Sample]] = [{} for _ in items]
+        for name in order.sample(names, len(names)):
+            found = client_of[name].complete_all(sent, [task] * len(sent), concurrency)
+            answers[name] += found
+            for item, part, completion in zip(items, parts, found, strict=True):
+                part[name] = _sample(item, completion, concurrency)
+        rows += parts
+    after = _counters(servers[_DRAFTING])
+    counted = None if before is None or after is None else after.since(before)
+    return Findings(len(rows), counted, answers, rows)
+
+
+def _sample(item: PromptItem, completion: Completion, concurrency: int) -> Sample:
+    return Answer((), completion, DecodeStats(()), concurrency).sample(item)
+
+
+def _counters(client: Client) -> Counters | None:
+    """Return the counts of drafts so far; zeros from a vLLM that does not draft, None if the server publishes none."""
+    try:
+        page = client.get("/metrics")
+    except RequestFailed:
+        return None
+    return Counters.parse(page) or (Counters() if "vllm:" in page else None)
+
+
+def report(found: Findings, client: Client, concurrency: int) -> str:
+    """Return a page on a server: what was found, and what to try."""
+    per_token = [s.decode_seconds / s.decoded_tokens for row in found.rows if (s := row[_DRAFTING]).decoded_tokens]
+    milliseconds = 1000 * sum(per_token) / len(per_token) if per_token else 0.0
+    lines = [f"server: {client.model} at {client.url}, {found.prompts} prompts, {concurrency} in flight"]
+    lines.append(f"speculation: {'it does not say' if found.is_on is None else 'on' if found.is_on else 'off'}")
+    if found.acceptance:
+        counted = found.counters
+        assert counted is not None
+        by_position = ", ".join(f"{share:.2f}" for share in found.acceptance)
+        rate = counted.accepted / counted.drafted if counted.drafted else 0.0
+        lines.append(f"acceptance: {rate:.2f} of the drafted tokens; by position {by_position}")
+        lines.append(f"tokens per round: {found.tokens_per_round:.2f}")
+    lines.append(f"speed: {milliseconds:.1f} ms a token after the first")
+    if (speedup := found.speedup) is not None:
+        cost = found.tokens_per_round / speedup[0]
+        if found.acceptance:
+            lines.append(f"cost: a round takes {cost:.2f} times as long as a step of the plain server")
+        lines.append("against the plain server: {:.2f} x ({:.2f} to {:.2f})".format(*speedup))
+        if found.prompts < MIN_RESAMPLED:
+            lines.append(f"few prompts: {MIN_RESAMPLED} are the least for a conclusion about others")
+    if _PLAIN in found.answers:
+        changed, noise = found.differing(_DRAFTING, _PLAIN), found.differing(_PLAIN, _AGAIN)
+        lines.append(
+            f"output: differs from the plain server's on {changed} of {found.prompts} prompts, and the plain server's from "
+            f"itself on {noise}"
+        )
+    else:
+        lines.append("output and speedup: unknown; plain=URL names a server of the same model without speculation")
+    return "\n".join([*lines, "", *_advice(found)])
+
+
+def _advice(found: Findings) -> list[str]:
+    """Return what to try, the most urgent first; the names of settings are vLLM's."""
+    setting = "--speculative-config '{}'"
+    if found.is_changed:
+        return [
+            "The output is not that of plain decoding. Leave out lossy rules of acceptance (rejection_sample_method other "
+            "than strict, thresholds of typical acceptance), and compare again."
+        ]
+    if found.is_on is False:
+        return [f"No drafts were made. Try {setting.format(json.dumps(_LOOKUP))}."]
+    if found.is_on is None:
+        return ["The server does not publish vLLM's counters, so whether it drafts is not known."]
+    best = best_length(found)
+    if found.speedup is None:
+        return ["Start the same model without speculation and name it by plain=URL to see whether drafts pay."]
+    length = len(found.acceptance)
+    if best == 0:
+        return [
+            "Drafts cost more than they save at this load: leave speculation off, or try a drafter that is accepted more."
+        ]
+    if best == length:
+        return [f"num_speculative_tokens of {length} is about right for these prompts."]
+    return [f"Try num_speculative_tokens of {best} in place of {length}; longer drafts are rarely accepted."]
+
+
+def best_length(found: Findings) -> int:
+    """Return the draft length that should be fastest, of at most the present one; 0 is no speculation.
+
+    The cost of a round is taken to grow evenly with the draft, from one step of plain decoding to what was measured.
+    """
+    length = min(_LONGEST, len(found.acceptance))
+    if found.speedup is None or not length:
+        return length
+    cost = found.tokens_per_round / found.speedup[0]
+    speeds = [(1 + sum(found.acceptance[:k])) / (1 + (cost - 1) * k / length) for k in range(length + 1)]
+    return max(range(length + 1), key=lambda k: speeds[k])
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = command_line(sys.argv[1:], "url")
+    run("doctor", doctor, resumable=False, is_printed=True)
