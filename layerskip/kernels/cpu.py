@@ -1,10 +1,10 @@
 """The parts of a pass over a few rows on a CPU, for weights of few bytes with float32 activations and sums.
 
 Decoding costs the bytes of the weights. A float32 weight whose values bfloat16 holds exactly, as those of a bfloat16
-checkpoint, is read at half the bytes. One whose values are codes in blocks of 32 takes 5 or 6 bits a value for codes of 4
-bits, and 9 or 10 for larger ones. Products then differ from float32's only in the order of the sums. The order is the same
-for any number of rows, so verification computes what plain decoding does. Torch and oneDNN have no such product. ``cpu.cpp``
-is compiled at first use, within seconds, and kept for later processes.
+checkpoint, is read at half the bytes, or at 12 bits a value where that is faster. One whose values are codes in blocks of 32
+takes 5 or 6 bits a value for codes of 4 bits, and 9 or 10 for larger ones. Products then differ from float32's only in the
+order of the sums. The order is the same for any number of rows, so verification computes what plain decoding does. Torch and
+oneDNN have no such product. ``cpu.cpp`` is compiled at first use, within seconds, and kept for later processes.
 """
 
 from __future__ import annotations
