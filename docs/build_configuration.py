@@ -22,7 +22,7 @@ from searches.app.composition import compose_config, fields_of
 CONF = Path(__file__).parents[1] / "conf"
 STUDY = compose_config("layerskip")
 
-PROGRAMS = ("train", "benchmark", "datastore", "verify", "export")  # files whose fields all have a comment
+PROGRAMS = ("train", "benchmark", "datastore", "verify", "export", "doctor")  # files whose fields all have a comment
 NAMED_BY_USERS = ("contenders", "peers")  # mappings whose entries have names of the user's choice
 
 INTRODUCTION = """\

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 # Set before the hub's client and MLflow are imported, which read their environment on import.
 os.environ |= {"HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+os.environ["LAYERSKIP_ENGINES"] = os.devnull  # tests name the engines that they run
 # One thread per pytest-xdist worker, for NumPy, SciPy and the compiler too, which need not try what the processor can.
 os.environ |= (
     {

@@ -29,10 +29,10 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 // a word, which shift and mask widen, and of a byte. Panels that are multiplied in integers hold the codes of an output for
 // `together` inputs side by side.
 //
-// `packed` holds the same values of bfloat16 in 12 bits: for two inputs, 2 * PANEL bytes of sign and fraction, then PANEL bytes of
-// two numbers each, which say where in `tables` the exponents are. The low number belongs to the byte at its own place, the high
-// one to that PANEL places later. Values with other exponents are zeros in both, and listed. So both give the same results, bit
-// by bit. Few rows are faster by fewer bytes, many by less unpacking.
+// `packed` holds the same values of bfloat16 in 12 bits. For two inputs, it has 2 * PANEL bytes of sign and fraction. Then come
+// PANEL bytes of two numbers each, which say where in `tables` the exponents are. The low number belongs to the byte at its own
+// place, the high one to that PANEL places later. Values with other exponents are zeros in `panels` and `packed`, and listed. So
+// both give the same results, bit by bit. Few rows are faster by fewer bytes, many by less unpacking.
 struct Listed {
   int32_t input, output;  // the latter within its panel
   float value;

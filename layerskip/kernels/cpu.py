@@ -20,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,15 +46,17 @@ _FLAGS = {
 _OPTIONS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 _QUANTIZED = 64  # inputs that share a scale and an offset; not 32, which restores weights that came from such 4-bit blocks
 _TOGETHER = 4  # inputs of a step in integers
-_MEASURED, _INPUTS = 2**26, 1024  # bytes and inputs of a weight that no cache holds
-_COUNTS, _REPEATS, _FASTER = (
-    (1, 2, 3, 4, 5, 6, 8, 12, 16, MOST_ROWS),
-    4,
-    0.97,
-)  # rows, times, the share that counts as faster
+_AT_ONCE = 64  # panels that are packed at once, because temporary copies take several times their memory
+_MEASURED, _INPUTS = 2**26, 1024  # bytes and inputs of a weight that few caches hold
+_COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, MOST_ROWS)  # rows that are measured with it
+_REPEATS = 4  # measurements of each
+_FASTER = 0.97  # the share of the time that counts as faster
+_ROUNDED = 0.03  # by which products of rounded activations may differ
 _LISTED = 1e-3  # the largest share of the values that are listed
 _LIMIT_SECONDS = 120  # for the compiler
 _log = logging.getLogger(__name__)
+_packed_rows: dict[int, int] = {}
+_choosing = threading.Lock()
 
 
 class _Weight(ctypes.Structure):
@@ -113,7 +116,10 @@ class HalfWeight(FewRowsWeight):
 
     def __init__(self, weight: Tensor) -> None:
         values = _panels(weight.detach().to(torch.bfloat16))  # [panels, outputs, in]
-        values, parts = _packed(values) if weight.shape[1] % 2 == 0 else (values, {})
+        values, parts = _without_listed(values) if weight.shape[1] % 2 == 0 else (values, {})
+        # Listed values are added last also without 12 bits, so that results do not depend on what is faster.
+        if parts and _choose_packed_rows(torch.get_num_threads()):
+            parts["packed"] = torch.cat([_packed(some, parts["tables"]) for some in _few(values)])
         halves = values.view(values.shape[0], 2, -1, values.shape[2]).permute(0, 3, 2, 1)  # [panels, in, outputs, halves]
         super().__init__(weight, 16, panels=halves.contiguous(), **parts)
 
@@ -125,31 +131,44 @@ class HalfWeight(FewRowsWeight):
         return not bool((weight.detach().view(torch.int32) & 0xFFFF).any())
 
 
-def _packed(values: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Return panels ``[panels, size, in]`` bfloat16 without their listed values, and these with all others in 12 bits.
+def _without_listed(values: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return panels ``[panels, size, in]`` bfloat16 with zeros for values that are listed, and these with their exponents.
 
     Panels of which too many values would be listed are returned as they are.
     """
-    words = values.view(torch.int16)
-    exponents = (words >> 7 & 0xFF).to(torch.uint8)
-    counts = torch.bincount(exponents.flatten(), minlength=256)
+    counts = values.new_zeros(256, dtype=torch.int64)
+    for some in _few(values):
+        counts += torch.bincount(_exponents(some).flatten(), minlength=256)
     counts[0] = values.numel() + 1  # that of zeros, which also stand for listed values
     chosen = counts.argsort(descending=True)[:16]
-    known = torch.full((256,), 16, dtype=torch.uint8)
-    known[chosen] = torch.arange(16, dtype=torch.uint8)
-    places = known[exponents.int()]
-    is_listed = places == 16
+    is_known = values.new_zeros(256, dtype=torch.bool)
+    is_known[chosen] = True
+    is_listed = torch.cat([~is_known[_exponents(some).int()] for some in _few(values)])
     found = is_listed.nonzero()  # panel by panel
     if len(found) > _LISTED * values.numel():
         return values, {}
     listed = torch.stack((found[:, 2], found[:, 1], values[is_listed].float().view(torch.int32)), 1).int()
     begins = torch.cat((found.new_zeros(1), torch.bincount(found[:, 0], minlength=len(values)).cumsum(0)))
-    rest = (words >> 8 & 0x80 | words & 0x7F).to(torch.uint8)
-    rest, places = (_paired(part.masked_fill(is_listed, 0)) for part in (rest, places))
-    low, high = places.chunk(2, 2)
     tables = torch.stack((chosen % 2 * 128, chosen // 2)).to(torch.uint8)
-    parts = {"packed": torch.cat((rest, low | high << 4), 2), "tables": tables, "listed": listed, "begins": begins}
-    return values.masked_fill(is_listed, 0), parts
+    return values.masked_fill(is_listed, 0), {"tables": tables, "listed": listed, "begins": begins}
+
+
+def _few(panels: Tensor) -> list[Tensor]:
+    return [panels[begin : begin + _AT_ONCE] for begin in range(0, len(panels), _AT_ONCE)]
+
+
+def _exponents(values: Tensor) -> Tensor:
+    return (values.view(torch.int16) >> 7 & 0xFF).to(torch.uint8)
+
+
+def _packed(values: Tensor, tables: Tensor) -> Tensor:
+    """Return panels ``[panels, size, in]`` bfloat16 in 12 bits; ``tables`` has all of their exponents."""
+    places = tables.new_zeros(256)
+    places[tables[0].int() // 128 + 2 * tables[1].int()] = torch.arange(16, dtype=torch.uint8, device=tables.device)
+    words = values.view(torch.int16)
+    rest = _paired((words >> 8 & 0x80 | words & 0x7F).to(torch.uint8))
+    low, high = _paired(places[_exponents(values).int()]).chunk(2, 2)
+    return torch.cat((rest, low | high << 4), 2)
 
 
 def _paired(panels: Tensor) -> Tensor:
@@ -224,8 +243,8 @@ class BlockWeight(FewRowsWeight):
 class IntegerWeight(BlockWeight):
     """A weight at 8 or 4 bits that is multiplied in integers.
 
-    Activations are rounded to 8 bits in the blocks of the weight, to 7 where the processor adds products in 16 bits. So
-    results are those of a draft, and only near those of ``weight``. Arithmetic then takes less time than reading.
+    Activations are rounded to 8 bits in the blocks of the weight, or to 7 where they meet codes of 8 bits without VNNI. So
+    results are those of a draft, and only near those of ``weight``.
     """
 
     def __init__(self, weight: Tensor, bits: int) -> None:
@@ -241,19 +260,26 @@ def _threads() -> int:
     return threads
 
 
-@functools.cache
-def _choose_packed_rows(threads: int) -> None:
-    """Measure for which numbers of rows 12 bits are faster than 16, on numbers that no cache holds.
+def _choose_packed_rows(threads: int) -> int:
+    """Return the most rows for which 12 bits are faster than 16, with a number of threads; measured once in a process.
 
-    The choice does not change results. Where memory is slow for the processor, 12 bits are faster for all numbers.
+    The choice does not change results.
     """
+    if threads not in _packed_rows:
+        with _choosing:
+            if threads not in _packed_rows:
+                _packed_rows[threads] = _measure_packed_rows(threads)
+                _log.debug("with %d threads, up to %d rows read weights of 12 bits", threads, _packed_rows[threads])
+    return _packed_rows[threads]
+
+
+def _measure_packed_rows(threads: int) -> int:
     library, size = _library(), _library().panel_size()
     outputs = _MEASURED // (2 * _INPUTS) // size * size
-    panels = torch.zeros(_MEASURED, dtype=torch.uint8)
-    tables, rows = torch.zeros(32, dtype=torch.uint8), torch.zeros(max(_COUNTS), _INPUTS)
+    panels, tables = (torch.zeros(count, dtype=torch.uint8, device="cpu") for count in (_MEASURED, 32))
+    rows, results = (torch.zeros(max(_COUNTS) * n, dtype=torch.float32, device="cpu") for n in (_INPUTS, outputs))
     shape = torch.empty(outputs, _INPUTS, device="meta")
     weight = FewRowsWeight(shape, 16, panels=panels, packed=panels, tables=tables)
-    results = torch.empty(max(_COUNTS), outputs)
     best = 0
     for count in _COUNTS:
         seconds: dict[int, float] = {}
@@ -266,6 +292,7 @@ def _choose_packed_rows(threads: int) -> None:
             break
         best = count
     library.set_packed_rows(threads, best)
+    return best
 
 
 def _panels(rows: Tensor) -> Tensor:
@@ -462,12 +489,25 @@ def has_kernels() -> bool:
         products: list[FewRowsWeight] = [HalfWeight(weight.bfloat16().float())]
         products += [BlockWeight(some.values(), some) for some in blocks]
         works = all(nearly_equal(product(rows), linear(rows, product._weight)) for product in products)
+        integers = [(IntegerWeight(weight, bits)(rows), Blocks.quantize(weight, bits).values()) for bits in (8, 4)]
+        works &= all(nearly_equal(found, linear(rows, values), _ROUNDED) for found, values in integers)
+        works &= _has_same_results(products[0], rows)
         reason = "" if works else "they give other results"
     except Exception as error:  # compilers, folders and loaders fail in many ways
         reason = first_line(error)
     if reason:
         _log.warning("the kernels for weights of few bytes cannot be used, so products read float32: %s", reason)
     return not reason
+
+
+def _has_same_results(product: FewRowsWeight, rows: Tensor) -> bool:
+    """Return whether a product gives the same results, bit by bit, whether it reads 16 bits or 12."""
+    threads, found = _threads(), []
+    for most in (0, MOST_ROWS):
+        _library().set_packed_rows(threads, most)
+        found.append(product(rows))
+    _library().set_packed_rows(threads, _packed_rows[threads])
+    return torch.equal(*found)
 
 
 def processor_flags() -> set[str]:

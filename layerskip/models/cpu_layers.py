@@ -146,6 +146,7 @@ class _Form(nn.Module):
             and 0 < rows.numel() <= self.most_rows * rows.shape[-1]
             and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
             and not torch.is_autocast_enabled("cpu")
+            and not any(_GLOBAL_HOOKS)  # of the modules within
         )
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -460,7 +461,8 @@ class _DecoderLayer(_Form):
         if state is None or (ahead := state.ahead) is None or state.order.last is not None or not state.is_settled:
             return super().__call__(*args, **kwargs)
         called = _Inputs.of(args[0] if args else kwargs.get("hidden_states"), kwargs)
-        if any(_GLOBAL_HOOKS) or any(map(self.__dict__.__getitem__, _HOOKS)) or not called.are(ahead[0]):
+        own = self.__dict__
+        if any(_GLOBAL_HOOKS) or any(map(own.__getitem__, _HOOKS)) or "forward" in own or not called.are(ahead[0]):
             return super().__call__(*args, **kwargs)
         state.ahead = None
         return ahead[1]
@@ -473,7 +475,8 @@ class _DecoderLayer(_Form):
             before, expected, values = last
             state.follows = inputs.are(expected) and torch.equal(inputs.hidden, values)
             before.next = self if state.follows else before.next
-        if ahead is not None and inputs.are(ahead[0]):
+        # Global hooks may have changed the input in place.
+        if ahead is not None and inputs.are(ahead[0]) and not any(_GLOBAL_HOOKS):
             output: Any = ahead[1]
         else:
             state.follows = False if ahead is not None else state.follows

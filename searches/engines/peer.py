@@ -40,7 +40,7 @@ ENGINES = ("openvino_genai", "vllm", "xllamacpp")
 _METHODS = ("plain", "prompt_lookup", "assistant")
 WORKER = Path(__file__).with_name("worker.py")
 _INSTALLED = Path(CONF).parent / ".engines"
-"""Where ``make engines`` installs each engine, in an environment of its own."""
+"""Where ``make engines`` installs each engine, in an environment of its own; ``LAYERSKIP_ENGINES`` names another folder."""
 _LONGEST = 4096  # tokens of prompt and output that vLLM is asked to hold
 _CLOSING_SECONDS = 20
 _ANSWER_SECONDS = 600.0  # within which an engine loads a model, or decodes a prompt
@@ -48,7 +48,7 @@ _ANSWER_SECONDS = 600.0  # within which an engine loads a model, or decodes a pr
 
 def interpreter(engine: str, python: str | None = None) -> str | None:
     """Return the interpreter in which an engine is installed, the given one if there is one; None if it is not installed."""
-    own = _INSTALLED / engine / "bin" / "python"
+    own = Path(os.environ.get("LAYERSKIP_ENGINES", _INSTALLED)) / engine / "bin" / "python"
     if python is not None or own.exists():
         return python or str(own)
     return sys.executable if importlib.util.find_spec(engine) is not None else None
@@ -157,39 +157,36 @@ class EnginePeer:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            self._kill()
+            with contextlib.suppress(ProcessLookupError):  # also what it started, if it has ended itself
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             if self._process.stdout is not None:
                 self._process.stdout.close()
             self._log.close()
 
     def command(self) -> str:
-        """Return what decodes so without this program: a command, or an expression in Python."""
+        """Return what decodes so without this program: a command, or expressions in Python."""
         lookup, count, longest = self.method == "prompt_lookup", self.num_speculative_tokens, self.prompt_lookup_max
-        model = str(self._model)
+        model, dtype = str(self._model), self.dtype or self.target.dtype
         if self.engine == "openvino_genai":
-            return f"openvino_genai.LLMPipeline({model!r}, 'CPU'{', prompt_lookup=True' if lookup else ''})"
+            kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
+            options = f"INFERENCE_PRECISION_HINT={kind!r}, KV_CACHE_PRECISION={kind!r}"
+            pipeline = f"LLMPipeline({model!r}, 'CPU', {'prompt_lookup=True, ' * lookup}{options})"
+            drafting = f", num_assistant_tokens={count}, max_ngram_size={longest}" * lookup
+            return f"openvino_genai.{pipeline}.generate(prompt, max_new_tokens=n{drafting})"
         if self.engine == "xllamacpp":
-            command, drafting = (
-                ["llama-server", "--model", model, "--threads", str(torch.get_num_threads())],
-                [
-                    "--spec-type",
-                    "ngram-simple",
-                    "--spec-ngram-simple-size-n",
-                    str(longest),
-                    "--spec-ngram-simple-size-m",
-                    str(count),
-                ],
-            )
-        else:
-            command = ["vllm", "serve", model, "--dtype", self.dtype or self.target.dtype]
-            speculative = {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": longest}
-            drafting = ["--speculative-config", json.dumps(speculative)]
-        return shlex.join([*command, *(drafting if lookup else [])])
+            command = ["llama-server", "--model", model, "--threads", str(torch.get_num_threads())]
+            lengths = ["--spec-ngram-simple-size-n", str(longest), "--spec-ngram-simple-size-m", str(count)]
+            return shlex.join([*command, *(["--spec-type", "ngram-simple", *lengths] if lookup else [])])
+        command = ["vllm", "serve", model, "--dtype", dtype, "--generation-config", "vllm"]
+        speculative = {"method": "ngram", "num_speculative_tokens": count}
+        speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": longest}
+        return shlex.join([*command, *(["--speculative-config", json.dumps(speculative)] if lookup else [])])
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:  # else its number may be another process's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a line, and return the answer to it."""
@@ -202,9 +199,12 @@ class EnginePeer:
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         begun, watch = time.monotonic(), threading.Timer(_ANSWER_SECONDS, self._kill)
+        watch.daemon = True
         watch.start()
-        line = self._process.stdout.readline()
-        watch.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            watch.cancel()
         if not line:
             self.is_running = False
             if time.monotonic() - begun >= _ANSWER_SECONDS:

@@ -41,7 +41,7 @@ class RaceRow:
         precision: of the engine's arithmetic and cache, as it states them.
         version: that of the engine.
         command: what decodes so without this program.
-        finished: whether it was measured to the end; others are significantly slower than the fastest.
+        ended: why it was not measured to the end: ``slower`` significantly than the fastest, or the error that ended it.
     """
 
     name: str
@@ -51,16 +51,20 @@ class RaceRow:
     precision: dict[str, str] = field(default_factory=dict)
     version: str = ""
     command: str = ""
-    finished: bool = True
+    ended: str = ""
 
 
 @dataclass(frozen=True)
 class Race:
-    """The results of a race: its rows, fastest first, and the name of the fastest plain decoding."""
+    """The results of a race: its rows, fastest first, and the name of the fastest plain decoding.
+
+    ``left_out`` are sentences on engines that could not be measured at all.
+    """
 
     rows: tuple[RaceRow, ...]
     fastest_plain: str
     prompts: int
+    left_out: tuple[str, ...] = ()
 
     @property
     def fastest(self) -> RaceRow:
@@ -78,7 +82,7 @@ class Race:
             RaceRow(**row | {"same_outputs": tuple(row["same_outputs"]), "own_speedup": _triple(row["own_speedup"])})
             for row in fields["rows"]
         ]
-        return cls(tuple(rows), fields["fastest_plain"], fields["prompts"])
+        return cls(tuple(rows), fields["fastest_plain"], fields["prompts"], tuple(fields["left_out"]))
 
 
 def _triple(values: Sequence[float] | None) -> tuple[float, float, float] | None:
@@ -127,6 +131,7 @@ def race(
     own |= {} if winner.method == "none" else {WINNER: Decoder.of(target, winner)}
     with contextlib.ExitStack() as opened:
         peers: dict[str, EnginePeer] = {}
+        left_out: list[str] = []
         for engine in engines:
             for method, label in _METHODS.items():
                 say(f"engines: loading {engine}, {label}")
@@ -135,10 +140,11 @@ def race(
                     peer = EnginePeer(target, folder, engine, method, dtype=dtype)
                 except UnsupportedModel as error:
                     say(f"engines: left out: {error}")
+                    left_out.append(str(error))
                     break  # its other methods load the same model
                 peers[f"{engine}, {label}"] = opened.enter_context(contextlib.closing(peer))
         recorded = {name: _Recorded(contender) for name, contender in peers.items()}
-        dropped: set[str] = set()
+        dropped: dict[str, str] = {}
         rows: list[Mapping[str, Sample]] = []
         for row in _surviving_rows(target, prompts, {**own, **recorded}, peers, task, dropped):
             rows.append(row)
@@ -147,8 +153,9 @@ def race(
                 best = _fastest(rows, row)
                 # The fastest plain decoding is what speedups are stated over.
                 kept = {PLAIN, best, _fastest(rows, [name for name in row if name.endswith("plain")])}
-                dropped |= {name for name in row if name not in kept and _is_slower(rows, best, name)}
-        return _judged(rows, {**own, **recorded}, peers)
+                dropped |= {name: "slower" for name in row if name not in kept and _is_slower(rows, best, name)}
+        left_out += [reason for name, reason in dropped.items() if not any(name in row for row in rows)]
+        return replace(_judged(rows, {**own, **recorded}, peers, dropped), left_out=tuple(dict.fromkeys(left_out)))
 
 
 class _Recorded:
@@ -170,7 +177,7 @@ def _surviving_rows(
     contenders: Mapping[str, Contender],
     peers: Mapping[str, EnginePeer],
     task: Task,
-    dropped: set[str],
+    dropped: dict[str, str],
 ) -> Iterator[Mapping[str, Sample]]:
     """Yield one row per prompt; engines that end are left out from then on."""
     items = list(prompts)
@@ -185,7 +192,7 @@ def _surviving_rows(
             if not ended:
                 raise
             say(f"engines: {', '.join(ended)} left out: {error}")
-            dropped.update(ended)
+            dropped.update(dict.fromkeys(ended, str(error)))
 
 
 def _measured(rows: Sequence[Mapping[str, Sample]], over: str, name: str) -> Measurement:
@@ -202,16 +209,19 @@ def _is_slower(rows: Sequence[Mapping[str, Sample]], than: str, name: str) -> bo
 
 
 def _judged(
-    rows: Sequence[Mapping[str, Sample]], contenders: Mapping[str, Contender], peers: Mapping[str, EnginePeer]
+    rows: Sequence[Mapping[str, Sample]],
+    contenders: Mapping[str, Contender],
+    peers: Mapping[str, EnginePeer],
+    dropped: Mapping[str, str],
 ) -> Race:
     """Return the results, contenders that decoded to the end first."""
-    measured = {name for row in rows for name in row}
-    plain = _fastest(rows, [name for name in measured if name.endswith("plain")])
+    measured = list(dict.fromkeys(name for row in rows for name in row))
+    plain = _fastest(rows, [name for name in rows[-1] if name.endswith("plain")])
     found = []
     for name in measured:
         engine = name.partition(",")[0]
         base, own = f"{engine}, plain", None
-        if name != base:
+        if name != base and any(base in row and name in row for row in rows):
             against = _measured(rows, base, name)
             own = against.speedup, *against.interval()
         outputs, expected = (getattr(contenders[each], "outputs", {}) for each in (name, base))
@@ -220,9 +230,9 @@ def _judged(
         if engine not in ENGINES:
             verdicts = _measured(rows, PLAIN, name).lossless
             same = verdicts.compared - len(verdicts.divergences), verdicts.compared
-        row = RaceRow(name, _measured(rows, plain, name).to_dict(), own, same, finished=name in rows[-1])
+        row = RaceRow(name, _measured(rows, plain, name).to_dict(), own, same, ended=dropped.get(name, ""))
         if (peer := peers.get(name)) is not None:
             row = replace(row, precision=peer.precision, version=peer.version, command=peer.command())
         found.append(row)
-    found.sort(key=lambda row: (not row.finished, -row.measured["speedup"]))
+    found.sort(key=lambda row: (bool(row.ended), -row.measured["speedup"]))
     return Race(tuple(found), plain, len(rows))

@@ -218,8 +218,17 @@ def _serve(requests: Iterable[str], answers: TextIO) -> None:
         answer(error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
         raise
     answer(version=engine.version, precision=engine.precision, seconds=time.monotonic() - start)
+    known: list[int] = []
+
+    def on_first(count: int) -> None:
+        known.append(count)
+        answer(first=count)
+
     for line in lines:
-        tokens, lengths = engine.decode(json.loads(line), lambda count: answer(first=count))
+        known.clear()
+        tokens, lengths = engine.decode(json.loads(line), on_first)
+        if not known:  # it showed no token before the end
+            on_first(len(tokens))
         answer(tokens=[int(token) for token in tokens], lengths=lengths)
 
 

@@ -32,7 +32,7 @@ from searches.workers.pool import ALONE, Workers
 PROFILE_REPEATS = 12  # runs of every part of a round, where the choice of masks depends on its time
 PROFILE_ERROR = 0.02  # timing goes on, up to twice as long, while the standard error of a median exceeds this share of it
 _SCAN_VERSION = 3  # of the counts; those of another version are scanned again
-_PROFILE_VERSION = 4  # of stored profiles and their measurement
+_PROFILE_VERSION = 5  # of stored profiles and their measurement
 _CPU_ROWS, _GPU_ROWS = 256, 2048  # rows per pass, if memory suffices
 _MIN_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
 _TEXT_BYTES = 2_000_000_000  # of the target's own states of the continuations; passes hold keys and values once more

@@ -64,6 +64,7 @@ def summary(
         lines += ["", *winner_notes(study, finals), ""]
     if race is not None:
         lines += ["## Engines (held-out prompts)", "", *as_markdown(race_rows(race)), ""]
+        lines += [f"Left out: {reason}.\n" for reason in race.left_out]
     best = trial_rows(best_trials(trials))
     lines += ["## Best trials (tune prompts)", "", *(as_markdown(best) if best else ["None was measured to the end."])]
     lines += request_tables(measured(trials))

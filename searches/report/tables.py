@@ -95,7 +95,7 @@ def race_rows(race: Race) -> list[Row]:
             "over its own plain": "" if row.own_speedup is None else "{:.2f} ({:.2f} to {:.2f})".format(*row.own_speedup),
             "outputs as its own plain": "{} of {}".format(*row.same_outputs),
             "precision": ", ".join(sorted({value for name, value in row.precision.items() if name != "build"})),
-            "measured": "to the end" if row.finished else f"on {row.measured['prompts']} prompts: slower",
+            "measured": f"on {row.measured['prompts']} prompts" + (f": {row.ended}" if row.ended else ""),
         }
         for row in race.rows
     ]

@@ -73,6 +73,8 @@ class Plan:
         if engines and not sampling.greedy:
             raise InputError("engines: are measured greedily; sampling=greedy")
         backend, workload = make_backend(config, target)
+        if engines and not (isinstance(backend, LayerskipBackend) and target.device.type == "cpu"):
+            raise InputError("engines: are measured beside backend=layerskip on a CPU")
         if workload.levels != (1,):  # one prompt measured again would be alone in the engine
             measuring = replace(measuring, drift=math.inf)
         check_prompts(prompts, target, measuring.max_new_tokens)

@@ -18,14 +18,17 @@ from hydra.utils import instantiate
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 from omegaconf import DictConfig
 
-from layerskip import SpeculativeConfig
+from layerskip import SpeculativeConfig, UnsupportedModel
 from layerskip.config import contexts_of
 from layerskip.device.memory import within_memory
+from layerskip.device.trial import first_line
+from layerskip.export import attachment_digests
 from layerskip.files import digest, write_json
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.models.environment import environment
 from searches.app.application import instantiate_part
+from searches.app.checks import InputError
 from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
@@ -134,7 +137,8 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
                 say(busy)
             described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
             described |= {MLFLOW_SOURCE_NAME: "python -m searches.layerskip", MLFLOW_SOURCE_TYPE: "LOCAL"}
-            described[MLFLOW_GIT_COMMIT] = described["git_commit"]
+            if described["git_commit"] is not None:
+                described[MLFLOW_GIT_COMMIT] = described["git_commit"]
             tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described, prompts=plan.prompts)
             tracker.log_text(composed(config), "config.yaml")
             budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
@@ -289,12 +293,14 @@ class Sweep:
         def work(check: Callable[[], None]) -> Finals:
             self.tracker.reconcile(trials)
             finals = self._measure_finalists(predictions, check)
-            publish(finals, race=self._race_engines(finals, check))
+            publish(finals)
             return finals
 
         finals = share_finals(pool, trials, work)
         if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
             publish(finals, log=False)
+        if (measured := self._race_engines(finals)) is not None and pool.leads():
+            publish(finals, race=measured)
         with pool.claim("mirror"):  # a store that was away for the worker with the finals may be back
             self.tracker.reconcile(trials)
             self.publisher.log(finals, again=False)
@@ -319,28 +325,37 @@ class Sweep:
             control = RunControl(self.folder, on_prompt, partial(self.budget.left, FINALS))
             return measure_finals(self.study, self.bench, self.held_out, measuring, self.plan.seed, control, trained)
 
-    def _race_engines(self, finals: Finals, check: Callable[[], None]) -> Race | None:
-        """Measure inference engines beside the winner, if any are asked for; the study's folder keeps the result."""
+    def _race_engines(self, finals: Finals) -> Race | None:
+        """Measure inference engines beside the winner, if any are asked for, which one of the workers does.
+
+        The study's folder keeps the result. What goes wrong in an engine does not end the study.
+        """
         plan, winner, path = self.plan, finals.winner.config, self.folder / RACE_FILE
         if not plan.engines:
             return None
-        self._begin(path.stem, is_alone=True)
         prompts, tokens = self.held_out.take(_RACED_PROMPTS), plan.measuring.max_new_tokens
-        asked = digest([winner.to_dict(), plan.engines, prompts.digest, plan.target.digest, plan.sampling.to_dict(), tokens])
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # one that cannot be read is measured again
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            if stored["asked"] == asked:
-                return Race.from_dict(stored["race"])
-        with self.progress.counting(len(prompts), "held-out prompts") as count:
+        asked = digest(
+            [winner.to_dict(), attachment_digests(winner), plan.engines, prompts.digest, tokens, self.bench.conditions]
+        )
 
-            def on_prompt() -> None:
-                check()
-                count()
+        def work() -> dict[str, Any]:
+            # A result that cannot be read is measured again.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                stored = json.loads(path.read_text(encoding="utf-8"))
+                if stored["asked"] == asked and not stored["race"]["left_out"]:
+                    return dict(stored["race"])
+            self._begin(path.stem, is_alone=True)
+            with self.progress.counting(len(prompts), "held-out prompts") as count:
+                task, folder = Task(plan.sampling, tokens, plan.seed), plan.outputs / path.stem
+                found = race(plan.target, winner, plan.engines, prompts, task, folder, count).to_dict()
+            write_json(path, {"asked": asked, "race": found})
+            return found
 
-            task, folder = Task(plan.sampling, tokens, plan.seed), plan.outputs / path.stem
-            result = race(plan.target, winner, plan.engines, prompts, task, folder, on_prompt)
-        write_json(path, {"asked": asked, "race": result.to_dict()})
-        return result
+        try:
+            return Race.from_dict(self.pool.share(f"race {asked[:16]}", work))
+        except (UnsupportedModel, InputError, OSError, MemoryError) as error:
+            say(f"engines: {first_line(error)}")
+            return None
 
     def _prepare_predictor(self) -> ScanPredictor | None:
         """Return the predictor of masks without bridges, if layer skipping is searched and scanned."""

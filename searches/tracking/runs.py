@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, ViewType
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 from optuna.trial import FrozenTrial
@@ -145,9 +146,12 @@ class StudyRun:
         return self.id
 
     def log_dataset(self, run_id: str) -> None:
-        """Log what a run decodes."""
+        """Log what a run decodes, unless the store knows no datasets."""
         if self.dataset is not None:
-            self._store.client.log_inputs(run_id, [self.dataset])
+            try:
+                self._store.client.log_inputs(run_id, [self.dataset])
+            except MlflowException:
+                self.dataset = None
 
     def log_texts(self) -> None:
         """Log the texts that the run does not have."""
@@ -222,7 +226,6 @@ class TrialRuns:
             start = _milliseconds(trial.datetime_start)
             run_id = self._begun[trial.number] = self._store.create(name, self._tags(trial, config), start)
         self._store.log(run_id, metrics_now(_metrics(trial)), {**parameters(config), **self._study.params})
-        self._study.log_dataset(run_id)
         if "table" in trial.user_attrs:
             client.log_table(run_id, trial.user_attrs["table"], "prompts.json")
         if ENGINE_LOG in trial.user_attrs:
@@ -230,6 +233,7 @@ class TrialRuns:
         failed = str(trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
         client.set_terminated(run_id, "FAILED" if failed else "FINISHED", _milliseconds(trial.datetime_complete))
         self._recorded.add(trial.number)
+        self._study.log_dataset(run_id)
 
     def _tags(self, trial: FrozenTrial, config: SpeculativeConfig) -> dict[str, str]:
         measurement = trial.user_attrs.get("measurement", {})

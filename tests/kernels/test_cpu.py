@@ -55,21 +55,21 @@ def test_products_equal_torch_and_no_row_depends_on_others(outputs: int, inputs:
     assert_multiplies(HalfWeight(matrix), matrix, threads)
 
 
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights have 12 bits, too, whatever is faster here."""
+    monkeypatch.setattr(cpu, "_packed_rows", dict.fromkeys(range(1, 9), 1))
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (7, 34), (63, 100), (64, 576), (515, 6)])
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.usefixtures("packs")
 def test_values_of_12_bits_give_the_same_results_bit_by_bit(outputs: int, inputs: int, threads: int) -> None:
-    """Also those whose exponents are not among the 16, a negative zero, and the smallest numbers."""
-    matrix, is_large = weight(outputs, inputs) / 64, outputs * inputs > 30_000
-    if is_large:
-        matrix[0, :2], matrix[-1, -1] = torch.tensor([1e30, -1e-30]).bfloat16().float(), -0.0
-        matrix[outputs // 2, 1] = 2.0**-130
+    matrix = weight(outputs, inputs) / 64
     product, rows, before = HalfWeight(matrix), torch.randn(MOST_ROWS, inputs), torch.get_num_threads()
-    assert "packed" in product._kept and bool(len(product._kept["listed"])) == is_large
     torch.set_num_threads(threads)
     try:
-        product(rows)  # the number of rows is chosen at the first call
-        expected = rows.double() @ matrix.double().T
-        found = []
+        expected, found = rows.double() @ matrix.double().T, []
         for most in (0, 1, 5, MOST_ROWS):
             cpu._library().set_packed_rows(threads, most)
             found += [product(rows), torch.cat([product(row[None]) for row in rows])]
@@ -78,15 +78,49 @@ def test_values_of_12_bits_give_the_same_results_bit_by_bit(outputs: int, inputs
         assert torch.allclose(found[0].double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     finally:
         torch.set_num_threads(before)
-        cpu._choose_packed_rows.cache_clear()
 
 
-def test_weights_of_many_exponents_have_16_bits_alone() -> None:
+@pytest.mark.parametrize("most", [0, MOST_ROWS])
+@pytest.mark.usefixtures("packs")
+def test_every_value_is_exact(most: int) -> None:
+    """Also values whose exponents are not among the 16, and the smallest numbers; unit vectors read them one by one."""
+    matrix = weight(97, 640) / 64
+    matrix[:3, :2] = torch.tensor([[1e30, -1e-30], [2.0**-130, -(2.0**-126)], [0.0, 3e38]]).bfloat16().float()
+    product, threads = HalfWeight(matrix), torch.get_num_threads()
+    assert "packed" in product._kept and len(product._kept["listed"]) >= 4
+    cpu._library().set_packed_rows(threads, most)
+    columns = torch.cat([product(rows) for rows in torch.eye(640).split(20)])
+    assert torch.equal(columns, matrix.T)
+
+
+def test_weights_of_many_exponents_list_no_values() -> None:
     matrix = torch.exp2(torch.arange(64 * 64).view(64, 64) % 60 - 30.0)
     rows = torch.randn(3, 64)
     product = HalfWeight(matrix)
     assert product._kept.keys() == {"panels"}
-    assert torch.allclose(product(rows), torch.nn.functional.linear(rows, matrix), rtol=1e-4)
+    expected = torch.nn.functional.linear(rows, matrix)
+    assert torch.allclose(product(rows), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_weights_without_12_bits_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, rows = weight(97, 640) / 64, torch.randn(3, 640)
+    monkeypatch.setattr(cpu, "_packed_rows", dict.fromkeys(range(1, 9), 1))
+    packed = HalfWeight(matrix)
+    monkeypatch.setattr(cpu, "_packed_rows", dict.fromkeys(range(1, 9), 0))
+    halves = HalfWeight(matrix)
+    assert "packed" in packed._kept and "packed" not in halves._kept
+    assert torch.equal(packed(rows), halves(rows))
+
+
+def test_rows_are_measured_in_float32_on_the_processor_whatever_the_defaults_are() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert cpu._measure_packed_rows(2) in (0, *cpu._COUNTS)
+            product = HalfWeight(torch.ones(4, 6, dtype=torch.float32, device="cpu"))
+        assert all(part.device.type == "cpu" for part in product._kept.values())
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
@@ -107,8 +141,7 @@ def test_as_many_rows_read_12_bits_as_is_faster(is_faster: bool, monkeypatch: py
 
     monkeypatch.setattr(cpu, "_library", Library)
     monkeypatch.setattr(cpu.time, "perf_counter", lambda: next(clock))
-    cpu._choose_packed_rows.__wrapped__(threads)
-    assert chosen[-1] == (4 if is_faster else 0)
+    assert cpu._measure_packed_rows(threads) == chosen[-1] == (4 if is_faster else 0)
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "block"), [(1, 16, 16), (7, 32, 32), (63, 192, 32), (515, 96, 48)])

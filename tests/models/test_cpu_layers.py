@@ -291,12 +291,37 @@ def test_a_weight_that_was_changed_through_data_changes_the_next_step() -> None:
         assert_alike(step(view), model(input_ids=torch.tensor([[7, 8]])).logits[0, -1:])
 
 
-@pytest.mark.parametrize("name", ["self_attn", "self_attn.o_proj", "mlp", "mlp.act_fn", "input_layernorm"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_hooks_of_all_modules_are_called(in_place: bool) -> None:
+    """Also those of modules within a layer, after a pass without hooks."""
+    model, called = in_bfloat16(), list[str]()
+    view = shared_copy(model)
+    step(view, 4)
+
+    def hook(module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        called.append(type(module).__name__)
+        if type(module).__name__ == "LlamaDecoderLayer":
+            return output.mul_(1.5) if in_place else output * 1.5
+        return None
+
+    with torch.inference_mode():
+        handle = torch.nn.modules.module.register_module_forward_hook(hook)
+        try:
+            expected = model(input_ids=torch.tensor([[7, 8]])).logits[0, -1:]
+            of_model = called.copy()
+            called.clear()
+            assert_alike(step(view), expected)
+        finally:
+            handle.remove()
+    assert called.count("LlamaDecoderLayer") >= 4 <= called.count("LlamaMLP") and set(called) >= {*of_model} - {"Linear"}
+
+
+@pytest.mark.parametrize("name", ["", ".self_attn", ".self_attn.o_proj", ".mlp", ".mlp.act_fn", ".input_layernorm"])
 def test_a_forward_that_replaces_that_of_a_part_runs(name: str) -> None:
     """Scans and trees replace forwards."""
     view, called = shared_copy(in_bfloat16()), list[str]()
     step(view, 4)
-    part = view.get_submodule(f"model.layers.1.{name}")
+    part = view.get_submodule(f"model.layers.1{name}")
     original = part.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

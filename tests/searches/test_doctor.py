@@ -48,22 +48,27 @@ def server(*options: str) -> Iterator[str]:
                 "num_speculative_tokens of",
             ),
         ),
-        (("--speculative-config", FOUR, "--pause", "0.09"), 1, ("speculation: on", "leave speculation off")),
+        (("--speculative-config", FOUR, "--pause", "0.09"), 4, ("speculation: on", "leave speculation off")),
         (("--pause", "0.02"), 0, ("speculation: off", 'No drafts were made. Try --speculative-config \'{"method": "ngram"')),
         (
             ("--speculative-config", FOUR, "--pause", "0.02", "--fault", "wrong"),
-            1,
+            4,
             ("speculation: on", "output: differs from the plain server's on 6 of 6", "is not that of plain decoding"),
         ),
+        (
+            ("--speculative-config", FOUR, "--pause", "0.02", "--fault", "other_metrics"),
+            0,
+            ("speculation: on", "against the plain server: 2", "Without counters, the best draft length is not known"),
+        ),
     ],
-    ids=["good", "bad", "off", "lossy"],
+    ids=["good", "bad", "off", "lossy", "uncounted"],
 )
 def test_a_server_is_named_for_what_it_is(
     drafting: tuple[str, ...], code: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with server(*drafting) as url, server("--pause", "0.02") as plain:
         config = compose_config("doctor", [f"url={url}", f"plain={plain}", *SMALL])
-        ended = pytest.raises(SystemExit, match="^1$") if code else contextlib.nullcontext()
+        ended = pytest.raises(SystemExit, match="^4$") if code else contextlib.nullcontext()
         with ended:
             doctor(config)
     printed = capsys.readouterr().out
@@ -93,5 +98,5 @@ def test_servers_that_cannot_be_asked_are_refused_by_field(tmp_path: Path) -> No
         ):
             with pytest.raises(InputError, match=words):
                 doctor(compose_config("doctor", overrides))
-    with server("--fault", "hang", "--speculative-config", FOUR) as url, pytest.raises(InputError, match="^url: "):
+    with server("--fault", "hang", "--speculative-config", FOUR) as url, pytest.raises(InputError, match="^url or plain: "):
         doctor(compose_config("doctor", [f"url={url}", *SMALL, "max_seconds=1"]))

@@ -16,6 +16,8 @@ from searches.engines.race import Race, chosen_engines, race
 from searches.report.markdown import race_verdict
 from searches.report.tables import race_rows
 from tests.searches.backends.contract import children
+from tests.searches.conftest import Launch
+from tests.searches.programs import quick
 
 pytestmark = pytest.mark.system
 
@@ -29,7 +31,7 @@ def installed(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     place = tmp_path / ".engines" / "openvino_genai" / "bin" / "python"
     place.parent.mkdir(parents=True)
     shutil.copy(python, place)
-    monkeypatch.setattr(peers, "_INSTALLED", tmp_path / ".engines")
+    monkeypatch.setenv("LAYERSKIP_ENGINES", str(tmp_path / ".engines"))
     return place
 
 
@@ -68,11 +70,24 @@ def test_an_engine_that_breaks_is_left_out_and_the_others_are_measured(
     before = children()
     found = _race(target, tmp_path, SpeculativeConfig())
     assert children() == before
-    assert [row.name for row in found.rows if row.finished] == ["layerskip, plain"]
+    assert [row.name for row in found.rows if not row.ended] == ["layerskip, plain"]
     assert found.prompts == len(PROMPTS)
     said = capsys.readouterr().out
     assert "left out: openvino_genai: " in said and said.count("left out") <= 2
     assert "layerskip, plain" in race_verdict(found)
+    (reason,) = found.left_out
+    assert reason.startswith("openvino_genai: ")
+
+
+def test_slower_contenders_decode_no_more(target: Target, installed: Path, tmp_path: Path) -> None:
+    """The stand-in needs no model, so it is much faster than ours. Our plain decoding is measured to the end."""
+    many = PromptSet.of([f"the cat in the hat {number}" for number in range(12)])
+    found = race(target, LOOKUP, ["openvino_genai"], many, Task(max_new_tokens=24), tmp_path / "engines")
+    rows = {row.name: row for row in found.rows}
+    assert found.fastest.name.startswith("openvino_genai") and found.fastest_plain == "openvino_genai, plain"
+    assert rows["layerskip, the winner"].ended == "slower" and 6 <= rows["layerskip, the winner"].measured["prompts"] < 12
+    assert rows["layerskip, plain"].measured["prompts"] == 12 and not rows["layerskip, plain"].ended
+    assert [row["measured"] for row in race_rows(found)][-1].endswith("prompts: slower")
 
 
 def test_engines_are_found_or_refused_by_name(
@@ -87,3 +102,29 @@ def test_engines_are_found_or_refused_by_name(
         chosen_engines(["sglang"])
     with pytest.raises(InputError, match="^engines: 'some' is not a list"):
         chosen_engines("some")
+
+
+def test_a_study_names_the_fastest_engine_and_measures_it_once(
+    installed: Path, tiny_folder: Path, tmp_path: Path, launch: Launch
+) -> None:
+    """Its export stands before engines are measured. One whose installation was repaired is measured when it is repeated."""
+    fields = [*quick(tiny_folder, tmp_path / "outputs", "study.name=raced", "study.n_trials=2")]
+    fields += ["measure.held_out_prompts=6", "space.methods=[none,prompt_lookup]"]
+    fields += ["target.device=cpu", "engines=[openvino_genai]"]
+    converter = tmp_path / "packages" / "optimum" / "commands" / "optimum_cli.py"
+    working = converter.read_text()
+    converter.write_text("raise SystemExit('no converter')")
+    broken = launch("layerskip", *fields, cwd=tmp_path)
+    folder = tmp_path / "outputs" / "raced"
+    assert broken.returncode == 0, broken.stderr
+    assert "openvino_genai: cannot convert" in (folder / "report.md").read_text(encoding="utf-8")
+    assert (folder / "best.json").exists()
+    converter.write_text(working)
+    for times in (1, 2):
+        done = launch("layerskip", *fields, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        report = (folder / "report.md").read_text(encoding="utf-8")
+        assert "Fastest of all engines: openvino_genai, " in report and "## Engines (held-out prompts)" in report
+        assert ("engines: loading" in done.stdout) == (times == 1)
+    refused = launch("layerskip", *fields, "sampling=nucleus", cwd=tmp_path)
+    assert refused.returncode == 2 and "engines: are measured greedily" in refused.stderr
