@@ -25,7 +25,7 @@ DRAFTERS = {
     "prompt lookup": "prompt_lookup",
     "token recycling": "token_recycling",
     "prompt lookup, then token recycling": "cascade",
-    "quantized draft, 8 bits": "quantized",
+    "quantized draft, 4 bits": "quantized",
     "prompt lookup, then quantized draft": "lookup_then_quantized",
     "EAGLE head": "eagle",
 }
