@@ -11,7 +11,6 @@ Requests of others at the same time count, too. The exit code is 4 if speculatio
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import time
@@ -34,7 +33,6 @@ from searches.backends.running_engine import Answer, Counters
 from searches.progress import say
 
 _DRAFTING, _PLAIN, _AGAIN = "drafting", "plain", "plain again"
-_KEY = "OPENAI_API_KEY"
 _ROUNDED = 0.5  # the share of prompts on which rounding may change the output
 _OFF = "Drafts cost more than they save at this load: leave speculation off, or try a drafter that is accepted more."
 _LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -134,9 +132,8 @@ def doctor(config: DictConfig) -> None:
 
 
 def _connect(field: str, url: str, limit_seconds: float) -> Client:
-    headers = {"Authorization": f"Bearer {os.environ[_KEY]}"} if os.environ.get(_KEY) else {}
     try:
-        client = Client(url, limit_seconds, headers)
+        client = Client.with_key(url, limit_seconds)
     except ValueError as error:
         raise InputError(f"{field}: {error}") from None
     if not client.ready():

@@ -23,14 +23,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerskip.device.memory import total_bytes
-from layerskip.kernels.cpu import (
-    Blocks,
-    BlockWeight,
-    FewRowsWeight,
-    HalfWeight,
-    IntegerWeight,
-    has_kernels,
-)
+from layerskip.kernels.cpu import Blocks, BlockWeight, FewRowsWeight, HalfWeight, IntegerWeight, has_kernels
 
 Tree = TypeVar("Tree", bound=nn.Module)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,6 +71,12 @@ class Client:
         self.url, self.limit_seconds, self._headers = url, limit_seconds, dict(headers or {})
         self._extensions = True
         self._model: str | None = None
+
+    @classmethod
+    def with_key(cls, url: str, limit_seconds: float) -> Client:
+        """Return a client that sends the API key in ``OPENAI_API_KEY``, if there is one."""
+        key = os.environ.get("OPENAI_API_KEY")
+        return cls(url, limit_seconds, {"Authorization": f"Bearer {key}"} if key else None)
 
     def ready(self) -> bool:
         """Return whether the server answers and names a model."""

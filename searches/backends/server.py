@@ -30,7 +30,6 @@ _SPECULATIVE = "speculative_config"
 _PLACES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "draft_model", "head", _SPECULATIVE)
 _NEEDED = {"prompt_lookup": "num_speculative_tokens", "draft_model": "draft_model", "eagle": "head", "medusa": "head"}
 """The place without which a command cannot draft with a method."""
-_KEY = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -158,5 +157,4 @@ class ServerBackend(ServedBackend):
         return found
 
     def _connect(self, url: str) -> Client:
-        headers = {"Authorization": f"Bearer {os.environ[_KEY]}"} if os.environ.get(_KEY) else {}
-        return Client(url, self.limit_seconds, headers)
+        return Client.with_key(url, self.limit_seconds)

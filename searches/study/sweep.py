@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from layerskip.config import contexts_of
 from layerskip.device.memory import within_memory
 from layerskip.device.trial import first_line
 from layerskip.export import attachment_digests
-from layerskip.files import digest, write_json
+from layerskip.files import digest, read_json, write_json
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.models.environment import environment
@@ -339,11 +338,9 @@ class Sweep:
         )
 
         def work() -> dict[str, Any]:
-            # A result that cannot be read is measured again.
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                stored = json.loads(path.read_text(encoding="utf-8"))
-                if stored["asked"] == asked and not stored["race"]["left_out"]:
-                    return dict(stored["race"])
+            stored = read_json(path)
+            if stored is not None and stored["asked"] == asked and not stored["race"]["left_out"]:
+                return dict(stored["race"])
             self._begin(path.stem, is_alone=True)
             with self.progress.counting(len(prompts), "held-out prompts") as count:
                 task, folder = Task(plan.sampling, tokens, plan.seed), plan.outputs / path.stem
