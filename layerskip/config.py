@@ -262,7 +262,6 @@ class Field:
         path: whether it names a file, a folder or a model. A study chooses from those that its user names.
         required: whether a path must be given.
         omitted: whether ``to_dict`` leaves it out if it is empty.
-        no_engine: why no other engine drafts with it; empty if one does.
     """
 
     name: str
@@ -280,7 +279,6 @@ class Field:
     path: bool = False
     required: bool = False
     omitted: bool = False
-    no_engine: str = ""
 
     def check(self, config: SpeculativeConfig) -> None:
         """Raise ``ConfigError`` for an invalid value."""
@@ -302,14 +300,6 @@ class Field:
 _SHARED = (
     Field("num_speculative_tokens", 4, "the most tokens of a draft, or the greatest depth of a tree"),
     Field("mask", "", "the skipped sub-layers"),
-    Field(
-        "bridge",
-        "",
-        "a folder of bridges",
-        path=True,
-        omitted=True,
-        no_engine="no engine replaces layers by a bridge",
-    ),
     Field("draft_head", "", "a folder of a draft head, which reduces the vocabulary", path=True, omitted=True),
     Field("stop", NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive")),
     Field("prompt_lookup_min", 1, "the shortest n-gram to look up", "tokens"),
@@ -328,7 +318,7 @@ _SHARED = (
     Field("verify_cost", (), "the cost of verifying 1, 2, ... tokens", "steps of plain decoding", omitted=True),
     Field("draft_cost", (), "the cost of each member per drafted token or level", "steps of plain decoding", omitted=True),
 )
-TRAINED = ("bridge", "draft_head", "head")
+TRAINED = ("draft_head", "head")
 """The fields that name folders of trained modules."""
 _FIELDS = {each.name: each for each in _SHARED}
 
@@ -478,7 +468,6 @@ class SpeculativeConfig:
     method: str = "none"
     num_speculative_tokens: int = _FIELDS["num_speculative_tokens"].default
     mask: str = ""
-    bridge: str = ""
     draft_head: str = ""
     stop: StopRule = NEVER
     prompt_lookup_min: int = _FIELDS["prompt_lookup_min"].default
@@ -545,17 +534,6 @@ class SpeculativeConfig:
     def lookup(self) -> bool:
         """True if drafts are copied from earlier text, at almost no cost."""
         return _method(self.method).lookup
-
-    @property
-    def fitted(self) -> bool:
-        """True if it drafts with bridges or a draft head, which were fitted to the target."""
-        return bool(self.bridge or self.draft_head)
-
-    @property
-    def no_engine(self) -> str:
-        """The first field that no other engine drafts with, and the reason; empty if there is none."""
-        fields = (each for each in _method(self.method).fields if each.no_engine and self.value(each.name))
-        return next((f"{each.name}: {each.no_engine}" for each in fields), "")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that this method reads, as plain values; ``from_dict`` makes an equal configuration from them.

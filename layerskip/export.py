@@ -172,9 +172,7 @@ class Export:
             for name, folder in ((name, getattr(config, name)) for name in fields):
                 if folder and has_trained(Path(folder)):
                     try:
-                        mask = check_trained(Path(folder), target, name)["shape"].get("mask", config.mask)
-                        if mask != config.mask:
-                            raise ConfigError(f"{name}: {folder} is made for mask {mask!r}, not for {config.mask!r}")
+                        check_trained(Path(folder), target, name)
                     except ConfigError as error:
                         raise ExportError(f"config.{error}") from None
 

@@ -68,9 +68,9 @@ class ResultLog:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, name: str, value: Any, persist: bool = True) -> None:
-        """Add a value under a new name; with ``persist=False`` in memory only."""
-        if self._path is not None and persist:
+    def add(self, name: str, value: Any) -> None:
+        """Add a value under a new name."""
+        if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             line = f"{json.dumps([name, value])}\n".encode()
             # Unbuffered, because another process may append a line of its own.

@@ -1,9 +1,8 @@
-"""Training of heads and bridges that draft for a target, on texts that the target generates itself.
+"""Training of heads that draft for a target, on texts that the target generates itself.
 
 ``python -m searches.train drafter=eagle`` (or ``medusa``) generates prompts and answers with the target, stores its hidden
 states of them, trains the head, and prints how often its drafts are accepted on held-out prompts. Each stage is stored, and
-the same command resumes. The result is a head for ``method: eagle``. ``drafter=layer_skip mask=...`` fits and trains the
-bridges of that mask instead.
+the same command resumes. The result is a head for ``method: eagle``.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ from layerskip.texts.continuations import Continuation, continue_prompts
 from layerskip.texts.training_texts import TrainingText
 from searches.app.application import run
 from searches.app.checks import InputError, check_flag, check_folder, check_number, check_seed, check_whole
-from searches.bridges.training import bridge_shape, format_rates, held_out_scanner, load_warm_start, train_bridges
 from searches.results import exclusive
 from searches.tracking.tracker import Tracker
 from searches.training.texts import (
@@ -61,15 +59,13 @@ from searches.training.trainer import (
     Trainer,
     TrainingCheckpoint,
     TrainingRun,
-    check_learning,
     check_training_folder,
     disk_bytes,
 )
 
-_KINDS = ("eagle", "medusa", "layer_skip")
-_BUDGETS = ("feature_bytes", "calibration_bytes", "training_bytes", "remembered_bytes")
+_KINDS = ("eagle", "medusa")
+_WHOLE = ("tokens", "max_new_tokens", "batch", "held_out_tokens", "feature_bytes", "steps", "texts_per_step", "unroll")
 _VERSION = 13  # of this module and layerskip.heads.training; a training resumes only with the same version
-_BRIDGE_SECONDS = 570.0  # default limit for bridges: ten minutes with the last step
 _LEARNING = ("steps", "max_seconds", "texts_per_step", "learning_rate", "unroll")
 _SCALED = 32  # texts from which the scale of hidden states is estimated
 _VALIDATION = 32  # the most validation texts; one text in twenty is one
@@ -77,12 +73,10 @@ _VALIDATION = 32  # the most validation texts; one text in twenty is one
 _NEXT_ONLY = 0.6
 
 
-def train(config: DictConfig) -> Path | None:
-    """Train a head or bridges; return their folder, or None if bridges do not improve on empty skips."""
+def train(config: DictConfig) -> Path:
+    """Train a head; return its folder."""
     _check(config)
     kind, sampling = str(config.drafter.method), instantiate(config.sampling)
-    if kind == "layer_skip" and config.max_seconds is None:
-        config.max_seconds = _BRIDGE_SECONDS
     prompts: PromptSet = instantiate(config.prompts)
     held_out = prompts.split()[1].take(None)  # categories alternate, because memory may hold only the first prompts
     like = opening_texts("begin_like", config.begin_like, prompts)
@@ -94,12 +88,6 @@ def train(config: DictConfig) -> Path | None:
     identity |= {name: config[name] for name in (*_LEARNING, "three_layers", "vocabulary", "feature_bytes")}
     if kind == "eagle":
         identity["lookback"] = int(config.lookback)
-    if kind == "layer_skip":
-        shape = bridge_shape(config, target)
-        identity |= {"bridges": shape.to_dict(), **{name: config[name] for name in ("calibration_bytes", "training_bytes")}}
-        warm_start = load_warm_start(config, target, shape)
-        if warm_start is not None:
-            identity["warm_start"] = digest([tensor.float().tolist() for tensor in warm_start.state_dict().values()])
     folder = Path(config.head or outputs / f"{kind}-{digest(identity)[:8]}")
     check_training_folder(folder, digest(identity))
     with exclusive(folder), _opened_run(config, target, folder, identity) as run:
@@ -113,12 +101,7 @@ def train(config: DictConfig) -> Path | None:
                 outputs / "continuations",
                 bar.update,
             )
-        # Targets that cannot be scanned, and full disks, are refused before the texts are written.
-        if kind == "layer_skip":
-            scanner = held_out_scanner(config, target, continuations)
-            texts = write_texts(config, target, sampling, like)
-            tokens = drafted_tokens(target, texts, config.vocabulary)
-            return train_bridges(run, shape, texts, scanner, tokens, warm_start)
+        # Targets whose output layer heads cannot use, and full disks, are refused before the texts are written.
         check_readout(target)
         three_layers = kind == "eagle" and bool(config.three_layers)
         modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
@@ -168,12 +151,16 @@ def _train_head(
     weights = head.weights() if isinstance(head, EagleHead) else dict(head.state_dict())
     save_trained(folder, kind, head.shape.to_dict(), weights, target, training)
     run.tracker.log_file(folder / "head.json")
-    print(f"accepted on held-out prompts, token by token: {format_rates(accepted)}")
+    print(f"accepted on held-out prompts, token by token: {_format_rates(accepted)}")
     if spared:
-        rates = format_rates(spared)
+        rates = _format_rates(spared)
         print(f"on texts like the training texts: {rates}; begin_like makes training texts like the prompts in use")
     print(f"wrote {folder}; decode with method={kind} head={folder}")
     return folder
+
+
+def _format_rates(rates: list[float]) -> str:
+    return ", ".join(f"{rate:.3f}" for rate in rates)
 
 
 def _fill_store(
@@ -201,9 +188,10 @@ def _check(config: DictConfig) -> None:
     check_seed(config.seed)
     if config.drafter.get("method") not in _KINDS:
         raise InputError(f"drafter: {config.drafter.get('method')!r} is not trained; {' and '.join(_KINDS)} are")
-    for name in ("tokens", "max_new_tokens", "batch", "held_out_tokens", *_BUDGETS):
+    for name in _WHOLE:
         check_whole(name, config[name])
-    check_learning(config)
+    check_number("learning_rate", config.learning_rate, 1.0)
+    check_number("save_seconds", config.save_seconds)
     if config.vocabulary is not None:
         check_whole("vocabulary", config.vocabulary)
     if config.max_seconds is not None:
@@ -213,9 +201,6 @@ def _check(config: DictConfig) -> None:
     if config.head is not None:
         config.head = str(config.head)  # YAML reads a folder name of digits as a number
         check_folder("head", config.head)
-    for name in ("bridge", "draft_head"):
-        if config.drafter.get(name):
-            raise InputError(f"drafter.{name}: this program makes it; warm_start names bridges to begin from")
 
 
 def _new_head(config: DictConfig, kind: str, target: Target, texts: list[TrainingText]) -> EagleHead | MedusaHeads:

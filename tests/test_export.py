@@ -224,17 +224,24 @@ def test_an_export_with_a_missing_datastore_is_refused(tiny_target: Target, tmp_
             Export.load(tmp_path / "best.json", tiny_target)
 
 
-def test_a_bridge_of_another_mask_or_model_is_refused(tiny_target: Target, tmp_path: Path) -> None:
-    folder = tmp_path / "bridge"
-    save_trained(folder, "bridge", {"mask": "layers:1"}, {"weight": torch.zeros(1)}, tiny_target, {})
-    described, own = Export.describe(tiny_target), SpeculativeConfig("layer_skip", mask="layers:1", bridge=str(folder))
-    Export(described, own).check(tiny_target)
-    cascade = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), replace(own, mask="layers:2")))
-    with pytest.raises(ExportError, match=r"^config\.bridge: .* is made for mask 'layers:1', not for 'layers:2'"):
-        Export(described, cascade).check(tiny_target)
+def test_a_head_of_another_model_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    save_trained(tmp_path / "head", "medusa", {}, {"weight": torch.zeros(1)}, tiny_target, {})
+    own = SpeculativeConfig("medusa", head=str(tmp_path / "head"))
+    cascade = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), own))
     other = Target(build("llama", 1, num_hidden_layers=3))
-    with pytest.raises(ExportError, match=r"^config\.bridge: .* was made for another target, .*: its weights are not"):
-        Export(described, own).check(other)
+    for config in (own, cascade):
+        export = Export(Export.describe(tiny_target), config)
+        export.check(tiny_target)
+        with pytest.raises(ExportError, match=r"^config\.head: .* was made for another target, .*: its weights are not"):
+            export.check(other)
+
+
+def test_an_export_with_a_bridge_is_refused_in_one_line(file: Path) -> None:
+    stored = json.loads(file.read_text())
+    config = {"method": "layer_skip", "mask": "layers:1", "bridge": "best.bridge-1234"}
+    file.write_text(json.dumps(stored | {"config": config}))
+    with pytest.raises(ExportError, match=r"^config\.bridge: not a field of method layer_skip; it has [^\n]*best\.json\)$"):
+        Export.load(file)
 
 
 def test_a_provisional_export_says_so_when_it_is_loaded(

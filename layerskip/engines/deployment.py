@@ -136,8 +136,6 @@ def _check_kept_layers(config: SpeculativeConfig, layers: int) -> None:
         mask = SkipMask.parse(config.mask, layers)
     except MaskError as error:
         raise Unsupported(f"config.{error}") from None
-    if config.no_engine:
-        raise Unsupported(f"config.{config.no_engine}")
     if not mask.is_whole_layers or not any(mask.attention):
         raise Unsupported("config.mask: no engine skips single sub-layers; whole layers left out are a draft model")
     if all(mask.attention):

@@ -66,13 +66,6 @@ def pack_like(model: nn.Module, tree: Tree) -> Tree:
     return tree
 
 
-def pack_matrices(tree: nn.Module) -> None:
-    """Let :func:`multiply` pack the matrices of a module tree on first use."""
-    for weight in tree.parameters():
-        if weight.ndim == 2 and _is_packable(weight):
-            _packed.setdefault(weight, _PackedWeight())
-
-
 def drop_stale_packing(tree: nn.Module) -> None:
     """Drop packed copies of weights that were changed through ``.data``, as far as a sample of their values shows it."""
     for layer in tree.modules():

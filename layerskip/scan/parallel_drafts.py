@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +17,9 @@ from torch import Tensor
 
 from layerskip.decoding.stopping import confidence, portions
 from layerskip.device.memory import is_out_of_memory
-from layerskip.device.transfer import copy_to_device
 from layerskip.device.trial import nearly_equal
 from layerskip.drafters.chain import runners_up
 from layerskip.mask import SkipMask
-from layerskip.models.skip_view import Replacements
 from layerskip.scan.text_batch import Start, StartPack, TextBatch, runs_of
 
 Row = tuple[int, int, int]
@@ -50,23 +47,9 @@ class DraftedToken(NamedTuple):
     rank: int = 0
 
 
-@dataclass(frozen=True)
-class Drafters:
-    """Self-drafts that share passes.
-
-    Args:
-        replacements: those of each mask, or None.
-        tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
-    """
-
-    masks: Sequence[SkipMask]
-    replacements: Sequence[Replacements | None]
-    tokens: Tensor | None = None
-
-
 class _Passes:
-    def __init__(self, texts: TextBatch, pack: StartPack, drafters: Drafters) -> None:
-        self.texts, self.pack, self.drafters, self.cache = texts, pack, drafters, texts.load(pack)
+    def __init__(self, texts: TextBatch, pack: StartPack, masks: Sequence[SkipMask]) -> None:
+        self.texts, self.pack, self.masks, self.cache = texts, pack, masks, texts.load(pack)
         self._passes: list[tuple[Tensor, int]] = []  # draft ids of the rows, and their distance from the start
 
     def run(
@@ -80,7 +63,6 @@ class _Passes:
             whole: number of leading rows that begin at layer 0 all the same, because their tokens are not the text's.
         """
         model, starts, cache = self.texts.model, [(p, s) for _, p, s in live], self.cache
-        masks, replacements = self.drafters.masks, self.drafters.replacements
         visible, positions = self.texts.visible(self.pack, starts, draft_ids, self._passes, place)
         mask_ids = torch.tensor([m for m, _, _ in live], device=model.device)
         parts = runs_of([(row < whole, p) for row, (p, _) in enumerate(starts)])
@@ -91,14 +73,14 @@ class _Passes:
             if whole:
                 narrowed = {id(mask): mask[:whole, : base + whole] for mask in visible}
                 whole_parts = [part for part in parts if part[1] <= whole]
-                model.prepare([narrowed[id(mask)] for mask in visible], masks, mask_ids[:whole], whole_parts, replacements)
+                model.prepare([narrowed[id(mask)] for mask in visible], self.masks, mask_ids[:whole], whole_parts)
                 hidden = torch.cat((model.states(first, tokens[:whole], positions[:whole], cache), hidden), 1)
             late = first, hidden
             cache.length = base + whole
             # Drafts with a wrong token later attend to these rows in the first layers, too.
             cache.copy_positions(first, self.texts.cache_positions(self.pack, reached))
             cache.length = base
-        model.prepare(visible, masks, mask_ids, parts, replacements)
+        model.prepare(visible, self.masks, mask_ids, parts)
         logits = model.run(tokens, positions, cache, late)
         self._passes.append((draft_ids, place))
         cache.length += len(live)
@@ -125,7 +107,7 @@ class ParallelDrafts:
         draft_ids = torch.arange(len(live), device=tokens.device)
         logits = []
         for first in (0, layers - 1):
-            passes = _Passes(self.texts, pack, Drafters([SkipMask.none(layers)], [None]))
+            passes = _Passes(self.texts, pack, [SkipMask.none(layers)])
             try:
                 logits.append(passes.run(live, draft_ids, tokens, 0, first))
             except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
@@ -139,7 +121,7 @@ class ParallelDrafts:
     def draft(
         self,
         pack: StartPack,
-        drafters: Drafters,
+        masks: Sequence[SkipMask],
         rows: list[Row],
         depth: int,
         floor: float | None,
@@ -157,10 +139,10 @@ class ParallelDrafts:
         Yields:
             The row, the place in its draft from 0, and the drafted token.
         """
-        passes, texts = _Passes(self.texts, pack, drafters), self.texts.continuations
-        excluded = None if drafters.tokens is None else self._excluded(drafters.tokens, rows)
-        skips = (gap.first for mask in drafters.masks for gap in mask.gaps)
-        first = min(skips, default=self.texts.model.layers - 1) if self._late else 0
+        passes, texts = _Passes(self.texts, pack, masks), self.texts.continuations
+        layers = self.texts.model.layers
+        skips = (layer for layer in range(layers) if any(mask.attention[layer] or mask.mlp[layer] for mask in masks))
+        first = next(skips, layers - 1) if self._late else 0
         chain = self.texts.tokens([(p, s) for _, p, s in rows])[:, None]
         draft_ids = torch.arange(len(rows), device=chain.device)
         reach, right = np.ones(len(rows)), np.ones(len(rows), dtype=bool)
@@ -178,8 +160,6 @@ class ParallelDrafts:
                     here = draft_ids.tolist()
                 live = [rows[i] for i in here]
                 logits = passes.run(live, draft_ids, chain[:, -1], place, begin, whole)
-                if excluded is not None:
-                    logits = logits.masked_fill(excluded[draft_ids], -float("inf"))
                 drafted, results = self._accept(logits, [(p, s) for _, p, s in live], chain, place)
                 for i, row, result in zip(here, live, results, strict=True):
                     reach[i] *= result.acceptance
@@ -249,22 +229,3 @@ class ParallelDrafts:
         if not self.runners:
             return confidences, chosen
         return confidences, chosen, *runners_up(self.sampling.penalise(logits, seen), chosen, self.runners)
-
-    def _excluded(self, tokens: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return ``[R, V]`` bool: tokens that may not be drafted from a start, neither in ``tokens`` nor in the text."""
-        excluded = torch.ones(len(rows), self.texts.vocabulary, dtype=torch.bool, device=self.texts.model.device)
-        excluded[:, tokens.to(excluded.device)] = False
-        continuations, starts = torch.tensor([[p, s] for _, p, s in rows], device=excluded.device).T
-        for p in sorted({p for _, p, _ in rows}):
-            here = (continuations == p).nonzero()[:, 0]
-            excluded[here] &= self._first_occurrence(p, excluded.device) > starts[here, None]
-        return excluded
-
-    def _first_occurrence(self, continuation: int, device: torch.device) -> Tensor:
-        """Return ``[V]`` int64: each token's first index in a continuation; -1 if in the prompt, a huge number if absent."""
-        vocabulary, text = self.texts.vocabulary, self.texts.continuations[continuation]
-        occurrences = [(token, -1) for token in text.prompt] + [(token, place) for place, token in enumerate(text.tokens)]
-        first = {token: place for token, place in reversed(occurrences) if token < vocabulary}
-        result = torch.full((vocabulary,), torch.iinfo(torch.int64).max, device=device)
-        result[copy_to_device(list(first), device)] = copy_to_device(list(first.values()), device)
-        return result

@@ -33,9 +33,8 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
 from layerskip.decoding.stopping import Stopper
 from layerskip.mask import SkipMask
-from layerskip.models.skip_view import Replacements
 from layerskip.models.target import Target
-from layerskip.scan.parallel_drafts import Drafters, ParallelDrafts
+from layerskip.scan.parallel_drafts import ParallelDrafts
 from layerskip.scan.replay import CHAIN, Branching, Counts, Trace, count, expected_counts, replay
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.text_batch import Start, StartPack, TextBatch
@@ -92,14 +91,10 @@ class Scan:
 
     Args:
         traces: the drafts along each continuation.
-        replacements: the mask's; None for none.
-        tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
     """
 
     mask: SkipMask
     traces: tuple[Trace, ...]
-    replacements: Replacements | None = None
-    tokens: Tensor | None = None
 
     @property
     def agreement(self) -> float:
@@ -180,36 +175,24 @@ class Scanner:
                     raise self._texts.model.unsupported("a draft that skips nothing differs from the model itself")
 
     @torch.inference_mode()
-    def scan(
-        self,
-        masks: Sequence[SkipMask],
-        depth: int | None = None,
-        floor: float | None = None,
-        replacements: Sequence[Replacements | None] | None = None,
-        tokens: Tensor | None = None,
-    ) -> list[Scan]:
+    def scan(self, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None) -> list[Scan]:
         """Scan masks, as many at once as ``max_rows`` allows.
 
         Args:
             depth: the longest draft; None for the scanner's.
             floor: greedy drafts are scanned past their first wrong token while their confidence is at least this. The lowest
                 threshold that will be replayed is best: rows in these passes cost less than passes of their own later.
-            replacements: those of each mask; None for none at all.
-            tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
         """
         if not self.sampling.greedy:
             floor = None
         depth = self.depth if depth is None else min(depth, self.depth)
-        scans = [
-            Scan(mask, tuple(Trace.empty(p.starts, depth, self.runners) for p in self.continuations), own, tokens)
-            for mask, own in zip(masks, [None] * len(masks) if replacements is None else replacements, strict=True)
-        ]
+        scans = [Scan(mask, tuple(Trace.empty(p.starts, depth, self.runners) for p in self.continuations)) for mask in masks]
         for pack in self._packs:
             at_once = max(1, self.max_rows // len(pack.rows))
             for first in range(0, len(scans), at_once):
                 some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
-                for (m, p, s), place, token in self._drafts.draft(pack, _drafters(some), rows, depth, floor):
+                for (m, p, s), place, token in self._drafts.draft(pack, [scan.mask for scan in some], rows, depth, floor):
                     trace = some[m].traces[p]
                     trace.record_confidence(s, place, token.confidence, token.runner_probs)
                     if trace.agreed[s] == place or not self.sampling.greedy:
@@ -276,10 +259,6 @@ class Scanner:
         for pack in self._packs:
             rows = [(0, p, s) for p, s in pack.rows if (p, s) in starts]
             if rows:
-                drafts = self._drafts.draft(pack, _drafters([scan]), rows, scan.traces[0].depth, floor, only_confident=True)
+                drafts = self._drafts.draft(pack, [scan.mask], rows, scan.traces[0].depth, floor, only_confident=True)
                 for (_, p, s), place, token in drafts:
                     scan.traces[p].record_confidence(s, place, token.confidence, token.runner_probs)
-
-
-def _drafters(scans: Sequence[Scan]) -> Drafters:
-    return Drafters([scan.mask for scan in scans], [scan.replacements for scan in scans], scans[0].tokens)

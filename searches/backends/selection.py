@@ -76,7 +76,7 @@ def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
     """Return the space with what a back end supports; print which methods are left out, and why.
 
     Raises:
-        InputError: the back end has none of the methods, or the space has draft heads that it cannot run.
+        InputError: the back end has none of the methods.
     """
     reasons: dict[str, list[str]] = {}
     for method in space.available_methods:
@@ -89,8 +89,6 @@ def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
         if left == ["none"]:
             raise InputError(f"space.methods: backend={backend.name} drafts with none of them")
         space = dataclasses.replace(space, methods=left)
-    if backend.name != _OWN:
-        space.refuse_fitted(f"backend={backend.name} has none")
     return backend.restrict(space)
 
 

@@ -32,7 +32,7 @@ from searches.workers.pool import ALONE, Workers
 PROFILE_REPEATS = 12  # runs of every part of a round, where the choice of masks depends on its time
 PROFILE_ERROR = 0.02  # timing goes on, up to twice as long, while the standard error of a median exceeds this share of it
 _SCAN_VERSION = 3  # of the counts; those of another version are scanned again
-_PROFILE_VERSION = 5  # of stored profiles and their measurement
+_PROFILE_VERSION = 6  # of stored profiles and their measurement
 _CPU_ROWS, _GPU_ROWS = 256, 2048  # rows per pass, if memory suffices
 _MIN_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
 _TEXT_BYTES = 2_000_000_000  # of the target's own states of the continuations; passes hold keys and values once more
@@ -106,9 +106,7 @@ class Preparation:
         if scanner is None:
             return None
         lookups = space.values(LOOKUP, "num_speculative_tokens")[1] if LOOKUP in space.available_methods else 0
-        measure = partial(
-            self.cost_profile, scanner.continuations, max(scanner.depth, lookups), space.fitted, scanner.runners > 0
-        )
+        measure = partial(self.cost_profile, scanner.continuations, max(scanner.depth, lookups), scanner.runners > 0)
         stops, lengths = settings.stops(space), space.values("layer_skip", "num_speculative_tokens")
         identity = {
             "target": self.target.digest,
@@ -155,15 +153,13 @@ class Preparation:
         self,
         continuations: Sequence[Continuation],
         longest: int,
-        fitted: bool = False,
         branching: bool = False,
         rough: bool = False,
     ) -> CostProfile:
         """Return the cost profile at the contexts of continuations; measure it if no such one is stored.
 
         A stored profile will do if it was measured with as many repeats. It has the verification of up to ``longest``
-        drafted tokens, fitted modules and draft heads if ``fitted``, and trees if ``branching``. A ``rough`` one has few
-        repeats.
+        drafted tokens, and trees if ``branching``. A ``rough`` one has few repeats.
         """
         repeats = min(MIN_REPEATS, PROFILE_REPEATS) if rough else PROFILE_REPEATS
         contexts = spread_contexts([mean_context(continuation) for continuation in continuations])
@@ -173,7 +169,6 @@ class Preparation:
             "longest": longest,
             "sampling": self.sampling.to_dict(),
             "machine": machine(self.target),
-            "fitted": fitted,
             "branching": branching,
             "recipe": _PROFILE_VERSION,
         }
@@ -190,7 +185,7 @@ class Preparation:
                     with counting((repeats + 1) * len(contexts), "repeats", "cost profile") as count:
                         often = Repeats(repeats, math.inf if rough else PROFILE_ERROR, count, self.is_over)
                         profile, *others = (
-                            profile_costs(self.target, context, longest, self.sampling, often, fitted, branching)
+                            profile_costs(self.target, context, longest, self.sampling, often, branching)
                             for context in contexts
                         )
                     profile, seconds = replace(profile, others=tuple(others)), time.monotonic() - start

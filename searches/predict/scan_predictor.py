@@ -14,18 +14,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
-from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
+from layerskip.costs.cost_model import CostProfile
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
-from layerskip.models.skip_view import Replacements
 from layerskip.scan.replay import Branching, Counts, count, replay_lookup
 from layerskip.scan.scan import Scan, Scanner, lowest_threshold
 from layerskip.texts.continuations import Continuation
@@ -127,44 +125,11 @@ def masks_at_once(rows: int) -> int:
     return max(1, rows // _ROWS_PER_MASK)
 
 
-class EmptyDrafts:
-    """Drafts of masks with empty skips and the whole vocabulary. A subclass fills the gaps, or reduces the vocabulary.
-
-    Attributes:
-        tokens: ``[K]`` int64, the tokens of the draft head; None for the whole vocabulary.
-        fills_gaps: whether anything replaces the skipped sub-layers.
-    """
-
-    tokens: Tensor | None = None
-    fills_gaps = False
-
-    def fields(self, mask: SkipMask) -> dict[str, Any]:
-        """Return the fields of a configuration that drafts so, in addition to the mask."""
-        return {}
-
-    def replacements(self, masks: Sequence[SkipMask]) -> Sequence[Replacements | None] | None:
-        """Return what replaces the skipped sub-layers of each mask; None for nothing at all."""
-        return None
-
-    def reproducible(self, mask: SkipMask) -> bool:
-        """Return whether another process would scan the mask alike, since nothing is missing for lack of memory."""
-        return True
-
-    def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the extras of a mask's draft, as costs count them."""
-        return NO_EXTRAS
-
-    def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft is one of these drafts."""
-        return not config.fitted
-
-
 class ScanPredictor:
     """A :class:`~searches.predict.predictor.SpeedupPredictor` that scans masks.
 
     Args:
         folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
-        drafts: what masks draft with.
         pool: the workers that share the predictions through their storage instead of the folder.
         costs: measures the costs well; None if ``profile`` is good enough.
 
@@ -179,19 +144,17 @@ class ScanPredictor:
         profile: CostProfile,
         choices: DraftChoices,
         folder: Path,
-        drafts: EmptyDrafts | None = None,
         pool: Workers = ALONE,
         costs: Callable[[], CostProfile] | None = None,
     ) -> None:
-        self.drafts = drafts or EmptyDrafts()
         self._folder, self._pool = folder, pool
         self.screened_together = SCREENED_TOGETHER if pool.alone else _SHARED_TOGETHER
         self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), choices
         self._measure_costs = costs
         self._set_costs(profile)
-        names = ("agreements", "counts", "others", "similar", "trained")
+        names = ("agreements", "counts", "others", "similar")
         logs = (ResultLog(folder / f"{name}.jsonl" if pool.alone else None) for name in names)
-        self._agreements, self._counts, self._others, self._similar, self._trained = logs
+        self._agreements, self._counts, self._others, self._similar = logs
         self._scans: dict[SkipMask, Scan] = {}
         self.screening_seconds = 0.0
 
@@ -231,7 +194,7 @@ class ScanPredictor:
 
         def scan(batch: Sequence[SkipMask]) -> dict[str, float]:
             start = time.monotonic()
-            found = {each.mask.format(): each.agreement for each in self._scan(self._screen, batch, depth=1)}
+            found = {each.mask.format(): each.agreement for each in self._screen.scan(batch, depth=1)}
             self.screening_seconds += time.monotonic() - start
             return found
 
@@ -243,7 +206,7 @@ class ScanPredictor:
 
         def scan(batch: Sequence[SkipMask]) -> dict[str, dict[str, Any]]:
             start, found = time.monotonic(), {}
-            scans = self._scan(self._scanner, batch, floor=self._choices.floor)
+            scans = self._scanner.scan(batch, floor=self._choices.floor)
             seconds = (time.monotonic() - start) / len(batch)
             for each in scans:
                 start = time.monotonic()
@@ -265,7 +228,7 @@ class ScanPredictor:
         length, longest = config.num_speculative_tokens, self.profile.longest
         if config.method == "layer_skip":
             scanned = length <= self._scanner.depth and config.siblings <= self._scanner.runners
-            if not (scanned and self.matches(config)):
+            if config.draft_head or not scanned:
                 return False
         elif config.method != "prompt_lookup":
             return False
@@ -283,41 +246,7 @@ class ScanPredictor:
         mask, choice = SkipMask.parse(config.mask, self.layers), _choice(config)
         known = self._parse(self._counts[mask.format()]["counts"]) if mask.format() in self._counts else {}
         counts = known[choice] if choice in known else self._count(mask, choice)
-        return self._choice_speedup(counts, choice, mask, self.extras(mask))
-
-    def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the extras of a mask's draft, as costs count them."""
-        return self.drafts.extras(mask)
-
-    def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft is one of those that are predicted."""
-        return self.drafts.matches(config)
-
-    def tuned(
-        self, config: SpeculativeConfig, name: str, replacements: Replacements, extras: DraftExtras
-    ) -> SpeculativeConfig:
-        """Return a predictable configuration with the best draft length, stop rule and siblings, its own ones included.
-
-        Args:
-            name: a digest of its replacements.
-            replacements: what it drafts with in place of those of this predictor's drafts.
-            extras: of its draft.
-        """
-        mask, own = SkipMask.parse(config.mask, self.layers), _choice(config)
-        name = digest([name, own[0], own[1].to_dict(), astuple(own[2])])
-        if name not in self._trained:
-            (scan,) = self._scanner.scan([mask], replacements=[replacements], tokens=self.drafts.tokens)
-            self._trained.add(name, [self._all_counts(scan), self._choice_counts(scan, own)])
-        others, own_counts = self._trained[name]
-        (length, stop, branching), _ = self._fastest(self._parse(others) | {own: _read_counts(own_counts)}, mask, extras)
-        siblings, minimum = astuple(branching)
-        return replace(config, num_speculative_tokens=length, stop=stop, siblings=siblings, min_token_prob=minimum)
-
-    def with_drafts(self, drafts: EmptyDrafts, name: str) -> ScanPredictor:
-        """Return a predictor for other drafts that shares the texts and their passes; ``name`` is that of its folder."""
-        return ScanPredictor(
-            self._scanner, self._costs.profile, self._choices, self._folder / name, drafts, self._pool, self._measure_costs
-        )
+        return self._choice_speedup(counts, choice, mask)
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""
@@ -336,9 +265,6 @@ class ScanPredictor:
             self._similar.add(name, self._pool.share(f"similar {digest([*self._folder.parts[-2:], name])[:32]}", find))
         return [SkipMask.parse(text, self.layers) for text in self._similar[name]]
 
-    def _scan(self, scanner: Scanner, masks: Sequence[SkipMask], **options: Any) -> list[Scan]:
-        return scanner.scan(masks, replacements=self.drafts.replacements(masks), tokens=self.drafts.tokens, **options)
-
     def _share(
         self, stage: str, masks: Sequence[SkipMask], log: ResultLog, scan: Callable[[Sequence[SkipMask]], Mapping[str, Any]]
     ) -> None:
@@ -349,7 +275,7 @@ class ScanPredictor:
         named = {digest([*identity, *(mask.format() for mask in batch)])[:32]: batch for batch in batches}
         for name, results in self._pool.share_all(named, lambda name: scan(named[name])):
             for mask in named[name]:
-                log.add(mask.format(), results[mask.format()], self.drafts.reproducible(mask))
+                log.add(mask.format(), results[mask.format()])
 
     def _count(self, mask: SkipMask, choice: DraftChoice) -> list[Counts]:
         """Return each continuation's counts of a choice that is not among those every mask is combined with."""
@@ -357,9 +283,9 @@ class ScanPredictor:
         name = json.dumps([mask.format(), length, stop.to_dict(), *astuple(branching)])
         if name not in self._others:
             if mask not in self._scans:
-                (scan,) = self._scan(self._scanner, [mask])
+                (scan,) = self._scanner.scan([mask])
                 self._cache(scan)
-            self._others.add(name, self._choice_counts(self._scans[mask], choice), self.drafts.reproducible(mask))
+            self._others.add(name, self._choice_counts(self._scans[mask], choice))
         return _read_counts(self._others[name])
 
     def _cache(self, scan: Scan) -> None:
@@ -384,21 +310,15 @@ class ScanPredictor:
 
     def _best(self, mask: SkipMask) -> Prediction:
         known = self._counts[mask.format()]
-        (length, stop, branching), speedup = self._fastest(self._parse(known["counts"]), mask, self.extras(mask))
-        config = SpeculativeConfig(
-            "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, **self.drafts.fields(mask)
-        )
+        counts = self._parse(known["counts"])
+        speedups = {choice: self._choice_speedup(parts, choice, mask) for choice, parts in counts.items()}
+        (length, stop, branching), speedup = max(speedups.items(), key=lambda pair: pair[1])
+        config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings)
         return Prediction(config, speedup, float(known["agreement"]))
 
-    def _fastest(
-        self, counts: Mapping[DraftChoice, Sequence[Counts]], mask: SkipMask, extras: DraftExtras
-    ) -> tuple[DraftChoice, float]:
-        speedups = {choice: self._choice_speedup(parts, choice, mask, extras) for choice, parts in counts.items()}
-        return max(speedups.items(), key=lambda pair: pair[1])
-
-    def _choice_speedup(self, parts: Sequence[Counts], choice: DraftChoice, mask: SkipMask, extras: DraftExtras) -> float:
+    def _choice_speedup(self, parts: Sequence[Counts], choice: DraftChoice, mask: SkipMask) -> float:
         _, stop, branching = choice
-        return self._costs.speedup(parts, lambda profile, counts: profile.seconds(counts, mask, stop, extras, branching))
+        return self._costs.speedup(parts, lambda profile, counts: profile.seconds(counts, mask, stop, branching))
 
 
 def _choice(config: SpeculativeConfig) -> DraftChoice:

@@ -30,7 +30,7 @@ from searches.report.tables import (
     trial_rows,
     with_requests,
 )
-from searches.study.budget import FITS, KEPT_SECONDS, SHARED, left_out, recorded_seconds
+from searches.study.budget import left_out, recorded_seconds
 from searches.study.finals import Finalist, Finals, measured_prompts
 from searches.study.leaderboard import is_lossless
 from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
@@ -113,8 +113,6 @@ def study_notes(
             f"Scanning one skip mask took {scan_seconds:.1f} seconds; {SCANNED_MASKS} masks cost as much as "
             f"{cost:.1f} full trials."
         )
-    if fits := recorded_seconds(study, FITS):
-        notes.append(f"Fitting bridges took {sum(fits.values()):.0f} seconds, {len(fits)} times.")
     metrics = [trial.user_attrs.get(METRICS, {}) for trial in trials]
     if started := [found[STARTUP_SECONDS] for found in metrics if STARTUP_SECONDS in found]:
         notes.append(
@@ -138,15 +136,12 @@ def study_notes(
 def search_seconds(study: optuna.Study, finals: Finals) -> float:
     """Return the seconds of the whole search.
 
-    They are those of predictions, of all fits and texts that the study used (also if an earlier study made them), of all
-    trials (interrupted ones included), of Optuna and MLflow between trials, and of the finals.
+    They are those of predictions, of all continuations and cost profiles that the study used (also if an earlier study made
+    them), of all trials (interrupted ones included), of Optuna and MLflow between trials, and of the finals.
     """
     attributes = [trial.user_attrs for trial in study.get_trials(deepcopy=False)]
-    trials = sum(
-        each.get("seconds", 0.0) + each.get(OVERHEAD_SECONDS, 0.0) - each.get(KEPT_SECONDS, 0.0) for each in attributes
-    )
-    shared = sum(sum(recorded_seconds(study, kind).values()) for kind in (FITS, SHARED))
-    return float(preparation_seconds(study) + shared + trials + finals.seconds)
+    trials = sum(each.get("seconds", 0.0) + each.get(OVERHEAD_SECONDS, 0.0) for each in attributes)
+    return float(preparation_seconds(study) + sum(recorded_seconds(study).values()) + trials + finals.seconds)
 
 
 def _overhead_seconds(trials: Sequence[FrozenTrial]) -> float:

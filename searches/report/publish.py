@@ -120,18 +120,9 @@ class Publisher:
 
 
 def _winning_trial(study: optuna.Study, winner: SpeculativeConfig) -> int | None:
-    """Return the trial that stands for the winner: the fastest with its configuration.
-
-    Bridges that were trained for the finals were in no trial. The fastest with the same drafters and masks stands for them.
-    """
-    measured = [(trial.number, configuration(trial)) for trial in best_trials(finished(study), len(study.trials))]
-    same = [number for number, config in measured if config == winner]
-    alike = [number for number, config in measured if _drafts_with(config) == _drafts_with(winner)]
-    return next(iter(same or alike), None)
-
-
-def _drafts_with(config: SpeculativeConfig) -> list[tuple[str, str]]:
-    return [(part.method, part.mask) for part in config.members or (config,)]
+    """Return the fastest trial with the winner's configuration, if it was in one."""
+    best = best_trials(finished(study), len(study.trials))
+    return next((trial.number for trial in best if configuration(trial) == winner), None)
 
 
 def _draw(study: optuna.Study, finals: Finals, layers: int, path: Path, singles: np.ndarray | None) -> None:

@@ -1,13 +1,13 @@
 """Training texts, which the target generates once, and the tokens that it generates most.
 
-Training and fitting use the same texts. In one outputs folder, equal settings give equal texts, and a request for more texts
-extends those that exist. Neither texts nor datastores may hold the prompts that are measured.
+In one outputs folder, equal settings give equal texts, and a request for more texts extends those that exist. Neither texts
+nor datastores may hold the prompts that are measured.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.config import check_type
-from layerskip.drafters.cross_tokenizer import Translation
 from layerskip.drafters.datastore import Datastore
 from layerskip.files import digest
 from layerskip.heads.readout import choose_tokens
 from layerskip.prompts import PromptItem
 from layerskip.texts import training_texts
-from layerskip.texts.continuations import Continuation, ReportCost
+from layerskip.texts.continuations import ReportCost
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
 from searches.results import ResultLog, exclusive
@@ -150,36 +149,14 @@ def check_draft_vocabulary(name: str, size: int | None, target: Target) -> None:
 
 def drafted_tokens(target: Target, texts: list[TrainingText], size: int | None) -> Tensor | None:
     """Return the draft vocabulary, ``[size]`` int64: the target's most frequent tokens; None for the whole vocabulary."""
-    return _most_frequent(target, (text.tokens[text.begin :] for text in texts), size)
-
-
-def translated_tokens(draft: Target, target: Target, texts: list[TrainingText], size: int) -> Tensor | None:
-    """Return the tokens of a draft model of another tokenizer for :func:`drafted_tokens`, from the translated answers."""
-    assert target.tokenizer is not None
-    assert draft.tokenizer is not None
-    translation = Translation(target.tokenizer, draft.tokenizer)
-    return _most_frequent(draft, (translation.to_draft(text.tokens[text.begin :]) for text in texts), size)
-
-
-def _most_frequent(owner: Target, answers: Iterable[Sequence[int]], size: int | None) -> Tensor | None:
-    if size is None or size >= owner.vocabulary:
+    if size is None or size >= target.vocabulary:
         return None
-    tokens = torch.tensor([token for answer in answers for token in answer if token < owner.vocabulary], dtype=torch.int64)
-    counts = torch.bincount(tokens, minlength=owner.vocabulary)
-    return choose_tokens(counts, size, _special_tokens(owner))
+    answered = (token for text in texts for token in text.tokens[text.begin :])
+    tokens = torch.tensor([token for token in answered if token < target.vocabulary], dtype=torch.int64)
+    return choose_tokens(torch.bincount(tokens, minlength=target.vocabulary), size, _special_tokens(target))
 
 
 def _special_tokens(target: Target) -> list[int]:
     """Return the tokens that are in every draft vocabulary."""
     special = [] if target.tokenizer is None else target.tokenizer.all_special_ids
     return sorted({token for token in (*target.eos_ids, *special) if token < target.vocabulary})
-
-
-def continuations_of(texts: list[TrainingText]) -> list[Continuation]:
-    """Return the training texts of at least two answer tokens as continuations."""
-    continuations = []
-    for index, text in enumerate(texts):
-        answer = text.tokens[text.begin :]
-        if len(answer) > 1:
-            continuations.append(Continuation(str(index), "own", text.tokens[: text.begin], answer, len(answer)))
-    return continuations

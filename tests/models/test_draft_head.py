@@ -17,7 +17,6 @@ from layerskip.mask import SkipMask
 from layerskip.models.draft_head import DraftHead, OutputRows, load_draft_tokens, save_draft_tokens
 from layerskip.models.skip_view import skip_view
 from tests.accelerator import DEVICE
-from tests.drafters.bridges import head_folder
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, generated, target_of
 from tests.models.passes import fresh
 
@@ -30,7 +29,8 @@ def test_a_draft_has_only_tokens_of_its_head_and_of_the_text(kind: str, tmp_path
     if kind == "draft_model":
         save_draft_checkpoint(target, SkipMask.none(target.layers), tmp_path / "draft")
         fields = {"draft_model": str(tmp_path / "draft")}
-    config = SpeculativeConfig(kind, 3, draft_head=head_folder("llama", tokens), **fields)
+    save_draft_tokens(tmp_path / "head", torch.tensor(tokens), target, {})
+    config = SpeculativeConfig(kind, 3, draft_head=str(tmp_path / "head"), **fields)
     drafter = build_drafter(config, target)
     from_text = set()
     for prompt in PROMPTS[:4]:

@@ -21,7 +21,7 @@ from layerskip.models import packing
 from layerskip.models.draft_head import DraftHead, OutputRows
 from layerskip.models.environment import machine
 from layerskip.models.loading import load_draft
-from layerskip.models.packing import multiply, pack_like, pack_matrices, uses_packing
+from layerskip.models.packing import multiply, pack_like, uses_packing
 from layerskip.models.skip_view import decoding_view, skip_view
 from tests.accelerator import DEVICE
 from tests.exhaustive import representative
@@ -72,7 +72,7 @@ def _assert_same(actual: Tensor, expected: Tensor, bias: bool = False) -> None:
 @pytest.mark.parametrize("width", [1, 33, 80, 576])
 def test_products_equal_torchs(dtype: torch.dtype, bias: bool, width: int, packed: list[Tensor]) -> None:
     layer = layer_of(dtype, bias, width, 3 * width + 1)
-    pack_matrices(layer)
+    pack_like(build("llama"), layer)
     with torch.no_grad():
         for rows in ((1,), (5,), (1, 1), (2, 3), (1, 300), (0,), ()):
             hidden, every_other = torch.randn(*rows, width).to(dtype), torch.randn(*rows, 2 * width).to(dtype)[..., ::2]
@@ -84,7 +84,7 @@ def test_products_equal_torchs(dtype: torch.dtype, bias: bool, width: int, packe
 
 def test_a_changed_weight_is_packed_again(packed: list[Tensor]) -> None:
     layer, hidden = layer_of(torch.float32, False), torch.randn(3, 80)
-    pack_matrices(layer)
+    pack_like(build("llama"), layer)
 
     def replace_data() -> None:
         layer.weight.data = torch.randn(112, 80)
@@ -108,7 +108,7 @@ def test_a_changed_weight_is_packed_again(packed: list[Tensor]) -> None:
 @pytest.mark.parametrize("differentiated", ["hidden", "weight", "bias"])
 def test_gradients_equal_torchs(differentiated: str, packed: list[Tensor]) -> None:
     layer, hidden = layer_of(torch.float32).requires_grad_(False), torch.randn(3, 80)
-    pack_matrices(layer)
+    pack_like(build("llama"), layer)
     leaf = {"hidden": hidden, "weight": layer.weight, "bias": layer.bias}[differentiated].requires_grad_()
     actual, expected = (
         torch.autograd.grad(product(hidden, layer.weight, layer.bias).square().sum(), leaf) for product in (multiply, linear)
@@ -143,7 +143,7 @@ def test_rows_of_a_text_are_appended_to_packed_rows(dtype: torch.dtype, packed: 
 
 def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> None:
     layer = layer_of(torch.float32)
-    pack_matrices(layer)
+    pack_like(build("llama"), layer)
     with torch.no_grad():
         multiply(torch.randn(1, 80), layer.weight)
     gc.collect()

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 
-from layerskip.bridges.bridge import load_bridges
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
@@ -26,8 +24,7 @@ from layerskip.prompts import PromptSet
 from layerskip.scan.replay import Branching, count, replay_lookup
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
-from tests.drafters.bridges import bridge_folder, head_folder
-from tests.drafters.contract import PROMPTS, target_of
+from tests.drafters.contract import target_of
 from tests.exhaustive import EXHAUSTIVE, representative
 from tests.families import build
 
@@ -142,51 +139,20 @@ def test_a_prompt_lookup_is_replayed_without_a_scan(match: str, tiny_target: Tar
         assert sum(r.accepted for rounds in found for r in rounds) > 0
 
 
-@pytest.mark.parametrize(
-    ("family", "left_out"), representative([("llama", 3), ("gemma3_text", 0)], [("llama", 0), ("gemma3_text", 3)])
-)
-def test_bridged_drafts_are_replayed(family: str, left_out: int) -> None:
-    """Several masks share a pass, each with its own bridges or none, over the whole vocabulary or most of it."""
-    target = target_of(family)
-    continuations = [continuation_of(target, i, prompt, GREEDY, 14) for i, prompt in enumerate(PROMPTS[:3])]
-    scanner = Scanner(target, continuations, GREEDY, depth=4, max_rows=200)
-    kinds = {"layers:1-2": "linear", "layers:1;attention:2": "mean", "attention:1;mlp:2": "mlp", "mlp:1": ""}
-    masks = [SkipMask.parse(text, target.layers) for text in kinds]
-    folders = [
-        bridge_folder(family, text, kind, width=8 if kind == "mlp" else 0) if kind else "" for text, kind in kinds.items()
-    ]
-    bridges = [load_bridges(folder, target, mask) if folder else None for folder, mask in zip(folders, masks, strict=True)]
-    drafted = tuple(range(left_out, target.vocabulary))
-    head = head_folder(family, drafted) if left_out else ""
-    for bridge, folder, scan in zip(
-        bridges,
-        folders,
-        scanner.scan(masks, replacements=bridges, tokens=torch.tensor(drafted) if left_out else None, floor=0.3),
-        strict=True,
-    ):
-        assert scan.replacements is bridge
-        for stop in STOPS[:4]:
-            fields = {"mask": scan.mask.format(), "bridge": folder, "draft_head": head}
-            config = SpeculativeConfig("layer_skip", 4, stop=stop, **fields)  # type: ignore[arg-type]
-            assert scanner.rounds(scan, 4, stop) == _rounds(target, continuations, config, GREEDY), config.label()
-
-
 @pytest.mark.parametrize(("family", "penalty"), representative([("gemma3_text", 1.0), ("llama", 1.6)], [("llama", 1.0)]))
 def test_siblings_are_replayed(family: str, penalty: float) -> None:
     """Rounds of one drafted token are exact; of longer drafts everything but the number of siblings after a wrong token."""
     target, sampling = target_of(family), Sampling(repetition_penalty=penalty)
     continuations = [continuation_of(target, i, [5 + i, 6, 7, 8, 9], sampling, 18) for i in range(3)]
     scanner = Scanner(target, continuations, sampling, depth=4, max_rows=40, runners=3)
-    drafted = tuple(range(10, target.vocabulary))
-    head, saved = head_folder(family, drafted) if family == "llama" else "", 0
-    tokens = torch.tensor(drafted) if head else None
-    for scan in scanner.scan([SkipMask.parse(t, target.layers) for t in ("layers:1", "mlp:0-2", "")], tokens=tokens):
+    saved = 0
+    for scan in scanner.scan([SkipMask.parse(t, target.layers) for t in ("layers:1", "mlp:0-2", "")]):
         for length, stop, siblings, minimum in (
             *((1, STOPS[0], 1, 0.05), (1, STOPS[0], 3, 0.001), (4, STOPS[0], 3, 0.001)),
             *((4, STOPS[1], 1, 0.05), (4, STOPS[1], 3, 0.05)),
         ):
-            fields = {"mask": scan.mask.format(), "draft_head": head, "stop": stop}
-            config = SpeculativeConfig("layer_skip", length, siblings=siblings, min_token_prob=minimum, **fields)  # type: ignore[arg-type]
+            mask = scan.mask.format()
+            config = SpeculativeConfig("layer_skip", length, mask=mask, stop=stop, siblings=siblings, min_token_prob=minimum)
             real = _rounds(target, continuations, config, sampling)
             found = scanner.rounds(scan, length, stop, Branching(siblings, minimum))
             if length == 1:

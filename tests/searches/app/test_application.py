@@ -62,7 +62,6 @@ run("datastore", task)
         (["space.masks=[layers:99]"], "space.masks"),
         (["space.ranges.draft_model.draft_model=[/there/is/none]"], "draft_model: "),
         (["space.ranges.eagle.head=[/there/is/none]"], "head: "),
-        (["space=bridged", "space.ranks=[9999]"], "space.ranks"),
         (["sampling.temperature=-1"], "temperature"),
         (["study.n_trials=0"], "study.n_trials"),
         (["seed=x"], "seed"),

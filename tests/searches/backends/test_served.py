@@ -275,17 +275,6 @@ def test_a_command_is_filled_in_for_a_configuration_and_cut_for_plain_decoding(t
     assert own.arguments(_LOOKUP, 80) == backend.arguments(_LOOKUP, 80)
 
 
-def test_reduced_vocabularies_are_for_the_own_decoder(tiny_target: Target) -> None:
-    space = SearchSpace(
-        tiny_target.layers,
-        methods=["none", "draft_model"],
-        ranges={"draft_model": {"draft_model": ["a/model"]}},
-        draft_heads=(16,),
-    )
-    with pytest.raises(InputError, match=r"^space\.bridges, space\.draft_heads: backend=server has none"):
-        supported_space(space, ServerBackend(tiny_target, command=_VLLM))
-
-
 def test_the_log_of_an_engine_that_failed_for_good_is_printed(
     tiny_target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,11 +181,6 @@ def test_every_space_with_cascades_has_one_among_its_starting_points(method: str
         ({"protect_first": 6, "protect_last": 6}, "protect_first"),
         ({"masks": ("layers:40",)}, "masks"),
         ({"masks": ("layers:0",)}, "masks"),
-        ({"bridges": ("magic",)}, "bridges"),
-        ({"ranks": 8}, "ranks"),
-        ({"ranks": [-1]}, "ranks"),
-        ({"widths": [0]}, "widths"),
-        ({"draft_heads": []}, "draft_heads"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, object], named: str) -> None:

@@ -100,7 +100,7 @@ class _Timed(Trainer):
 
     def loss(self, indices: list[int]) -> torch.Tensor:
         _Timed.clock += 2.0
-        return torch.tensor(0.0)
+        return self.module.get_parameter("weight").sum()
 
     def evaluate(self) -> list[float]:
         _Timed.clock += 3.0
