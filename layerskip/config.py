@@ -465,8 +465,7 @@ class SpeculativeConfig:
         members: the configurations that a cascade chooses from; see :class:`~layerskip.drafters.cascade.Cascade`.
         verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as measured by
             :func:`~layerskip.costs.timing.time_verification`; where contexts differ much, pairs of a context and the costs
-            there. With it, each round is drafted by the member with the best ratio of expected tokens to cost
-            (:class:`~layerskip.drafters.cascade.PricedCascade`). Not used by acceptance rules that change the output.
+            there.
         draft_cost: for each member, the cost of drafting one token of a chain or one level of a tree (all levels if drafted
             in one pass), as measured by :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups. Pairs as above.
         options: the fields that only this method has, as pairs of name and value.

@@ -87,7 +87,8 @@ class VerifyPass:
         self.cache.gather(kept)
 
     def _draft(self, count: int, parents: tuple[int, ...] | None = None) -> Draft:
-        return Draft(self.tokens[:count], parents, None if self._uniform is None else self._uniform.expand(count, -1))
+        probs = None if self._uniform is None or parents is not None else self._uniform.expand(count, -1)
+        return Draft(self.tokens[:count], parents, probs)  # trees are deterministic
 
 
 def seconds_of(device: torch.device, job: Callable[[], object]) -> float:

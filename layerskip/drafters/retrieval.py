@@ -96,14 +96,10 @@ class Retrieval(Drafter):
         self._texts.append([])
         self._indexed = 0
 
-    def follow(self, context: Context) -> None:
-        """Keep the text; it is indexed when the next draft is requested, or the next prompt begins."""
-        self._texts[-1] = context.tokens
-
     def draft(self, context: Context, limit: int) -> Draft:
         """Return a tree of what followed the longest matches of the end of the context; nothing if there are none."""
         tokens, depth = context.tokens, min(limit, self.num_speculative_tokens)
-        self._texts[-1] = tokens
+        self._texts[-1] = tokens  # which grows on; the next draft, or the next prompt, indexes it
         self._index()
         for size in self.sizes:
             rows, match = self._continuations(tokens, size, depth) if size <= len(tokens) else ([], 0)

@@ -46,7 +46,7 @@ def test_the_deepest_branch_of_a_tree_is_accepted() -> None:
     verdict = accept_lossy(tree, rows.argmax(-1), rows.log(), AcceptRule("threshold", 0.2))
     assert (verdict.path, verdict.committed[:2]) == ((1, 4), [1, 2])
     # The same with a shape on the device, filled up with a likely token that does not count.
-    shape = DeviceTree(torch.tensor([-1, -1, 0, 1, 1, -1]), torch.tensor([5]), 2, 2)
+    shape = DeviceTree(torch.tensor([-1, -1, 0, 1, 1, -1]), torch.tensor([5]), 2)
     filled, more = Draft(torch.tensor([0, 1, 0, 3, 2, 0]), shape), torch.cat((rows, rows[:1]))
     late = [torch.tensor([7])]
     again = accept_lossy(filled, more.argmax(-1), more.log(), AcceptRule("threshold", 0.2), late=late)

@@ -8,7 +8,7 @@ import torch
 from layerskip.config import StopRule
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
-from layerskip.drafters.cascade import PricedCascade
+from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
 from layerskip.drafters.prompt_lookup import PromptLookup
@@ -53,7 +53,7 @@ TestTreesLookingBack = contract(
 )
 # Trees of unknown cost after lookups whose every token has to pay for its verification.
 TestTreesBehindLookup = contract(
-    lambda target: PricedCascade(
+    lambda target: Cascade(
         [PromptLookup(1, 3, "last", 3), _eagle(target, eagle_head(family_of(target)), top_k=3, tree_tokens=6)], (1.25, 1.3)
     ),
     samples_by_default=False,
