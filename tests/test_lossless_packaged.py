@@ -20,8 +20,8 @@ from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, 
 from layerskip.bridges.bridge import BridgeShape, save_bridges
 from layerskip.bridges.fit import Calibration
 from layerskip.decoding.decode import decode
-from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
+from layerskip.drafters.retrieval import Datastore
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.feature_store import TextFeatures, read_features
 from layerskip.heads.induction import add_induction_heads

@@ -74,15 +74,8 @@ class Draft:
         path_probs: Sequence[float] = (),
     ) -> Draft:
         """Return a deterministic draft for which no model ran."""
-        if not tokens:
-            return cls.empty(device)
-        return cls(
-            copy_to_device(tokens, device),
-            chain_or_tree(parents),
-            match_length=match_length,
-            lookup_tokens=tuple(tokens),
-            path_probs=tuple(path_probs),
-        )
+        draft = cls.of_tree(tokens, parents, device)
+        return replace(draft, match_length=match_length, lookup_tokens=tuple(tokens), path_probs=tuple(path_probs))
 
     @property
     def known_parents(self) -> Sequence[int]:

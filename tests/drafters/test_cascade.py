@@ -69,6 +69,7 @@ TestLookupThenLayerSkip = contract(
     lambda target: Cascade([member_of(method, target) for method in ("prompt_lookup", "layer_skip")]),
     Choosing,
     takers=(0, 1),
+    samples_by_default=False,
 )
 # The second member has decoded before, so that it has something to draft.
 TestLookupThenTreesThatHaveToPay = contract(
@@ -76,6 +77,7 @@ TestLookupThenTreesThatHaveToPay = contract(
     Choosing,
     trees=True,
     takers=(None,),
+    samples_by_default=False,
 )
 # Which member drafts is decided before anything is drawn.
 TestLookupThenLayerSkipThatHasToPay = contract(
