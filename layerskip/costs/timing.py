@@ -181,7 +181,7 @@ class _DiscardedDrafts(TimedDrafter):
 def draft_costs(
     target: Target,
     members: Sequence[SpeculativeConfig],
-    contexts: Sequence[int],
+    context: int,
     sampling: Sampling | None = None,
     seed: int = 0,
     known: MutableMapping[str, float] | None = None,
@@ -192,22 +192,21 @@ def draft_costs(
         known: earlier measurements; new ones are added.
 
     Returns:
-        A cost per member, 0.0 for lookups; at each context if there are several. Empty if all members are lookups.
+        A cost per member, 0.0 for lookups. Empty if all members are lookups.
     """
     if all(member.lookup for member in members):
         return ()
     known = {} if known is None else known
 
-    def cost(member: SpeculativeConfig, context: int) -> float:
+    def cost(member: SpeculativeConfig) -> float:
         if member.lookup:
             return 0.0
-        key = _cost_key(member) + (f" context={context}" if len(contexts) > 1 else "")
+        key = _cost_key(member)
         if key not in known:
             known[key] = time_drafting(target, member, context, sampling, seed=seed)
         return known[key]
 
-    tables = [(context, tuple(cost(member, context) for member in members)) for context in contexts]
-    return tuple(tables) if len(tables) > 1 else tables[0][1]
+    return tuple(map(cost, members))
 
 
 def _cost_key(member: SpeculativeConfig) -> str:

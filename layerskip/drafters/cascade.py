@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_costs, costs_at, shared, tables_of
+from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_costs, shared
 from layerskip.decoding.draft import MAX_MATCH, Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
@@ -47,9 +47,8 @@ def _check(config: SpeculativeConfig) -> None:
     check_costs("draft_cost", config.draft_cost, 0.0)
     if config.draft_cost and not config.verify_cost:
         raise ConfigError("draft_cost: has no effect without verify_cost")
-    numbers = len(tables_of(config.draft_cost)[0])
-    if config.draft_cost and numbers != len(config.members):
-        raise ConfigError(f"draft_cost: {numbers} numbers for {len(config.members)} members")
+    if config.draft_cost and len(config.draft_cost) != len(config.members):
+        raise ConfigError(f"draft_cost: {len(config.draft_cost)} numbers for {len(config.members)} members")
 
 
 class _Estimates:
@@ -143,11 +142,10 @@ class Cascade(Drafter):
     Args:
         members: drafters. Which member has a proposal, and the length of its match, must depend on the context only, not on
             drawn tokens.
-        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding. If it is known at several
-            contexts, that of a text is interpolated at the length of its prompt; so is ``draft_cost``.
+        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding.
         draft_cost: what each member needs to draft one token of a chain, one level of a tree, or all levels if it drafts
-            them in one pass, in such steps. Empty if unknown. A member that needs a whole step for every token at every
-            context is never tried, as that cannot pay.
+            them in one pass, in such steps. Empty if unknown. A member that needs a whole step for every token is never
+            tried, as that cannot pay.
     """
 
     method = Method(
@@ -182,10 +180,10 @@ class Cascade(Drafter):
         if len({reader.modules for reader in self._readers}) > 1:
             raise ConfigError("members: they read different hidden states")
         self.modules = self._readers[0].modules if self._readers else ()
-        self._priced, self._costs = bool(draft_cost), (verify_cost or (1.0,), draft_cost or (0.0,) * len(self.members))
-        minimum = list(map(min, zip(*tables_of(self._costs[1]), strict=True)))
+        self._priced, self._verify_costs = bool(draft_cost), verify_cost or (1.0,)
+        self._draft_cost = draft_cost or (0.0,) * len(self.members)
         self._lookups = [index for index, member in enumerate(members) if member.lookup]
-        viable = [index for index, member in enumerate(members) if minimum[index] < 1 or member.single_pass]
+        viable = [index for index, member in enumerate(members) if self._draft_cost[index] < 1 or member.single_pass]
         self._others = [index for index in viable if index not in self._lookups]
         self._drafted: int | None = None  # the index of the member whose draft is verified
         self._forget()
@@ -206,7 +204,6 @@ class Cascade(Drafter):
         self._drafted = None
         for member in self.members:
             member.start(prompt, cache, chooser)
-        self._verify_costs, self._draft_cost = (costs_at(costs, len(prompt)) for costs in self._costs)
         self._estimates.start_text()
         for means in self._rounds.values():
             means.rounds = min(means.rounds, _EARLIER_WEIGHT)

@@ -18,7 +18,6 @@ from layerskip.config import SpeculativeConfig
 from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.sampling import Chooser, most_likely, to_full_vocabulary
 from layerskip.decoding.stopping import Stopper, portions
-from layerskip.device.transfer import read_to_host
 from layerskip.models.architecture import UnsupportedModel, check_rewind
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead, load_draft_tokens
@@ -119,8 +118,6 @@ class SiblingCollector:
         counts = torch.cat(self._counts)
         # Those that count come first, otherwise in order.
         chosen = counts.byte().sort(descending=True, stable=True).indices
-        if self._reads:
-            chosen = chosen[: read_to_host(counts.sum())[0]]
         counts = counts.index_select(0, chosen)
         others = torch.cat(self._columns).index_select(0, chosen)
         if self._vocabulary is not None:

@@ -167,10 +167,10 @@ SILENT = Member(proposes=False)
 SILENT.lookup = True
 
 
-def _started(members: Sequence[Drafter], *costs: Costs, context: int = 1) -> Cascade:
+def _started(members: Sequence[Drafter], *costs: Costs) -> Cascade:
     """Returns a cascade at the beginning of a text."""
     cascade = Cascade(members, *costs)
-    cascade.start([0] * context, None, None)  # type: ignore[arg-type]
+    cascade.start([0], None, None)  # type: ignore[arg-type]
     return cascade
 
 
@@ -213,7 +213,6 @@ def test_a_long_declined_member_is_asked_again_and_taken_once_it_pays() -> None:
         ((0.0, 0.95), False, True),
         ((0.0, 1.0), False, False),
         ((0.0, 2.5), True, True),
-        (((1, (0.0, 2.5)), (200, (0.0, 0.1))), False, True),  # in longer texts
     ],
 )
 def test_a_member_that_can_never_pay_is_never_asked(costs: Costs, single_pass: bool, pays: bool) -> None:
@@ -242,14 +241,6 @@ def test_a_tree_is_cut_to_the_tokens_that_pay(costs: tuple[float, ...], sizes: l
         assert draft.parents == ((-1, 0, -1, 2)[: found[-1]] if found[-1] > 2 else None)
         cascade.observe(Verdict(draft.lookup_tokens, 0, 7, torch.tensor([7])))
     assert found == sizes
-
-
-@pytest.mark.parametrize(("context", "size"), [(1, 4), (150, 1), (300, 0)])
-def test_costs_are_those_at_the_context_of_the_text(context: int, size: int) -> None:
-    """Between two contexts half of each counts, and outside of them the nearest."""
-    costs = (100, (1.0, 1.0, 1.0, 1.0)), (200, (2.0, 4.4, 5.0, 5.6))
-    cascade = _started([SILENT, Trees()], costs, context=context)
-    assert cascade.draft(Context([0] * context, torch.tensor([0])), 4).tokens.shape[0] == size
 
 
 def test_tokens_cut_from_a_tree_are_scored_too() -> None:

@@ -33,11 +33,6 @@ def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | No
 TestChain = contract(lambda target: _eagle(target, eagle_head(family_of(target))))
 
 _TREE = {"top_k": 3, "tree_tokens": 7, "min_token_prob": 0.01}
-TestTree = contract(
-    lambda target: _eagle(target, eagle_head(family_of(target)), **_TREE), trees=True, samples_by_default=False
-)
-
-
 # It reads three layers, and drafts from a part of the vocabulary.
 TestThreeLayersOfFewTokens = contract(
     lambda target: _eagle(target, eagle_head(family_of(target), True, target.vocabulary - 1), 4, StopRule("threshold", 0.2)),
