@@ -8,7 +8,7 @@ import optuna
 import pytest
 import torch
 
-from layerskip.config import AcceptRule, ConfigError, SpeculativeConfig
+from layerskip.config import AcceptRule, SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.verify import accept_lossy
@@ -74,24 +74,6 @@ def test_a_lossy_configuration_is_marked_as_lossy() -> None:
     assert "LOSSY" in config.label()
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
     assert "lossless" not in SpeculativeConfig("layer_skip").to_dict()
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"method": "none", "accept": "typical"}, "accept"),
-        ({"method": "layer_skip", "accept": {"method": "typical", "threshold": 0.5}}, "accept.threshold"),
-        ({"method": "layer_skip", "accept": {"method": "threshold"}, "lossless": True}, "lossless"),
-        ({"method": "layer_skip", "lossless": False}, "lossless"),
-        (
-            {"method": "cascade", "members": [{"method": "prompt_lookup"}, {"method": "layer_skip", "accept": "typical"}]},
-            "members",
-        ),
-    ],
-)
-def test_contradictory_configurations_are_refused(fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{named}"):
-        SpeculativeConfig.from_dict(fields)
 
 
 def test_a_space_has_lossy_rules_only_if_they_are_allowed() -> None:
