@@ -45,7 +45,7 @@ launchers: setup        ## two workers of one study by each launcher whose clust
 
 gpu: setup              ## the tests that put models on a GPU, its speed in one record, and a small study
 	LAYERSKIP_TEST_DEVICE=cuda TORCHDYNAMO_DISABLE=1 $(BIN)/python -m pytest -n 6 --dist loadfile tests/kernels tests/models \
-	tests/decoding tests/drafters tests/device tests/measure tests/test_generation.py tests/test_public.py
+	tests/decoding tests/drafters tests/device tests/measure tests/test_generation.py
 	$(BIN)/python -m searches.evaluate.gpu $(ARGS)
 	$(BIN)/python -m searches.benchmark
 	$(BIN)/python -m searches.layerskip experiment=smoke

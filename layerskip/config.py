@@ -65,57 +65,16 @@ def check_number(name: str, value: Any, minimum: float, maximum: float) -> None:
         raise ConfigError(f"{name}: {value!r} is not a number from {minimum:g} to {maximum:g}")
 
 
-Costs = tuple[float, ...] | tuple[tuple[int, tuple[float, ...]], ...]
-"""Costs in steps of plain decoding; or the costs at several contexts (tokens before the step), as pairs in rising order."""
-
-
-def contexts_of(costs: Costs) -> list[int]:
-    """Return the contexts of costs; empty for costs of one context, which they do not state."""
-    return [entry[0] for entry in costs if isinstance(entry, tuple)]
-
-
-def tables_of(costs: Costs) -> list[tuple[float, ...]]:
-    """Return the costs at every context."""
-    return [entry[1] for entry in costs if isinstance(entry, tuple)] or [costs]  # type: ignore[list-item]
-
-
-def costs_at(costs: Costs, context: int) -> tuple[float, ...]:
-    """Return the costs at a context: interpolated between the nearest ones, or those of the nearest outside their range."""
-    pairs = list(zip(contexts_of(costs), tables_of(costs), strict=False))
-    if not pairs:
-        return tables_of(costs)[0]
-    low = max((pair for pair in pairs if pair[0] <= context), default=pairs[0])
-    high = min((pair for pair in pairs if pair[0] >= context), default=pairs[-1])
-    share = (context - low[0]) / max(1, high[0] - low[0])
-    return tuple(one + share * (other - one) for one, other in zip(low[1], high[1], strict=True))
+Costs = tuple[float, ...]
+"""Costs in steps of plain decoding."""
 
 
 def check_costs(name: str, costs: Any, minimum: float) -> None:
     """Raise ``ConfigError`` for a value that is not :data:`Costs` of at least ``minimum``."""
     if not isinstance(costs, tuple):
         raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
-    pairs = [entry for entry in costs if isinstance(entry, tuple)]
-    if pairs:
-        if len(pairs) < len(costs) or any(len(pair) != 2 or not isinstance(pair[1], tuple) for pair in pairs):
-            raise ConfigError(f"{name}: {costs!r} is neither a list of numbers nor one of pairs of a context and numbers")
-        for context, _ in pairs:
-            check_integer(name, context, 0)
-        contexts, sizes = [pair[0] for pair in pairs], {len(pair[1]) for pair in pairs}
-        if contexts != sorted(set(contexts)) or len(sizes) > 1 or 0 in sizes:
-            raise ConfigError(f"{name}: contexts must rise, and have as many numbers each")
-    for table in tables_of(costs):
-        for cost in table:
-            check_number(name, cost, minimum, 1e6)
-
-
-def as_tuples(value: Any) -> Any:
-    """Return a value with tuples in place of lists, as configurations hold them."""
-    return tuple(map(as_tuples, value)) if isinstance(value, (list, tuple)) else value
-
-
-def as_lists(value: Any) -> Any:
-    """Return a value with lists in place of tuples, as JSON holds them."""
-    return list(map(as_lists, value)) if isinstance(value, (list, tuple)) else value
+    for cost in costs:
+        check_number(name, cost, minimum, 1e6)
 
 
 class _Rule:
@@ -454,11 +413,9 @@ class SpeculativeConfig:
         accept: the acceptance rule, for all methods that draft. Any rule but ``exact`` changes the output.
         members: the configurations that a cascade chooses from; see :class:`~layerskip.drafters.cascade.Cascade`.
         verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as measured by
-            :func:`~layerskip.costs.timing.time_verification`; where contexts differ much, pairs of a context and the costs
-            there. With it, each round is drafted by the member with the best ratio of expected tokens to cost
-            (:class:`~layerskip.drafters.cascade.PricedCascade`). Not used by acceptance rules that change the output.
+            :func:`~layerskip.costs.timing.time_verification`.
         draft_cost: for each member, the cost of drafting one token of a chain or one level of a tree (all levels if drafted
-            in one pass), as measured by :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups. Pairs as above.
+            in one pass), as measured by :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups.
         options: the fields that only this method has, as pairs of name and value.
 
     Raises:
@@ -547,7 +504,9 @@ class SpeculativeConfig:
                 continue
             if each.name == "members":
                 value = [member.to_dict() for member in value]
-            fields[each.name] = value.to_dict() if isinstance(value, StopRule) else as_lists(value)
+            if isinstance(value, tuple):
+                value = list(value)
+            fields[each.name] = value.to_dict() if isinstance(value, StopRule) else value
         if not self.lossless:
             fields |= {"accept": self.accept.to_dict(), "lossless": False}
         return fields
@@ -571,7 +530,7 @@ class SpeculativeConfig:
             if not isinstance(values["members"], Sequence) or isinstance(values["members"], str):
                 raise ConfigError(f"members: {values['members']!r} is not a list of configurations")
             values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
-        values |= {name: as_tuples(value) for name, value in values.items() if isinstance(value, list)}
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls.of(method.name, values, values.get("accept", EXACT))
 
     def label(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from layerskip import SkipMask, Target, save_draft_checkpoint
-from layerskip.drafters.datastore import Datastore
+from layerskip.drafters.retrieval import Datastore
 from layerskip.files import atomic_write, read_json, short_name, write_json
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
 from layerskip.heads.feature_store import FeatureStore

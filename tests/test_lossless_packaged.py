@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 
 from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
 from layerskip.decoding.decode import decode
-from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
+from layerskip.drafters.retrieval import Datastore
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.feature_store import TextFeatures, read_features
 from layerskip.heads.induction import add_induction_heads
@@ -26,10 +25,8 @@ from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout, choose_tokens
 from layerskip.heads.training import fit_linear
 from layerskip.kernels.cpu import has_kernels
-from layerskip.models.compiled_layers import compiled_layers, set_compiling
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import WHEELS, load_draft
-from layerskip.models.skip_view import decoding_view
 from layerskip.models.trained_module import save_trained
 from tests.accelerator import DEVICE
 from tests.exhaustive import EXHAUSTIVE, representative
@@ -189,23 +186,3 @@ def test_every_drafter_gives_the_output_of_transformers(
     assert len(reference) == len(PROMPTS)
     if config.method != "none":
         assert sum(result.stats.accepted for result in outputs.values()) > 0
-
-
-@pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes a minute; run by make lossless")
-@pytest.mark.parametrize("fields", [CONFIGS[0], CONFIGS[1], CONFIGS[2]], ids=lambda fields: fields["method"])
-def test_compiled_layers_give_the_output_of_transformers(
-    smollm2: Target, reference: dict[str, list[int]], fields: dict[str, Any]
-) -> None:
-    """In chains, trees and a self-draft; all of them run in the static shapes of captured passes."""
-    compiled = replace(smollm2, compile="on")
-    try:
-        drafter = build_drafter(SpeculativeConfig.from_dict(fields), compiled)
-        outputs = {
-            item.id: decode(compiled, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS).tokens
-            for item in PROMPTS
-        }
-        view = decoding_view(smollm2.model)
-        assert compiled_layers(view) is not None
-    finally:
-        set_compiling(smollm2.model, "auto")
-    assert outputs == {item.id: reference[item.id] for item in PROMPTS}

@@ -86,7 +86,7 @@ def profile_costs(
     def decode(with_siblings: bool, as_tree: bool) -> None:
         """Draft, perhaps look for siblings, and verify a tree, whose last node is kept, or a chain of as many tokens."""
         last, reads = tokens[-1:], reads_while_growing(cache, target.device)
-        siblings = SiblingCollector(_SIBLINGS, 0.0, chooser, last, reads) if with_siblings else None
+        siblings = SiblingCollector(_SIBLINGS, 0.0, last, reads) if with_siblings else None
         draft_chain(cheapest, cache, last, lengths[-1], chooser, Stopper(StopRule()), siblings)
         cache.length = context
         if as_tree:

@@ -87,7 +87,8 @@ class VerifyPass:
         self.cache.gather(kept)
 
     def _draft(self, count: int, parents: tuple[int, ...] | None = None) -> Draft:
-        return Draft(self.tokens[:count], parents, None if self._uniform is None else self._uniform.expand(count, -1))
+        probs = None if self._uniform is None or parents is not None else self._uniform.expand(count, -1)
+        return Draft(self.tokens[:count], parents, probs)  # trees are deterministic
 
 
 def seconds_of(device: torch.device, job: Callable[[], object]) -> float:
@@ -180,7 +181,7 @@ class _DiscardedDrafts(TimedDrafter):
 def draft_costs(
     target: Target,
     members: Sequence[SpeculativeConfig],
-    contexts: Sequence[int],
+    context: int,
     sampling: Sampling | None = None,
     seed: int = 0,
     known: MutableMapping[str, float] | None = None,
@@ -191,22 +192,21 @@ def draft_costs(
         known: earlier measurements; new ones are added.
 
     Returns:
-        A cost per member, 0.0 for lookups; at each context if there are several. Empty if all members are lookups.
+        A cost per member, 0.0 for lookups. Empty if all members are lookups.
     """
     if all(member.lookup for member in members):
         return ()
     known = {} if known is None else known
 
-    def cost(member: SpeculativeConfig, context: int) -> float:
+    def cost(member: SpeculativeConfig) -> float:
         if member.lookup:
             return 0.0
-        key = _cost_key(member) + (f" context={context}" if len(contexts) > 1 else "")
+        key = _cost_key(member)
         if key not in known:
             known[key] = time_drafting(target, member, context, sampling, seed=seed)
         return known[key]
 
-    tables = [(context, tuple(cost(member, context) for member in members)) for context in contexts]
-    return tuple(tables) if len(tables) > 1 else tables[0][1]
+    return tuple(map(cost, members))
 
 
 def _cost_key(member: SpeculativeConfig) -> str:

@@ -103,7 +103,7 @@ class LayerSkip(StopRuleDrafter):
         siblings = None
         if self.siblings:
             reads = reads_while_growing(self._cache, context.last.device)
-            siblings = SiblingCollector(self.siblings, self.min_token_prob, self._chooser, context.last, reads, vocabulary)
+            siblings = SiblingCollector(self.siblings, self.min_token_prob, context.last, reads, vocabulary)
         limit = min(limit, self.num_speculative_tokens)
         try:
             return draft_chain(

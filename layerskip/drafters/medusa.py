@@ -44,7 +44,6 @@ class Medusa(Drafter):
         paired=True,
         engine_method="medusa",
     )
-    runs_model = True
     single_pass = True
 
     def __init__(

@@ -97,7 +97,7 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
         save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), Path(config.draft_folder))
     decoders: dict[str, Decoder | Peer | EnginePeer] = {}
     rivals, configs = {BASELINE: "transformers"}, {BASELINE: SpeculativeConfig()}
-    timer = CostTimer(target, sampling, [CONTEXT], config.seed)
+    timer = CostTimer(target, sampling, CONTEXT, config.seed)
     complete = partial(_with_costs, verify_costs=cache(timer.verify_costs), draft_costs=partial(timer.draft_costs, known={}))
     incomplete: dict[str, Callable[[], SpeculativeConfig]] = {}
     for name, row in own.items():

@@ -16,7 +16,7 @@ from typing import Any
 import optuna
 
 from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig, StopRule
-from layerskip.config import Costs, Field, Method, methods, tables_of
+from layerskip.config import Costs, Field, Method, methods
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_whole
 
 Params = dict[str, int | float | str]
@@ -325,7 +325,7 @@ class SearchSpace:
         """Return values with drafts of at most the length that gives the most tokens per time at the usual acceptance."""
         if not self.verify_cost:
             return dict(wanted)
-        costs = tables_of(self.verify_cost)[0]
+        costs = self.verify_cost
         best = max(range(len(costs)), key=lambda drafted: (1 - _ACCEPTED ** (drafted + 2)) / costs[drafted]) + 1
         lengths = {name: wanted.get(name, method[name].default) for name in _LENGTHS if name in method}
         # Beyond the measured lengths, costs grow on; where they hardly grow at all, the declared length is as good.

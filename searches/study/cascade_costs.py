@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import optuna
 
 from layerskip import Sampling, SpeculativeConfig, Target
-from layerskip.config import Costs, as_lists, as_tuples
+from layerskip.config import Costs
 from layerskip.costs.cost_model import in_steps
 from layerskip.costs.timing import draft_costs, time_verification
 from layerskip.device.memory import within_memory
@@ -24,24 +24,21 @@ Configs = Sequence[SpeculativeConfig]
 
 @dataclass(frozen=True)
 class CostTimer:
-    """Measurement of costs in steps of plain decoding, after rising numbers of tokens (``contexts``)."""
+    """Measurement of costs in steps of plain decoding, after a number of tokens (``context``)."""
 
     target: Target
     sampling: Sampling
-    contexts: Sequence[int]
+    context: int
     seed: int
 
     def verify_costs(self) -> Costs:
-        """Return the costs of verifying 1, 2, ... drafted tokens, of each context if there are several."""
-        costs = [
-            in_steps(time_verification(self.target, context, sampling=self.sampling, repeats=_REPEATS, seed=self.seed))
-            for context in self.contexts
-        ]
-        return costs[0] if len(costs) == 1 else tuple(zip(self.contexts, costs, strict=True))
+        """Return the costs of verifying 1, 2, ... drafted tokens."""
+        seconds = time_verification(self.target, self.context, sampling=self.sampling, repeats=_REPEATS, seed=self.seed)
+        return in_steps(seconds)
 
     def draft_costs(self, members: Configs, known: dict[str, float]) -> Costs:
         """Return the cost of one drafted token for each member of a cascade; new measurements are added to ``known``."""
-        return draft_costs(self.target, members, self.contexts, self.sampling, self.seed, known)
+        return draft_costs(self.target, members, self.context, self.sampling, self.seed, known)
 
 
 def verify_cost(study: optuna.Study, measure: Callable[[], Costs]) -> Costs:
@@ -50,9 +47,8 @@ def verify_cost(study: optuna.Study, measure: Callable[[], Costs]) -> Costs:
     They are measured once and stored with the study, since other numbers would make other configurations.
     """
     if _VERIFY_COST not in study.user_attrs:
-        study.set_user_attr(_VERIFY_COST, as_lists(measure()))
-    costs: Costs = as_tuples(study.user_attrs[_VERIFY_COST])
-    return costs
+        study.set_user_attr(_VERIFY_COST, list(measure()))
+    return tuple(study.user_attrs[_VERIFY_COST])
 
 
 def draft_cost(

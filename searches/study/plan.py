@@ -18,8 +18,8 @@ from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.decoding.drafter import drafter_classes
 from layerskip.decoding.tree import tree_model
 from layerskip.device.memory import within_memory
-from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
+from layerskip.drafters.retrieval import Datastore
 from layerskip.files import digest, short_name
 from layerskip.models.loading import WHEELS, load_draft
 from layerskip.models.packing import uses_packing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,6 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFL
 from omegaconf import DictConfig
 
 from layerskip import SpeculativeConfig, UnsupportedModel
-from layerskip.config import contexts_of
 from layerskip.device.memory import within_memory
 from layerskip.device.trial import first_line
 from layerskip.export import attachment_digests
@@ -34,7 +34,7 @@ from searches.backends.selection import closing
 from searches.engines.race import RACE_FILE, Race, race
 from searches.predict.preparation import Preparation
 from searches.predict.proposals import Limits, propose_all
-from searches.predict.scan_predictor import ScanPredictor, spread_contexts
+from searches.predict.scan_predictor import ScanPredictor
 from searches.progress import Progress, say
 from searches.space.search_space import SearchSpace
 from searches.study import machine
@@ -376,11 +376,10 @@ class Sweep:
         """Return the space with the costs of verification and drafting, by which cascades choose."""
         plan, study = self.plan, self.study
         lengths = (len(plan.target.encode(item.messages())) for item in self.tune)
-        contexts = spread_contexts([length + plan.measuring.max_new_tokens / 2 for length in lengths])
-        timer = CostTimer(plan.target, plan.sampling, contexts, plan.seed)
+        context = round(statistics.median(lengths) + plan.measuring.max_new_tokens / 2)
+        timer = CostTimer(plan.target, plan.sampling, context, plan.seed)
         claim = partial(self.pool.claim, "costs")
         with claim():
             costs = verify_cost(study, timer.verify_costs)
-            timer = dataclasses.replace(timer, contexts=contexts_of(costs) or timer.contexts)
             drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
         return dataclasses.replace(plan.space, verify_cost=costs, draft_cost=drafting)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.config import check_type
-from layerskip.drafters.datastore import Datastore
+from layerskip.drafters.retrieval import Datastore
 from layerskip.files import digest
 from layerskip.heads.readout import choose_tokens
 from layerskip.prompts import PromptItem

@@ -28,7 +28,7 @@ def feature_texts(family: str, three_layers: bool = False) -> list[TextFeatures]
     """Returns texts of a tiny target with its hidden states."""
     target = tiny(family)
     modules = stored_modules(read_modules(target, three_layers), target.model.base_model_prefix)
-    texts = itertools.islice(write_texts(target, Sampling(1.0), 24, 16, 0), 48)
+    texts = itertools.islice(write_texts(target, Sampling(1.0), 24, 16, 0), 32)
     return [TextFeatures(torch.tensor(t.tokens), read_features(target, t.tokens, modules), t.begin) for t in texts]
 
 
@@ -66,7 +66,7 @@ def _trained(family: str, head: EagleHead | MedusaHeads, three_layers: bool = Fa
     target, texts = tiny(family), feature_texts(family, three_layers)
     embeddings, readout = target.model.get_input_embeddings(), Readout(target, head.tokens)
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3)
-    for step in range(60):
+    for step in range(40):
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(step)).tolist()
         batch = Batch.of([texts[place] for place in order[:16]], head)
         loss = head_loss(predict_tokens(head, embeddings, batch, UNROLL), readout)

@@ -8,10 +8,8 @@ import torch
 from layerskip.config import StopRule
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
-from layerskip.drafters.cascade import PricedCascade
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
-from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import TextFeatures, extract_features, read_features
 from layerskip.heads.readout import Readout
@@ -19,7 +17,7 @@ from layerskip.heads.training import Batch, acceptance, predict_tokens, stored_m
 from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Tokens, contract, deep_toy, generated, target_of
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Tokens, contract, deep_toy, generated, target_of
 from tests.drafters.heads import UNROLL, eagle_head, family_of, tiny
 from tests.drafters.members import member_of
 from tests.drafters.recorder import Recorder
@@ -35,9 +33,6 @@ def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | No
 TestChain = contract(lambda target: _eagle(target, eagle_head(family_of(target))))
 
 _TREE = {"top_k": 3, "tree_tokens": 7, "min_token_prob": 0.01}
-TestTree = contract(lambda target: _eagle(target, eagle_head(family_of(target)), **_TREE), trees=True)
-
-
 # It reads three layers, and drafts from a part of the vocabulary.
 TestThreeLayersOfFewTokens = contract(
     lambda target: _eagle(target, eagle_head(family_of(target), True, target.vocabulary - 1), 4, StopRule("threshold", 0.2)),
@@ -50,17 +45,6 @@ TestTreesLookingBack = contract(
     samples_by_default=False,
     trees=True,
     toy=staticmethod(deep_toy),
-)
-# Trees of unknown cost after lookups whose every token has to pay for its verification.
-TestTreesBehindLookup = contract(
-    lambda target: PricedCascade(
-        [PromptLookup(1, 3, "last", 3), _eagle(target, eagle_head(family_of(target)), top_k=3, tree_tokens=6)], (1.25, 1.3)
-    ),
-    samples_by_default=False,
-    trees=True,
-    history_dependent=True,
-    keeps_state=True,
-    samplings=SAMPLINGS[:1],
 )
 
 

@@ -26,23 +26,19 @@ def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter
 
 # transformers reads a cache's length from attention 0, which the draft skips here.
 TestSkippedAttention = contract(
-    lambda target: _drafter(target, "attention:0", "attention:0", num_speculative_tokens=3), samplings=SAMPLINGS
-)
-
-_ADAPTIVE = {"method": "adaptive", "threshold": 0.5, "step": 0.5, "threshold_decay": 0.5}
-TestAdaptive = contract(
-    lambda target: _drafter(target, "attention:1", "attention:0", num_speculative_tokens=4, stop=_ADAPTIVE),
-    keeps_state=True,
-    samples_by_default=False,
-    samplings=SAMPLINGS[2:],
+    lambda target: _drafter(target, "attention:0", "attention:0", num_speculative_tokens=3), samplings=SAMPLINGS[::2]
 )
 
 _SIBLINGS: dict[str, Any] = {"num_speculative_tokens": 3, "siblings": 2, "min_token_prob": 0.05}
-TestSiblings = contract(lambda target: _drafter(target, "attention:1;mlp:2", "mlp:0", **_SIBLINGS), trees=True)
+TestSiblings = contract(
+    lambda target: _drafter(target, "attention:1;mlp:2", "mlp:0", **_SIBLINGS), trees=True, samples_by_default=False
+)
 
 
 class TestSiblingsOnTheDevice(TestSiblings):  # type: ignore[misc, valid-type]
     """Trees whose shape the host reads with the verdict, as on a GPU."""
+
+    samples_by_default = True
 
     @pytest.fixture(autouse=True)
     def on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Recorder, contract,
 from tests.drafters.heads import UNROLL, family_of, medusa_heads
 
 TestMedusa = contract(
-    lambda target: Medusa(medusa_heads(family_of(target)), Readout(target, None), 3, 4, 84, 0.01), trees=True
+    lambda target: Medusa(medusa_heads(family_of(target)), Readout(target, None), 3, 4, 84, 0.01),
+    trees=True,
+    samples_by_default=False,
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from layerskip import load_target
-from layerskip.drafters.datastore import Datastore
+from layerskip.drafters.retrieval import Datastore
 from layerskip.heads.eagle import KIND, EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
 from searches.app.application import explain

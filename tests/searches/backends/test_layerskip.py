@@ -8,7 +8,7 @@ import pytest
 
 from layerskip import Target
 from layerskip.config import methods
-from layerskip.drafters.registry import drafted_methods
+from layerskip.decoding.drafter import drafter_classes
 from searches.app.checks import InputError
 from searches.backends import layerskip
 from searches.backends.backend import Backend, Workload
@@ -25,7 +25,7 @@ class TestLayerskip(BackendContract):
 def test_every_registered_drafter_is_supported(tiny_target: Target) -> None:
     backend = LayerskipBackend(tiny_target)
     assert {method for method in methods() if backend.supports(method) is None} >= {"none", "layer_skip", "cascade"}
-    assert set(drafted_methods()) <= set(methods())
+    assert set(drafter_classes()) <= set(methods())
 
 
 def test_seconds_of_capturing_are_figures_of_the_configuration(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from layerskip import Export, PromptSet, SpeculativeConfig, Target, load_target
 from layerskip.decoding.stats import DecodeStats
-from layerskip.drafters.datastore import Datastore
+from layerskip.drafters.retrieval import Datastore
 from layerskip.files import digest
 from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measurement import Sample
