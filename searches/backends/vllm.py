@@ -30,9 +30,9 @@ from layerskip.models.loading import WHEELS, load_draft
 from searches.app.checks import InputError, check_list
 from searches.backends.backend import BackendError
 from searches.backends.client import Client
+from searches.backends.engine_process import interpreter
 from searches.backends.running_engine import RunningEngine
 from searches.backends.served import ServedBackend
-from searches.engines.peer import interpreter
 
 
 def served_folder(target: Target, folder: Path) -> str:

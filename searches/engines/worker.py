@@ -1,9 +1,8 @@
 """A process that decodes with an inference engine, under the interpreter in which the engine is installed.
 
-Usage: ``python worker.py PROGRAM``, the number of the process that uses it. It imports nothing of this project, so
-that the engine's packages and ours need not fit together. Requests and answers are lines of JSON on its standard input and
-output: first the settings, answered when the model is loaded; then one prompt a line, answered by a line when its first
-tokens are known and by another at the end. It ends with its input or with the program, and leads a process group of its own.
+It imports nothing of this project, so that the engine's packages and ours need not fit together. Requests and answers are
+lines of JSON on its standard input and output: first the settings, answered when the model is loaded. Each further line is a
+prompt, answered by a line when its first tokens are known and by another at the end. It ends with its input.
 """
 
 from __future__ import annotations
@@ -11,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
-import threading
-import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -87,11 +83,6 @@ class Vllm:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        speculative: dict[str, Any] = {"num_speculative_tokens": settings["num_speculative_tokens"]}
-        if settings["method"] == "prompt_lookup":
-            speculative |= {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": settings["prompt_lookup_max"]}
-        elif settings["method"] == "assistant":
-            speculative |= {"method": "draft_model", "model": settings["draft_model"]}
         arguments = AsyncEngineArgs(
             model=settings["model"],
             dtype=settings["dtype"],
@@ -99,7 +90,7 @@ class Vllm:
             max_num_seqs=1,
             enable_prefix_caching=False,
             generation_config="vllm",
-            speculative_config=None if settings["method"] == "plain" else speculative,
+            speculative_config=settings["speculative_config"] or None,
         )
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._start(AsyncLLM, arguments))
@@ -187,19 +178,8 @@ class LlamaCpp:
 ENGINES: dict[str, Any] = {"openvino_genai": OpenVinoGenAi, "vllm": Vllm, "xllamacpp": LlamaCpp}
 
 
-def end_with(program: int) -> None:
-    """Kill this process and what it started as soon as the program that uses it has ended."""
-    while True:
-        try:
-            os.kill(program, 0)
-        except ProcessLookupError:
-            os.killpg(0, signal.SIGKILL)
-        time.sleep(0.5)
-
-
 def main() -> None:
     """Load the engine of the first line, and decode the prompts of the others."""
-    threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)  # what libraries print goes to the log
         _serve(sys.stdin, answers)
@@ -211,13 +191,8 @@ def _serve(requests: Iterable[str], answers: TextIO) -> None:
 
     lines = iter(requests)
     settings = json.loads(next(lines))
-    start = time.monotonic()
-    try:
-        engine = ENGINES[settings["engine"]](settings)
-    except Exception as error:
-        answer(error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
-        raise
-    answer(version=engine.version, precision=engine.precision, seconds=time.monotonic() - start)
+    engine = ENGINES[settings["engine"]](settings)
+    answer(version=engine.version, precision=engine.precision)
     known: list[int] = []
 
     def on_first(count: int) -> None:

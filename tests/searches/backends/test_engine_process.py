@@ -58,36 +58,6 @@ def test_an_engine_does_not_outlive_a_program_that_is_killed(tmp_path: Path, num
     assert wait_for(folder, 0) == []
 
 
-def test_engines_of_a_program_that_was_killed_with_its_guard_end_at_the_next_start(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("orphaned", "running", "next")]
-    for folder in folders:
-        folder.mkdir()
-    process, _ = _start(folders[1])
-    with _program(tmp_path, folders[0]) as program:
-        engine, child = sorted(wait_for(folders[0], _PROCESSES, 60), key=lambda each: _parent(each) in running(folders[0]))
-        os.kill(_parent(engine), signal.SIGKILL)
-        program.send(signal.SIGKILL)
-    assert wait_for(folders[0], 1) == [child]
-    _start(folders[2])[0].stop()
-    assert running(folders[0]) == []
-    assert len(wait_for(folders[1], _PROCESSES)) == _PROCESSES and process.running  # its program is this one
-    process.stop()
-
-
-def test_an_engine_ends_even_if_its_guard_was_killed(tmp_path: Path) -> None:
-    process, client = _start(tmp_path)
-    process.wait_until(client.ready, 30)
-    engine, child = sorted(running(tmp_path), key=lambda each: _parent(each) in running(tmp_path))
-    os.kill(_parent(engine), signal.SIGKILL)
-    assert wait_for(tmp_path, 1) == [child]  # it has left the engine's group
-    process.stop()
-    assert running(tmp_path) == []
-
-
-def _parent(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 @pytest.mark.parametrize(
     ("fault", "reason", "logged"),
     [
@@ -105,6 +75,21 @@ def test_an_engine_that_does_not_start_is_an_error_with_its_log(
     assert error.value.reason == f"stand-in: {reason}"
     assert logged in error.value.log_tail
     assert wait_for(tmp_path, 0) == []
+
+
+def test_an_engine_answers_lines_until_it_ends_or_gives_none_in_time(tmp_path: Path) -> None:
+    lines = "import sys, time; print(input()); print(input()); time.sleep(600)"
+    process = EngineProcess([sys.executable, "-uc", lines], os.environ, "stand-in", asked=True)
+    for line in ("one", "two"):
+        process.send(line)
+        assert process.receive(30) == f"{line}\n"
+    with pytest.raises(BackendError, match="^backend: stand-in: no answer within 0.1 seconds$"):
+        process.receive(0.1)
+    assert not process.running
+    process = EngineProcess([sys.executable, "-c", "input(); raise ValueError('bad')"], os.environ, "stand-in", asked=True)
+    process.send("one")
+    with pytest.raises(BackendError, match="stand-in: ended with exit code 1, before it answered: ValueError: bad$"):
+        process.receive(30)
 
 
 def test_an_interrupt_ends_an_engine_that_starts(tmp_path: Path) -> None:

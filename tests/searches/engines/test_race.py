@@ -67,7 +67,7 @@ def test_an_engine_that_breaks_is_left_out_and_the_others_are_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("BROKEN", where)
-    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 60.0 if where != "hang" else 2.0)
     before = children()
     found = _race(target, tmp_path, SpeculativeConfig())
     assert children() == before
@@ -82,16 +82,16 @@ def test_an_engine_that_breaks_is_left_out_and_the_others_are_measured(
 
 def test_slower_contenders_decode_no_more(target: Target, installed: Path, tmp_path: Path) -> None:
     """Each of our passes waits, so that we are slower on any machine. Our plain decoding is measured to the end."""
-    many = PromptSet.of([f"the cat in the hat {number}" for number in range(12)])
+    many = PromptSet.of([f"the cat in the hat {number}" for number in range(9)])
     waiting = target.model.register_forward_pre_hook(lambda *_: time.sleep(0.03))
     try:
-        found = race(target, LOOKUP, ["openvino_genai"], many, Task(max_new_tokens=12), tmp_path / "engines")
+        found = race(target, LOOKUP, ["openvino_genai"], many, Task(max_new_tokens=6), tmp_path / "engines")
     finally:
         waiting.remove()
     rows = {row.name: row for row in found.rows}
     assert found.fastest.name.startswith("openvino_genai") and found.fastest_plain == "openvino_genai, plain"
-    assert rows["layerskip, the winner"].ended == "slower" and 6 <= rows["layerskip, the winner"].measured["prompts"] < 12
-    assert rows["layerskip, plain"].measured["prompts"] == 12 and not rows["layerskip, plain"].ended
+    assert rows["layerskip, the winner"].ended == "slower" and rows["layerskip, the winner"].measured["prompts"] == 6
+    assert rows["layerskip, plain"].measured["prompts"] == 9 and not rows["layerskip, plain"].ended
     assert [row["measured"] for row in race_rows(found)][-1].endswith("prompts: slower")
 
 
