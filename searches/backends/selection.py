@@ -60,8 +60,8 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
     if backend.name != name and (backend.name != ServerBackend.name or name == _OWN):
         raise InputError(f"backend: the export was measured with {name}, not with {backend.name}")
     if asked not in (Workload(), workload):
-        stated = " and ".join(map(str, workload.levels))
-        raise InputError(f"workload: the export was measured with {stated} requests in flight, for {workload.goal}")
+        stated = f"{workload.concurrency} requests in flight, for {workload.goal}"
+        raise InputError(f"workload: the export was measured with {stated}")
     return backend, workload
 
 

@@ -105,7 +105,6 @@ def vllm_config(
     return speculation(way, config, lambda: folder(config))
 
 
-_SERVE = ("vllm.entrypoints.cli.main", "serve")
 _PROBE = """
 import importlib.metadata, importlib.util, json
 packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
@@ -150,8 +149,7 @@ class VllmBackend(ServedBackend):
     def command(self, config: SpeculativeConfig, port: int) -> list[str]:
         """Return the command that starts an engine; raise :class:`Unsupported`, or :class:`ConfigError` of its head."""
         speculation = vllm_config(self.target, config, self._drafting_folder)
-        entry = _SERVE if "vllm" in self._installed["versions"] else (API_SERVER, "--model")
-        command = [self._python, "-m", *entry, self._model, "--host", "127.0.0.1", "--port", str(port)]
+        command = [self._python, "-m", API_SERVER, "--model", self._model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--speculative-config", json.dumps(speculation)] if speculation else []
         # Prompts must be read anew each time: some are measured twice.
         command += ["--dtype", self.target.dtype, "--seed", "0", "--no-enable-prefix-caching"]

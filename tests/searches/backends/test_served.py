@@ -130,25 +130,13 @@ def test_counters_of_another_engine_are_not_read(serve: Serve) -> None:
     assert measured.stats.accepted == len(_PROMPTS) * sum(planted_rounds(11, 2))
 
 
-def test_several_numbers_of_requests_are_measured_one_after_the_other(serve: Serve) -> None:
+def test_so_many_requests_are_in_flight(serve: Serve) -> None:
     backend = serve("--pause", "0.01")
-    rows = list(backend.compare({"two": lookup(2)}, _PROMPTS, _TASK, Workload([1, 3])))
-    metrics, clients = backend.metrics(), [engine.client for engine in backend._running.values()]
-    requests = [json.loads(client.get("/seen")) for client in clients]
-    assert [client.get("/max_in_flight") for client in clients] == ["3", "3"]
-    assert [len(seen) for seen in requests] == [1 + 2 * len(_PROMPTS)] * 2  # the first one warms up
-    for row in rows:
-        assert [row[name].tokens for name in ("baseline", "two")] == [24, 24]
-        assert (row["two"].lossless.verdict, row["two"].lossless.compared) == ("exact", 2)
-    assert metrics.keys() >= {"throughput_at_1", "baseline_tpot_p95_at_1", "baseline_ttft_p50_at_3", "startup_seconds"}
-    assert "throughput" not in metrics
-    assert sum(each.accepted for row in rows for each in row["two"].stats.rounds) == 8 * sum(planted_rounds(11, 2))
-
-
-@pytest.mark.parametrize("wrong", [0, True, [], [1, 0], [8, 8], "many"])
-def test_numbers_of_requests_are_checked(wrong: object) -> None:
+    rows = list(backend.compare({"two": lookup(2)}, _PROMPTS, _TASK, Workload(3)))
+    assert [engine.client.get("/max_in_flight") for engine in backend._running.values()] == ["3", "3"]
+    assert sum(each.accepted for row in rows for each in row["two"].stats.rounds) == 4 * sum(planted_rounds(11, 2))
     with pytest.raises(InputError, match=r"^workload\.concurrency: "):
-        Workload(wrong)  # type: ignore[arg-type]
+        Workload(0)
 
 
 def test_changed_outputs_are_different(serve: Serve) -> None:
