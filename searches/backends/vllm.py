@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from layerskip import ConfigError, Export, SpeculativeConfig, StopRule, Target
 from layerskip.config import methods
 from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
-from layerskip.engines.servers import API_SERVER, speculation
+from layerskip.engines.registry import API_SERVER, speculation
 from layerskip.export import attachment_digests
 from layerskip.files import atomic_folder, digest, short_name
 from layerskip.heads.portable import save_portable

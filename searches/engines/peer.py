@@ -23,7 +23,7 @@ import torch
 
 from layerskip import DecodeStats, Round, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.decoding.decode import DecodeResult
-from layerskip.engines.servers import speculation
+from layerskip.engines.registry import speculation
 from layerskip.files import atomic_folder
 from layerskip.measure.measure import Task
 from layerskip.models.loading import DTYPES, gguf_file, load_draft

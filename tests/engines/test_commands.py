@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from layerskip import Sampling, SpeculativeConfig
+from layerskip import Export, Sampling, SpeculativeConfig, Target
 from layerskip.engines.registry import ENGINES, describe_engines
 from tests.engines.known import CONFIGS, KEPT, LOOKUP, deployment, interpreter
 
-CASES = [(engine, name) for engine in ENGINES for name in CONFIGS]
 RUNNABLE = {
     "vllm": {"none", "lookup", "last lookup", "model", "stopping model", "other tokenizer", "kept layers", "retrieval"},
     "sglang": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers"},
@@ -37,18 +36,17 @@ def _option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
-@pytest.mark.parametrize(("engine", "name"), CASES)
-def test_each_engine_has_a_command_or_a_reason(engine: str, name: str) -> None:
-    entry = _entry(engine, CONFIGS[name])
-    assert entry["version"]
-    assert json.loads(json.dumps(entry)) == entry
-    assert len({"command", "call", "reason"} & set(entry)) == 1
-    assert ("reason" not in entry) == (name in RUNNABLE[engine])
-    if "reason" in entry:
-        assert re.match(r"config\.\w+: .+[^.]$", entry["reason"])
-        assert "\n" not in entry["reason"]
-    for words in (*entry.get("prepare", ()), entry.get("command", [])):
-        assert all(isinstance(word, str) and word for word in words)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_has_a_command_or_a_reason(engine: str) -> None:
+    entries = {name: _entry(engine, config) for name, config in CONFIGS.items()}
+    assert {name for name, entry in entries.items() if "reason" not in entry} == RUNNABLE[engine]
+    for entry in entries.values():
+        assert entry["version"]
+        assert json.loads(json.dumps(entry)) == entry
+        assert len({"command", "call", "reason"} & set(entry)) == 1
+        assert re.fullmatch(r"config\.\w+: .+[^.]", entry.get("reason", "config.method: none"))
+        for words in (*entry.get("prepare", ()), entry.get("command", [])):
+            assert all(isinstance(word, str) and word for word in words)
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "transformers"])
@@ -128,6 +126,20 @@ def test_what_engines_cannot_load_is_written_before() -> None:
     entry = _entry("llama_cpp", CONFIGS["lookup then model"])
     made = [_option(words, "--outfile") for words in entry["prepare"] if "convert_hf_to_gguf.py" in words]
     assert made == [_option(entry["command"], "--model"), _option(entry["command"], "--spec-draft-model")]
+
+
+def test_a_call_of_transformers_generates_the_text_of_plain_decoding(
+    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "the cat in the hat, the cat in the"
+    cascade = SpeculativeConfig("cascade", members=(LOOKUP, SpeculativeConfig("token_recycling", 3)))
+    export = Export(Export.describe(tiny_target), cascade)
+    export.save(tmp_path / "best.json")
+    exec(export.engines(tmp_path / "best.json")["transformers"]["call"], {"prompt": prompt})
+    inputs = tiny_target.tokenizer(prompt, return_tensors="pt")
+    output = tiny_target.model.generate(**inputs, max_new_tokens=64, do_sample=False)
+    expected = tiny_target.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert capsys.readouterr().out == f"{expected}\n"
 
 
 @pytest.mark.parametrize("engine", ["tensorrt_llm", "openvino_genai", "transformers"])
