@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
 from searches.doctor import doctor
 from tests.searches.backends.processes import STANDIN
+from tests.searches.conftest import Launch
 
 pytestmark = pytest.mark.system
 SMALL = ("max_prompts=6", "max_new_tokens=12")
@@ -39,24 +38,19 @@ def server(*options: str) -> Iterator[str]:
     ("drafting", "code", "words"),
     [
         (
-            ("--speculative-config", FOUR, "--pause", "0.02"),
+            ("--speculative-config", FOUR, "--pause", "0.01"),
             0,
-            (
-                "speculation: on",
-                "by position 0.6",
-                "output: differs from the plain server's on 0 of 6",
-                "num_speculative_tokens of",
-            ),
+            ("by position 0.6", "output: differs from the plain server's on 0 of 6", "num_speculative_tokens of"),
         ),
-        (("--speculative-config", FOUR, "--pause", "0.09"), 4, ("speculation: on", "leave speculation off")),
-        (("--pause", "0.02"), 0, ("speculation: off", 'No drafts were made. Try --speculative-config \'{"method": "ngram"')),
+        (("--speculative-config", FOUR, "--pause", "0.045"), 4, ("speculation: on", "leave speculation off")),
+        (("--pause", "0.01"), 0, ("speculation: off", 'No drafts were made. Try --speculative-config \'{"method": "ngram"')),
         (
-            ("--speculative-config", FOUR, "--pause", "0.02", "--fault", "wrong"),
+            ("--speculative-config", FOUR, "--pause", "0.01", "--fault", "wrong"),
             4,
             ("speculation: on", "output: differs from the plain server's on 6 of 6", "is not that of plain decoding"),
         ),
         (
-            ("--speculative-config", FOUR, "--pause", "0.02", "--fault", "other_metrics"),
+            ("--speculative-config", FOUR, "--pause", "0.01", "--fault", "other_metrics"),
             0,
             ("speculation: on", "against the plain server: 2", "Without counters, the best draft length is not known"),
         ),
@@ -66,7 +60,7 @@ def server(*options: str) -> Iterator[str]:
 def test_a_server_is_named_for_what_it_is(
     drafting: tuple[str, ...], code: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with server(*drafting) as url, server("--pause", "0.02") as plain:
+    with server(*drafting) as url, server("--pause", "0.01") as plain:
         config = compose_config("doctor", [f"url={url}", f"plain={plain}", *SMALL])
         ended = pytest.raises(SystemExit, match="^4$") if code else contextlib.nullcontext()
         with ended:
@@ -76,11 +70,10 @@ def test_a_server_is_named_for_what_it_is(
     assert len(printed.splitlines()) < 20  # a page
 
 
-def test_without_a_plain_server_nothing_is_said_about_speed_and_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_plain_server_nothing_is_said_about_speed_and_output(tmp_path: Path, launch: Launch) -> None:
     with server("--speculative-config", FOUR) as url:
-        done = subprocess.run(
-            [sys.executable, "-m", "searches.doctor", url, *SMALL], capture_output=True, text=True, check=True, timeout=120
-        )
+        done = launch("doctor", url, *SMALL, cwd=tmp_path)
+    assert done.returncode == 0
     assert "speculation: on" in done.stdout
     assert "output and speedup: unknown; plain=URL names a server" in done.stdout
     assert "Start the same model without speculation" in done.stdout
@@ -99,4 +92,4 @@ def test_servers_that_cannot_be_asked_are_refused_by_field(tmp_path: Path) -> No
             with pytest.raises(InputError, match=words):
                 doctor(compose_config("doctor", overrides))
     with server("--fault", "hang", "--speculative-config", FOUR) as url, pytest.raises(InputError, match="^url or plain: "):
-        doctor(compose_config("doctor", [f"url={url}", *SMALL, "max_seconds=1"]))
+        doctor(compose_config("doctor", [f"url={url}", *SMALL, "max_seconds=0.3"]))
