@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from searches.app.composition import CONF
@@ -54,23 +54,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def held_port() -> Iterator[int]:
-    """Hold a port of this machine: until the block ends, only a server that gets its number can listen on it.
-
-    Seconds pass until an engine listens. Without this, an engine of another worker could get the port, and be measured.
-    """
-    with socket.socket() as holder:
-        if sys.platform == "linux":  # other systems let no second socket have a port
-            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-                holder.setsockopt(socket.SOL_SOCKET, option, 1)
-        holder.bind(("127.0.0.1", 0))
-        port = int(holder.getsockname()[1])
-        if sys.platform != "linux":
-            holder.close()
-        yield port
 
 
 class EngineProcess:
@@ -130,12 +113,12 @@ class EngineProcess:
         One that has ended, or is not ready so many seconds after its start, is stopped, and a :class:`BackendError` raised.
         """
         try:
-            while not ready():
-                if not self.running:
-                    raise self.error("while it started")
+            while self.running and not ready():
                 if time.monotonic() - self.started > limit_seconds:
                     raise self.error(f"not ready after {limit_seconds:g} seconds")
                 time.sleep(_POLL_SECONDS)
+            if not self.running:
+                raise self.error("while it started")
         except BaseException:  # an interrupt, too, as nothing else refers to the engine yet
             self.stop()
             raise

@@ -26,11 +26,10 @@ from layerskip.measure.measurement import Request, Sample
 from layerskip.prompts import PromptItem
 from searches.backends.backend import BackendError
 from searches.backends.client import Client, Completion, RequestFailed
-from searches.backends.engine_process import EngineProcess, free_port, held_port
+from searches.backends.engine_process import EngineProcess, free_port
 
 _LINE = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
-_PORT_TAKEN = "ddress already in use"  # of Python and of other languages
 
 
 @dataclass(frozen=True)
@@ -182,18 +181,9 @@ class RunningEngine:
             BackendError: it does not start.
         """
 
-        def start(port: int) -> RunningEngine:
-            process = EngineProcess(command(port), environment, name)
-            client = connect(f"http://127.0.0.1:{port}")
-            return cls(name, client, process, process.wait_until(client.ready, start_seconds))
-
-        with held_port() as port:
-            try:
-                return start(port)
-            except BackendError as error:
-                if _PORT_TAKEN not in f"{error} {error.log_tail}":
-                    raise
-        return start(free_port())  # this server, such as TensorRT-LLM's, shares its port with no socket
+        port = free_port()
+        process, client = EngineProcess(command(port), environment, name), connect(f"http://127.0.0.1:{port}")
+        return cls(name, client, process, process.wait_until(client.ready, start_seconds))
 
     @property
     def running(self) -> bool:

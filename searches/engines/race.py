@@ -46,8 +46,8 @@ class RaceRow:
 
     name: str
     measured: dict[str, Any]
-    own_speedup: tuple[float, float, float] | None
-    same_outputs: tuple[int, int]
+    own_speedup: Sequence[float] | None
+    same_outputs: Sequence[int]
     precision: dict[str, str] = field(default_factory=dict)
     version: str = ""
     command: str = ""
@@ -76,17 +76,9 @@ class Race:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Race:
+    def from_dict(cls, fields: dict[str, Any]) -> Race:
         """Return the race that :meth:`to_dict` described."""
-        rows = [
-            RaceRow(**row | {"same_outputs": tuple(row["same_outputs"]), "own_speedup": _triple(row["own_speedup"])})
-            for row in fields["rows"]
-        ]
-        return cls(tuple(rows), fields["fastest_plain"], fields["prompts"], tuple(fields["left_out"]))
-
-
-def _triple(values: Sequence[float] | None) -> tuple[float, float, float] | None:
-    return None if values is None else (values[0], values[1], values[2])
+        return cls(**fields | {"rows": tuple(RaceRow(**row) for row in fields["rows"])})
 
 
 def chosen_engines(names: Any) -> tuple[str, ...]:

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
-from searches.backends.client import Client
-from searches.backends.engine_process import EngineProcess, free_port
+from searches.backends.engine_process import free_port
 from searches.doctor import doctor
-from tests.searches.backends.processes import STANDIN
+from tests.searches.backends.processes import served
 from tests.searches.conftest import Launch
 
 pytestmark = pytest.mark.system
 SMALL = ("max_prompts=6", "max_new_tokens=12")
 FOUR = '{"method": "ngram", "num_speculative_tokens": 4}'
-
-
-@contextlib.contextmanager
-def server(*options: str) -> Iterator[str]:
-    """Start a stand-in and yield its address."""
-    port = free_port()
-    process = EngineProcess([*STANDIN, "--port", str(port), "--after", "0", *options], os.environ, "stand-in", 2.0)
-    try:
-        process.wait_until(Client(f"http://127.0.0.1:{port}").ready, 20.0)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.stop()
 
 
 @pytest.mark.parametrize(
@@ -60,8 +45,8 @@ def server(*options: str) -> Iterator[str]:
 def test_a_server_is_named_for_what_it_is(
     drafting: tuple[str, ...], code: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with server(*drafting) as url, server("--pause", "0.01") as plain:
-        config = compose_config("doctor", [f"url={url}", f"plain={plain}", *SMALL])
+    with served(*drafting) as client, served("--pause", "0.01") as plain_client:
+        config = compose_config("doctor", [f"url={client.url}", f"plain={plain_client.url}", *SMALL])
         ended = pytest.raises(SystemExit, match="^4$") if code else contextlib.nullcontext()
         with ended:
             doctor(config)
@@ -71,8 +56,8 @@ def test_a_server_is_named_for_what_it_is(
 
 
 def test_without_a_plain_server_nothing_is_said_about_speed_and_output(tmp_path: Path, launch: Launch) -> None:
-    with server("--speculative-config", FOUR) as url:
-        done = launch("doctor", url, *SMALL, cwd=tmp_path)
+    with served("--speculative-config", FOUR) as client:
+        done = launch("doctor", client.url, *SMALL, cwd=tmp_path)
     assert done.returncode == 0
     assert "speculation: on" in done.stdout
     assert "output and speedup: unknown; plain=URL names a server" in done.stdout
@@ -81,15 +66,18 @@ def test_without_a_plain_server_nothing_is_said_about_speed_and_output(tmp_path:
 
 def test_servers_that_cannot_be_asked_are_refused_by_field(tmp_path: Path) -> None:
     absent = f"http://127.0.0.1:{free_port()}"
-    with server() as url:
+    with served() as client:
         for overrides, words in (
             ([f"url={absent}"], f"^url: nothing answers at {absent}/v1/models$"),
             (["url=here"], "^url: 'here' is not a URL"),
-            ([f"url={url}", f"plain={absent}"], "^plain: nothing answers"),
-            ([f"url={url}", "concurrency=0"], "^concurrency: "),
+            ([f"url={client.url}", f"plain={absent}"], "^plain: nothing answers"),
+            ([f"url={client.url}", "concurrency=0"], "^concurrency: "),
             ([], "^url: is missing"),
         ):
             with pytest.raises(InputError, match=words):
                 doctor(compose_config("doctor", overrides))
-    with server("--fault", "hang", "--speculative-config", FOUR) as url, pytest.raises(InputError, match="^url or plain: "):
-        doctor(compose_config("doctor", [f"url={url}", *SMALL, "max_seconds=0.3"]))
+    with (
+        served("--fault", "hang", "--speculative-config", FOUR) as client,
+        pytest.raises(InputError, match="^url or plain: "),
+    ):
+        doctor(compose_config("doctor", [f"url={client.url}", *SMALL, "max_seconds=0.3"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -116,12 +115,8 @@ def test_a_study_of_engines_that_is_killed_leaves_none_and_its_export_is_verifie
     more = ("study.name=engines", f"study.n_trials={trials}", "measure.held_out_prompts=6")
     space = ("space.methods=[none,prompt_lookup,layer_skip]", "space.ranges.prompt_lookup.num_speculative_tokens=[4,5]")
     overrides = quick(tiny_folder, outputs, *_server(*standin, "--broken-length", "5"), *space, *more)
-    moment = random.Random(3)
-    killed = []
-    for _ in range(2):
-        killed.append(kill_study(*overrides, cwd=tmp_path, seconds=moment.uniform(0.1, 1.5)))
-        assert wait_for(folder, 0) == []
-    assert any(killed)
+    assert kill_study(*overrides, cwd=tmp_path, seconds=0.5)
+    assert wait_for(folder, 0) == []
     result = execute("layerskip", *overrides, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert running(folder) == []
@@ -134,7 +129,7 @@ def test_a_study_of_engines_that_is_killed_leaves_none_and_its_export_is_verifie
     assert states[TrialState.RUNNING] == 0
     broken = [trial for trial in study.trials if trial.user_attrs.get("config", {}).get("num_speculative_tokens") == 5]
     reasons = [trial.user_attrs.get("reason") for trial in broken]
-    assert reasons.count(None) <= sum(killed), "only a killed trial has no reason"
+    assert reasons.count(None) <= 1, "only a killed trial has no reason"
     assert all(reason.startswith(ENGINE_FAILED) for reason in reasons if reason is not None), reasons
     finished = {trial.number: trial for trial in study.trials if trial.state in (TrialState.COMPLETE, TrialState.PRUNED)}
     recorded = {int(run.data.tags["trial_number"]): run for run in runs(sqlite(outputs), "trial")}

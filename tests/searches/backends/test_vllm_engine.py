@@ -21,7 +21,6 @@ from tests.searches.backends.contract import (
     PROMPTS,
     BackendContract,
     FailingEngine,
-    ServesSeveral,
     measure,
 )
 from tests.searches.conftest import Launch
@@ -46,7 +45,7 @@ def tiny_target(python: str, tmp_path_factory: pytest.TempPathFactory) -> Target
     return load_target(str(folder), dtype="float32", device="cpu")
 
 
-class TestVllm(BackendContract, FailingEngine, ServesSeveral):
+class TestVllm(BackendContract, FailingEngine):
     @pytest.fixture
     def make(self, python: str, tmp_path: Path) -> Callable[[Target], VllmBackend]:
         return lambda target: VllmBackend(target, python=python, args=ARGS, folder=str(tmp_path))
