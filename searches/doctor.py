@@ -136,7 +136,7 @@ def doctor(config: DictConfig) -> None:
 
 def _connect(field: str, url: str, limit_seconds: float) -> Client:
     try:
-        client = Client.with_key(url, limit_seconds)
+        client = Client(url, limit_seconds)
     except ValueError as error:
         raise InputError(f"{field}: {error}") from None
     if not client.ready():

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,9 +24,8 @@ from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Request, Sample
 from layerskip.prompts import PromptItem
-from searches.backends.backend import BackendError
 from searches.backends.client import Client, Completion, RequestFailed
-from searches.backends.engine_process import EngineProcess, free_port
+from searches.backends.engine_process import EngineProcess
 
 _LINE = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -152,48 +151,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class RunningEngine:
-    """A server; ``process`` is None if the user started it."""
+    """A server that was started on this machine and is ready."""
 
-    name: str
+    process: EngineProcess
     client: Client
-    process: EngineProcess | None = None
-    startup_seconds: float = 0.0
-
-    @classmethod
-    def started(
-        cls,
-        name: str,
-        command: Callable[[int], Sequence[str]],
-        environment: Mapping[str, str],
-        connect: Callable[[str], Client],
-        start_seconds: float,
-    ) -> RunningEngine:
-        """Return a server that was started on this machine, once it is ready.
-
-        Args:
-            name: of the engine, for errors.
-            command: starts a server on a port.
-            environment: of the server.
-            connect: returns a client of a URL.
-            start_seconds: until it is ready.
-
-        Raises:
-            BackendError: it does not start.
-        """
-
-        port = free_port()
-        process, client = EngineProcess(command(port), environment, name), connect(f"http://127.0.0.1:{port}")
-        return cls(name, client, process, process.wait_until(client.ready, start_seconds))
-
-    @property
-    def running(self) -> bool:
-        """False if its process has ended."""
-        return self.process is None or self.process.running
-
-    def stop(self) -> None:
-        """End the process, if there is one."""
-        if self.process is not None:
-            self.process.stop()
+    startup_seconds: float
 
     def answer(
         self, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], concurrency: int, config: SpeculativeConfig
@@ -208,8 +170,6 @@ class RunningEngine:
             completions = self.client.complete_all(prompts, tasks, concurrency)
             after = self._counters(config)
         except RequestFailed as failure:
-            if self.process is None:
-                raise BackendError(f"{self.name}: {failure}") from None
             raise self.process.error(str(failure)) from None
         if before is None or after is None:
             stats = [_observed_rounds(completion, config) for completion in completions]

