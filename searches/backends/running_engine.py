@@ -123,12 +123,6 @@ class Answer:
     stats: DecodeStats
     concurrency: int = 1
 
-    @property
-    def request(self) -> Request:
-        """Its tokens and seconds."""
-        found = self.completion
-        return Request(self.concurrency, found.count, found.decoded, found.first_seconds, found.decode_seconds)
-
     def at_pace(self, factor: float) -> Answer:
         """Return the answer with its seconds of decoding multiplied, to state them at another speed of the machine."""
         seconds = self.completion.decode_seconds * factor
@@ -136,16 +130,18 @@ class Answer:
 
     def sample(self, item: PromptItem) -> Sample:
         """Return the answer as a sample without a comparison."""
+        found = self.completion
+        request = Request(self.concurrency, found.count, found.decoded, found.first_seconds, found.decode_seconds)
         return Sample(
             prompt_id=item.id,
             category=item.category,
-            tokens=self.request.tokens,
-            decoded_tokens=self.request.decoded_tokens,
-            prefill_seconds=self.request.first_seconds,
-            decode_seconds=self.request.decode_seconds,
+            tokens=found.count,
+            decoded_tokens=found.decoded,
+            prefill_seconds=found.first_seconds,
+            decode_seconds=found.decode_seconds,
             peak_memory_bytes=0,  # the engine's memory is not this process's
             stats=self.stats,
-            requests=(self.request,),
+            requests=(request,),
         )
 
 

@@ -26,7 +26,7 @@ from layerskip.decoding.decode import DecodeResult
 from layerskip.engines.registry import speculation
 from layerskip.files import atomic_folder
 from layerskip.measure.measure import Task
-from layerskip.models.loading import DTYPES, gguf_file, load_draft
+from layerskip.models.loading import DTYPES, gguf_file
 from layerskip.models.positions import max_positions
 from searches.app.checks import InputError, check_list, check_whole
 from searches.backends.backend import BackendError
@@ -34,7 +34,7 @@ from searches.backends.engine_process import EngineProcess, interpreter
 from searches.backends.vllm import served_folder
 
 ENGINES = ("openvino_genai", "vllm", "xllamacpp")
-_METHODS = ("plain", "prompt_lookup", "assistant")
+_METHODS = ("plain", "prompt_lookup")
 _WORKER = Path(__file__).with_name("worker.py")
 _LONGEST = 4096  # tokens of prompt and output that vLLM is asked to hold
 _ANSWER_SECONDS = 600.0  # within which an engine loads a model, or decodes a prompt
@@ -48,16 +48,16 @@ class EnginePeer:
         target: the target.
         folder: where its model, and what the engine makes of it, are kept.
         engine: ``openvino_genai``, ``vllm`` or ``xllamacpp`` (llama.cpp), which reads the target's GGUF file.
-        method: ``plain``, ``prompt_lookup`` or ``assistant``.
+        method: ``plain`` or ``prompt_lookup``.
         python: the interpreter in which the engine is installed; None for that of :func:`interpreter`.
         num_speculative_tokens: tokens drafted per round.
         prompt_lookup_max: longest n-gram of ``prompt_lookup``.
-        draft_model: draft model of ``assistant``.
         dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's. ``xllamacpp`` ignores it.
 
     Attributes:
         version: that of the engine.
         precision: of its arithmetic and its cache, as the engine states them; it may not follow ``dtype``.
+        outputs: the new tokens of each prompt.
 
     Raises:
         InputError: a field is unknown or out of range.
@@ -71,10 +71,10 @@ class EnginePeer:
     python: str | None = None
     num_speculative_tokens: int = 8
     prompt_lookup_max: int = 3
-    draft_model: str = ""
     dtype: str | None = None
     version: str = field(init=False, default="")
     precision: dict[str, str] = field(init=False, default_factory=dict)
+    outputs: dict[tuple[int, ...], list[int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_list("engine", [self.engine], ENGINES)
@@ -85,18 +85,19 @@ class EnginePeer:
         python = self.python = interpreter(self.engine, self.python) or sys.executable
         if shutil.which(python) is None:
             raise InputError(f"python: {python} is not a program")
-        self._model = self._loaded(self.target)
-        draft = self._loaded(load_draft(self.target, self.draft_model)) if self.method == "assistant" else ""
-        config = self._config(draft)
-        self._speculative = speculation(config.method, config, lambda: draft)
+        self._model, self._lookup = self._model_for_engine(), self.method == "prompt_lookup"
+        config = SpeculativeConfig()
+        if self._lookup:
+            lengths = {"prompt_lookup_min": 1, "prompt_lookup_max": self.prompt_lookup_max}
+            config = SpeculativeConfig(self.method, self.num_speculative_tokens, **lengths)
+        self._speculative = speculation(config.method, config, str)
         settings = {
             "engine": self.engine,
-            "method": self.method,
+            "lookup": self._lookup,
             "num_speculative_tokens": self.num_speculative_tokens,
             "prompt_lookup_max": self.prompt_lookup_max,
             "speculative_config": self._speculative,
             "model": self._model,
-            "draft_model": draft,
             "dtype": self.dtype or self.target.dtype,
             "threads": torch.get_num_threads(),
             "max_length": min(_LONGEST, max_positions(self.target.model) or _LONGEST),
@@ -123,8 +124,8 @@ class EnginePeer:
         request = {"tokens": list(prompt), "max_new_tokens": task.max_new_tokens, "eos": sorted(self.target.eos_ids)}
         on_prefill(int(self._ask(request | {"repetition_penalty": task.sampling.repetition_penalty})["first"]))
         answer = self._answer()
-        lengths = answer["lengths"]
-        rounds = [Round(0, 0, after - before) for before, after in itertools.pairwise(lengths)]
+        rounds = [Round(0, 0, after - before) for before, after in itertools.pairwise(answer["lengths"])]
+        self.outputs[tuple(prompt)] = answer["tokens"]
         return DecodeResult(answer["tokens"], DecodeStats(tuple(rounds)), "")
 
     def memory_bytes(self) -> None:
@@ -136,7 +137,7 @@ class EnginePeer:
 
     def command(self) -> str:
         """Return what decodes so without this program: a command, or expressions in Python."""
-        lookup, count, longest = self.method == "prompt_lookup", self.num_speculative_tokens, self.prompt_lookup_max
+        lookup, count, longest = self._lookup, self.num_speculative_tokens, self.prompt_lookup_max
         model, dtype = self._model, self.dtype or self.target.dtype
         if self.engine == "openvino_genai":
             kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
@@ -152,16 +153,6 @@ class EnginePeer:
         options = ["--speculative-config", json.dumps(self._speculative)] if self._speculative else []
         return shlex.join([*command, *options])
 
-    def _config(self, draft: str) -> SpeculativeConfig:
-        if self.method == "plain":
-            return SpeculativeConfig()
-        if self.method == "assistant":
-            return SpeculativeConfig("draft_model", self.num_speculative_tokens, draft_model=draft)
-        longest = self.prompt_lookup_max
-        return SpeculativeConfig(
-            "prompt_lookup", self.num_speculative_tokens, prompt_lookup_min=1, prompt_lookup_max=longest
-        )
-
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request, and return the first answer to it."""
         self._process.send(json.dumps(request))
@@ -174,8 +165,9 @@ class EnginePeer:
             raise UnsupportedModel(error.reason) from None
         return answer
 
-    def _loaded(self, model: Target) -> str:
-        """Return a file or folder of a model that the engine loads; converted once per model and dtype."""
+    def _model_for_engine(self) -> str:
+        """Return a file or folder of the target that the engine loads; converted once per target and dtype."""
+        model = self.target
         if self.engine == "xllamacpp":
             if (file := gguf_file(model.name)) is None:
                 raise UnsupportedModel(f"xllamacpp: {model.name} is not a GGUF file")

@@ -1,9 +1,8 @@
 """Inference engines against the winner of a study, on the same machine, prompts and clock.
 
 Plain decoding and prompt lookup of every engine are measured interleaved with our plain decoding and the study's winner,
-prompt by prompt. A contender that is significantly slower than the fastest decodes no more. An engine that crashes or hangs
-is left out from then on. Ours is compared token for token with our plain decoding; an engine rounds in its own way, so that
-its lookup is compared with its own plain decoding.
+prompt by prompt. An engine that crashes or hangs is left out from then on. Ours is compared token for token with our plain
+decoding; an engine rounds in its own way, so that its lookup is compared with its own plain decoding.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
-from layerskip.decoding.decode import DecodeResult
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
-from layerskip.measure.measurement import MIN_RESAMPLED, Sample
+from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError, check_list
 from searches.engines.peer import ENGINES, EnginePeer, interpreter
 from searches.progress import say
@@ -25,8 +23,6 @@ from searches.progress import say
 RACE_FILE = "engines.json"
 PLAIN, WINNER = "layerskip, plain", "layerskip, the winner"
 _METHODS = {"plain": "plain", "prompt_lookup": "prompt lookup"}
-_BLOCK = 3  # prompts between two tests for slower contenders
-_DROP_CONFIDENCE = 0.999  # as the test is repeated
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class RaceRow:
         precision: of the engine's arithmetic and cache, as it states them.
         version: that of the engine.
         command: what decodes so without this program.
-        ended: why it was not measured to the end: ``slower`` significantly than the fastest, or the error that ended it.
+        ended: the error that ended it, if it was not measured to the end.
     """
 
     name: str
@@ -135,32 +131,13 @@ def race(
                     left_out.append(str(error))
                     break  # its other methods load the same model
                 peers[f"{engine}, {label}"] = opened.enter_context(contextlib.closing(peer))
-        recorded = {name: _Recorded(contender) for name, contender in peers.items()}
-        dropped: dict[str, str] = {}
+        contenders, dropped = {**own, **peers}, dict[str, str]()
         rows: list[Mapping[str, Sample]] = []
-        for row in _surviving_rows(target, prompts, {**own, **recorded}, peers, task, dropped):
+        for row in _surviving_rows(target, prompts, contenders, peers, task, dropped):
             rows.append(row)
             on_prompt()
-            if len(rows) % _BLOCK == 0 and len(rows) >= MIN_RESAMPLED:
-                best = _fastest(rows, row)
-                # The fastest plain decoding is what speedups are stated over.
-                kept = {PLAIN, best, _fastest(rows, [name for name in row if name.endswith("plain")])}
-                dropped |= {name: "slower" for name in row if name not in kept and _is_slower(rows, best, name)}
         left_out += [reason for name, reason in dropped.items() if not any(name in row for row in rows)]
-        return replace(_judged(rows, {**own, **recorded}, peers, dropped), left_out=tuple(dict.fromkeys(left_out)))
-
-
-class _Recorded:
-    """A contender that keeps its outputs."""
-
-    def __init__(self, peer: EnginePeer) -> None:
-        self._peer = peer
-        self.outputs: dict[tuple[int, ...], list[int]] = {}
-
-    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
-        result = self._peer(prompt, task, on_prefill)
-        self.outputs[tuple(prompt)] = list(result.tokens)
-        return result
+        return replace(_judged(rows, contenders, peers, dropped), left_out=tuple(dict.fromkeys(left_out)))
 
 
 def _surviving_rows(
@@ -194,10 +171,6 @@ def _measured(rows: Sequence[Mapping[str, Sample]], over: str, name: str) -> Mea
 
 def _fastest(rows: Sequence[Mapping[str, Sample]], names: Iterable[str]) -> str:
     return max(names, key=lambda name: _measured(rows, PLAIN, name).speedup)
-
-
-def _is_slower(rows: Sequence[Mapping[str, Sample]], than: str, name: str) -> bool:
-    return _measured(rows, than, name).interval(confidence=_DROP_CONFIDENCE)[1] < 1.0
 
 
 def _judged(

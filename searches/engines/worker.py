@@ -34,11 +34,11 @@ class OpenVinoGenAi:
         schedule = openvino_genai.SchedulerConfig()
         schedule.enable_prefix_caching = False  # every prompt is read whole, as the others read it
         drafting: dict[str, Any] = {"scheduler_config": schedule}
-        self._assist = {} if settings["method"] == "plain" else {"num_assistant_tokens": settings["num_speculative_tokens"]}
-        if settings["method"] == "prompt_lookup":
-            drafting["prompt_lookup"], self._assist["max_ngram_size"] = True, settings["prompt_lookup_max"]
-        elif settings["method"] == "assistant":
-            drafting["draft_model"] = openvino_genai.draft_model(settings["draft_model"], "CPU", **options)
+        self._lengths: dict[str, int] = {}
+        if settings["lookup"]:
+            drafting["prompt_lookup"] = True
+            self._lengths["num_assistant_tokens"] = settings["num_speculative_tokens"]
+            self._lengths["max_ngram_size"] = settings["prompt_lookup_max"]
         self._pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", **drafting, **options)
         self.version = str(openvino_genai.__version__)
         # The pipeline does not show its model. Without AVX-512, a request for bfloat16 becomes float32.
@@ -62,7 +62,7 @@ class OpenVinoGenAi:
             def end(self) -> None:
                 pass
 
-        config = self._genai.GenerationConfig(max_new_tokens=request["max_new_tokens"], **self._assist)
+        config = self._genai.GenerationConfig(max_new_tokens=request["max_new_tokens"], **self._lengths)
         config.do_sample, config.apply_chat_template = False, False
         config.repetition_penalty = request["repetition_penalty"]
         config.stop_token_ids = set(request["eos"])
@@ -135,12 +135,10 @@ class LlamaCpp:
         params = xllamacpp.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel = settings["model"], settings["max_length"], 1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
-        if settings["method"] == "prompt_lookup":
+        if settings["lookup"]:
             params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
             params.speculative.ngram_simple.size_n = settings["prompt_lookup_max"]
             params.speculative.ngram_simple.size_m = settings["num_speculative_tokens"]
-        elif settings["method"] != "plain":
-            raise ValueError(f"{settings['method']} is not measured with it")
         self._server = xllamacpp.Server(params)
         self.version = str(xllamacpp.__version__)
         cache = getattr(params.cache_type_k, "name", params.cache_type_k)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from layerskip import Sampling, SkipMask, Target, UnsupportedModel, generate, load_target, save_draft_checkpoint
+from layerskip import Sampling, Target, UnsupportedModel, generate, load_target
 from layerskip.measure.measure import Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
@@ -90,10 +90,10 @@ def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys
     check_rows(config)
     assert not any("engine" in row for row in _present(config.peers).values())
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "not installed" in line)
-    assert line.startswith("openvino, openvino_prompt_lookup, openvino_assistant, llama_cpp, ")
-    config = compose_config("benchmark", [f"peers.openvino.python={python}", "draft_folder=drafts"])
+    assert line.startswith("openvino, openvino_prompt_lookup, llama_cpp, ")
+    config = compose_config("benchmark", [f"peers.openvino.python={python}"])
     rows = {name: row for name, row in _present(config.peers).items() if "engine" in row}
-    assert rows.keys() == {"openvino", "openvino_prompt_lookup", "openvino_assistant"}
+    assert rows.keys() == {"openvino", "openvino_prompt_lookup"}
     assert {row.python for row in rows.values()} == {python}
     with pytest.raises(InputError, match=r"^peers.openvino.exit_layer: "):
         check_rows(compose_config("benchmark", ["+peers.openvino.exit_layer=2"]))
@@ -101,11 +101,10 @@ def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["openvino_genai", "vllm"])
-@pytest.mark.parametrize("method", ["plain", "prompt_lookup", "assistant"])
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
 def test_the_engine_itself_gives_the_output_of_plain_decoding(engine: str, method: str, tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target", **SIZES)), dtype="float32", device="cpu")
-    draft = save_draft_checkpoint(target, SkipMask.parse("layers:1-2", target.layers), tmp_path / "draft_model")
-    peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine), draft_model=str(draft))
+    peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine))
     prompt = target.tokenizer("the cat in the hat, the cat in the")["input_ids"]
     with contextlib.closing(peer):
         result = peer(prompt, Task(max_new_tokens=32), lambda _: None)
@@ -115,7 +114,7 @@ def test_the_engine_itself_gives_the_output_of_plain_decoding(engine: str, metho
 
 _VLLM_MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm")
 _VLLM_MODULES += ("vllm.inputs", "vllm.sampling_params")
-_SETTINGS: dict[str, Any] = {"num_speculative_tokens": 4, "prompt_lookup_max": 3, "draft_model": "drafts"}
+_SETTINGS: dict[str, Any] = {"num_speculative_tokens": 4, "prompt_lookup_max": 3}
 _SETTINGS |= {"dtype": "float32", "threads": 1, "max_length": 64}
 _REQUEST = {"tokens": [5, 6, 7], "max_new_tokens": 6, "eos": [300], "repetition_penalty": 1.0}
 
@@ -139,10 +138,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def _answers(
-    engine: str, method: str, model: Path, *requests: dict[str, Any], speculative: Any = None
+    engine: str, lookup: bool, model: Path, *requests: dict[str, Any], speculative: Any = None
 ) -> list[dict[str, Any]]:
     """Return the answers to an engine's settings and requests."""
-    settings = _SETTINGS | {"engine": engine, "method": method, "model": str(model), "speculative_config": speculative}
+    settings = _SETTINGS | {"engine": engine, "lookup": lookup, "model": str(model), "speculative_config": speculative}
     answers = io.StringIO()
     engine_worker._serve([json.dumps(line) for line in (settings, *requests)], answers)
     return [json.loads(line) for line in answers.getvalue().splitlines()]
@@ -163,8 +162,7 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
             super().__init__(folder, device, **options)
 
     monkeypatch.setattr(openvino, "LLMPipeline", Recording)
-    monkeypatch.setattr(openvino, "draft_model", lambda folder, device, **options: (folder, options), raising=False)
-    ready, *answers = _answers("openvino_genai", "assistant", tmp_path, _REQUEST, _REQUEST | {"eos": [10]})
+    ready, *answers = _answers("openvino_genai", True, tmp_path, _REQUEST, _REQUEST | {"eos": [10]})
     assert ready.keys() == {"version", "precision"} and ready["version"] == "1.2"
     assert answers == [
         {"first": 1},
@@ -175,7 +173,7 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
     (options,) = made
     assert not options.pop("scheduler_config").enable_prefix_caching
     precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}
-    assert options == {"device": "CPU", "draft_model": ("drafts", precision), **precision}
+    assert options == {"device": "CPU", "prompt_lookup": True, **precision}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +184,7 @@ def test_rounds_of_vllm_are_the_parts_of_its_stream(
 ) -> None:
     """It decodes with as many cores as the others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5}, raising=False)
-    ready, *answers = _answers("vllm", "", tmp_path, _REQUEST, _REQUEST | {"eos": [8]}, speculative=speculative)
+    ready, *answers = _answers("vllm", False, tmp_path, _REQUEST, _REQUEST | {"eos": [8]}, speculative=speculative)
     assert (ready["version"], ready["precision"]) == ("3.4", {"dtype": "torch.float32", "cache": "auto"})
     assert answers == [
         {"first": 1},
@@ -201,24 +199,22 @@ def test_rounds_of_vllm_are_the_parts_of_its_stream(
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "3"
 
 
-@pytest.mark.parametrize(
-    ("method", "accepted", "lengths"), [("plain", 0, [1, 2, 3, 4, 5, 6]), ("prompt_lookup", 3, [1, 3, 6])]
-)
+@pytest.mark.parametrize(("lookup", "accepted", "lengths"), [(False, 0, [1, 2, 3, 4, 5, 6]), (True, 3, [1, 3, 6])])
 def test_llama_cpp_reads_the_file_of_the_target(
-    method: str, accepted: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    lookup: bool, accepted: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     module = _module("xllamacpp", XLLAMACPP)
     module.Server.accepted = accepted
     monkeypatch.setitem(sys.modules, "xllamacpp", module)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    ready, *answers = _answers("xllamacpp", method, tmp_path / "model.gguf", _REQUEST, _REQUEST | {"eos": [10]})
+    ready, *answers = _answers("xllamacpp", lookup, tmp_path / "model.gguf", _REQUEST, _REQUEST | {"eos": [10]})
     assert (ready["version"], ready["precision"]["cache"], ready["precision"]["build"]) == ("5.6", "f16", "AVX2 = 1")
     assert answers[:2] == [{"first": 1}, {"tokens": [8, 9, 10, 11, 12, 13], "lengths": lengths}]
     assert answers[2:] == [{"first": 1}, {"tokens": [8, 9, 10], "lengths": [1, 3] if accepted else [1, 2, 3]}]
     params = module.Server.made[-1]
     assert params.model.path == str(tmp_path / "model.gguf")
     drafting = params.speculative.types, params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m
-    assert drafting == ((["n-grams"], 3, 4) if method == "prompt_lookup" else ([], 0, 0))
+    assert drafting == ((["n-grams"], 3, 4) if lookup else ([], 0, 0))
 
 
 def test_llama_cpp_is_left_out_where_there_is_no_gguf_file(target: Target, tmp_path: Path) -> None:
