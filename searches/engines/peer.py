@@ -93,9 +93,6 @@ class EnginePeer:
         self._speculative = speculation(config.method, config, str)
         settings = {
             "engine": self.engine,
-            "lookup": self._lookup,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "prompt_lookup_max": self.prompt_lookup_max,
             "speculative_config": self._speculative,
             "model": self._model,
             "dtype": self.dtype or self.target.dtype,

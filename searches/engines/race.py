@@ -131,19 +131,19 @@ def race(
                     left_out.append(str(error))
                     break  # its other methods load the same model
                 peers[f"{engine}, {label}"] = opened.enter_context(contextlib.closing(peer))
-        contenders, dropped = {**own, **peers}, dict[str, str]()
+        dropped: dict[str, str] = {}
         rows: list[Mapping[str, Sample]] = []
-        for row in _surviving_rows(target, prompts, contenders, peers, task, dropped):
+        for row in _surviving_rows(target, prompts, own, peers, task, dropped):
             rows.append(row)
             on_prompt()
         left_out += [reason for name, reason in dropped.items() if not any(name in row for row in rows)]
-        return replace(_judged(rows, contenders, peers, dropped), left_out=tuple(dict.fromkeys(left_out)))
+        return replace(_judged(rows, peers, dropped), left_out=tuple(dict.fromkeys(left_out)))
 
 
 def _surviving_rows(
     target: Target,
     prompts: PromptSet,
-    contenders: Mapping[str, Contender],
+    own: Mapping[str, Contender],
     peers: Mapping[str, EnginePeer],
     task: Task,
     dropped: dict[str, str],
@@ -151,9 +151,9 @@ def _surviving_rows(
     """Yield one row per prompt; engines that end are left out from then on."""
     items = list(prompts)
     while items:
-        alive = {name: each for name, each in contenders.items() if name not in dropped}
+        alive = {**own, **{name: peer for name, peer in peers.items() if name not in dropped}}
         try:
-            for row in interleave(target, PromptSet(tuple(items)), alive, task, without=dropped):
+            for row in interleave(target, PromptSet(tuple(items)), alive, task):
                 items.pop(0)
                 yield row
         except UnsupportedModel as error:
@@ -173,12 +173,7 @@ def _fastest(rows: Sequence[Mapping[str, Sample]], names: Iterable[str]) -> str:
     return max(names, key=lambda name: _measured(rows, PLAIN, name).speedup)
 
 
-def _judged(
-    rows: Sequence[Mapping[str, Sample]],
-    contenders: Mapping[str, Contender],
-    peers: Mapping[str, EnginePeer],
-    dropped: Mapping[str, str],
-) -> Race:
+def _judged(rows: Sequence[Mapping[str, Sample]], peers: Mapping[str, EnginePeer], dropped: Mapping[str, str]) -> Race:
     """Return the results, contenders that decoded to the end first."""
     measured = list(dict.fromkeys(name for row in rows for name in row))
     plain = _fastest(rows, [name for name in rows[-1] if name.endswith("plain")])
@@ -189,15 +184,15 @@ def _judged(
         if name != base and any(base in row and name in row for row in rows):
             against = _measured(rows, base, name)
             own = against.speedup, *against.interval()
-        outputs, expected = (getattr(contenders[each], "outputs", {}) for each in (name, base))
-        common = outputs.keys() & expected.keys()
-        same = sum(outputs[prompt] == expected[prompt] for prompt in common), len(common)
-        if engine not in ENGINES:
+        row = RaceRow(name, _measured(rows, plain, name).to_dict(), own, (0, 0), ended=dropped.get(name, ""))
+        if (peer := peers.get(name)) is None:
             verdicts = _measured(rows, PLAIN, name).lossless
-            same = verdicts.compared - len(verdicts.divergences), verdicts.compared
-        row = RaceRow(name, _measured(rows, plain, name).to_dict(), own, same, ended=dropped.get(name, ""))
-        if (peer := peers.get(name)) is not None:
-            row = replace(row, precision=peer.precision, version=peer.version, command=peer.command())
+            row = replace(row, same_outputs=(verdicts.compared - len(verdicts.divergences), verdicts.compared))
+        else:
+            expected = peers[base].outputs if base in peers else {}
+            common = peer.outputs.keys() & expected.keys()
+            same = sum(peer.outputs[prompt] == expected[prompt] for prompt in common), len(common)
+            row = replace(row, same_outputs=same, precision=peer.precision, version=peer.version, command=peer.command())
         found.append(row)
     found.sort(key=lambda row: (bool(row.ended), -row.measured["speedup"]))
     return Race(tuple(found), plain, len(rows))

@@ -35,10 +35,10 @@ class OpenVinoGenAi:
         schedule.enable_prefix_caching = False  # every prompt is read whole, as the others read it
         drafting: dict[str, Any] = {"scheduler_config": schedule}
         self._lengths: dict[str, int] = {}
-        if settings["lookup"]:
+        if lookup := settings["speculative_config"]:
             drafting["prompt_lookup"] = True
-            self._lengths["num_assistant_tokens"] = settings["num_speculative_tokens"]
-            self._lengths["max_ngram_size"] = settings["prompt_lookup_max"]
+            self._lengths["num_assistant_tokens"] = lookup["num_speculative_tokens"]
+            self._lengths["max_ngram_size"] = lookup["prompt_lookup_max"]
         self._pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", **drafting, **options)
         self.version = str(openvino_genai.__version__)
         # The pipeline does not show its model. Without AVX-512, a request for bfloat16 becomes float32.
@@ -135,10 +135,10 @@ class LlamaCpp:
         params = xllamacpp.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel = settings["model"], settings["max_length"], 1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
-        if settings["lookup"]:
+        if lookup := settings["speculative_config"]:
             params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-            params.speculative.ngram_simple.size_n = settings["prompt_lookup_max"]
-            params.speculative.ngram_simple.size_m = settings["num_speculative_tokens"]
+            params.speculative.ngram_simple.size_n = lookup["prompt_lookup_max"]
+            params.speculative.ngram_simple.size_m = lookup["num_speculative_tokens"]
         self._server = xllamacpp.Server(params)
         self.version = str(xllamacpp.__version__)
         cache = getattr(params.cache_type_k, "name", params.cache_type_k)

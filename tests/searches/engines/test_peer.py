@@ -114,8 +114,8 @@ def test_the_engine_itself_gives_the_output_of_plain_decoding(engine: str, metho
 
 _VLLM_MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm")
 _VLLM_MODULES += ("vllm.inputs", "vllm.sampling_params")
-_SETTINGS: dict[str, Any] = {"num_speculative_tokens": 4, "prompt_lookup_max": 3}
-_SETTINGS |= {"dtype": "float32", "threads": 1, "max_length": 64}
+_LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+_SETTINGS = {"dtype": "float32", "threads": 1, "max_length": 64}
 _REQUEST = {"tokens": [5, 6, 7], "max_new_tokens": 6, "eos": [300], "repetition_penalty": 1.0}
 
 
@@ -137,11 +137,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def _answers(
-    engine: str, lookup: bool, model: Path, *requests: dict[str, Any], speculative: Any = None
-) -> list[dict[str, Any]]:
+def _answers(engine: str, speculative: Any, model: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the answers to an engine's settings and requests."""
-    settings = _SETTINGS | {"engine": engine, "lookup": lookup, "model": str(model), "speculative_config": speculative}
+    settings = _SETTINGS | {"engine": engine, "speculative_config": speculative, "model": str(model)}
     answers = io.StringIO()
     engine_worker._serve([json.dumps(line) for line in (settings, *requests)], answers)
     return [json.loads(line) for line in answers.getvalue().splitlines()]
@@ -162,7 +160,7 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
             super().__init__(folder, device, **options)
 
     monkeypatch.setattr(openvino, "LLMPipeline", Recording)
-    ready, *answers = _answers("openvino_genai", True, tmp_path, _REQUEST, _REQUEST | {"eos": [10]})
+    ready, *answers = _answers("openvino_genai", _LOOKUP, tmp_path, _REQUEST, _REQUEST | {"eos": [10]})
     assert ready.keys() == {"version", "precision"} and ready["version"] == "1.2"
     assert answers == [
         {"first": 1},
@@ -176,15 +174,13 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
     assert options == {"device": "CPU", "prompt_lookup": True, **precision}
 
 
-@pytest.mark.parametrize(
-    ("speculative", "lengths"), [({}, [1, 2, 3, 4, 5, 6]), ({"method": "ngram", "num_speculative_tokens": 4}, [1, 6])]
-)
+@pytest.mark.parametrize(("speculative", "lengths"), [({}, [1, 2, 3, 4, 5, 6]), (_LOOKUP, [1, 6])])
 def test_rounds_of_vllm_are_the_parts_of_its_stream(
     vllm: ModuleType, speculative: Any, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It decodes with as many cores as the others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5}, raising=False)
-    ready, *answers = _answers("vllm", False, tmp_path, _REQUEST, _REQUEST | {"eos": [8]}, speculative=speculative)
+    ready, *answers = _answers("vllm", speculative, tmp_path, _REQUEST, _REQUEST | {"eos": [8]})
     assert (ready["version"], ready["precision"]) == ("3.4", {"dtype": "torch.float32", "cache": "auto"})
     assert answers == [
         {"first": 1},
@@ -199,22 +195,22 @@ def test_rounds_of_vllm_are_the_parts_of_its_stream(
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "3"
 
 
-@pytest.mark.parametrize(("lookup", "accepted", "lengths"), [(False, 0, [1, 2, 3, 4, 5, 6]), (True, 3, [1, 3, 6])])
+@pytest.mark.parametrize(("speculative", "accepted", "lengths"), [({}, 0, [1, 2, 3, 4, 5, 6]), (_LOOKUP, 3, [1, 3, 6])])
 def test_llama_cpp_reads_the_file_of_the_target(
-    lookup: bool, accepted: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    speculative: Any, accepted: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     module = _module("xllamacpp", XLLAMACPP)
     module.Server.accepted = accepted
     monkeypatch.setitem(sys.modules, "xllamacpp", module)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    ready, *answers = _answers("xllamacpp", lookup, tmp_path / "model.gguf", _REQUEST, _REQUEST | {"eos": [10]})
+    ready, *answers = _answers("xllamacpp", speculative, tmp_path / "model.gguf", _REQUEST, _REQUEST | {"eos": [10]})
     assert (ready["version"], ready["precision"]["cache"], ready["precision"]["build"]) == ("5.6", "f16", "AVX2 = 1")
     assert answers[:2] == [{"first": 1}, {"tokens": [8, 9, 10, 11, 12, 13], "lengths": lengths}]
     assert answers[2:] == [{"first": 1}, {"tokens": [8, 9, 10], "lengths": [1, 3] if accepted else [1, 2, 3]}]
     params = module.Server.made[-1]
     assert params.model.path == str(tmp_path / "model.gguf")
     drafting = params.speculative.types, params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m
-    assert drafting == ((["n-grams"], 3, 4) if lookup else ([], 0, 0))
+    assert drafting == ((["n-grams"], 3, 4) if speculative else ([], 0, 0))
 
 
 def test_llama_cpp_is_left_out_where_there_is_no_gguf_file(target: Target, tmp_path: Path) -> None:
