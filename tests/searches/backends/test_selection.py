@@ -49,25 +49,19 @@ def test_methods_are_left_out_in_one_line(tiny_target: Target, capsys: pytest.Ca
 
 
 def test_the_own_decoder_does_not_change_what_identifies_a_study(tiny_folder: Path, tmp_path: Path) -> None:
-    def settings(*overrides: str) -> dict[str, Any]:
+    """Under load, nothing is measured again, as it would be alone."""
+
+    def planned(*overrides: str) -> tuple[Plan, dict[str, Any]]:
         config = compose_config("layerskip", [*quick(tiny_folder, tmp_path), *overrides])
         plan = Plan.of(config)
-        return describe(config, plan.target, plan.prompts, False, plan.backend)
+        return plan, describe(config, plan.target, plan.prompts, False, plan.backend)
 
-    own, other = settings(), settings(*_server("serve"))
+    (alone, own), (_, other) = planned(), planned(*_server("serve"))
+    loaded, settings = planned(*_server("other"), "workload.concurrency=4")
     assert not [name for name in own if name.startswith(("backend", "workload", "space.ranges"))]
     assert own.items() < other.items()
-    assert other["backend.name"] == "server"
-    assert settings(*_server("other")) != other
-    assert settings("space.ranges.prompt_lookup.match=[first]")["space.ranges.prompt_lookup.match"] == ["first"]
-
-
-def test_nothing_is_measured_again_alone_under_load(tiny_folder: Path, tmp_path: Path) -> None:
-    for concurrency, is_alone in ((1, True), (4, False)):
-        overrides = (*_server("serve"), f"workload.concurrency={concurrency}")
-        plan = Plan.of(compose_config("layerskip", [*quick(tiny_folder, tmp_path), *overrides]))
-        assert plan.workload.concurrency == concurrency
-        assert (plan.measuring.drift < math.inf) == is_alone
+    assert other["backend.name"] == "server" and settings["backend.command"] != other["backend.command"]
+    assert (alone.measuring.drift < math.inf, loaded.measuring.drift) == (True, math.inf)
 
 
 def _exported(target: Target, **backend: Any) -> Export:

@@ -40,21 +40,16 @@ def test_configurations_have_the_fields_that_vllm_documents(tiny_target: Target)
     assert vllm_config(tiny_target, SpeculativeConfig()) == {}
 
 
-@pytest.mark.parametrize(
-    ("described", "method"),
-    [
+def test_the_method_of_a_head_is_read_from_its_folder(tmp_path: Path, tiny_target: Target) -> None:
+    (tmp_path / "model.safetensors").touch()
+    for described, method in (
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "eagle3"),
         ({"speculators_model_type": "eagle"}, "eagle"),
-    ],
-)
-def test_the_method_of_a_head_is_read_from_its_folder(
-    tmp_path: Path, described: dict[str, Any], method: str, tiny_target: Target
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
-    (tmp_path / "model.safetensors").touch()
-    found = vllm_config(tiny_target, SpeculativeConfig("eagle", 3, head=str(tmp_path)))
-    assert found == {"method": method, "num_speculative_tokens": 3, "model": str(tmp_path)}
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
+        found = vllm_config(tiny_target, SpeculativeConfig("eagle", 3, head=str(tmp_path)))
+        assert found == {"method": method, "num_speculative_tokens": 3, "model": str(tmp_path)}
 
 
 @pytest.mark.parametrize(
@@ -75,20 +70,17 @@ def test_what_vllm_cannot_do_is_refused_by_field(config: SpeculativeConfig, name
     assert named != "method: " or refusal(config.method)
 
 
-@pytest.mark.parametrize("method", methods())
-def test_each_method_is_supported_or_refused_in_one_line(method: str, tiny_target: Target) -> None:
+def test_each_method_is_supported_or_refused_in_one_line(tiny_target: Target) -> None:
     backend, without = VllmBackend(tiny_target), VllmBackend(tiny_target)
     backend._installed, without._installed = {"arctic_inference": True}, {"arctic_inference": False}
+    reasons = {method: backend.supports(method) for method in methods()}
+    supported = {"none", "prompt_lookup", "retrieval", "draft_model", "cross_tokenizer", "eagle", "medusa"}
+    assert {method for method, reason in reasons.items() if reason is None} == supported
+    assert "save_draft_checkpoint" in str(reasons["layer_skip"])
+    assert reasons["token_recycling"] == "vLLM has no counterpart of token_recycling"
+    assert [method for method in methods() if "arctic-inference" in str(without.supports(method))] == ["retrieval"]
     server = ServerBackend(tiny_target, command="serve --port {port} --draft {speculative_config}")
-    reason = backend.supports(method)
-    assert ("arctic-inference" in str(without.supports(method))) == (method == "retrieval")
-    assert server.supports(method) == reason
-    if method in ("none", "prompt_lookup", "retrieval", "draft_model", "cross_tokenizer", "eagle", "medusa"):
-        assert reason is None
-    elif method == "layer_skip":
-        assert reason and "save_draft_checkpoint" in reason
-    else:
-        assert reason == f"vLLM has no counterpart of {method}"
+    assert {method: server.supports(method) for method in methods()} == reasons
 
 
 def test_an_interpreter_without_vllm_is_refused(tiny_target: Target) -> None:
