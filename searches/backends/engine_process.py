@@ -32,12 +32,6 @@ _ERROR = re.compile(
     r"^(?:\(.*?\) )?(?:[A-Z]+ \S+ \S+ \[.*?\] )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt): .*)", re.MULTILINE
 )
 """A line that an exception ends with, behind vLLM's names of process and place. Advice may quote an error within a line."""
-_OUT_OF_MEMORY = re.compile(
-    r"MemoryError|bad_alloc|(?:error|exception|failed|fork)\b.*(?:out of memory|can(?:not|'t) allocate memory"
-    r"|no available memory for the cache blocks|larger than the available kv cache memory)",
-    re.IGNORECASE,
-)
-"""What an engine without memory prints, in contrast to advice for the case."""
 _POLL_SECONDS = 0.1
 
 
@@ -102,9 +96,7 @@ class EngineProcess:
             self._guard.wait(0.5)  # an engine that drops a connection is about to end
         code, tail = self._guard.poll(), self.log_tail()
         if code is not None:
-            reason = f"{_end(code, tail)}, {reason}{_cause(tail)}"
-        elif _OUT_OF_MEMORY.search(tail):
-            reason = f"out of memory, {reason}"
+            reason = f"{_end(code)}, {reason}{_cause(tail)}"
         return BackendError(f"{self.name}: {reason}", tail)
 
     def wait_until(self, ready: Callable[[], bool], limit_seconds: float) -> float:
@@ -171,10 +163,8 @@ class EngineProcess:
             self._log.close()
 
 
-def _end(code: int, tail: str) -> str:
+def _end(code: int) -> str:
     """Return how an engine ended, in a few words."""
-    if _OUT_OF_MEMORY.search(tail):
-        return f"out of memory (exit code {code})"
     number = code - 128 if code > 128 else -code
     if number in (each.value for each in signal.Signals):
         hint = ", possibly for lack of memory" if number == signal.SIGKILL else ""

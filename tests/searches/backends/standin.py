@@ -23,7 +23,7 @@ from typing import Any
 
 FIRST, SPAN = 40, 60  # ids of the tokens that it writes
 FAULTS = (
-    *("", "crash_at_start", "memory_at_start", "hang_at_start", "crash", "hang"),
+    *("", "crash_at_start", "hang_at_start", "crash", "hang"),
     *("html", "not_json", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
     *("ends", "ends_uncounted", "no_text"),  # with its first token; with no token of its own; tokens without a text
 )
@@ -182,15 +182,12 @@ def main() -> None:
         options.fault = ""
     if options.broken_length and drafted == options.broken_length:
         options.fault = "crash_at_start"
-    print("WARNING: send fewer requests if you run out of memory", flush=True)  # advice, which is no reason
     record(options.folder, os.getpid())
     # An engine's own process, in a session of its own, which no signal to the engine's group reaches.
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     record(options.folder, child.pid)
     if options.fault == "crash_at_start":
         sys.exit("stand-in: a planned crash at the start")
-    if options.fault == "memory_at_start":
-        sys.exit("MemoryError: no memory")
     if options.fault == "hang_at_start":
         time.sleep(600)
     Standin.options, Standin.accepted, Standin.seen = options, [], []
