@@ -54,29 +54,24 @@ class Completion:
 
 
 class Client:
-    """A client of one server. Threads may share it.
+    """A client of one server, which sends the API key in ``OPENAI_API_KEY``, if there is one. Threads may share it.
 
     Args:
         url: such as ``http://127.0.0.1:8000``; a final ``/v1`` is the same. Another form raises ``ValueError``.
         limit_seconds: for a whole request.
-        headers: sent with every request.
     """
 
-    def __init__(self, url: str, limit_seconds: float = 300.0, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, limit_seconds: float = 300.0) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
         self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self.url, self.limit_seconds, self._headers = url, limit_seconds, dict(headers or {})
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        self.url, self.limit_seconds = url, limit_seconds
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._extensions = True
         self._model: str | None = None
-
-    @classmethod
-    def with_key(cls, url: str, limit_seconds: float) -> Client:
-        """Return a client that sends the API key in ``OPENAI_API_KEY``, if there is one."""
-        key = os.environ.get("OPENAI_API_KEY")
-        return cls(url, limit_seconds, {"Authorization": f"Bearer {key}"} if key else None)
 
     def ready(self) -> bool:
         """Return whether the server answers and names a model."""
@@ -161,10 +156,8 @@ class Client:
             yield connection.getresponse()
         except TimeoutError:
             raise RequestFailed(f"{self.url}{path}: no answer within {limit_seconds:g} seconds") from None
-        except (http.client.RemoteDisconnected, http.client.IncompleteRead, ConnectionError) as error:
-            raise RequestFailed(f"{self.url}{path}: the connection broke ({type(error).__name__})") from None
         except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed(f"{self.url}{path}: {type(error).__name__}: {error}".strip(": ")) from None
+            raise RequestFailed(f"{self.url}{path}: the connection broke ({type(error).__name__}: {error})") from None
         finally:
             connection.close()
 

@@ -52,7 +52,7 @@ class LayerskipBackend(Backend):
 
         Errors are also those of :func:`~layerskip.build_drafter`, and :class:`NotFinite` of plain decoding.
         """
-        if workload.levels != (1,):
+        if workload.concurrency != 1:
             raise InputError("workload.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
         if self._compared.get("configs") != configs:
             self._compared.update(configs=dict(configs), before=capture_seconds())

@@ -72,7 +72,7 @@ class Plan:
         backend, workload = make_backend(config, target)
         if engines and not (isinstance(backend, LayerskipBackend) and target.device.type == "cpu"):
             raise InputError("engines: are measured beside backend=layerskip on a CPU")
-        if workload.levels != (1,):  # one prompt measured again would be alone in the engine
+        if workload.concurrency != 1:  # one prompt measured again would be alone in the engine
             measuring = replace(measuring, drift=math.inf)
         check_prompts(prompts, target, measuring.max_new_tokens)
         _resolve(config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,7 @@ from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.vllm import VllmBackend
 from searches.export import script
 from tests.engines.known import SIZES, interpreter
-from tests.searches.backends.contract import (
-    LOOKUP,
-    PROMPTS,
-    BackendContract,
-    FailingEngine,
-    ServesSeveral,
-    measure,
-)
+from tests.searches.backends.contract import LOOKUP, PROMPTS, measure
 from tests.searches.conftest import Launch
 from tests.searches.programs import tracked
 from tests.tiny import save_tiny
@@ -44,16 +36,6 @@ def tiny_target(python: str, tmp_path_factory: pytest.TempPathFactory) -> Target
     # With layers of little effect, a token mostly follows from the one before, which heads learn in seconds.
     folder = save_tiny(tmp_path_factory.mktemp("real") / "llama", idle=range(4), **SIZES)
     return load_target(str(folder), dtype="float32", device="cpu")
-
-
-class TestVllm(BackendContract, FailingEngine, ServesSeveral):
-    @pytest.fixture
-    def make(self, python: str, tmp_path: Path) -> Callable[[Target], VllmBackend]:
-        return lambda target: VllmBackend(target, python=python, args=ARGS, folder=str(tmp_path))
-
-    @pytest.fixture
-    def broken(self) -> SpeculativeConfig:
-        return SpeculativeConfig("prompt_lookup", 100000)
 
 
 _TRAINING = (
