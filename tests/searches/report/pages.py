@@ -21,7 +21,6 @@ from tests.searches.programs import journal_study
 
 EARLIER = Path(__file__).parents[1] / "data" / "earlier" / "results"
 EARLIER_STUDY = "model-tpe-seed0-19d590"
-EARLIER_LAYERS = 10
 
 SKIP = SpeculativeConfig("layer_skip", 4, "layers:2")
 
