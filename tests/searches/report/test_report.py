@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -26,7 +25,7 @@ from searches.study.objective import MeasureSettings
 from searches.tracking.names import METRICS
 from searches.workers.pool import Alone
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
-from tests.searches.report.pages import earlier_study, engine_study, known_study, metrics_of, workers_study
+from tests.searches.report.pages import engine_study, known_study, metrics_of, workers_study
 
 
 def _places(figure: dict[str, Any]) -> list[tuple[float, float]]:
@@ -45,22 +44,14 @@ def _written(folder: Path, study: optuna.Study, **fields: Any) -> str:
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_charts_of_an_earlier_study_hold_what_its_journal_holds(tmp_path: Path) -> None:
-    study = earlier_study(tmp_path)
+def test_the_charts_hold_what_was_measured(tmp_path: Path) -> None:
+    study, _ = known_study()
     figures = metrics_of(_written(tmp_path, study))
-    # From the file itself: the study's results, without the code that reads trials.
-    journal = (tmp_path / study.study_name / "journal.log").read_text(encoding="utf-8").splitlines()
-    lines = [json.loads(line) for line in journal if '"user_attr"' in line and '"trial_id"' in line]
-    stored: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        stored.setdefault(line["trial_id"], {}).update(line["user_attr"])
-    measured = {trial: attributes["measurement"] for trial, attributes in stored.items()}
-    speedups = {trial: figures["speedup"] for trial, figures in measured.items()}
-    assert _places(figures["history"]) == sorted(speedups.items())
-    drafting = [figures for trial, figures in measured.items() if stored[trial]["config"]["method"] != "none"]
-    assert _places(figures["acceptance"]) == sorted((f["acceptance_rate"], f["speedup"]) for f in drafting)
-    durations = sorted(seconds for trace in figures["timeline"]["data"] for seconds in trace["x"])
-    assert durations == pytest.approx(sorted(1000 * attributes["seconds"] for attributes in stored.values()))
+    expected = [(0, 1.6), (1, 1.2), (2, 0.7), (3, 1.4), (4, 1.0)]
+    assert _places(figures["history"]) == [(trial, pytest.approx(speedup)) for trial, speedup in expected]
+    assert [speedup for _, speedup in _places(figures["acceptance"])] == pytest.approx([0.7, 1.2, 1.4, 1.6])
+    durations = [1000 * seconds for seconds in (0.0, *[2.0] * 5)]  # that of the killed trial is unknown
+    assert sorted(taken for trace in figures["timeline"]["data"] for taken in trace["x"]) == durations
 
 
 def test_neither_a_changed_output_nor_a_trial_stopped_early_leads() -> None:
