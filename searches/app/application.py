@@ -14,14 +14,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import hydra
 import optuna
 from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
-from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -94,37 +92,17 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         if code and (interrupted or HydraConfig.get().mode != RunMode.MULTIRUN):
             sys.exit(code)
 
-    check_batch = Sweeper.validate_batch_is_legal
-
-    def keep_legal(sweeper: Any, batch: list[Sequence[str]]) -> None:
-        if type(sweeper).__name__ != "BasicSweeper":  # others relate jobs to what they return
-            check_batch(sweeper, batch)
-            return
-        # Hydra ends a multirun at the first job that cannot be composed. The others shall run.
-        refused: list[tuple[Sequence[str], HydraException]] = []
-        for overrides in batch:
-            try:
-                check_batch(sweeper, [overrides])
-            except HydraException as error:
-                refused.append((overrides, error))
-        for overrides, reason in refused:
-            jobs.append(Job(tuple(overrides), *_report(reason, resumable)))
-            batch.remove(overrides)
-        if not batch and sweeper.is_done():  # else later batches run
-            sys.exit(BAD_INPUT)
-
     _set_up()
     store_drafters()
     program = hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(guarded)
     code = 0
     try:
-        with interruptible(), patch.object(Sweeper, "validate_batch_is_legal", keep_legal):
+        with interruptible():
             sys.argv[1:] = prepare_overrides(config_name, sys.argv[1:])
             program()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except (Exception, KeyboardInterrupt) as error:
-        jobs += launched_jobs(error)
         code, _ = _report(error, resumable)
     if len(jobs) > 1:
         print(table(jobs))
@@ -230,21 +208,6 @@ class JobFailed(Exception):
     def __init__(self, code: int, line: str) -> None:
         super().__init__(code, line)  # the arguments alone are pickled
         self.code, self.line = code, line
-
-
-def launched_jobs(error: BaseException) -> list[Job]:
-    """Return the jobs that a launcher ran elsewhere, of which Hydra raises the first failure alone."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    sweep = next((frame.f_locals for frame in frames if frame.f_code.co_qualname == "BasicSweeper.sweep"), {})
-    jobs = []
-    for returned in sweep.get("results", ()):
-        code, outcome, failure = 0, FINISHED, returned._return_value
-        if isinstance(failure, JobFailed):
-            code, outcome = failure.code, failure.line
-        elif isinstance(failure, Exception):  # of the launcher, such as a job that was killed
-            code, outcome = 1, type(failure).__name__
-        jobs.append(Job(tuple(returned.overrides), code, outcome))
-    return jobs
 
 
 def worst(codes: Sequence[int]) -> int:

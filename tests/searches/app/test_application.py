@@ -61,9 +61,7 @@ run("datastore", task)
         (["target.colour=red"], "target.colour"),
         (["space.masks=[layers:99]"], "space.masks"),
         (["space.ranges.draft_model.draft_model=[/there/is/none]"], "draft_model: "),
-        (["space.ranges.eagle.head=[/there/is/none]"], "head: "),
         (["space=bridged", "space.ranks=[9999]"], "space.ranks"),
-        (["sampling.temperature=-1"], "temperature"),
         (["study.n_trials=0"], "study.n_trials"),
         (["seed=x"], "seed"),
         (["study.storage=postgresql://127.0.0.1:1/none"], "study.storage"),
@@ -98,6 +96,7 @@ def test_a_full_disk_is_refused_before_writing(small_disk: Path, tiny_folder: Pa
     assert not outputs.exists()
 
 
+@pytest.mark.system
 def test_a_disk_that_fills_up_ends_with_one_line_and_the_study_resumes(small_disk: Path, tiny_folder: Path) -> None:
     outputs = small_disk / "outputs"
     overrides = quick(tiny_folder, tracked(outputs), "study.n_trials=40", "study.name=filling")
