@@ -12,7 +12,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import hydra
@@ -37,7 +36,6 @@ from searches.app.streams import lost_output, tolerate_loss
 _NO_PRIMITIVE = "could not create a primitive"  # what oneDNN says where it gets no memory
 BAD_INPUT = 2
 NOT_CONFIRMED = 4
-FINISHED = "finished"
 _MILDEST = (0, 3, NOT_CONFIRMED, BAD_INPUT, 1)
 """Exit codes, worst last: success, weaker, refuted, bad input, unexpected error. Others, such as of signals, are worse."""
 _INPUT_ERRORS = (
@@ -66,12 +64,12 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         resumable: whether the same command continues after an interruption.
         is_printed: whether the result is what the program prints, which is then lost on a full disk.
     """
-    jobs: list[Job] = []
+    codes: list[int] = []
 
     def guarded(config: DictConfig) -> None:
         # Errors are handled in here, because Hydra prints its own message first. It lets SystemExit pass.
         _set_up()
-        code, line, interrupted = 0, FINISHED, False
+        code, line, interrupted = 0, "", False
         try:
             with interruptible():
                 check_output_paths(config)
@@ -88,8 +86,11 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
             if code:  # a launcher carries exceptions alone; with SystemExit, submitit waits and Ray starts again
                 raise JobFailed(code, line)
             return
-        jobs.append(Job(tuple(HydraConfig.get().overrides.task), code, line))
-        if code and (interrupted or HydraConfig.get().mode != RunMode.MULTIRUN):
+        codes.append(code)
+        is_single = HydraConfig.get().mode != RunMode.MULTIRUN
+        if code and not is_single:
+            print(f"exit code {code} of the job {' '.join(HydraConfig.get().overrides.task)}", file=sys.stderr)
+        if code and (interrupted or is_single):
             sys.exit(code)
 
     _set_up()
@@ -104,10 +105,7 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except (Exception, KeyboardInterrupt) as error:
         code, _ = _report(error, resumable)
-    if len(jobs) > 1:
-        print(table(jobs))
-    code = worst([code, *(job.code for job in jobs)])
-    code = _with_output(code, is_printed or not jobs)  # without a job, Hydra printed its help
+    code = _with_output(worst([code, *codes]), is_printed or not codes)  # without a job, Hydra printed its help
     guard_exit(code)
     sys.exit(code)
 
@@ -193,15 +191,6 @@ def _one_line(error: BaseException) -> str:
     return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in line)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job that has ended: its overrides, the exit code that it would have as a program, and one line on its outcome."""
-
-    overrides: tuple[str, ...]
-    code: int
-    outcome: str
-
-
 class JobFailed(Exception):
     """The failure of a job that a launcher ran elsewhere, with its exit code and the last line that it printed."""
 
@@ -213,13 +202,3 @@ class JobFailed(Exception):
 def worst(codes: Sequence[int]) -> int:
     """Return the worst of exit codes."""
     return max(codes, key=[*_MILDEST, *sorted(set(codes).difference(_MILDEST))].index)
-
-
-def table(jobs: Sequence[Job]) -> str:
-    """Return a table in Markdown with the overrides that differ between jobs and with the outcomes."""
-    common = set.intersection(*(set(job.overrides) for job in jobs))
-    rows = ["| job | exit code | outcome |", "|---|---|---|"]
-    for job in jobs:
-        cells = " ".join(each.lstrip("+") for each in job.overrides if each not in common), str(job.code), job.outcome
-        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(rows)

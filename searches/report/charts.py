@@ -10,7 +10,6 @@ import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from plotly import graph_objects as go
 
-from layerskip import SpeculativeConfig, config
+from layerskip import config
 from searches.report.tables import output_state, pareto_front, trial_requests
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, is_lossless
@@ -51,93 +50,45 @@ _PAUSE_SHARE = 0.1
 _Bars = tuple[Sequence[float], Sequence[float]]  # lengths above and below
 
 
-@dataclass(frozen=True)
-class Point:
-    """A measured trial.
-
-    Args:
-        trial: its number.
-        config: the configuration.
-        complete: whether it was measured to the end.
-        metrics: of its measurement, as :meth:`layerskip.Measurement.to_dict` returns them.
-        predicted: the speedup that was predicted before it ran; None without a prediction.
-        requests: throughput and latencies that the back end reports; empty for this library's decoder.
-    """
-
-    trial: int
-    config: SpeculativeConfig
-    complete: bool
-    metrics: dict[str, Any]
-    predicted: float | None
-    requests: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def speedup(self) -> float:
-        """The measured speedup over plain decoding."""
-        return float(self.metrics["speedup"])
-
-    @property
-    def may_lead(self) -> bool:
-        """True if it was measured to the end and kept the output, or is lossy by choice."""
-        return self.complete and (is_lossless(self.metrics) or not self.config.lossless)
-
-
-def points(trials: Iterable[FrozenTrial]) -> list[Point]:
-    """Return the measured trials; those that were not run are left out."""
-    return [
-        Point(
-            trial=trial.number,
-            config=configuration(trial),
-            complete=trial.state == TrialState.COMPLETE,
-            metrics=trial.user_attrs["measurement"],
-            predicted=trial.user_attrs.get(PREDICTED),
-            requests=trial_requests(trial),
-        )
-        for trial in trials
-        if "measurement" in trial.user_attrs
-    ]
-
-
-def history(measured: Sequence[Point]) -> go.Figure | None:
+def history(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     """Return the speedup of each trial in order, with its interval, and the best so far."""
+    measured = _measured(trials)
     if not measured:
         return None
     chart = _figure("trial", "speedup", plain=1.0)
-    bars = _bars([point.metrics for point in measured])
-    _add_trials(chart, measured, [point.trial for point in measured], [point.speedup for point in measured], bars)
-    leading = [point for point in measured if point.may_lead]
-    best = list(itertools.accumulate((point.speedup for point in leading), max))
-    _add_line(chart, "best so far", [point.trial for point in leading], best)
-    return chart.update_xaxes(dtick=1) if measured[-1].trial < _FEW else chart
+    _add_trials(chart, measured, [t.number for t in measured], _speedups(measured), _bars([_metrics(t) for t in measured]))
+    leading = [trial for trial in measured if _may_lead(trial)]
+    _add_line(chart, "best so far", [t.number for t in leading], list(itertools.accumulate(_speedups(leading), max)))
+    return chart.update_xaxes(dtick=1) if measured[-1].number < _FEW else chart
 
 
-def acceptance(measured: Sequence[Point]) -> go.Figure | None:
+def acceptance(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     """Return the speedup against the acceptance rate of trials that draft, and the trials that none exceeds in both."""
-    drafting = [point for point in measured if point.config.method != "none"]
+    drafting = [trial for trial in _measured(trials) if _method(trial) != "none"]
     if not drafting:
         return None
     chart = _figure("acceptance rate", "speedup", plain=1.0).update_xaxes(range=[-0.03, 1.03])
-    rates, speedups = [float(p.metrics["acceptance_rate"]) for p in drafting], [p.speedup for p in drafting]
-    _add_trials(chart, drafting, rates, speedups)
-    _add_front(chart, drafting, rates, speedups, more_is_better=True)
+    rates = [float(_metrics(trial)["acceptance_rate"]) for trial in drafting]
+    _add_trials(chart, drafting, rates, _speedups(drafting))
+    _add_front(chart, drafting, rates, _speedups(drafting), more_is_better=True)
     return chart
 
 
-def throughput(measured: Sequence[Point], level: str = "") -> go.Figure | None:
+def throughput(trials: Iterable[FrozenTrial], level: str = "") -> go.Figure | None:
     """Return the engine's tokens per second against the median time per token, and the trials that none exceeds in both.
 
     A star is plain decoding, the median of trials. ``level`` is one of :func:`~searches.report.tables.levels`.
     """
     names = [f"throughput{level}", f"tpot_p50{level}"]
-    known = [point for point in measured if set(names) <= point.requests.keys()]
+    known = [trial for trial in _measured(trials) if set(names) <= trial_requests(trial).keys()]
     if not known:
         return None
-    chart = _figure("ms per token", "tokens/s of the engine")
-    speeds, milliseconds = [p.requests[names[0]] for p in known], [1000 * p.requests[names[1]] for p in known]
+    chart, loads = _figure("ms per token", "tokens/s of the engine"), [trial_requests(trial) for trial in known]
+    speeds, milliseconds = [load[names[0]] for load in loads], [1000 * load[names[1]] for load in loads]
     _add_trials(chart, known, milliseconds, speeds)
     _add_front(chart, known, milliseconds, speeds, more_is_better=False)
     baselines = [f"baseline_{name}" for name in names]
-    plain = [[p.requests[name] for name in baselines] for p in known if set(baselines) <= p.requests.keys()]
+    plain = [[load[name] for name in baselines] for load in loads if set(baselines) <= load.keys()]
     if plain:  # trials were compared with plain decoding under the load
         speed, seconds = np.median(plain, axis=0).tolist()
         marker = {"color": _INK, "size": 13, "symbol": "star-open"}
@@ -229,21 +180,6 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
     return chart
 
 
-def describe(point: Point) -> str:
-    """Return the text that is shown for a trial under the pointer."""
-    metrics, requests = point.metrics, point.requests
-    lines = [
-        f"<b>trial {point.trial}</b>{'' if point.complete else ', stopped early'}",
-        _wrapped(point.config.label()),
-        f"speedup {_with_interval(metrics)}",
-        f"{metrics['tokens_per_second']:.1f} tokens/s, acceptance {metrics['acceptance_rate']:.2f}",
-        *([f"predicted {point.predicted:.3f}"] if point.predicted else []),
-        *(f"{requests[name]:.1f} tokens/s of the engine" for name in requests if name.startswith("throughput")),
-        f"output {output_state(point.config, metrics)}",
-    ]
-    return "<br>".join(lines)
-
-
 def color_of(method: str) -> str:
     """Return the declared colour of a method."""
     known = config.methods()
@@ -263,12 +199,49 @@ def _figure(x: str, y: str, plain: float | None = None) -> go.Figure:
     return chart if plain is None else chart.add_hline(y=plain, line=_DOTTED, layer="below")
 
 
+def _measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+    """Return the trials that were measured, also those that were stopped early."""
+    return [trial for trial in trials if "measurement" in trial.user_attrs]
+
+
+def _metrics(trial: FrozenTrial) -> dict[str, Any]:
+    """Return what :meth:`layerskip.Measurement.to_dict` returned for a trial."""
+    found: dict[str, Any] = trial.user_attrs["measurement"]
+    return found
+
+
+def _speedups(measured: Sequence[FrozenTrial]) -> list[float]:
+    return [float(_metrics(trial)["speedup"]) for trial in measured]
+
+
+def _may_lead(trial: FrozenTrial) -> bool:
+    """Return True if a trial was measured to the end and kept the output, or is lossy by choice."""
+    kept = is_lossless(_metrics(trial)) or not configuration(trial).lossless
+    return kept and trial.state == TrialState.COMPLETE
+
+
+def _describe(trial: FrozenTrial) -> str:
+    """Return the text that is shown for a measured trial under the pointer."""
+    metrics, requests, known = _metrics(trial), trial_requests(trial), trial.user_attrs
+    lines = [
+        f"<b>trial {trial.number}</b>{'' if trial.state == TrialState.COMPLETE else ', stopped early'}",
+        _wrapped(configuration(trial).label()),
+        f"speedup {_with_interval(metrics)}",
+        f"{metrics['tokens_per_second']:.1f} tokens/s, acceptance {metrics['acceptance_rate']:.2f}",
+        *([f"predicted {known[PREDICTED]:.3f}"] if PREDICTED in known else []),
+        *(f"{requests[name]:.1f} tokens/s of the engine" for name in requests if name.startswith("throughput")),
+        f"output {output_state(configuration(trial), metrics)}",
+    ]
+    return "<br>".join(lines)
+
+
 def _add_trials(
-    chart: go.Figure, measured: Sequence[Point], x: Sequence[float], y: Sequence[float], bars: _Bars | None = None
+    chart: go.Figure, measured: Sequence[FrozenTrial], x: Sequence[float], y: Sequence[float], bars: _Bars | None = None
 ) -> None:
     """Add trials, a trace for each drafter and way to end; ``bars`` are their intervals."""
-    for method, complete in sorted({(point.config.method, point.complete) for point in measured}):
-        places = [place for place, p in enumerate(measured) if (p.config.method, p.complete) == (method, complete)]
+    kinds = [(_method(trial), trial.state == TrialState.COMPLETE) for trial in measured]
+    for method, complete in sorted(set(kinds)):
+        places = [place for place, kind in enumerate(kinds) if kind == (method, complete)]
         color, intervals = color_of(method), {}
         if bars is not None:
             style = {"symmetric": False, "width": 2, "thickness": 1, "color": f"{color}80"}
@@ -279,7 +252,7 @@ def _add_trials(
             x=_at(places, x),
             y=_at(places, y),
             marker={"color": color, "opacity": 0.85, "size": 8, "symbol": "circle" if complete else "x-thin-open"},
-            text=[describe(measured[place]) for place in places],
+            text=[_describe(measured[place]) for place in places],
             hoverinfo="text",
             **intervals,
         )
@@ -290,10 +263,10 @@ def _at(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
 
 
 def _add_front(
-    chart: go.Figure, measured: Sequence[Point], x: Sequence[float], y: Sequence[float], more_is_better: bool
+    chart: go.Figure, measured: Sequence[FrozenTrial], x: Sequence[float], y: Sequence[float], more_is_better: bool
 ) -> None:
     """Add the Pareto front of the trials that may lead, as a line: no other is better in both ``x`` and ``y``."""
-    leading = [place for place, point in enumerate(measured) if point.may_lead]
+    leading = [place for place, trial in enumerate(measured) if _may_lead(trial)]
     front = pareto_front({place: (y[place], -x[place] if more_is_better else x[place]) for place in leading})[::-1]
     _add_line(chart, "Pareto front", _at(front, x), _at(front, y), dash="dash")
 

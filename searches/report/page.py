@@ -26,7 +26,7 @@ from searches.app.checks import InputError
 from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.report import charts
 from searches.report.markdown import study_notes, verdict, winner_notes
-from searches.report.tables import Tables, as_html, finals_tables, levels, trial_tables
+from searches.report.tables import Tables, as_html, finals_tables, levels, trial_requests, trial_tables
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, ranking
 from searches.study.study import SETTINGS, finished
@@ -118,14 +118,14 @@ def _progress(study: optuna.Study, page: Page, done: Sequence[FrozenTrial]) -> s
 
 def _charts(study: optuna.Study, page: Page, now: datetime, concurrency: int) -> Iterator[_Chart]:
     """Yield the charts in the order of the page."""
-    measured = charts.points(finished(study))
+    done = finished(study)
     text = "Tune prompts, 95 % intervals. Cross: stopped early. Line: the best so far."
-    yield _Chart("history", charts.history(measured), "Search history", text, "wide")
+    yield _Chart("history", charts.history(done), "Search history", text, "wide")
     text = "Dashed: the Pareto front of trials measured to the end."
-    yield _Chart("acceptance", charts.acceptance(measured), "Speedup against acceptance", text)
-    for level in levels(point.requests for point in measured):
+    yield _Chart("acceptance", charts.acceptance(done), "Speedup against acceptance", text)
+    for level in levels(map(trial_requests, done)):
         text = f"Requests in flight: {level.removeprefix('_at_') or concurrency}. Star: plain decoding. Dashed: the best."
-        yield _Chart(f"load{level}", charts.throughput(measured, level), "Throughput against time per token", text)
+        yield _Chart(f"load{level}", charts.throughput(done, level), "Throughput against time per token", text)
     text = "By layer: how often the first drafted token is right with one skipped. Grey: unknown."
     yield _Chart("scans", charts.agreement_of_scans(page.singles), "Scanned sub-layers", text, "low wide")
     text = "Faint: stopped early or not run. Grey: running or interrupted. Stroke: killed. Pauses are cut out."

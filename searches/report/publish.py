@@ -134,10 +134,10 @@ def _drafts_with(config: SpeculativeConfig) -> list[tuple[str, str]]:
 
 def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray | None) -> None:
     """Save charts of ``report.html`` to one picture by matplotlib, because plotly needs a browser for a picture."""
-    measured = charts.points(finished(study))
+    trials = finished(study)
     drawn = {
-        "Search history (tune prompts)": charts.history(measured),
-        "Speedup against acceptance": charts.acceptance(measured),
+        "Search history (tune prompts)": charts.history(trials),
+        "Speedup against acceptance": charts.acceptance(trials),
         "Skipped sub-layers, by layer": charts.agreement_of_scans(singles),
         "Held-out speedup, 95 % interval (bar: in the search)": charts.held_out(finals),
     }
@@ -146,8 +146,8 @@ def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray |
         axes.set_title(title)
         if chart is not None:
             _copy(chart, axes)
-    if measured:
-        figure.axes[0].legend(fontsize=8)
+    if drawn_history := figure.axes[0].get_legend_handles_labels()[0]:
+        figure.axes[0].legend(handles=drawn_history, fontsize=8)
     figure.suptitle(f"Study {study.study_name}")
     figure.savefig(path, dpi=110)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from dataclasses import replace
@@ -11,13 +12,12 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import create_trial
+from optuna.trial import TrialState, create_trial
 
 from layerskip import PromptSet
 from searches.app.checks import InputError
 from searches.report import charts
 from searches.report import markdown as report
-from searches.report.charts import points
 from searches.report.page import FINISHED, LiveView, Page, write_page
 from searches.report.tables import pareto_front, trial_tables
 from searches.study.finals import measure_finals
@@ -56,16 +56,17 @@ def test_the_charts_hold_what_was_measured(tmp_path: Path) -> None:
 
 def test_neither_a_changed_output_nor_a_trial_stopped_early_leads() -> None:
     study, _ = known_study()
-    slow, fast, *_ = sorted(points(study.trials), key=lambda point: -point.trial)
-    changed = fast.metrics | {"speedup": 3.0, "acceptance_rate": 0.9, "losslessness": {"verdict": "different"}}
-    rest = [replace(slow, config=lookup(2)), replace(fast, metrics=changed)]
-    rest.append(replace(fast, complete=False, metrics=fast.metrics | {"speedup": 4.0}))
-    for figure in (charts.history(rest), charts.acceptance(rest)):
+    *_, fast, slow = (trial for trial in study.trials if "measurement" in trial.user_attrs)
+    changed, stopped = copy.deepcopy(fast), copy.deepcopy(fast)
+    changed.user_attrs["measurement"] |= {"speedup": 3.0, "acceptance_rate": 0.9, "losslessness": {"verdict": "different"}}
+    stopped.user_attrs["measurement"] |= {"speedup": 4.0}
+    stopped.state, slow.user_attrs["config"] = TrialState.PRUNED, lookup(2).to_dict()
+    for figure in (charts.history([slow, changed, stopped]), charts.acceptance([slow, changed, stopped])):
         assert figure is not None
         drawn = figure.to_dict()
         assert len(_places(drawn)) == 3
         (line,) = (trace for trace in drawn["data"] if trace["mode"] == "lines")
-        assert list(line["y"]) == [slow.speedup]
+        assert list(line["y"]) == [slow.user_attrs["measurement"]["speedup"]]
 
 
 def test_a_study_without_finished_trials_has_a_page(tmp_path: Path) -> None:
