@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from searches.app.checks import InputError
 from tests.accelerator import DEVICE
 from tests.disk import fill
 from tests.searches.conftest import Launch
-from tests.searches.programs import QUICK, Fork, execute, fork, quick, tracked
+from tests.searches.programs import QUICK, Fork, execute, quick, tracked
 from tests.tiny import save_tiny
 
 
@@ -27,29 +26,6 @@ def _refused(done: subprocess.CompletedProcess[str]) -> str:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith("error: ")
     return done.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_a_finaliser_ends_the_program(number: signal.Signals, tmp_path: Path) -> None:
-    program = f"""
-import signal, time
-from searches.app.application import run
-
-class Dying:
-    def __del__(self):
-        signal.raise_signal({number:d})
-
-def task(config):
-    Dying()
-    print("dropped", flush=True)
-    time.sleep(60)
-
-run("datastore", task)
-"""
-    (tmp_path / "dying.py").write_text(program, encoding="utf-8")
-    ended = fork("dying.py", cwd=tmp_path, timeout=50)
-    assert (ended.returncode, ended.stdout) == (128 + number, "dropped\n"), ended.stderr
-    assert ended.stderr == "interrupted; the same command continues from here\n"
 
 
 @pytest.mark.parametrize(
