@@ -176,7 +176,7 @@ class Sweep:
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
-        self.view = reports.view(study, folder, plan.target.layers, plan.settings.n_trials, pool)
+        self.view = reports.view(study, folder, plan.settings.n_trials, pool)
         self.publisher = reports.publisher(plan, study, tracker, folder)
         self.ledger = TimeLedger(study)
 

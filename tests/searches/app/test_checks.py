@@ -88,10 +88,7 @@ def test_names_that_are_too_long_are_refused(tmp_path: Path) -> None:
     check_folder("outputs", str(tmp_path / name[:100] / name[:100]))
 
 
-def test_free_space_is_checked_where_the_system_tells_it(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked(small_disk: Path) -> None:
     fill(small_disk, 1_000_000)
-    config = OmegaConf.create({"outputs": str(small_disk / "new")})
     with pytest.raises(InputError, match="^outputs: .* has no space left; 64 MB are needed$"):
-        check_output_paths(config)
-    monkeypatch.delattr("os.statvfs")  # as on Windows
-    check_output_paths(config)
+        check_output_paths(OmegaConf.create({"outputs": str(small_disk / "new")}))
