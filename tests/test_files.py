@@ -88,7 +88,7 @@ def test_hidden_states_that_do_not_fit_lose_only_the_present_text(
     small_disk: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [TrainingText((7,) * size, 1) for size in (5, 2000)]
-    store = FeatureStore(small_disk / "store", ("model",))
+    store = FeatureStore(small_disk / "store")
     store.fill(tiny_target, texts[:1], 10**6)
     monkeypatch.setattr("layerskip.heads.feature_store._SPARE", -(10**9))  # another program takes the free space
     fill(small_disk, 20_000)
@@ -96,7 +96,7 @@ def test_hidden_states_that_do_not_fit_lose_only_the_present_text(
         store.fill(tiny_target, texts, 10**6)
     assert refusal.value.filename == str(small_disk / "store" / "000001.safetensors")
     (small_disk / "ballast").unlink()
-    again = FeatureStore(small_disk / "store", ("model",))
+    again = FeatureStore(small_disk / "store")
     assert len(again) == 1
     again.fill(tiny_target, texts, 10**6)
     assert len(again) == 2
