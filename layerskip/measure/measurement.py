@@ -86,8 +86,6 @@ class Sample:
         stats: the rounds.
         lossless: the comparison with the reference's output.
         draft_seconds: the part of ``decode_seconds`` spent on drafting; 0.0 for a peer, which does not report it.
-        decoding_bytes: how far device memory rose above what was allocated before, which leaves out reused caches; None on a
-            CPU, where it is unknown.
         requests: those of an engine; empty for decoding in this process.
     """
 
@@ -101,7 +99,6 @@ class Sample:
     stats: DecodeStats
     lossless: Losslessness = Losslessness(0)
     draft_seconds: float = 0.0
-    decoding_bytes: int | None = None
     requests: tuple[Request, ...] = ()
 
     @property
@@ -137,7 +134,6 @@ class Sample:
             peak_memory_bytes=max(p.peak_memory_bytes for p in parts),
             stats=DecodeStats.join(p.stats for p in parts),
             lossless=Losslessness.join(p.lossless for p in parts),
-            decoding_bytes=max((p.decoding_bytes for p in parts if p.decoding_bytes is not None), default=None),
             requests=tuple(request for p in parts for request in p.requests),
         )
 

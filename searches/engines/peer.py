@@ -144,9 +144,6 @@ class EnginePeer:
         rounds = [Round(0, 0, after - before) for before, after in itertools.pairwise(lengths)]
         return DecodeResult(answer["tokens"], DecodeStats(tuple(rounds)), "")
 
-    def memory_bytes(self) -> None:
-        """Return None: the memory of another process's drafter is not known."""
-
     def close(self) -> None:
         """End the worker and what it started."""
         with contextlib.suppress(OSError):
