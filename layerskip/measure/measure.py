@@ -287,11 +287,11 @@ def _one_prompt(
             outputs[name] = continuation.tokens
             samples[name].append(sample)
         for name in contenders:
-            samples[name][-1] = samples[name][-1].with_losslessness(
-                (checks[name] if len(samples[name]) == 1 else Losslessness(0))  # the comparison counts once
-                if checks is not None
-                else _compare(target, item.id, prompt, outputs[reference], outputs[name], task)
-            )
+            if checks is None:
+                lossless = _compare(target, item.id, prompt, outputs[reference], outputs[name], task)
+            else:  # the comparison counts once
+                lossless = checks[name] if len(samples[name]) == 1 else Losslessness(0)
+            samples[name][-1] = replace(samples[name][-1], lossless=lossless)
         if followup is not None:
             messages.append({"role": "assistant", "content": target.decode(outputs[reference])})
             messages.append({"role": "user", "content": followup})

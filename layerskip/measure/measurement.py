@@ -106,10 +106,6 @@ class Sample:
         """Decoded tokens per second of decoding; 0.0 if nothing was decoded."""
         return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else 0.0
 
-    def with_losslessness(self, lossless: Losslessness) -> Sample:
-        """Return the sample with its comparison."""
-        return dataclasses.replace(self, lossless=lossless)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; :meth:`from_dict` reads them back to an equal sample."""
         return dataclasses.asdict(self)
@@ -223,11 +219,6 @@ class Measurement:
         seconds = sum(s.decode_seconds for s in self.candidate)
         return sum(s.draft_seconds for s in self.candidate) / seconds if seconds else 0.0
 
-    @property
-    def peak_memory_bytes(self) -> int:
-        """The candidate's peak memory."""
-        return max((s.peak_memory_bytes for s in self.candidate), default=0)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the metrics as plain values, for exports and logs.
 
@@ -258,7 +249,7 @@ class Measurement:
             "decode_seconds": sum(s.decode_seconds for s in self.candidate),
             "baseline_prefill_seconds": sum(s.prefill_seconds for s in self.baseline),
             "baseline_decode_seconds": sum(s.decode_seconds for s in self.baseline),
-            "peak_memory_bytes": self.peak_memory_bytes,
+            "peak_memory_bytes": max((s.peak_memory_bytes for s in self.candidate), default=0),
             "baseline_peak_memory_bytes": max((s.peak_memory_bytes for s in self.baseline), default=0),
             "losslessness": self.lossless.to_dict(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ def test_turns_of_a_conversation_are_added_up() -> None:
 
 def test_one_changed_output_makes_the_measurement_different() -> None:
     verdicts = [Losslessness(1), Losslessness(1, (Divergence("b", 0, 9.0, 0.1),))]
-    candidate = tuple(s.with_losslessness(v) for s, v in zip(TWO.candidate, verdicts, strict=True))
+    candidate = tuple(replace(s, lossless=v) for s, v in zip(TWO.candidate, verdicts, strict=True))
     measured = Measurement(TWO.baseline, candidate)
     assert measured.to_dict()["losslessness"]["verdict"] == "different"
     assert measured.table()["lossless"] == ["exact", "different"]
