@@ -63,9 +63,9 @@ def _trained(family: str, head: EagleHead | MedusaHeads):  # type: ignore[no-unt
     target, texts = tiny(family), feature_texts(family)
     embeddings, readout = target.model.get_input_embeddings(), Readout(target, head.tokens)
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3)
-    for step in range(60):
+    for step in range(30):
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(step)).tolist()
-        batch = Batch.of([texts[place] for place in order[:16]], DEVICE)
+        batch = Batch.of([texts[place] for place in order[:12]], DEVICE)
         loss = head_loss(predict_tokens(head, embeddings, batch, UNROLL), readout)
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
