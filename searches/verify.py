@@ -226,16 +226,18 @@ class Speedup:
     def claimed(cls, evidence: Mapping[str, Any]) -> Speedup | None:
         """Return the speedup in an export's evidence; None if there is none. A value without interval is its interval."""
         names = ("speedup", "speedup_low", "speedup_high")
-        value, low, high = map(evidence.get, names)
-        if (value, low, high) == (None, None, None):
+        values: list[Any]
+        value, low, high = values = [evidence.get(name) for name in names]
+        if values == [None] * 3:
             return None
         if (low, high) == (None, None):
-            low = high = value
-        for name, number in zip(names, (value, low, high), strict=True):
+            values = [value] * 3
+        for name, number in zip(names, values, strict=True):
             check_number(f"evidence.{name}", number)
-        if low > high:
-            raise InputError(f"evidence.speedup_low: {low} is above speedup_high, {high}")
-        return cls(float(value), float(low), float(high))
+        speedup = cls(*map(float, values))
+        if speedup.low > speedup.high:
+            raise InputError(f"evidence.speedup_low: {speedup.low} is above speedup_high, {speedup.high}")
+        return speedup
 
     @property
     def consistent(self) -> bool:

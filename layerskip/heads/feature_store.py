@@ -106,7 +106,7 @@ class FeatureStore:
             on_text: called after every stored text, read or found.
 
         Raises:
-            ConfigError: the disk has no room for the budget, or the store has other texts.
+            ConfigError: the store has other texts.
         """
         known, self._length = len(self._texts), 0
         for place, text in enumerate(texts):
@@ -116,8 +116,6 @@ class FeatureStore:
                 if self.nbytes + self._texts[place][1] > max_bytes:
                     return
             else:
-                if place == known:
-                    self.check_disk(max_bytes)
                 features = read_features(target, text.tokens)
                 size = _BYTES * features.numel()
                 if self.nbytes + size > max_bytes:
@@ -130,7 +128,7 @@ class FeatureStore:
             on_text()
 
     def check_disk(self, max_bytes: int) -> None:
-        """Check that the disk has room for a budget; raises like :meth:`fill`."""
+        """Check that the disk has room for a budget of bytes; raises :class:`ConfigError` if not."""
         free = shutil.disk_usage(self.folder).free - _SPARE
         if max_bytes - self.nbytes > free:
             raise ConfigError(f"feature_bytes: {max_bytes:,} do not fit; {self.folder} has {max(0, free):,} bytes for them")

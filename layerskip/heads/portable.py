@@ -142,7 +142,7 @@ def _medusa(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return configuration and tensors of Medusa heads, with the rows of the target's output layer that they share."""
     layer: Any = target.model.get_output_embeddings()
-    if not isinstance(layer, nn.Linear) or layer.bias is not None:
+    if not isinstance(layer, nn.Linear) or getattr(layer, "bias", None) is not None:
         raise ConfigError(
             f"head: vLLM loads it only for a linear output layer without bias; that of {target.architecture} is not"
         )

@@ -233,20 +233,6 @@ def head_loss(predictions: Sequence[HeadPrediction], readout: Readout) -> Tensor
 
 
 @torch.no_grad()
-def acceptance_counts(predictions: Sequence[HeadPrediction], readout: Readout) -> list[tuple[int, int]]:
-    """Return, for each distance, the number of drafts right before it, and how many of these are right there, too."""
-    counts = []
-    right_so_far: Tensor | None = None
-    for prediction in predictions:
-        right = most_likely_tokens(readout, prediction.hidden) == prediction.tokens
-        right_here = torch.zeros_like(prediction.mask).masked_scatter(prediction.mask, right)
-        tried = prediction.mask if right_so_far is None else prediction.mask & right_so_far
-        right_so_far = tried & right_here
-        counts.append((int(tried.sum()), int(right_so_far.sum())))
-    return counts
-
-
-@torch.no_grad()
 def acceptance(
     head: EagleHead | MedusaHeads,
     embeddings: nn.Module,
@@ -259,12 +245,17 @@ def acceptance(
 
     The readout has the head's tokens. Decoding also drafts the tokens of the text, and accepts more.
     """
-    counts, device = [(0, 0)] * steps, readout.weight.device
+    tried, accepted = [0] * steps, [0] * steps
     for text in texts:
-        predictions = predict_tokens(head, embeddings, Batch.of([text], device, scaling), steps)
-        new = acceptance_counts(predictions, readout) or [(0, 0)] * len(counts)
-        counts = [(a + c, b + d) for (a, b), (c, d) in zip(counts, new, strict=True)]
-    return [right / tried if tried else 0.0 for tried, right in counts]
+        batch = Batch.of([text], readout.weight.device, scaling)
+        reached = batch.predicted.new_ones(())  # positions at which all drafts before are right
+        for step, prediction in enumerate(predict_tokens(head, embeddings, batch, steps)):
+            right = most_likely_tokens(readout, prediction.hidden) == prediction.tokens
+            reached = reached & prediction.mask
+            tried[step] += int(reached.sum())
+            reached = reached & torch.zeros_like(prediction.mask).masked_scatter(prediction.mask, right)
+            accepted[step] += int(reached.sum())
+    return [right / count if count else 0.0 for right, count in zip(accepted, tried, strict=True)]
 
 
 def _unroll(head: EagleHead, embeddings: nn.Module, batch: Batch, rows: int, steps: int) -> list[Tensor]:

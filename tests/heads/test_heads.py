@@ -74,12 +74,10 @@ def test_an_unreadable_head_is_refused(tiny_target: Target, folder: Path, file: 
     ("part", "value"),
     [
         ("shape", MISSING),
-        ("shape", None),
         ("shape", {"heads": 0}),
         ("shape", {"key_value_heads": 3}),
         ("shape", {"intermediate": "wide"}),
         ("shape", {"colour": "red"}),
-        ("target", None),
         ("target", {"weights": ["x"]}),
     ],
 )

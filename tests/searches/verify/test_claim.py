@@ -31,7 +31,6 @@ OTHER = Claim(AS_CLAIMED, mean_acceptance_length=4.0, other_work=True)
     [
         (CLAIM, AS_CLAIMED, "exact", "confirmed", True),
         (CLAIM, AS_CLAIMED, "near_tie", "confirmed", True),
-        (CLAIM, Speedup(2.5, 2.4, 2.6), "exact", "confirmed", True),
         (CLAIM, Speedup(1.3, 1.2, 1.4), "exact", "confirmed", True),  # the intervals just meet
         (CLAIM, Speedup(1.5, 1.01, 2.2), "exact", "confirmed", True),  # wide, but above plain decoding
         (Claim(), Speedup(1.05, 1.01, 1.09), "exact", "confirmed", True),
@@ -41,12 +40,9 @@ OTHER = Claim(AS_CLAIMED, mean_acceptance_length=4.0, other_work=True)
         (Claim(), Speedup(1.0, 0.9, 1.1), "exact", "weaker", False),
         (CLAIM, AS_CLAIMED, "unchecked", "weaker", False),
         (CLAIM, AS_CLAIMED, "different", "refuted", True),
-        (Claim(), AS_CLAIMED, "different", "refuted", True),
         (CLAIM, SLOWER, "exact", "refuted", True),
-        (Claim(), SLOWER, "exact", "refuted", True),
         (CLAIM, FAR, "exact", "refuted", True),
         (CLAIM, TIE, "exact", "refuted", True),
-        (Claim(Speedup(3.0, 2.8, 3.2)), Speedup(1.5, 1.3, 1.8), "exact", "refuted", True),  # all metrics doctored
         (Claim(DOCTORED_VALUE), AS_CLAIMED, "exact", "refuted", True),
         (Claim(Speedup(1.2, 1.4, 1.6)), AS_CLAIMED, "exact", "refuted", True),  # a value below its interval
         (Claim(Speedup(3.0, 1.4, 3.2)), AS_CLAIMED, "exact", "weaker", False),  # value and upper end doctored
@@ -56,7 +52,6 @@ OTHER = Claim(AS_CLAIMED, mean_acceptance_length=4.0, other_work=True)
         (OTHER, FAR, "exact", "weaker", True),
         (OTHER, TIE, "exact", "weaker", False),
         (OTHER, SLOWER, "exact", "refuted", True),
-        (OTHER, AS_CLAIMED, "different", "refuted", True),
         (replace(OTHER, speedup=DOCTORED_VALUE), AS_CLAIMED, "exact", "refuted", True),
         (replace(OTHER, speedup=Speedup(6.0, 5.0, 7.0)), AS_CLAIMED, "exact", "refuted", True),  # more than its rounds allow
     ],
@@ -85,11 +80,6 @@ def test_fewer_tokens_per_round_on_the_same_prompts_refute(repeatable: bool, now
     claim = Claim(AS_CLAIMED, mean_acceptance_length=4.0, repeatable=repeatable)
     verdict = judge(claim, AS_CLAIMED, "exact", TOLERANCE, now)
     assert (verdict.name, verdict.clear) == (name, True), verdict.reason
-
-
-def test_the_tolerance_separates_weaker_from_refuted() -> None:
-    found = Speedup(1.3, 1.2, 1.35)
-    assert [judge(CLAIM, found, "exact", tolerance).name for tolerance in (0.0, 0.1)] == ["refuted", "weaker"]
 
 
 def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompts() -> None:
