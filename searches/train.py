@@ -8,7 +8,6 @@ the same command resumes. The result is a head for ``method: eagle``.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from tqdm import tqdm
 from layerskip import PromptSet, Target
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.files import digest
-from layerskip.heads.eagle import MOST_BACK, EagleHead, EagleShape, read_modules
+from layerskip.heads.eagle import MOST_BACK, EagleHead, EagleShape
 from layerskip.heads.feature_store import FeatureStore, TextFeatures, check_readout, extract_features
 from layerskip.heads.induction import add_induction_heads
 from layerskip.heads.medusa import MedusaHeads, MedusaShape
@@ -36,14 +35,13 @@ from layerskip.heads.training import (
     fit_linear,
     head_loss,
     predict_tokens,
-    stored_modules,
 )
 from layerskip.models.environment import environment
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.continuations import Continuation, continue_prompts
 from layerskip.texts.training_texts import TrainingText
 from searches.app.application import run
-from searches.app.checks import InputError, check_flag, check_folder, check_number, check_seed, check_whole
+from searches.app.checks import InputError, check_folder, check_number, check_seed, check_whole
 from searches.results import exclusive
 from searches.tracking.tracker import Tracker
 from searches.training.texts import (
@@ -60,12 +58,11 @@ from searches.training.trainer import (
     TrainingCheckpoint,
     TrainingRun,
     check_training_folder,
-    disk_bytes,
 )
 
 _KINDS = ("eagle", "medusa")
 _WHOLE = ("tokens", "max_new_tokens", "batch", "held_out_tokens", "feature_bytes", "steps", "texts_per_step", "unroll")
-_VERSION = 13  # of this module and layerskip.heads.training; a training resumes only with the same version
+_VERSION = 14  # of this module and layerskip.heads.training; a training resumes only with the same version
 _LEARNING = ("steps", "max_seconds", "texts_per_step", "learning_rate", "unroll")
 _SCALED = 32  # texts from which the scale of hidden states is estimated
 _VALIDATION = 32  # the most validation texts; one text in twenty is one
@@ -85,7 +82,7 @@ def train(config: DictConfig) -> Path:
     outputs = Path(config.outputs)
     texts_id = digest(texts_identity(config, target, sampling, like))
     identity = {"kind": kind, "recipe": _VERSION, "texts": texts_id}
-    identity |= {name: config[name] for name in (*_LEARNING, "three_layers", "vocabulary", "feature_bytes")}
+    identity |= {name: config[name] for name in (*_LEARNING, "vocabulary", "feature_bytes")}
     if kind == "eagle":
         identity["lookback"] = int(config.lookback)
     folder = Path(config.head or outputs / f"{kind}-{digest(identity)[:8]}")
@@ -103,11 +100,9 @@ def train(config: DictConfig) -> Path:
             )
         # Targets whose output layer heads cannot use, and full disks, are refused before the texts are written.
         check_readout(target)
-        three_layers = kind == "eagle" and bool(config.three_layers)
-        modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
-        states = outputs / "features" / digest([texts_settings(config, target, sampling, like), modules])[:16]
+        states = outputs / "features" / digest(texts_settings(config, target, sampling, like))[:16]
         with exclusive(states):
-            store = FeatureStore(states, modules)
+            store = FeatureStore(states)
             store.check_disk(int(config.feature_bytes))
         seconds: list[float] = []
         texts = write_texts(config, target, sampling, like, lambda _, total, __: seconds.append(total))
@@ -133,8 +128,8 @@ def _train_head(
 ) -> Path:
     config, target, folder, kind = run.config, run.target, run.folder, str(run.config.drafter.method)
     head = _new_head(config, kind, target, texts)
-    store = _fill_store(run, texts, head, store)
-    held_out = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt), store.modules) for p in continuations]
+    store = _fill_store(run, texts, store)
+    held_out = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt)) for p in continuations]
     checkpoint = run.checkpoint([run.identity, head.shape.to_dict(), texts_digest(texts)])
     trainer = HeadTrainer(config, head, target, store, held_out, checkpoint)
     trainer.train(run.tracker)
@@ -163,20 +158,11 @@ def _format_rates(rates: list[float]) -> str:
     return ", ".join(f"{rate:.3f}" for rate in rates)
 
 
-def _fill_store(
-    run: TrainingRun, texts: list[TrainingText], head: EagleHead | MedusaHeads, store: FeatureStore
-) -> FeatureStore:
-    """Store the hidden states of texts, within the budget; the disk must keep room for the training's own files."""
+def _fill_store(run: TrainingRun, texts: list[TrainingText], store: FeatureStore) -> FeatureStore:
+    """Store the hidden states of texts, within the budget."""
     with exclusive(store.folder), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
-        store = FeatureStore(store.folder, store.modules)  # another training may have extended it
-        folder, checkpoint = run.folder, run.folder / "training.pt"
-        spare = max(0, disk_bytes(head) - (checkpoint.stat().st_size if checkpoint.exists() else 0))
-        place = folder if folder.exists() else folder.parent
-        if place.stat().st_dev != store.folder.stat().st_dev:
-            if spare > (free := shutil.disk_usage(place).free):
-                raise InputError(f"head: a training takes {spare:,} bytes, and {place} has {free:,}")
-            spare = 0
-        store.fill(run.target, texts, int(run.config.feature_bytes), bar.update, spare)
+        store = FeatureStore(store.folder)  # another training may have extended it
+        store.fill(run.target, texts, int(run.config.feature_bytes), bar.update)
     if len(store) < len(texts):
         print(f"feature_bytes: {run.config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
     if not len(store):
@@ -196,7 +182,6 @@ def _check(config: DictConfig) -> None:
         check_whole("vocabulary", config.vocabulary)
     if config.max_seconds is not None:
         check_number("max_seconds", config.max_seconds)
-    check_flag("three_layers", config.three_layers)
     check_whole("lookback", config.lookback, 0, MOST_BACK)
     if config.head is not None:
         config.head = str(config.head)  # YAML reads a folder name of digits as a number
@@ -208,8 +193,8 @@ def _new_head(config: DictConfig, kind: str, target: Target, texts: list[Trainin
     size = None if tokens is None else tokens.shape[0]
     torch.manual_seed(config.seed)
     if kind == "eagle":
-        return EagleHead(EagleShape.of(target, bool(config.three_layers), size, int(config.lookback)), tokens)
-    return MedusaHeads(MedusaShape(target.hidden, int(config.unroll), read_modules(target), size), tokens)
+        return EagleHead(EagleShape.of(target, size, int(config.lookback)), tokens)
+    return MedusaHeads(MedusaShape(target.hidden, int(config.unroll), size), tokens)
 
 
 class HeadTrainer(Trainer):
@@ -233,7 +218,7 @@ class HeadTrainer(Trainer):
         if isinstance(head, EagleHead):
             some = (store[index] for index in range(min(_SCALED, texts)))
             self._scaling = scaling = HeadScaling.of(head, self.embeddings, some)
-            identity = digest([checkpoint.identity, scaling.embeddings, scaling.inputs.tolist(), scaling.outputs])
+            identity = digest([checkpoint.identity, scaling.embeddings, scaling.states])
             checkpoint = replace(checkpoint, identity=identity)
             if checkpoint.path.exists():
                 scaling.apply(head)  # scales what the checkpoint does not hold; it holds scaled weights
@@ -253,7 +238,7 @@ class HeadTrainer(Trainer):
             self._scaling = UNSCALED
 
     def loss(self, indices: list[int]) -> Tensor:
-        batch = Batch.of([self.store[index] for index in indices], self.head, self._scaling, whole=True)
+        batch = Batch.of([self.store[index] for index in indices], self.device, self._scaling, whole=True)
         next_only = isinstance(self.head, EagleHead) and self.progress < _NEXT_ONLY
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             predictions = predict_tokens(self.head, self.embeddings, batch, 1 if next_only else self.config.unroll)

@@ -152,7 +152,7 @@ class Parts:
         """Its linear map is fitted in closed form, and its attention copies earlier text."""
         head = EagleHead(EagleShape.of(self.target, vocabulary=512, lookback=2), self.common_tokens)
         texts = [prompt + output for _, prompt, output in self.texts[: 3 if EXHAUSTIVE else 1]]
-        read = [read_features(self.target, tokens, head.shape.modules) for tokens in texts]
+        read = [read_features(self.target, tokens) for tokens in texts]
         features = [TextFeatures(torch.tensor(tokens), states, 1) for tokens, states in zip(texts, read, strict=True)]
         embeddings, readout = self.target.model.get_input_embeddings(), Readout(self.target, self.common_tokens)
         fit_linear(head, embeddings, features)
@@ -161,8 +161,7 @@ class Parts:
 
     def medusa(self, folder: Path) -> None:
         """Its untrained heads predict alternatives to the last token."""
-        read = EagleShape.of(self.target).modules
-        heads = MedusaHeads(MedusaShape(self.target.hidden, 3, read, 512), self.common_tokens)
+        heads = MedusaHeads(MedusaShape(self.target.hidden, 3, 512), self.common_tokens)
         save_trained(folder, "medusa", heads.shape.to_dict(), heads.state_dict(), self.target, {})
 
 

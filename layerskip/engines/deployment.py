@@ -14,8 +14,7 @@ from typing import Any
 
 from layerskip.config import SpeculativeConfig, methods
 from layerskip.decoding.sampling import Sampling
-from layerskip.heads.portable import eagle_method, why_not_portable
-from layerskip.heads.published_eagle import is_published
+from layerskip.heads.portable import eagle_method, is_published, why_not_portable
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.loading import WHEELS
 
@@ -88,7 +87,7 @@ class Deployment:
         """
         if self.config.head and is_published(Path(self.config.head)):
             return self.config.head
-        if self.config.head and (reason := why_not_portable(Path(self.config.head), engine)) is not None:
+        if self.config.head and (reason := why_not_portable(Path(self.config.head))) is not None:
             raise Unsupported(f"config.head: {reason}")
         return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if self.config.head else [])
 

@@ -272,7 +272,7 @@ class ServedBackend(Backend):
                 lossless = self._compared(item.id, expected, answer, task)
             else:
                 lossless = checks[name] if turn == 0 else Losslessness(0)
-            parts.append(answer.sample(item).with_losslessness(lossless))
+            parts.append(replace(answer.sample(item), lossless=lossless))
         return Sample.join(parts)
 
     def _compared(self, prompt_id: str, expected: Answer, actual: Answer, task: Task) -> Losslessness:

@@ -56,15 +56,11 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     reads = _read_gigabytes_per_second(target.device)
     task = Task(sampling, measuring.max_new_tokens, config.seed)
     rows: list[Mapping[str, Sample]] = []
-    memory: dict[str, int | None] = dict.fromkeys(decoders, 0)
     repeats = measuring.repeats
 
     try:
         for row in tqdm(interleave(target, prompts, decoders, task, repeats), total=len(prompts) * repeats, disable=None):
             rows.append(row)
-            for name, decoder in decoders.items():
-                held, now = memory[name], decoder.memory_bytes()
-                memory[name] = None if held is None or now is None else max(held, now)
     finally:
         close_engines(decoders)
     check_output(row[BASELINE] for row in rows)
@@ -107,8 +103,6 @@ def _result(
     """Return the metrics of a contender, its speedup over a rival, and over members that are contenders themselves."""
     result = Measurement.of(rows, BASELINE, name).to_dict()
     result["end_to_end_tokens_per_second"] = result["tokens"] / (result["prefill_seconds"] + result["decode_seconds"])
-    peaks = [peak for row in rows if (peak := row[name].decoding_bytes) is not None]
-    result["decoding_bytes"] = max(peaks, default=None)
     if rival is not None:
         result["rival"] = {"name": rival} | _ratio(Measurement.of(rows, rival, name))
     members = configs[name].members if name in configs else ()
@@ -146,8 +140,6 @@ def table(record: Mapping[str, Any]) -> str:
 def _row(name: str, result: Mapping[str, Any], config: Mapping[str, Any] | None) -> Row:
     """Return the row of a contender in the table of all prompts."""
     drafts = config is not None and config["method"] != "none"
-    # The memory of the drafter without the target and, on CUDA, the further memory of decoding.
-    peak = "" if result["decoding_bytes"] is None else f", {result['decoding_bytes'] / 2**20:.0f} MB to decode"
     return {
         "decoding": name,
         "tokens/s": f"{result['tokens_per_second']:.1f}",
@@ -155,7 +147,6 @@ def _row(name: str, result: Mapping[str, Any], config: Mapping[str, Any] | None)
         "acceptance": f"{result['acceptance_rate']:.2f}" if drafts else "",
         "tokens/round": f"{result['mean_acceptance_length']:.2f}",
         "drafting": f"{result['draft_share']:.0%}" if drafts else "",
-        "drafter's memory": "" if result["drafter_bytes"] is None else f"+{result['drafter_bytes'] / 2**20:.0f} MB{peak}",
         "output": result["losslessness"]["verdict"].replace("_", "-") if result["lossless"] else "lossy",
         "speedup over transformers": _interval(result["rival"]) if "rival" in result else "",
     }

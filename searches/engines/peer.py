@@ -125,9 +125,6 @@ class EnginePeer:
         self.outputs[tuple(prompt)] = answer["tokens"]
         return DecodeResult(answer["tokens"], DecodeStats(tuple(rounds)), "")
 
-    def memory_bytes(self) -> None:
-        """Return None: the memory of another process's drafter is not known."""
-
     def close(self) -> None:
         """End the worker and what it started."""
         self._process.stop()

@@ -169,7 +169,7 @@ class Tracker:
             run_id = store.create("benchmark", tags)
             for name, result in record["results"].items():
                 child = store.create(name, {PARENT: run_id, "role": "contender", "contender": name})
-                metrics = {key: result[key] for key in (*MEASURED, "drafter_bytes") if result[key] is not None}
+                metrics = {key: result[key] for key in MEASURED}
                 store.log(child, metrics_now(metrics), params | {"lossless": str(result["lossless"])})
                 client.set_terminated(child)
             for name, text in texts.items():

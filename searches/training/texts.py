@@ -30,7 +30,7 @@ from searches.app.checks import InputError
 from searches.results import ResultLog, exclusive
 
 _FIELDS = ("max_new_tokens", "batch", "seed")
-_VERSION = 4  # of layerskip.texts.training_texts; texts of another version are written again
+_VERSION = 5  # of layerskip.texts.training_texts; texts of another version are written again
 
 
 def texts_identity(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from layerskip.device.memory import is_out_of_memory
 from layerskip.device.transfer import now
 from layerskip.device.trial import first_line
 from layerskip.files import atomic_write, digest
-from layerskip.heads.published_eagle import is_published
+from layerskip.heads.portable import is_published
 from layerskip.heads.training import rate_factor
 from layerskip.models.trained_module import has_trained
 from searches.app.checks import InputError
@@ -85,13 +85,6 @@ def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
             raise
         raise InputError(f"head: {path} cannot be read ({first_line(error)}); delete it to train again") from error
     return state if isinstance(state, dict) else {}
-
-
-def disk_bytes(module: nn.Module) -> int:
-    """Return the bytes on disk that a module's training needs: two checkpoints while one is replaced, and the result."""
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    numbers = 1 + 2  # the optimiser has two moments of every parameter
-    return 4 * parameters * (2 * numbers + 1)
 
 
 class Trainer(ABC):

@@ -18,9 +18,8 @@ from layerskip.measure.measurement import check_output
 from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
 from searches.backends.backend import BackendError, Workload
-from searches.backends.selection import closing, supported_space
+from searches.backends.selection import closing
 from searches.backends.server import ServerBackend
-from searches.space.search_space import SearchSpace
 from searches.study.bench import ModelBench
 from tests.searches.backends.processes import STANDIN, running, wait_for
 from tests.searches.backends.standin import planted_rounds

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from layerskip import Export, PromptError, PromptSet, SpeculativeConfig, load_target
@@ -75,7 +74,6 @@ def test_all_contenders_give_the_same_output(record: dict[str, Any]) -> None:
     assert {found["losslessness"]["verdict"] for name, found in results.items() if name != "loose"} == {"exact"}
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
-    assert {found["decoding_bytes"] for found in results.values()} == {None}
     assert results["transformers_assistant"]["draft_share"] == 0  # not measured
 
 
@@ -128,23 +126,6 @@ def test_a_cascade_is_compared_with_its_members(record: dict[str, Any]) -> None:
         whole, alone = (results[each]["tokens_per_second"] for each in ("cascade", name))
         assert against["speedup"] == pytest.approx(whole / alone)
         assert f"| cascade | {name} | " in record["printed"]
-
-
-def test_memory_is_what_a_drafter_does_not_share_with_the_target(record: dict[str, Any]) -> None:
-    folder = Path(record["record"]["configs"]["draft_model"]["draft_model"])
-    held = {name: found["drafter_bytes"] for name, found in record["record"]["results"].items()}
-    with safe_open(folder / "model.safetensors", "pt") as file:  # tied tensors once
-        weights = 4 * sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-    assert weights <= held["transformers_assistant"] < weights + 10_000  # and tables of positions
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # Keys and values of one token in float32; prompts have some hundred tokens.
-    token = 2 * 4 * config["num_key_value_heads"] * config["head_dim"] * config["num_hidden_layers"]
-    for name in ("draft_model", "lookup_then_model"):
-        assert 100 * token < held[name] - held["transformers_assistant"] < 3000 * token
-    assert max(held[name] for name in ("plain", "layer_skip", "export")) < 1000  # a self-draft shares weights and cache
-    assert min(held[name] for name in ("prompt_lookup", "lookahead", "token_recycling", "cascade")) > 10_000  # their tables
-    assert held["retrieval"] > 4 * held["prompt_lookup"]  # knows one text, not all of them
-    assert f"| +{held['draft_model'] / 2**20:.0f} MB |" in record["printed"]
 
 
 def test_near_ties_and_outputs_that_end_at_once_are_stated_with_the_table(record: dict[str, Any]) -> None:

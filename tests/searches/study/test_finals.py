@@ -158,7 +158,7 @@ class _Changing(Known):
     ) -> Iterator[dict[str, Sample]]:
         for row in super().compare(configs, prompts, *rest):
             changed = Losslessness(1, (Divergence("x", 1, 9.0, 0.0),))
-            lossy = {name: row[name].with_losslessness(changed) for name, config in configs.items() if not config.lossless}
+            lossy = {name: replace(row[name], lossless=changed) for name, config in configs.items() if not config.lossless}
             yield row | lossy
 
 
