@@ -1,17 +1,16 @@
 """Decoder layers on a CPU, all in one call for the few rows of a decoding step.
 
 A step of a small model is hundreds of small operators: a norm is six, rotary positions are twelve. Here layers of the usual
-form, and norms, attention and MLPs of other layers, run through :mod:`layerskip.kernels.cpu`. No model code is copied and
-no family is named. A module has a usual form if its ``forward`` uses no other names than that form does, and if its first
-result equals that of its own ``forward`` up to rounding. Everything else runs as it is: other modules, many rows, batches,
-gradients and other caches.
+form, and norms and MLPs of other layers, run through :mod:`layerskip.kernels.cpu`, without sub-layers that a mask skips. No
+model code is copied and no family is named. A module has a usual form if its ``forward`` uses no other names than that form
+does, and if its first result equals that of its own ``forward`` up to rounding. Everything else runs as it is: other
+modules, many rows, batches, gradients and other caches.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,17 +21,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from layerskip.device.trial import nearly_equal
-from layerskip.kernels.cpu import (
-    ACTIVATIONS,
-    MOST_ROWS,
-    DecoderLayer,
-    DecoderStack,
-    FewRowsWeight,
-    gated_mlp,
-    normalise,
-    project,
-)
-from layerskip.models.attention import NAME, attend
+from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, DecoderStack, FewRowsWeight, gated_mlp, normalise
+from layerskip.models.architecture import is_skipped
+from layerskip.models.attention import NAME
 from layerskip.models.cache import KVCache
 from layerskip.models.packing import few_rows_weight, packed_weight
 
@@ -43,13 +34,24 @@ _GLOBAL_HOOKS = tuple(getattr(torch.nn.modules.module, f"_global{name}") for nam
 _SHOWN = 4  # times that a layer shows its result to layers that may follow
 
 
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ATTENTION_NEEDS = _words("apply_rotary_pos_emb config head_dim k_proj layer_idx o_proj q_proj scaling update v_proj")
+_ATTENTION_NAMES = _ATTENTION_NEEDS | _words(
+    "ALL_ATTENTION_FUNCTIONS _attn_implementation attention_dropout contiguous eager_attention_forward get_interface "
+    "getattr is_sliding k_norm q_norm reshape shape sliding_window training transpose view"
+)
+
+
 def fuse_layers(tree: Tree) -> Tree:
     """Let the modules of a tree that have a usual form run in few calls, if its weights are packed for few rows."""
     if all(few_rows_weight(layer) is None for layer in tree.modules()):
         return tree
     for module in tree.modules():
         kind: Any = type(module)
-        form: Any = next((form for form in (_Norm, _GatedMLP, _Attention, _DecoderLayer) if form.matches(kind)), None)
+        form: Any = next((form for form in (_Norm, _GatedMLP, _DecoderLayer) if form.matches(kind)), None)
         if form is not None and "forward" not in module.__dict__:  # a replaced forward may do more
             module.__class__ = _fused(form, kind)
     for parent in tree.modules():
@@ -160,24 +162,8 @@ class _Form(nn.Module):
 class _Norm(_Form):
     """A root-mean-square norm, with factors ``weight`` or ``1 + weight``."""
 
-    names = frozenset(
-        (
-            "_norm",
-            "dtype",
-            "eps",
-            "float",
-            "float32",
-            "mean",
-            "pow",
-            "rsqrt",
-            "to",
-            "torch",
-            "type_as",
-            "variance_epsilon",
-            "weight",
-        )
-    )
-    needed = frozenset(("mean", "pow", "rsqrt", "weight"))
+    names = _words("_norm dtype eps float float32 mean pow rsqrt to torch type_as variance_epsilon weight")
+    needed = _words("mean pow rsqrt weight")
     most_rows = 64 * MOST_ROWS  # those of queries are rows of heads
 
     def _variants(self) -> Iterable[int]:
@@ -209,7 +195,7 @@ class _Norm(_Form):
 class _GatedMLP(_Form):
     """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 
-    names = needed = frozenset(("act_fn", "down_proj", "gate_proj", "up_proj"))
+    names = needed = _words("act_fn down_proj gate_proj up_proj")
 
     def _variants(self) -> Iterable[int]:
         """Return the activation, which only all of its range tells from similar ones."""
@@ -232,97 +218,6 @@ class _GatedMLP(_Form):
         return gated_mlp(hidden, gate, up, down, variant)
 
 
-class _Attention(_Form):
-    """Attention with rotary positions, and norms of queries and keys or none."""
-
-    needed = frozenset(
-        (
-            "apply_rotary_pos_emb",
-            "config",
-            "head_dim",
-            "k_proj",
-            "layer_idx",
-            "o_proj",
-            "q_proj",
-            "scaling",
-            "update",
-            "v_proj",
-        )
-    )
-    names = needed | frozenset(
-        (
-            "ALL_ATTENTION_FUNCTIONS",
-            "_attn_implementation",
-            "attention_dropout",
-            "contiguous",
-            "eager_attention_forward",
-            "get_interface",
-            "getattr",
-            "is_sliding",
-            "k_norm",
-            "q_norm",
-            "reshape",
-            "shape",
-            "sliding_window",
-            "training",
-            "transpose",
-            "view",
-        )
-    )
-
-    def _prepare(
-        self,
-        hidden_states: Tensor,
-        *,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[list[FewRowsWeight], list[Tensor | None]] | None:
-        module: Any = self
-        width = module.head_dim
-        norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
-        if any(_is_changed(norm) for norm in norms):
-            return None
-        scales = [norm.scale_for(width) for norm in norms if isinstance(norm, _Norm)]
-        weights = _few_rows_weights((module.q_proj, module.k_proj, module.v_proj))
-        usual = (
-            module.config._attn_implementation == NAME
-            and hidden_states.dim() == 3
-            and hidden_states.shape[0] == 1
-            and type(past_key_values) in (KVCache, type(None))
-            and _are_positions(position_embeddings, hidden_states.shape[1], width)
-            and len([scale for scale in scales if scale is not None]) == len(norms) != 1
-        )
-        return (weights, scales) if usual and weights and all(weight.outputs % width == 0 for weight in weights) else None
-
-    def _compute(
-        self,
-        variant: int,
-        parts: tuple[list[FewRowsWeight], list[Tensor | None]],
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: KVCache | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        module: Any = self
-        weights, scales = parts
-        query, key, value = project(
-            hidden_states,
-            weights,
-            [module.q_proj.bias, module.k_proj.bias, module.v_proj.bias],
-            scales,
-            module.q_norm.epsilon if scales else 0.0,
-            position_embeddings,
-            module.head_dim,
-        )
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, module.layer_idx)
-        output, _ = attend(module, query, key, value, attention_mask, scaling=module.scaling, **kwargs)
-        return module.o_proj(output.reshape(*hidden_states.shape[:2], -1)), None
-
-
 class _Parts:
     """The modules, parameters and packed weights within a module, to notice a change at the start of a text."""
 
@@ -330,6 +225,7 @@ class _Parts:
         modules = list(module.modules())
         self._hooks = [hooks for each in modules[1:] for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._fields = [vars(each) for each in modules[1:]]
+        self._forwards = list(map(_forward, self._fields))
         self._children = [each._modules for each in modules if each._modules]
         self._children_before = list(map(dict, self._children))
         self._packed = [packed for each in modules if (packed := packed_weight(each)) is not None]
@@ -347,7 +243,7 @@ class _Parts:
         """Return whether all parts are the same and have the same values, no hooks and no other ``forward``."""
         return (
             not any(self._hooks)
-            and not any(map(dict.__contains__, self._fields, itertools.repeat("forward")))
+            and all(map(operator.is_, map(_forward, self._fields), self._forwards))
             and all(map(operator.is_, map(_copy, self._packed), self._copies))
             and self._children == self._children_before
             and all(map(operator.is_, map(dict.get, self._owners, self._names), self._parameters))
@@ -356,6 +252,10 @@ class _Parts:
 
 
 _version, _copy, _address = operator.attrgetter("_version"), operator.attrgetter("copy"), Tensor.data_ptr
+
+
+def _forward(fields: dict[str, Any]) -> Any:
+    return fields.get("forward")
 
 
 class _Inputs(NamedTuple):
@@ -439,14 +339,14 @@ class _Run:
 
 
 class _DecoderLayer(_Form):
-    """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none.
+    """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none; one may be skipped.
 
     Layers whose input is the result of another are computed by the call of the first. Each of them returns its result if its
     inputs are those of this call, and is computed again otherwise.
     """
 
-    needed = frozenset(("input_layernorm", "mlp", "post_attention_layernorm", "self_attn"))
-    names = needed | frozenset(("post_feedforward_layernorm", "pre_feedforward_layernorm"))
+    needed = _words("input_layernorm mlp post_attention_layernorm self_attn")
+    names = needed | _words("post_feedforward_layernorm pre_feedforward_layernorm")
 
     @property
     def state(self) -> _LayerState:
@@ -529,15 +429,19 @@ class _DecoderLayer(_Form):
         state.run = _Run([layer.state for layer in layers], DecoderStack(packed, buffers), cache)
         return state.run
 
-    def _prepare_own(self, cache: KVCache, count: int) -> tuple[DecoderLayer, tuple[Tensor, Tensor]] | None:
-        """Return the packed layer and its keys and values; None where they have no room or another form."""
+    def _prepare_own(self, cache: KVCache, count: int) -> tuple[DecoderLayer, tuple[Tensor, Tensor] | None] | None:
+        """Return the packed layer and its keys and values, if it has attention; None without room or in another form."""
         attention: Any = self.self_attn
         layer = self._layer() if attention.config._attn_implementation == NAME else None
-        buffers = None if layer is None else cache.room(attention.layer_idx, count)
-        if layer is None or buffers is None:
+        if layer is None or not cache.buffers():  # before the first pass, none has buffers
             return None
+        if not layer.has_attention:
+            return layer, None
+        buffers = cache.room(attention.layer_idx, count)
         heads = 1, attention.k_proj.out_features // attention.head_dim
-        usual = all(each.shape[:2] == heads and each.shape[3] == attention.head_dim and _is_plain(each) for each in buffers)
+        usual = buffers is not None and all(
+            each.shape[:2] == heads and each.shape[3] == attention.head_dim and _is_plain(each) for each in buffers
+        )
         return (layer, buffers) if usual else None
 
     def _layer(self) -> DecoderLayer | None:
@@ -554,23 +458,24 @@ class _DecoderLayer(_Form):
     def _pack(self) -> DecoderLayer | None:
         module: Any = self
         attention, mlp, norms = module.self_attn, module.mlp, self._norms()
-        if not isinstance(attention, _Attention) or not isinstance(mlp, _GatedMLP):
+        kept = [part for part in (attention, mlp) if not is_skipped(part)]
+        if not _ATTENTION_NEEDS <= _names(type(attention)) <= _ATTENTION_NAMES or not isinstance(mlp, _GatedMLP):
             return None
-        parts = [attention, mlp, *(norm for norm in norms if norm is not None)]
-        known = all(isinstance(part, _Form) and part.is_known for part in parts)
-        changed = any(_is_changed(part) for part in self.modules() if part is not self)
+        known = all(norm is None or (isinstance(norm, _Norm) and norm.is_known) for norm in norms)
+        skipped = {id(part) for sublayer in (attention, mlp) if sublayer not in kept for part in sublayer.modules()}
+        changed = any(_is_changed(part) for part in self.modules() if part is not self and id(part) not in skipped)
         if not known or changed or not all(_is_plain(part) and not part.is_inference() for part in self.parameters()):
             return None
-        own: Any = attention
-        projections = own.q_proj, own.k_proj, own.v_proj, own.o_proj
+        projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
         weights, inner = (
             _few_rows_weights(projections),
             _few_rows_weights((mlp.gate_proj, mlp.up_proj, mlp.down_proj), False),
         )
-        if weights is None or inner is None or not isinstance(own.scaling, float):
+        activation = mlp.variant if mlp in kept else 0
+        if weights is None or inner is None or activation in (None, _UNKNOWN) or not isinstance(attention.scaling, float):
             return None
         (query, key, value, output), (gate, up, down) = weights, inner
-        hidden, width = query.inputs, own.head_dim
+        hidden, width = query.inputs, attention.head_dim
         fit = (
             hidden == key.inputs == value.inputs == output.outputs == gate.inputs == up.inputs == down.outputs
             and query.outputs == output.inputs
@@ -584,16 +489,22 @@ class _DecoderLayer(_Form):
             return None
         both = [None if scale is None else (scale, norm.epsilon) for norm, scale in zip(norms, scales, strict=True)]
         biases = [layer.bias for layer in projections]
-        return DecoderLayer([*weights, *inner], biases, both, own.scaling, width, mlp.variant)
+        has = attention in kept, mlp in kept
+        return DecoderLayer([*weights, *inner], biases, both, attention.scaling, width, activation, *has)
 
     def _norms(self) -> list[Any]:
-        """Return the norms of queries and keys, and those before and after attention and the MLP; None for a missing one."""
+        """Return the norms of queries and keys, and before and after attention and the MLP; None for one that is missing."""
         module: Any = self
         own = [getattr(module.self_attn, name, None) for name in ("q_norm", "k_norm")]
-        if not hasattr(self, "pre_feedforward_layernorm"):
-            return [*own, module.input_layernorm, None, module.post_attention_layernorm, None]
-        before, after = module.pre_feedforward_layernorm, module.post_feedforward_layernorm
-        return [*own, module.input_layernorm, module.post_attention_layernorm, before, after]
+        before, after = module.post_attention_layernorm, None
+        of_attention = [*own, module.input_layernorm, None]
+        if hasattr(self, "pre_feedforward_layernorm"):
+            of_attention[3] = before
+            before, after = module.pre_feedforward_layernorm, module.post_feedforward_layernorm
+        return [
+            *([None] * 4 if is_skipped(module.self_attn) else of_attention),
+            *([None] * 2 if is_skipped(module.mlp) else [before, after]),
+        ]
 
     def _is_right(self, variant: int, parts: Any, expected: Any, *args: Any, **kwargs: Any) -> bool:
         """Compare what the layer adds to its input, and the keys and values that it writes."""
@@ -602,12 +513,12 @@ class _DecoderLayer(_Form):
         _, positions, start, mask = parts
         cache: KVCache = kwargs["past_key_values"]
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        buffers = cache.room(self.self_attn.layer_idx, hidden.shape[1])  # type: ignore[union-attr, arg-type]
-        assert buffers is not None
-        assert self.state.layer is not None
-        written = [each[:, :, start : start + hidden.shape[1]] for each in buffers]
+        own = self._prepare_own(cache, hidden.shape[1])
+        assert own is not None
+        layer, buffers = own
+        written = [each[:, :, start : start + hidden.shape[1]] for each in buffers or ()]
         before = [each.clone() for each in written]
-        (output,) = DecoderStack([self.state.layer], [buffers])(hidden, positions, start, mask)
+        (output,) = DecoderStack([layer], [buffers])(hidden, positions, start, mask)
         found, wanted = output - hidden, expected - hidden
         rounding = 1e-6 * float(hidden.abs().amax()) / max(float(wanted.abs().amax()), 1e-6)
         return nearly_equal(found, wanted, 1e-4 + rounding) and all(map(nearly_equal, written, before))
