@@ -30,7 +30,6 @@ from layerskip.models.packing import few_rows_weight, packed_weight
 Tree = TypeVar("Tree", bound=nn.Module)
 _UNKNOWN = -1
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS)
 _SHOWN = 4  # times that a layer shows its result to layers that may follow
 
 
@@ -82,13 +81,14 @@ class _Form(nn.Module):
         needed: those that every one of them uses.
         most_rows: the most rows of a step.
         own: the type of the module, whose ``forward`` computes everything else.
+        variant: the number of the variant that is right, or -1 before a result was compared; None if none is.
     """
 
     names: ClassVar[frozenset[str]]
     needed: ClassVar[frozenset[str]]
     most_rows: ClassVar[int] = MOST_ROWS
     own: ClassVar[type[nn.Module]]
-    _variant: int | None
+    variant: int | None = _UNKNOWN
 
     @classmethod
     def matches(cls, module: Any) -> bool:
@@ -109,19 +109,14 @@ class _Form(nn.Module):
         if not self._tells_variants(expected, *args, **kwargs):
             return expected
         same = (n for n in self._variants() if self._is_right(n, parts, expected, *args, **kwargs))
-        self._variant = next(same, None)
+        self.variant = next(same, None)
         # Another computation may have left wrong keys in the cache.
-        return expected if self._variant is not None else self.own.forward(self, *args, **kwargs)
+        return expected if self.variant is not None else self.own.forward(self, *args, **kwargs)
 
     @property
     def is_known(self) -> bool:
         """Whether a result of this form was compared, and is right."""
         return self.variant not in (_UNKNOWN, None)
-
-    @property
-    def variant(self) -> Any:
-        """The number of the variant that is right; None if none is."""
-        return self.__dict__.get("_variant", _UNKNOWN)
 
     def _variants(self) -> Iterable[int]:
         """Return the variants to try, as :meth:`_compute` numbers them."""
@@ -148,7 +143,6 @@ class _Form(nn.Module):
             and 0 < rows.numel() <= self.most_rows * rows.shape[-1]
             and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
             and not torch.is_autocast_enabled("cpu")
-            and not any(_GLOBAL_HOOKS)  # of the modules within
         )
 
     def _prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +174,7 @@ class _Norm(_Form):
         weight = self.weight
         if not self.is_known or not isinstance(weight, Tensor) or weight.shape != (width,):
             return None
-        return 1 + weight if self._variant else weight
+        return 1 + weight if self.variant else weight
 
     def _prepare(self, hidden: Tensor) -> Tensor | None:
         weight = self.weight
@@ -362,7 +356,7 @@ class _DecoderLayer(_Form):
             return super().__call__(*args, **kwargs)
         called = _Inputs.of(args[0] if args else kwargs.get("hidden_states"), kwargs)
         own = self.__dict__
-        if any(_GLOBAL_HOOKS) or any(map(own.__getitem__, _HOOKS)) or "forward" in own or not called.are(ahead[0]):
+        if any(map(own.__getitem__, _HOOKS)) or "forward" in own or not called.are(ahead[0]):
             return super().__call__(*args, **kwargs)
         state.ahead = None
         return ahead[1]
@@ -375,8 +369,7 @@ class _DecoderLayer(_Form):
             before, expected, values = last
             state.follows = inputs.are(expected) and torch.equal(inputs.hidden, values)
             before.next = self if state.follows else before.next
-        # Global hooks may have changed the input in place.
-        if ahead is not None and inputs.are(ahead[0]) and not any(_GLOBAL_HOOKS):
+        if ahead is not None and inputs.are(ahead[0]):
             output: Any = ahead[1]
         else:
             state.follows = False if ahead is not None else state.follows
@@ -450,7 +443,7 @@ class _DecoderLayer(_Form):
         if state.parts is None or not state.parts.is_unchanged():
             if state.parts is not None:  # other parts may have another variant
                 for part in self.modules():
-                    part.__dict__.pop("_variant", None)
+                    part.__dict__.pop("variant", None)
             state.layer = self._pack()
             state.parts = None if state.layer is None else _Parts(self)
         return state.layer

@@ -31,12 +31,9 @@ from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
-from tests.exhaustive import EXHAUSTIVE
-from tests.families import SKIPPABLE, build
+from tests.families import build
 from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, fresh, tokens_of
 
-EXHAUSTIVE_ONLY = pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes seconds a family; run by make lossless")
-COMPILED = ("llama", "gemma3_text")  # one of plain layers, one of two types of layers with norms of queries and keys
 BLOCK = tokens_of(20)[12:18]
 
 
@@ -68,25 +65,6 @@ def _double(*args: Any) -> Any:
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the layers that would be compiled as they are."""
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
-
-
-@EXHAUSTIVE_ONLY
-@pytest.mark.parametrize("family", SKIPPABLE)
-@torch.inference_mode()
-def test_compiled_chains_equal_eager_ones(family: str) -> None:
-    """Beyond the sliding windows of the family."""
-    with torch.inference_mode(False):
-        model = _model(family)
-    view = decoding_view(model)
-    cache, plain = _caches(model, view, 17)
-    for width in (1, 3, 1):
-        block = tokens_of(40)[cache.length : cache.length + width]
-        assert_close(*(forward(view, block, held, last=width) for held in (cache, plain)))
-        cache.length += width
-        plain.length += width
-    if family in COMPILED:
-        assert _compiled_passes(cache) == [True, True]
-    release_cache(model, cache)
 
 
 @torch.inference_mode()
@@ -150,7 +128,7 @@ def test_laid_out_weights_are_trained_and_saved_as_before(laid_out: PreTrainedMo
     assert key.untyped_storage().nbytes() > key.nbytes
 
 
-def test_layers_are_compiled_on_cuda_by_default_and_the_mode_of_a_model_reaches_its_views() -> None:
+def test_layers_are_compiled_on_cuda_by_default_or_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another target over the same model, as ``custom_generate`` makes one, changes nothing; a new mode makes new views."""
     model = build("llama")
     assert (compiled_layers(model) is not None) == (TORCH_DEVICE.type == "cuda")
@@ -159,9 +137,6 @@ def test_layers_are_compiled_on_cuda_by_default_and_the_mode_of_a_model_reaches_
         assert (compiled_layers(decoding_view(model)) is not None) == compiled
     with pytest.raises(TargetError, match=r"^target.compile: 'maybe' is not auto, on, off$"):
         Target(model, compile="maybe")
-
-
-def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: lambda *args: (runs.append(1), module._run(*args))[1])
     target = Target(build("llama"), compile="on")
