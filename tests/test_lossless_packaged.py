@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,13 @@ from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout, choose_tokens
 from layerskip.heads.training import fit_linear
 from layerskip.kernels.cpu import has_kernels
-from layerskip.models.compiled_layers import compiled_layers, set_compiling
+from layerskip.models.compiled_layers import compiled_layers
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import WHEELS, load_draft
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.continuations import Continuation
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, compile_anywhere
 from tests.exhaustive import EXHAUSTIVE, representative
 
 NEW_TOKENS = 64 if EXHAUSTIVE else 16
@@ -210,18 +209,13 @@ def test_every_drafter_gives_the_output_of_transformers(
 @pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes a minute; run by make lossless")
 @pytest.mark.parametrize("fields", [CONFIGS[0], CONFIGS[1], CONFIGS[2]], ids=lambda fields: fields["method"])
 def test_compiled_layers_give_the_output_of_transformers(
-    smollm2: Target, reference: dict[str, list[int]], fields: dict[str, Any]
+    smollm2: Target, reference: dict[str, list[int]], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chains, trees and a self-draft; all of them run in the static shapes of captured passes."""
-    compiled = replace(smollm2, compile="on")
-    try:
-        drafter = build_drafter(SpeculativeConfig.from_dict(fields), compiled)
-        outputs = {
-            item.id: decode(compiled, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS).tokens
-            for item in PROMPTS
-        }
-        view = decoding_view(smollm2.model)
-        assert compiled_layers(view) is not None
-    finally:
-        set_compiling(smollm2.model, "auto")
+    compile_anywhere(monkeypatch)
+    drafter = build_drafter(SpeculativeConfig.from_dict(fields), smollm2)
+    outputs = {
+        item.id: decode(smollm2, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS).tokens for item in PROMPTS
+    }
+    assert compiled_layers(decoding_view(smollm2.model)) is not None
     assert outputs == {item.id: reference[item.id] for item in PROMPTS}

@@ -460,10 +460,8 @@ class _DecoderLayer(_Form):
         if not known or changed or not all(_is_plain(part) and not part.is_inference() for part in self.parameters()):
             return None
         projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        weights, inner = (
-            _few_rows_weights(projections),
-            _few_rows_weights((mlp.gate_proj, mlp.up_proj, mlp.down_proj), False),
-        )
+        weights = _few_rows_weights(projections)
+        inner = _few_rows_weights((mlp.gate_proj, mlp.up_proj, mlp.down_proj), biased=False)
         activation = mlp.variant if mlp in kept else 0
         if weights is None or inner is None or activation in (None, _UNKNOWN) or not isinstance(attention.scaling, float):
             return None
@@ -489,15 +487,12 @@ class _DecoderLayer(_Form):
         """Return the norms of queries and keys, and before and after attention and the MLP; None for one that is missing."""
         module: Any = self
         own = [getattr(module.self_attn, name, None) for name in ("q_norm", "k_norm")]
-        before, after = module.post_attention_layernorm, None
-        of_attention = [*own, module.input_layernorm, None]
+        of_attention, of_mlp = [*own, module.input_layernorm, None], [module.post_attention_layernorm, None]
         if hasattr(self, "pre_feedforward_layernorm"):
-            of_attention[3] = before
-            before, after = module.pre_feedforward_layernorm, module.post_feedforward_layernorm
-        return [
-            *([None] * 4 if is_skipped(module.self_attn) else of_attention),
-            *([None] * 2 if is_skipped(module.mlp) else [before, after]),
-        ]
+            of_attention[3] = module.post_attention_layernorm
+            of_mlp = [module.pre_feedforward_layernorm, module.post_feedforward_layernorm]
+        of_attention = [None] * 4 if is_skipped(module.self_attn) else of_attention
+        return [*of_attention, *([None] * 2 if is_skipped(module.mlp) else of_mlp)]
 
     def _is_right(self, variant: int, parts: Any, expected: Any, *args: Any, **kwargs: Any) -> bool:
         """Compare what the layer adds to its input, and the keys and values that it writes."""

@@ -134,7 +134,7 @@ def test_as_many_rows_read_12_bits_as_is_faster(is_faster: bool, monkeypatch: py
     assert cpu._measure_packed_rows(threads) == chosen[-1] == (4 if is_faster else 0)
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "block"), [(1, 16, 16), (7, 32, 32), (63, 192, 32), (515, 96, 48)])
+@pytest.mark.parametrize(("outputs", "inputs", "block"), [(1, 16, 16), (63, 192, 32), (515, 96, 48)])
 @pytest.mark.parametrize("most", [15, 255])  # the largest code
 @pytest.mark.parametrize("halves", [True, False])  # whether float16 holds scales and offsets
 def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, most: int, halves: bool) -> None:

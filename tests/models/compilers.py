@@ -24,7 +24,6 @@ from layerskip.kernels import product_fusion
 from layerskip.models import compiled_layers
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
-from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.forward import forward
 from layerskip.models.skip_view import decoding_view
 from tests.models.passes import tokens_of
@@ -65,7 +64,6 @@ def rewrite_only(monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
 
 def run_compiled(model: PreTrainedModel, width: int, positions: int = 60) -> tuple[Tensor, Tensor]:
     """Return the logits of a compiled pass over ``width`` tokens and of the same pass as it is, on caches for positions."""
-    set_compiling(model, "on")
     view, tokens, found = decoding_view(model), tokens_of(PROMPT + width), []
     with torch.inference_mode():
         layers = model.config.num_hidden_layers
