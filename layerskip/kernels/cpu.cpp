@@ -657,22 +657,6 @@ void normalise(const float* rows, const float* scale, float* results, int64_t co
   for (int64_t row = 0; row < count; ++row) normalise_row(rows + row * width, scale, results + row * width, width, epsilon);
 }
 
-// down(activation(gate(x)) * up(x)) for rows [count, inputs]; hidden [2, count, inner] is memory to work in.
-void gated_mlp(const float* rows, const Weight* gate, const Weight* up, const Weight* down, float* hidden, float* results,
-               int64_t count, int activation, int threads) {
-  const int64_t inner = gate->outputs;
-  float* const factors = hidden + count * inner;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    const Share panels(panels_of(inner));
-    multiply_share(*gate, rows, hidden, count, panels);
-    multiply_share(*up, rows, factors, count, panels);
-    activate(hidden, factors, count, inner, panels, activation);
-#pragma omp barrier
-    multiply_share(*down, hidden, results, count, Share(panels_of(down->outputs)));
-  }
-}
-
 // Decoder layers of one shape, one after the other: hidden [count, inputs] to outputs [layers, count, inputs]. Keys and values of
 // those with attention, [heads, capacity, width], have `start` positions and take the new ones. visible [count, visible_stride]
 // says which positions a row sees; null if there is one row, which sees all.

@@ -37,7 +37,7 @@ from layerskip.files import atomic_write, digest
 MOST_ROWS = 24
 """With more rows, arithmetic takes longer than reading, and torch's products are as fast."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": functools.partial(gelu, approximate="tanh")}
-"""The activations of :func:`gated_mlp`, by their order."""
+"""The activations of gated MLPs, by their order."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = {
     "AVX2": ("-DLANES=8", "-mavx2", "-mfma", "-mf16c"),
@@ -312,17 +312,6 @@ def normalise(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     return output
 
 
-def gated_mlp(hidden: Tensor, gate: FewRowsWeight, up: FewRowsWeight, down: FewRowsWeight, activation: int) -> Tensor:
-    """Return ``down(activation(gate(x)) * up(x))`` for ``[..., H]``; the activation is its index in :data:`ACTIVATIONS`."""
-    rows = hidden.contiguous()
-    count = rows.numel() // gate.inputs
-    memory, output = rows.new_empty(2 * count * gate.outputs), rows.new_empty((*hidden.shape[:-1], down.outputs))
-    addresses = gate.address, up.address, down.address
-    places = memory.data_ptr(), output.data_ptr()
-    _library().gated_mlp(rows.data_ptr(), *addresses, *places, count, activation, _threads())
-    return output
-
-
 class _Layer(ctypes.Structure):
     """``Layer`` of ``cpu.cpp``."""
 
@@ -521,7 +510,6 @@ def _library() -> Any:
         "set_packed_rows": [number] * 2,
         "multiply": [pointer] * 3 + [size, number],
         "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
-        "gated_mlp": [pointer] * 6 + [size] + [number] * 2,
         "decode": [pointer, size] + [pointer] * 7 + [size] * 5 + [number],
     }.items():
         getattr(library, name).argtypes, getattr(library, name).restype = arguments, None

@@ -1,10 +1,10 @@
 """Decoder layers on a CPU, all in one call for the few rows of a decoding step.
 
-A step of a small model is hundreds of small operators: a norm is six, rotary positions are twelve. Here layers of the usual
-form, and norms and MLPs of other layers, run through :mod:`layerskip.kernels.cpu`, without sub-layers that a mask skips. No
-model code is copied and no family is named. A module has a usual form if its ``forward`` uses no other names than that form
-does, and if its first result equals that of its own ``forward`` up to rounding. Everything else runs as it is: other
-modules, many rows, batches, gradients and other caches.
+A step of a small model is hundreds of small operators: a norm is six, rotary positions are twelve. Here norms, and layers of
+the usual form without what a mask skips, run through :mod:`layerskip.kernels.cpu`. No model code is copied and no family is
+named. A module has the usual form if its ``forward`` uses no other names than that form does, and if a first result equals
+that of its own ``forward`` up to rounding. Everything else runs as it is: other modules, many rows, batches, gradients and
+other caches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import inspect
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from layerskip.device.trial import nearly_equal
-from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, DecoderStack, FewRowsWeight, gated_mlp, normalise
+from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, DecoderStack, FewRowsWeight, normalise
 from layerskip.models.architecture import is_skipped
 from layerskip.models.attention import NAME
 from layerskip.models.cache import KVCache
 from layerskip.models.packing import few_rows_weight, packed_weight
 
 Tree = TypeVar("Tree", bound=nn.Module)
-_UNKNOWN = -1
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NORMED_ROWS = 64 * MOST_ROWS  # those of queries are rows of heads
 _SHOWN = 4  # times that a layer shows its result to layers that may follow
 
 
@@ -37,11 +37,16 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ATTENTION_NEEDS = _words("apply_rotary_pos_emb config head_dim k_proj layer_idx o_proj q_proj scaling update v_proj")
-_ATTENTION_NAMES = _ATTENTION_NEEDS | _words(
+_NORM = _words("mean pow rsqrt weight")
+_NORM_MAY_USE = _words("_norm dtype eps float float32 to torch type_as variance_epsilon")
+_ATTENTION = _words("apply_rotary_pos_emb config head_dim k_proj layer_idx o_proj q_proj scaling update v_proj")
+_ATTENTION_MAY_USE = _words(
     "ALL_ATTENTION_FUNCTIONS _attn_implementation attention_dropout contiguous eager_attention_forward get_interface "
     "getattr is_sliding k_norm q_norm reshape shape sliding_window training transpose view"
 )
+_MLP = _words("act_fn down_proj gate_proj up_proj")
+_LAYER = _words("input_layernorm mlp post_attention_layernorm self_attn")
+_LAYER_MAY_USE = _words("post_feedforward_layernorm pre_feedforward_layernorm")
 
 
 def fuse_layers(tree: Tree) -> Tree:
@@ -49,10 +54,13 @@ def fuse_layers(tree: Tree) -> Tree:
     if all(few_rows_weight(layer) is None for layer in tree.modules()):
         return tree
     for module in tree.modules():
-        kind: Any = type(module)
-        form: Any = next((form for form in (_Norm, _GatedMLP, _DecoderLayer) if form.matches(kind)), None)
-        if form is not None and "forward" not in module.__dict__:  # a replaced forward may do more
-            module.__class__ = _fused(form, kind)
+        if "forward" in module.__dict__ or isinstance(module, (_Norm, _DecoderLayer)):  # a replaced forward may do more
+            continue
+        if _uses(module, _NORM, _NORM_MAY_USE) and (offset := _norm_offset(module)) is not None:
+            module.__class__ = _fused(_Norm, type(module))
+            module.offset = offset
+        elif _uses(module, _LAYER, _LAYER_MAY_USE):
+            module.__class__ = _fused(_DecoderLayer, type(module))
     for parent in tree.modules():
         if type(parent) is nn.ModuleList and any(isinstance(layer, _DecoderLayer) for layer in parent):
             parent.__class__ = _Layers
@@ -63,9 +71,9 @@ def fuse_layers(tree: Tree) -> Tree:
     return tree
 
 
-def has_forms(tree: nn.Module) -> bool:
-    """Return whether modules of a tree may run in few calls, once a pass has shown that they have a usual form."""
-    return any(isinstance(module, _Form) for module in tree.modules())
+def has_layers(tree: nn.Module) -> bool:
+    """Return whether layers of a tree may run in few calls, once a pass has shown that they have the usual form."""
+    return any(map(is_whole_layer, tree.modules()))
 
 
 def is_whole_layer(module: nn.Module) -> bool:
@@ -73,143 +81,68 @@ def is_whole_layer(module: nn.Module) -> bool:
     return isinstance(module, _DecoderLayer)
 
 
-class _Form(nn.Module):
-    """A usual form of a module.
+class _Norm(nn.Module):
+    """A root-mean-square norm.
 
     Attributes:
-        names: all names that the ``forward`` of such a module uses.
-        needed: those that every one of them uses.
-        most_rows: the most rows of a step.
         own: the type of the module, whose ``forward`` computes everything else.
-        variant: the number of the variant that is right, or -1 before a result was compared; None if none is.
+        offset: what is added to the weight, 0 or 1.
     """
 
-    names: ClassVar[frozenset[str]]
-    needed: ClassVar[frozenset[str]]
-    most_rows: ClassVar[int] = MOST_ROWS
     own: ClassVar[type[nn.Module]]
-    variant: int | None = _UNKNOWN
+    offset: int
 
-    @classmethod
-    def matches(cls, module: Any) -> bool:
-        """Return whether modules of a type may have this form."""
-        used = _names(module)
-        return not issubclass(module, _Form) and cls.needed <= used <= cls.names
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        variant = self.variant
-        rows = args[0] if args else kwargs.get("hidden_states")
-        usual = variant is not None and len(args) < 2 and self._is_step(rows)
-        parts = self._prepare(*args, **kwargs) if usual else None
-        if parts is None:
-            return self.own.forward(self, *args, **kwargs)
-        if variant is not _UNKNOWN:
-            return self._compute(variant, parts, *args, **kwargs)
-        expected = self.own.forward(self, *args, **kwargs)
-        if not self._tells_variants(expected, *args, **kwargs):
-            return expected
-        same = (n for n in self._variants() if self._is_right(n, parts, expected, *args, **kwargs))
-        self.variant = next(same, None)
-        # Another computation may have left wrong keys in the cache.
-        return expected if self.variant is not None else self.own.forward(self, *args, **kwargs)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a result of this form was compared, and is right."""
-        return self.variant not in (_UNKNOWN, None)
-
-    def _variants(self) -> Iterable[int]:
-        """Return the variants to try, as :meth:`_compute` numbers them."""
-        return (0,)
-
-    def _is_right(self, variant: int, parts: Any, expected: Any, *args: Any, **kwargs: Any) -> bool:
-        """Return whether a variant computes what is expected, up to rounding."""
-        return _equal(self._compute(variant, parts, *args, **kwargs), expected)
-
-    def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
-        """Return whether a result shows which variant is right.
-
-        Zeros are the same in all, and at the first position all forms of rotary positions are.
-        """
-        positions = kwargs.get("position_embeddings")
-        return (positions is None or bool(positions[1].any())) and bool(_hidden(expected).any())
-
-    def _is_step(self, rows: Any) -> bool:
-        """Return whether an input is that of a decoding step: a few rows without gradients."""
-        return (
-            isinstance(rows, Tensor)
-            and rows.dtype == torch.float32
-            and rows.device.type == "cpu"
-            and 0 < rows.numel() <= self.most_rows * rows.shape[-1]
-            and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
-            and not torch.is_autocast_enabled("cpu")
-        )
-
-    def _prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the weights for these inputs; None where :meth:`_compute` cannot compute them."""
-        raise NotImplementedError
-
-    def _compute(self, variant: int, parts: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-class _Norm(_Form):
-    """A root-mean-square norm, with factors ``weight`` or ``1 + weight``."""
-
-    names = _words("_norm dtype eps float float32 mean pow rsqrt to torch type_as variance_epsilon weight")
-    needed = _words("mean pow rsqrt weight")
-    most_rows = 64 * MOST_ROWS  # those of queries are rows of heads
-
-    def _variants(self) -> Iterable[int]:
-        return 0, 1
+    def forward(self, hidden: Tensor) -> Any:
+        scale = self.scale_for(hidden.shape[-1]) if _is_step(self, hidden, _NORMED_ROWS) else None
+        return self.own.forward(self, hidden) if scale is None else normalise(hidden, scale, self.epsilon)
 
     @property
     def epsilon(self) -> float:
         """The number that is added to the mean of the squares."""
-        module: Any = self
-        return float(module.eps if hasattr(self, "eps") else module.variance_epsilon)
+        return _epsilon(self)
 
     def scale_for(self, width: int) -> Tensor | None:
-        """Return the factors ``[width]``; None where they are others, or this norm has not been compared yet."""
+        """Return the factors ``[width]``; None where the weight is another one."""
         weight = self.weight
-        if not self.is_known or not isinstance(weight, Tensor) or weight.shape != (width,):
+        if not isinstance(weight, Tensor) or weight.shape != (width,) or weight.dtype != torch.float32:
             return None
-        return 1 + weight if self.variant else weight
-
-    def _prepare(self, hidden: Tensor) -> Tensor | None:
-        weight = self.weight
-        if not isinstance(weight, Tensor) or weight.dtype != torch.float32 or weight.shape != hidden.shape[-1:]:
-            return None
-        return weight
-
-    def _compute(self, variant: int, weight: Tensor, hidden: Tensor) -> Tensor:
-        return normalise(hidden, 1 + weight if variant else weight, self.epsilon)
+        return 1 + weight if self.offset else weight
 
 
-class _GatedMLP(_Form):
-    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
+def _norm_offset(norm: Any) -> int | None:
+    """Return what a norm adds to its weight, 0 or 1; None if it computes something else."""
+    weight = norm.weight
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or not _is_plain(weight):
+        return None
+    with torch.no_grad():
+        rows = torch.linspace(-2, 3, weight.numel())[None]
+        expected = type(norm).forward(norm, rows)
+        scales = enumerate((weight, 1 + weight))
+        return next((n for n, scale in scales if nearly_equal(normalise(rows, scale, _epsilon(norm)), expected)), None)
 
-    names = needed = _words("act_fn down_proj gate_proj up_proj")
 
-    def _variants(self) -> Iterable[int]:
-        """Return the activation, which only all of its range tells from similar ones."""
-        module: Any = self
-        grid = torch.linspace(-8, 8, 1601)
-        own = module.act_fn(grid)
-        return (n for n, known in enumerate(ACTIVATIONS.values()) if torch.allclose(own, known(grid), rtol=0, atol=1e-6))
+def _epsilon(norm: Any) -> float:
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
-    def _prepare(self, hidden: Tensor) -> list[FewRowsWeight] | None:
-        module: Any = self
-        weights = _few_rows_weights((module.gate_proj, module.up_proj, module.down_proj), biased=False)
-        if weights is None or _is_changed(module.act_fn):
-            return None
-        gate, up, down = weights
-        fit = hidden.shape[-1] == gate.inputs == up.inputs and gate.outputs == up.outputs == down.inputs
-        return weights if fit else None
 
-    def _compute(self, variant: int, weights: list[FewRowsWeight], hidden: Tensor) -> Tensor:
-        gate, up, down = weights
-        return gated_mlp(hidden, gate, up, down, variant)
+def _activation(function: Any) -> int | None:
+    """Return the index of an activation, which only all of its range tells from similar ones; None if it is another one."""
+    grid = torch.linspace(-8, 8, 1601)
+    own = function(grid)
+    known = enumerate(ACTIVATIONS.values())
+    return next((n for n, other in known if torch.allclose(own, other(grid), rtol=0, atol=1e-6)), None)
+
+
+def _is_step(module: nn.Module, rows: Any, most: int) -> bool:
+    """Return whether an input of a module is that of a decoding step: at most so many rows, without gradients."""
+    return (
+        isinstance(rows, Tensor)
+        and rows.dtype == torch.float32
+        and rows.device.type == "cpu"
+        and 0 < rows.numel() <= most * rows.shape[-1]
+        and not (module.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 class _Parts:
@@ -332,15 +265,19 @@ class _Run:
         return known and self._last.is_settled and all(state.follows for state in self.followers)
 
 
-class _DecoderLayer(_Form):
+class _DecoderLayer(nn.Module):
     """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none; one may be skipped.
 
     Layers whose input is the result of another are computed by the call of the first. Each of them returns its result if its
     inputs are those of this call, and is computed again otherwise.
+
+    Attributes:
+        own: the type of the module, whose ``forward`` computes everything else.
+        is_right: whether a result was compared, and is right; None before.
     """
 
-    needed = _words("input_layernorm mlp post_attention_layernorm self_attn")
-    names = needed | _words("post_feedforward_layernorm pre_feedforward_layernorm")
+    own: ClassVar[type[nn.Module]]
+    is_right: bool | None = None
 
     @property
     def state(self) -> _LayerState:
@@ -365,7 +302,7 @@ class _DecoderLayer(_Form):
         state, inputs = self.state, _Inputs.of(args[0] if args else kwargs.get("hidden_states"), kwargs)
         ahead, state.ahead = state.ahead, None
         last, state.order.last = state.order.last, None
-        if state.follows is None and last is not None and self.is_known:
+        if state.follows is None and last is not None and self.is_right:
             before, expected, values = last
             state.follows = inputs.are(expected) and torch.equal(inputs.hidden, values)
             before.next = self if state.follows else before.next
@@ -373,11 +310,28 @@ class _DecoderLayer(_Form):
             output: Any = ahead[1]
         else:
             state.follows = False if ahead is not None else state.follows
-            output = super().forward(*args, **kwargs)
-        if not state.is_settled and self.is_known and isinstance(output, Tensor):
+            output = self._run_alone(*args, **kwargs)
+        if not state.is_settled and self.is_right and isinstance(output, Tensor):
             state.shown += 1
             state.order.last = state, inputs._replace(hidden=output), output.clone()
         return output
+
+    def _run_alone(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the packed layer, and those that follow it, if it has the usual form and this is a step."""
+        rows = args[0] if args else kwargs.get("hidden_states")
+        usual = self.is_right is not False and len(args) < 2 and _is_step(self, rows, MOST_ROWS)
+        parts = self._prepare(*args, **kwargs) if usual else None
+        if parts is None:
+            return self.own.forward(self, *args, **kwargs)
+        if self.is_right:
+            return self._compute(parts, *args, **kwargs)
+        expected = self.own.forward(self, *args, **kwargs)
+        # Zeros are the same in all forms, and at the first position all forms of rotary positions are.
+        if isinstance(expected, Tensor) and bool(expected.any()) and bool(kwargs["position_embeddings"][1].any()):
+            self.is_right = self._computes(expected, rows, parts, kwargs["past_key_values"])
+            if not self.is_right:  # it has left wrong keys in the cache
+                return self.own.forward(self, *args, **kwargs)
+        return expected
 
     def _prepare(
         self,
@@ -411,10 +365,10 @@ class _DecoderLayer(_Form):
         if own is None:
             return None
         layers, prepared = [self], [own]
-        while (following := layers[-1].state.next) is not None and following.state.follows and following.is_known:
+        while (following := layers[-1].state.next) is not None and following.state.follows:
             between = layers[-1]._forward_hooks or following._forward_pre_hooks  # which may change values in place
             next_own = None if between else following._prepare_own(cache, count)
-            if next_own is None or next_own[0].shape != own[0].shape:
+            if next_own is None or not following.is_right or next_own[0].shape != own[0].shape:
                 break
             layers.append(following)
             prepared.append(next_own)
@@ -441,9 +395,8 @@ class _DecoderLayer(_Form):
         """Return the packed layer, as its parameters are now; None if a part has another form or hooks."""
         state = self.state
         if state.parts is None or not state.parts.is_unchanged():
-            if state.parts is not None:  # other parts may have another variant
-                for part in self.modules():
-                    part.__dict__.pop("variant", None)
+            if state.parts is not None:  # other parts may have another form
+                self.is_right = None
             state.layer = self._pack()
             state.parts = None if state.layer is None else _Parts(self)
         return state.layer
@@ -452,9 +405,9 @@ class _DecoderLayer(_Form):
         module: Any = self
         attention, mlp, norms = module.self_attn, module.mlp, self._norms()
         kept = [part for part in (attention, mlp) if not is_skipped(part)]
-        if not _ATTENTION_NEEDS <= _names(type(attention)) <= _ATTENTION_NAMES or not isinstance(mlp, _GatedMLP):
+        if not _uses(attention, _ATTENTION, _ATTENTION_MAY_USE) or not _uses(mlp, _MLP):
             return None
-        known = all(norm is None or (isinstance(norm, _Norm) and norm.is_known) for norm in norms)
+        known = all(isinstance(norm, _Norm) for norm in norms if norm is not None)
         skipped = {id(part) for sublayer in (attention, mlp) if sublayer not in kept for part in sublayer.modules()}
         changed = any(_is_changed(part) for part in self.modules() if part is not self and id(part) not in skipped)
         if not known or changed or not all(_is_plain(part) and not part.is_inference() for part in self.parameters()):
@@ -462,8 +415,8 @@ class _DecoderLayer(_Form):
         projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
         weights = _few_rows_weights(projections)
         inner = _few_rows_weights((mlp.gate_proj, mlp.up_proj, mlp.down_proj), biased=False)
-        activation = mlp.variant if mlp in kept else 0
-        if weights is None or inner is None or activation in (None, _UNKNOWN) or not isinstance(attention.scaling, float):
+        activation = _activation(mlp.act_fn)
+        if weights is None or inner is None or activation is None or not isinstance(attention.scaling, float):
             return None
         (query, key, value, output), (gate, up, down) = weights, inner
         hidden, width = query.inputs, attention.head_dim
@@ -494,13 +447,9 @@ class _DecoderLayer(_Form):
         of_attention = [None] * 4 if is_skipped(module.self_attn) else of_attention
         return [*of_attention, *([None] * 2 if is_skipped(module.mlp) else of_mlp)]
 
-    def _is_right(self, variant: int, parts: Any, expected: Any, *args: Any, **kwargs: Any) -> bool:
-        """Compare what the layer adds to its input, and the keys and values that it writes."""
-        if not isinstance(expected, Tensor):
-            return False
+    def _computes(self, expected: Tensor, hidden: Tensor, parts: Any, cache: KVCache) -> bool:
+        """Compare what the packed layer adds to its input, and the keys and values that it writes, with those written."""
         _, positions, start, mask = parts
-        cache: KVCache = kwargs["past_key_values"]
-        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         own = self._prepare_own(cache, hidden.shape[1])
         assert own is not None
         layer, buffers = own
@@ -511,7 +460,7 @@ class _DecoderLayer(_Form):
         rounding = 1e-6 * float(hidden.abs().amax()) / max(float(wanted.abs().amax()), 1e-6)
         return nearly_equal(found, wanted, 1e-4 + rounding) and all(map(nearly_equal, written, before))
 
-    def _compute(self, variant: int, parts: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _compute(self, parts: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         run, positions, start, mask = parts
         outputs: tuple[Tensor, ...] = run.stack(hidden_states, positions, start, mask)
         cache = id(kwargs["past_key_values"])
@@ -542,18 +491,6 @@ def _are_positions(parts: Any, count: int, width: int) -> bool:
     return all(p.dtype == torch.float32 and p.shape[:-1] == (1, count) and p.shape[-1] <= width for p in parts)
 
 
-def _hidden(output: Any) -> Tensor:
-    """Return the hidden states of a module's result."""
-    states: Tensor = output[0] if isinstance(output, tuple) else output
-    return states
-
-
-def _equal(output: Any, expected: Any) -> bool:
-    """Return whether two results have one form and the same hidden states up to rounding."""
-    same_form = type(output) is type(expected) and (not isinstance(output, tuple) or len(output) == len(expected))
-    return same_form and nearly_equal(_hidden(output), _hidden(expected))
-
-
 def _is_changed(module: nn.Module | None) -> bool:
     """Return whether a module has hooks or another ``forward`` than its type's; None for a part that a model lacks."""
     return module is not None and bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
@@ -563,6 +500,11 @@ def _is_plain(tensor: Tensor) -> bool:
     """Return whether a kernel can read a tensor."""
     usual = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
     return usual and type(tensor) in (Tensor, nn.Parameter)
+
+
+def _uses(module: nn.Module, needed: frozenset[str], possible: frozenset[str] = frozenset()) -> bool:
+    """Return whether the ``forward`` of a module uses all needed names, and others only as far as they are possible."""
+    return needed <= _names(type(module)) <= needed | possible
 
 
 @functools.cache
