@@ -53,14 +53,16 @@ def fuse_layers(tree: Tree) -> Tree:
     """Let the modules of a tree that have a usual form run in few calls, if its weights are packed for few rows."""
     if all(few_rows_weight(layer) is None for layer in tree.modules()):
         return tree
+    module: Any
     for module in tree.modules():
+        kind: Any = type(module)
         if "forward" in module.__dict__ or isinstance(module, (_Norm, _DecoderLayer)):  # a replaced forward may do more
             continue
         if _uses(module, _NORM, _NORM_MAY_USE) and (offset := _norm_offset(module)) is not None:
-            module.__class__ = _fused(_Norm, type(module))
+            module.__class__ = _fused(_Norm, kind)
             module.offset = offset
         elif _uses(module, _LAYER, _LAYER_MAY_USE):
-            module.__class__ = _fused(_DecoderLayer, type(module))
+            module.__class__ = _fused(_DecoderLayer, kind)
     for parent in tree.modules():
         if type(parent) is nn.ModuleList and any(isinstance(layer, _DecoderLayer) for layer in parent):
             parent.__class__ = _Layers
@@ -115,7 +117,7 @@ def _norm_offset(norm: Any) -> int | None:
     if not isinstance(weight, Tensor) or weight.ndim != 1 or not _is_plain(weight):
         return None
     with torch.no_grad():
-        rows = torch.linspace(-2, 3, weight.numel())[None]
+        rows = torch.linspace(-2, 3, weight.numel(), dtype=weight.dtype, device=weight.device)[None]
         expected = type(norm).forward(norm, rows)
         scales = enumerate((weight, 1 + weight))
         return next((n for n, scale in scales if nearly_equal(normalise(rows, scale, _epsilon(norm)), expected)), None)
@@ -318,7 +320,7 @@ class _DecoderLayer(nn.Module):
 
     def _run_alone(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the packed layer, and those that follow it, if it has the usual form and this is a step."""
-        rows = args[0] if args else kwargs.get("hidden_states")
+        rows: Any = args[0] if args else kwargs.get("hidden_states")
         usual = self.is_right is not False and len(args) < 2 and _is_step(self, rows, MOST_ROWS)
         parts = self._prepare(*args, **kwargs) if usual else None
         if parts is None:
@@ -502,9 +504,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return usual and type(tensor) in (Tensor, nn.Parameter)
 
 
-def _uses(module: nn.Module, needed: frozenset[str], possible: frozenset[str] = frozenset()) -> bool:
+def _uses(module: Any, needed: frozenset[str], possible: frozenset[str] = frozenset()) -> bool:
     """Return whether the ``forward`` of a module uses all needed names, and others only as far as they are possible."""
-    return needed <= _names(type(module)) <= needed | possible
+    kind: Any = type(module)
+    return needed <= _names(kind) <= needed | possible
 
 
 @functools.cache
