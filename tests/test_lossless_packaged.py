@@ -25,10 +25,12 @@ from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout, choose_tokens
 from layerskip.heads.training import fit_linear
 from layerskip.kernels.cpu import has_kernels
+from layerskip.models.compiled_layers import compiled_layers
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import WHEELS, load_draft
+from layerskip.models.skip_view import decoding_view
 from layerskip.models.trained_module import save_trained
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, compile_anywhere
 from tests.exhaustive import EXHAUSTIVE, representative
 
 NEW_TOKENS = 64 if EXHAUSTIVE else 16
@@ -185,3 +187,18 @@ def test_every_drafter_gives_the_output_of_transformers(
     assert len(reference) == len(PROMPTS)
     if config.method != "none":
         assert sum(result.stats.accepted for result in outputs.values()) > 0
+
+
+@pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes a minute; run by make lossless")
+@pytest.mark.parametrize("fields", [CONFIGS[0], CONFIGS[1], CONFIGS[2]], ids=lambda fields: fields["method"])
+def test_compiled_layers_give_the_output_of_transformers(
+    smollm2: Target, reference: dict[str, list[int]], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chains, trees and a self-draft; all of them run in the static shapes of captured passes."""
+    compile_anywhere(monkeypatch)
+    drafter = build_drafter(SpeculativeConfig.from_dict(fields), smollm2)
+    outputs = {
+        item.id: decode(smollm2, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS).tokens for item in PROMPTS
+    }
+    assert compiled_layers(decoding_view(smollm2.model)) is not None
+    assert outputs == {item.id: reference[item.id] for item in PROMPTS}

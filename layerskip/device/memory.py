@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import resource
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,8 +24,7 @@ from torch.utils._pytree import tree_leaves
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _GROUPS = Path("/proc/self/cgroup")
-_LIMITS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
-"""Folder and file of the limits of a control group's memory, of version 2 and 1, cgroups(7)."""
+_LIMITS = Path("/sys/fs/cgroup")
 Result = TypeVar("Result")
 _releases: list[Callable[[], None]] = []
 
@@ -47,10 +47,6 @@ class PeakMemory:
         try:
             lines = _STATUS.read_text().splitlines()
         except OSError:
-            if sys.platform == "win32":
-                return int(psutil.Process().memory_info().peak_wset)
-            import resource  # which Windows lacks
-
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
@@ -115,13 +111,11 @@ def device_bytes(device: torch.device) -> int:
 def _group_limits() -> Iterator[int]:
     with contextlib.suppress(OSError):
         for line in _GROUPS.read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            for controller in _LIMITS.keys() & controllers.split(","):
-                root, name = _LIMITS[controller]
-                path = Path(group.lstrip("/"))
-                for folder in (path, *path.parents):
-                    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                        yield int(Path(root, folder, name).read_text())
+            number, _, group = line.split(":", 2)
+            path = _LIMITS / group.lstrip("/")
+            for folder in (path, *path.parents) if number == "0" else ():  # the others are of cgroups version 1
+                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                    yield int((folder / "memory.max").read_text())
 
 
 def release_memory() -> None:

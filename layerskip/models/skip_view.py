@@ -28,7 +28,7 @@ from layerskip.models.architecture import UnsupportedModel, architecture, replac
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_like, compile_mode
-from layerskip.models.cpu_layers import fuse_layers, has_forms
+from layerskip.models.cpu_layers import fuse_layers, has_layers
 from layerskip.models.forward import forward
 from layerskip.models.packing import drop_stale_packing, pack_like, quantize_like, uses_packing
 from layerskip.models.target import Target
@@ -142,8 +142,8 @@ def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
 
 
 def _learned(view: PreTrainedModel) -> PreTrainedModel:
-    """Run a few steps of a view whose modules may have usual forms, so that the first text is computed as later ones are."""
-    if has_forms(view) and not view.training:
+    """Run a few steps of a view whose layers may run in few calls, so that its first text is computed as later ones are."""
+    if has_layers(view) and not view.training:
         text = view.config.get_text_config(decoder=True)
         cache = KVCache(text.num_hidden_layers, sum(_STEPS))
         with torch.inference_mode():

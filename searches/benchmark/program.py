@@ -72,7 +72,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         "configs": {name: drafting.to_dict() for name, drafting in configs.items()},
         "results": {
             name: _result(rows, name, rivals.get(name), configs)
-            | {"lossless": name not in configs or configs[name].lossless, "drafter_bytes": memory[name]}
+            | {"lossless": name not in configs or configs[name].lossless}
             for name in decoders
         },
         "read_gigabytes_per_second": reads,

@@ -150,7 +150,7 @@ def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPa
     target = target_of("llama")
     graphs = rewrite_only(monkeypatch)
     found = []
-    for mode in ("off", "on"):
+    for mode in ("off", "auto"):
         drafter = member_of(method, target)
         assert isinstance(drafter, Eagle | Medusa)
         module = drafter.head.body if isinstance(drafter, Eagle) else drafter.heads
@@ -161,5 +161,5 @@ def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPa
             assert tokens == generated("llama", prompt, LENGTH)
         found.append(recorder.drafts)
         set_compiling(module, "auto")
-        assert bool(graphs) == (mode == "on")
+        assert bool(graphs) == (mode == "auto")
     assert found[0] == found[1]

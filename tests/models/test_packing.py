@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from layerskip import SkipMask, SpeculativeConfig, Target, generate, load_target
 from layerskip.drafters.registry import build_drafter
 from layerskip.models import packing
-from layerskip.models.draft_head import DraftHead, OutputRows
+from layerskip.models.draft_head import DraftHead
 from layerskip.models.environment import machine
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import multiply, pack_like, uses_packing
@@ -125,18 +125,6 @@ def test_copies_multiply_by_their_own_weights() -> None:
             copied.weight.mul_(2)
             torch.testing.assert_close(copied(hidden), 2 * before)
         assert torch.equal(layer(hidden), before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_a_text_are_appended_to_packed_rows(dtype: torch.dtype, packed: list[Tensor]) -> None:
-    torch.manual_seed(0)
-    weight, bias = torch.randn(300, 40).to(dtype), torch.randn(300).to(dtype)
-    for offset in (None, bias):
-        rows, hidden = OutputRows(weight, offset, torch.arange(0, 300, 3), 280, packed=True), torch.randn(2, 40).to(dtype)
-        for text in ([], [1, 3, 5], [1, 3, 5, 290, 8]):
-            rows.follow(text)
-            with torch.inference_mode():
-                _assert_same(rows.multiply(hidden), linear(hidden, weight, offset)[:, rows.tokens], offset is not None)
 
 
 def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> None:
