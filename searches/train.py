@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,6 @@ from searches.training.texts import (
 from searches.training.trainer import (
     Trainer,
     TrainingCheckpoint,
-    TrainingRun,
     check_training_folder,
 )
 
@@ -104,9 +103,24 @@ def train(config: DictConfig) -> Path:
         with exclusive(states):
             store = FeatureStore(states)
             store.check_disk(int(config.feature_bytes))
-        seconds: list[float] = []
-        texts = write_texts(config, target, sampling, like, lambda _, total, __: seconds.append(total))
-        return _train_head(run, texts, sum(seconds), continuations, store)
+        texts, seconds = write_texts(config, target, sampling, like)
+        return _train_head(run, texts, seconds, continuations, store)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One run of the program.
+
+    Args:
+        folder: for the checkpoint and the result.
+        identity: everything that the training depends on, except the texts.
+    """
+
+    config: DictConfig
+    target: Target
+    folder: Path
+    identity: dict[str, Any]
+    tracker: Tracker
 
 
 @contextlib.contextmanager
@@ -130,7 +144,8 @@ def _train_head(
     head = _new_head(config, kind, target, texts)
     store = _fill_store(run, texts, store)
     held_out = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt)) for p in continuations]
-    checkpoint = run.checkpoint([run.identity, head.shape.to_dict(), texts_digest(texts)])
+    whole = digest([run.identity, head.shape.to_dict(), texts_digest(texts)])
+    checkpoint = TrainingCheckpoint(folder / "training.pt", whole, digest(run.identity))
     trainer = HeadTrainer(config, head, target, store, held_out, checkpoint)
     trainer.train(run.tracker)
     trainer.unscale()

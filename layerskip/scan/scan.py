@@ -135,7 +135,7 @@ class Scanner:
         self.depth, self.max_rows = depth, max_rows
         self.runners = runners if sampling.greedy else 0
         model, vocabulary = RowModel(target.model), target.vocabulary
-        self._texts = TextBatch(model, vocabulary, continuations, sampling, layer_inputs=True, max_bytes=max_bytes)
+        self._texts = TextBatch(model, vocabulary, continuations, sampling, max_bytes)
         self.continuations = self._texts.continuations
         texts = enumerate(self.continuations)
         self._packs = self._pack([(p, s) for p, text in texts for s in range(text.starts) if text.limit(s) > 0])

@@ -40,8 +40,7 @@ class TextStates:
         visible: per layer ``[n, n]`` bool or None, as in :class:`TargetPass`.
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
         token_probs: ``[N]``: its probability of the token itself; empty for greedy decoding.
-        layer_inputs: per layer the input hidden states ``[1, N, H]`` at every token of the continuation; empty if not
-            requested.
+        layer_inputs: per layer the input hidden states ``[1, N, H]`` at every token of the continuation.
     """
 
     tokens: Tensor
@@ -49,7 +48,7 @@ class TextStates:
     visible: list[Tensor | None]
     confidence: NDArray[np.float64]
     token_probs: NDArray[np.float64]
-    layer_inputs: tuple[Tensor, ...] = ()
+    layer_inputs: tuple[Tensor, ...]
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +158,6 @@ class TextBatch:
 
     Args:
         vocabulary: V, the width of its logits.
-        layer_inputs: whether to keep the input hidden states of every layer.
         max_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
     """
 
@@ -170,11 +168,9 @@ class TextBatch:
         vocabulary: int,
         continuations: Sequence[Continuation],
         sampling: Sampling,
-        layer_inputs: bool = False,
         max_bytes: int | None = None,
     ) -> None:
-        self.model, self.vocabulary, self._layer_inputs = model, vocabulary, layer_inputs
-        self.sampling = sampling
+        self.model, self.vocabulary, self.sampling = model, vocabulary, sampling
         self.texts: list[TextStates] = []
         for continuation in continuations:
             text = self._read(continuation)
@@ -213,9 +209,8 @@ class TextBatch:
             [*continuation.prompt, *continuation.tokens, *continuation.tokens[-1:] * missing], self.model.device
         )
         begin, end = len(continuation.prompt), len(continuation.prompt) + len(continuation.tokens)
-        logits, cache, visible, layer_inputs = run_target(
-            self.model, tokens, tokens.shape[0] - begin + 1, tokens.shape[0] - begin if self._layer_inputs else 0
-        )
+        new = tokens.shape[0] - begin
+        logits, cache, visible, layer_inputs = run_target(self.model, tokens, new + 1, new)
         logits = logits[: end - begin]
         token_probs = np.empty(0)
         if not self.sampling.greedy:

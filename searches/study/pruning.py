@@ -63,7 +63,7 @@ class BoundEstimator:
         """
         predictor = self._predictor
         predictable = predictor.can_predict(config)
-        if not (predictable or config.method == "layer_skip"):
+        if config.draft_head or not (predictable or config.method == "layer_skip"):
             return None
         board = leaderboard(study)
         to_beat = board.to_beat(predictor.prompts)

@@ -24,7 +24,6 @@ from layerskip.files import digest
 from layerskip.heads.readout import choose_tokens
 from layerskip.prompts import PromptItem
 from layerskip.texts import training_texts
-from layerskip.texts.continuations import ReportCost
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
 from searches.results import ResultLog, exclusive
@@ -51,23 +50,20 @@ def texts_settings(config: DictConfig, target: Target, sampling: Sampling, like:
 
 
 def write_texts(
-    config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str], report_cost: ReportCost = lambda *_: None
-) -> list[TrainingText]:
+    config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]
+) -> tuple[list[TrainingText], float]:
     """Write the first training texts that together have as many tokens as the configuration asks for, or a few more.
 
-    Texts that are in the outputs folder are not written again. The name and the seconds of the texts are reported, also if
-    writing is interrupted. For the other arguments see :func:`texts_settings`.
+    Texts that are in the outputs folder are not written again. For the arguments see :func:`texts_settings`.
+
+    Returns:
+        The texts, and the seconds that writing them took, whenever that was.
     """
     file = Path(config.outputs) / "texts" / f"{digest(texts_settings(config, target, sampling, like))[:16]}.jsonl"
     with exclusive(file):
-        log, texts = ResultLog(file), list[TrainingText]()
-        existing = len(log)
-        try:
-            texts = _write(config, target, sampling, like, log)
-        finally:
-            seconds = [log[str(index)][2] for index in range(len(texts) or len(log))]
-            report_cost(f"texts {file.stem}", sum(seconds), sum(seconds[existing:]))
-        return texts
+        log = ResultLog(file)
+        texts = _write(config, target, sampling, like, log)
+        return texts, sum(log[str(index)][2] for index in range(len(texts)))
 
 
 def _write(

@@ -15,11 +15,10 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from layerskip import Target
 from layerskip.device.memory import is_out_of_memory
 from layerskip.device.transfer import now
 from layerskip.device.trial import first_line
-from layerskip.files import atomic_write, digest
+from layerskip.files import atomic_write
 from layerskip.heads.portable import is_published
 from layerskip.heads.training import rate_factor
 from layerskip.models.trained_module import has_trained
@@ -44,26 +43,6 @@ class TrainingCheckpoint:
     path: Path
     identity: str
     settings_digest: str = ""
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """One run of the program ``train``.
-
-    Args:
-        folder: for the checkpoint and the result.
-        identity: everything that the training depends on, except the texts.
-    """
-
-    config: DictConfig
-    target: Target
-    folder: Path
-    identity: dict[str, Any]
-    tracker: Tracker
-
-    def checkpoint(self, identity: object) -> TrainingCheckpoint:
-        """Return the checkpoint of a training with an identity that includes the texts."""
-        return TrainingCheckpoint(self.folder / "training.pt", digest(identity), digest(self.identity))
 
 
 def check_training_folder(folder: Path, settings_digest: str) -> None:

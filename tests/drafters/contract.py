@@ -125,7 +125,6 @@ class DrafterContract:
     # Whether `make test` samples with it; `make lossless` also samples with drafters that verify like another one.
     samples_by_default = True
     toy = staticmethod(toy_target)  # the target of the exact law
-    toy_prompt = TOY_PROMPT
 
     def drafter(self, target: Target) -> Drafter:
         """A new drafter for ``target``, which is any target of this module."""
@@ -235,7 +234,7 @@ class DrafterContract:
         """Four tokens: one from the prefill, then a draft of up to two and a bonus token; many sequences end before."""
         if not (self.samples_by_default or EXHAUSTIVE):
             pytest.skip("make lossless samples with it")
-        target, prompt = self.toy(), self.toy_prompt
+        target, prompt = self.toy(), TOY_PROMPT
         drafter, prefill = self.drafter(target), Prefill.of(target, prompt)
         torch.manual_seed(0)
         for sampling in self.samplings:
