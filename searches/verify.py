@@ -226,12 +226,11 @@ class Speedup:
     def claimed(cls, evidence: Mapping[str, Any]) -> Speedup | None:
         """Return the speedup in an export's evidence; None if there is none. A value without interval is its interval."""
         names = ("speedup", "speedup_low", "speedup_high")
-        values: list[Any]
-        value, low, high = values = [evidence.get(name) for name in names]
+        values: list[Any] = [evidence.get(name) for name in names]
         if values == [None] * 3:
             return None
-        if (low, high) == (None, None):
-            values = [value] * 3
+        if values[1:] == [None, None]:
+            values = values[:1] * 3
         for name, number in zip(names, values, strict=True):
             check_number(f"evidence.{name}", number)
         speedup = cls(*map(float, values))
