@@ -88,13 +88,6 @@ def test_methods_of_transformers_decode_what_plain_decoding_does_in_counted_roun
     assert len(known) == 1
 
 
-def test_memory_is_that_of_a_draft_model_of_its_own(model: Target) -> None:
-    assert Peer(model, "plain").memory_bytes() == Peer(model, "static").memory_bytes() == 0
-    other = Peer(model, "assistant", draft_model=model.name)
-    weights = {each.data_ptr(): each.nbytes for each in model.drafts[model.name].model.parameters()}
-    assert sum(weights.values()) <= other.memory_bytes() < 1.1 * sum(weights.values())
-
-
 def test_a_sampled_continuation_is_that_of_its_seed(model: Target) -> None:
     sampling = Sampling(temperature=1.0, top_k=8, top_p=0.9)
     outputs = [Peer(model, "plain")([5, 6, 7], Task(sampling, 16, seed), lambda _: None).tokens for seed in (1, 1, 2, 3)]
