@@ -98,7 +98,8 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
     complete = partial(_with_costs, verify_costs=cache(timer.verify_costs), draft_costs=partial(timer.draft_costs, known={}))
     given: dict[str, Any] = {}
     for name, row in own.items():
-        fields = given[name] = OmegaConf.to_container(row, resolve=True)
+        fields: Any = OmegaConf.to_container(row, resolve=True)
+        given[name] = fields
         if (rival := fields.pop("rival", None)) is not None:
             if rival not in config.peers:
                 raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")

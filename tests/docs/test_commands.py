@@ -120,19 +120,6 @@ def test_every_module_and_folder_of_a_package_is_in_the_picture(package: str) ->
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
 
 
-def test_the_files_that_commands_read_exist() -> None:
-    """They are in the repository, or a block of the same page or an earlier command writes them."""
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for command in _commands(page):
-            for word in command:
-                name, _, value = word.partition("=")
-                if name in ("corpus", "begin_like") or (name == "prompts.path" and value.startswith("outputs/")):
-                    assert (REPOSITORY / value).exists() or f"cat > {value} <<" in text, (page.name, word)
-                elif name == "inspect":
-                    assert f"output={value}" in text, (page.name, word)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with everything that commands read, whose outputs are its own."""

@@ -54,16 +54,6 @@ def test_a_search_refuses_bad_input(
     assert not outputs.exists()
 
 
-@pytest.mark.parametrize("override", ["outputs=null", "outputs=file/deep", "record=."])
-def test_paths_that_cannot_be_written_are_refused_before_measuring(
-    override: str, tiny_folder: Path, tmp_path: Path, launch: Launch
-) -> None:
-    (tmp_path / "file").touch()
-    done = launch("benchmark", "target=local", f"target.path={tiny_folder}", override, cwd=tmp_path)
-    assert _refused(done).startswith(f"error: {override.partition('=')[0]}: ")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_full_disk_is_refused_before_writing(small_disk: Path, tiny_folder: Path, launch: Launch) -> None:
     fill(small_disk, leave=100_000)
     outputs = small_disk / "outputs"

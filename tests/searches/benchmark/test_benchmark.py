@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM
 
-from layerskip import Export, PromptError, PromptSet, SpeculativeConfig, load_target
+from layerskip import Export, PromptSet, SpeculativeConfig, load_target
 from layerskip.measure.losslessness import Divergence, Losslessness
-from searches.app.composition import compose_config
-from searches.benchmark.program import benchmark, table
+from searches.benchmark.program import table
 from tests.searches.conftest import Launch
-from tests.searches.programs import NO_PEERS, runs, sqlite, tracked
+from tests.searches.programs import runs, sqlite, tracked
 from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
 pytestmark = pytest.mark.system
@@ -141,17 +138,3 @@ def test_near_ties_and_outputs_that_end_at_once_are_stated_with_the_table(record
     assert "The outputs of 2 of 3 prompts end with their first token. Speedups leave them out." in lines
     (row,) = (line for line in lines if line.startswith("| prompt_lookup |") and "exact" in line)
     assert [cell.strip() for cell in row.split("|")[3:5]] == ["", ""]
-
-
-def _small(model: Path, outputs: Path, *more: str) -> DictConfig:
-    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "retrieval", "lookahead", "cascade")]
-    which = ["target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
-    small = ["measure.prompts=3", "measure.max_new_tokens=8"]
-    return compose_config("benchmark", [*NO_PEERS, *others, *which, *small, *more])
-
-
-def test_a_benchmark_of_outputs_that_end_at_once_is_refused(tmp_path: Path) -> None:
-    model, outputs = save_tiny(tmp_path / "model", eos_token_id=list(range(VOCABULARY))), tracked(tmp_path / "outputs")
-    with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
-        benchmark(_small(model, outputs))
-    assert not (outputs / "benchmark.json").exists()
