@@ -25,8 +25,9 @@ from layerskip.config import Costs
 from layerskip.files import short_name
 from layerskip.measure.measure import Decoder
 from searches.app.checks import InputError
+from searches.backends.engine_process import interpreter
 from searches.benchmark.peers import Peer
-from searches.engines.peer import EnginePeer, interpreter
+from searches.engines.peer import EnginePeer
 from searches.space.search_space import DraftCost
 from searches.study.cascade_costs import CostTimer
 from searches.training.texts import refuse_answers_of

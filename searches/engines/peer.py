@@ -88,8 +88,8 @@ class EnginePeer:
         self._model, self._lookup = self._model_for_engine(), self.method == "prompt_lookup"
         config = SpeculativeConfig()
         if self._lookup:
-            lengths = {"prompt_lookup_min": 1, "prompt_lookup_max": self.prompt_lookup_max}
-            config = SpeculativeConfig(self.method, self.num_speculative_tokens, **lengths)
+            count, longest = self.num_speculative_tokens, self.prompt_lookup_max
+            config = SpeculativeConfig(self.method, count, prompt_lookup_min=1, prompt_lookup_max=longest)
         self._speculative = speculation(config.method, config, str)
         settings = {
             "engine": self.engine,
@@ -144,8 +144,8 @@ class EnginePeer:
             lengths = ["--spec-ngram-simple-size-n", str(longest), "--spec-ngram-simple-size-m", str(count)]
             return shlex.join([*command, *(["--spec-type", "ngram-simple", *lengths] if lookup else [])])
         command = ["vllm", "serve", model, "--dtype", dtype, "--generation-config", "vllm"]
-        options = ["--speculative-config", json.dumps(self._speculative)] if self._speculative else []
-        return shlex.join([*command, *options])
+        command += ["--speculative-config", json.dumps(self._speculative)] if self._speculative else []
+        return shlex.join(command)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request, and return the first answer to it."""

@@ -17,7 +17,8 @@ from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, Unsuppo
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError, check_list
-from searches.engines.peer import ENGINES, EnginePeer, interpreter
+from searches.backends.engine_process import interpreter
+from searches.engines.peer import ENGINES, EnginePeer
 from searches.progress import say
 
 RACE_FILE = "engines.json"

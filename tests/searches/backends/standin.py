@@ -24,11 +24,11 @@ from typing import Any
 FIRST, SPAN = 40, 60  # ids of the tokens that it writes
 FAULTS = (
     *("", "crash_at_start", "hang_at_start", "crash", "hang"),
-    *("html", "not_json", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
+    *("html", "not_json", "other_form", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
     *("ends", "ends_uncounted", "no_text"),  # with its first token; with no token of its own; tokens without a text
 )
 
-GARBAGE = {"html": "<html>an error page</html>", "not_json": "data: {nonsense"}
+GARBAGE = {"html": "<html>an error page</html>", "not_json": "data: {nonsense", "other_form": 'data: {"choices": 5}'}
 
 
 def planted(prompt: list[int], count: int) -> list[int]:

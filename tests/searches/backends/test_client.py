@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 from layerskip import Sampling
 from layerskip.measure.measure import Task
-from searches.backends.client import Client, RequestFailed, _piece
+from searches.backends.client import Client, RequestFailed
 from searches.backends.engine_process import free_port
 from tests.searches.backends.processes import served
 from tests.searches.backends.standin import planted, planted_rounds
@@ -53,8 +52,9 @@ def test_a_server_gets_all_parameters_of_sampling_and_a_strict_one_those_that_ha
     [
         ("crash", "broke|the stream ended before the answer"),
         ("hang", "no answer within 0.3 seconds"),
-        ("html", "not an event of a stream: '<html>an error page</html>'"),
-        ("not_json", "not JSON: '{nonsense'"),
+        ("html", "not a piece of an answer: '<html>an error page</html>'"),
+        ("not_json", "not a piece of an answer: 'data: {nonsense'"),
+        ("other_form", "not a piece of an answer"),
         ("no_tokens", "the answer has no tokens"),
         ("no_text", "the answer has no text, and 8 tokens"),
         ("too_many", "the answer has 11 tokens, and at most 8 were asked for"),
@@ -85,9 +85,3 @@ def test_a_server_that_is_none_is_not_ready() -> None:
     assert not Client(f"http://127.0.0.1:{free_port()}").ready()
     with pytest.raises(ValueError, match="is not a URL"):
         Client("localhost:8000")
-
-
-@pytest.mark.parametrize("event", [{"choices": 5}, {"choices": [{"token_ids": ["x"]}]}, {"usage": {}}])
-def test_an_event_of_another_form_is_no_piece_of_an_answer(event: dict[str, Any]) -> None:
-    with pytest.raises(RequestFailed, match="^not a piece of an answer: "):
-        _piece(event)
