@@ -64,7 +64,7 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         resumable: whether the same command continues after an interruption.
         is_printed: whether the result is what the program prints, which is then lost on a full disk.
     """
-    codes: list[int] = []
+    ended: list[tuple[str, int]] = []  # jobs of a multirun, with their exit codes
 
     def guarded(config: DictConfig) -> None:
         # Errors are handled in here, because Hydra prints its own message first. It lets SystemExit pass.
@@ -86,11 +86,8 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
             if code:  # a launcher carries exceptions alone; with SystemExit, submitit waits and Ray starts again
                 raise JobFailed(code, line)
             return
-        codes.append(code)
-        is_single = HydraConfig.get().mode != RunMode.MULTIRUN
-        if code and not is_single:
-            print(f"exit code {code} of the job {' '.join(HydraConfig.get().overrides.task)}", file=sys.stderr)
-        if code and (interrupted or is_single):
+        ended.append((" ".join(HydraConfig.get().overrides.task), code))
+        if code and (interrupted or HydraConfig.get().mode != RunMode.MULTIRUN):
             sys.exit(code)
 
     _set_up()
@@ -105,7 +102,10 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except (Exception, KeyboardInterrupt) as error:
         code, _ = _report(error, resumable)
-    code = _with_output(worst([code, *codes]), is_printed or not codes)  # without a job, Hydra printed its help
+    if len(ended) > 1:
+        print("\n".join(["| exit code | job |", "|---|---|", *(f"| {number} | {job} |" for job, number in ended)]))
+    code = worst([code, *(number for _, number in ended)])
+    code = _with_output(code, is_printed or not ended)  # without a job, Hydra printed its help
     guard_exit(code)
     sys.exit(code)
 

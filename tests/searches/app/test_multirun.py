@@ -50,16 +50,16 @@ def _end(
     return end.value.code, begun
 
 
-def test_other_jobs_run_and_failed_ones_are_named(
+def test_other_jobs_run_and_a_table_lists_them_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tasks = [_refuse, lambda: sys.exit(3), _crash, lambda: None, lambda: sys.exit(4)]
     assert _end(tasks, tmp_path, monkeypatch) == (1, [0, 1, 2, 3, 4])
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: study.n_trials: 0|1 is less than 2\n")
-    assert shown.count("Traceback") == 1
-    ends = [line.partition(" outputs=")[0] for line in shown.splitlines() if line.startswith("exit code ")]
-    assert ends == [f"exit code {code} of the job seed={seed}" for seed, code in ((0, 2), (1, 3), (2, 1), (4, 4))]
+    shown, errors = capsys.readouterr()
+    assert errors.startswith("error: study.n_trials: 0|1 is less than 2\n")
+    assert errors.count("Traceback") == 1
+    rows = [line.partition(" outputs=")[0] for line in shown.splitlines()]
+    assert rows[-5:] == [f"| {code} | seed={seed}" for seed, code in ((0, 2), (1, 3), (2, 1), (3, 0), (4, 4))]
 
 
 def test_a_choice_that_does_not_exist_is_refused_before_any_job(
@@ -77,9 +77,9 @@ def test_a_signal_ends_all_jobs(
 ) -> None:
     tasks = [_crash, lambda: signal.raise_signal(number), lambda: None]
     assert _end(tasks, tmp_path, monkeypatch) == (128 + number, [0, 1])
-    line, which = capsys.readouterr().err.splitlines()[-2:]
-    assert line == "interrupted; the same command continues from here"
-    assert which.startswith(f"exit code {128 + number} of the job seed=1 ")
+    shown, errors = capsys.readouterr()
+    assert errors.splitlines()[-1] == "interrupted; the same command continues from here"
+    assert shown.splitlines()[-1].startswith(f"| {128 + number} | seed=1 ")
 
 
 @pytest.mark.parametrize(
