@@ -148,6 +148,7 @@ def test_trees_equal_those_computed_without_a_cache(few: int, back: int, width: 
 @pytest.mark.parametrize("method", ["eagle", "medusa"])
 def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("llama")
+    set_compiling(target.model, "off")
     graphs = rewrite_only(monkeypatch)
     found = []
     for mode in ("off", "auto"):
@@ -162,4 +163,5 @@ def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPa
         found.append(recorder.drafts)
         set_compiling(module, "auto")
         assert bool(graphs) == (mode == "auto")
+    set_compiling(target.model, "auto")
     assert found[0] == found[1]
