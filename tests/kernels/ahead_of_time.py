@@ -1,11 +1,12 @@
-"""Compiles the GPU kernels for an architecture without a GPU: ``python -m tests.kernels.ahead_of_time 90``.
+"""Compiles the GPU kernels for an architecture without a GPU: ``python -m tests.kernels.ahead_of_time 90 [kernels.json]``.
 
-Prints a line of JSON for each kernel and shape: what the assembler and the kernel's code say. Triton keeps its target per
-process, so each architecture needs one.
+With a file, the kernels are those that Inductor wrote, a list of names with code. Prints a line of JSON for each kernel and
+shape: what the assembler and the kernel's code say. Triton keeps its target per process, so each architecture needs one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_helpers
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -121,6 +124,35 @@ def _compile_own(capability: int) -> None:
             print(json.dumps({"kernel": name, "shape": shape} | _resources(recorded.compiled[-1], capability)), flush=True)
 
 
+def _compile_inductors(sources: list[tuple[str, str]], capability: int) -> None:
+    """Compile each kernel in every configuration among which Inductor chooses."""
+    compiled: list[Any] = []
+    compile_plainly = triton.compile
+
+    def compile_recorded(*args: Any, **kwargs: Any) -> Any:
+        compiled.append(compile_plainly(*args, **kwargs))
+        return compiled[-1]
+
+    triton_helpers.set_driver_to_gpu = lambda: None
+    triton.compile = compile_recorded
+    for name, source in sources:
+        kernel = getattr(PyCodeCache.load(source), name)
+        kernel.device_props = kernel.device_props._replace(cc=capability)
+        for index, configuration in enumerate(kernel.configs):
+            with contextlib.suppress(AttributeError, RuntimeError):  # after compiling, of what needs a GPU
+                kernel._precompile_config(configuration)
+            resources = _resources(compiled.pop(), capability)
+            print(json.dumps({"kernel": name, "shape": str(index)} | resources), flush=True)
+
+
+def main(capability: int, sources: str | None = None) -> None:
+    """Compile all kernels for a compute capability."""
+    _set_target(capability)
+    if sources is None:
+        _compile_own(capability)
+    else:
+        _compile_inductors(json.loads(Path(sources).read_text()), capability)
+
+
 if __name__ == "__main__":
-    _set_target(int(sys.argv[1]))
-    _compile_own(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

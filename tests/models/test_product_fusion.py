@@ -1,4 +1,4 @@
-"""What surrounds products moves into their kernels: the results stay."""
+"""What surrounds products moves into their kernels: the results stay, and a layer launches few kernels."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from tests.accelerator import DEVICE
-from tests.exhaustive import representative
+from tests.exhaustive import EXHAUSTIVE, representative
 from tests.families import build
-from tests.models.compilers import rewrite_only, run_compiled
+from tests.models.compilers import compile_for_gpu, rewrite_only
+from tests.models.published import SHAPES, layer_of, run_compiled
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="stands in for a GPU")
 
@@ -26,26 +29,56 @@ def _fused(graph: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "fused"),
+    ("family", "fused"),
     representative(
-        [
-            ("llama", torch.bfloat16, {"llama": 2, "silu": 1, "residual": 2}),
-            ("gemma3_text", torch.float32, {"gemma": 2, "gelu_tanh": 1}),
-        ],
-        [("qwen3", torch.float32, {"llama": 2, "silu": 1, "residual": 2})],
+        [("llama", {"llama": 2, "silu": 1, "residual": 2}), ("gemma3_text", {"gemma": 2, "gelu_tanh": 1})],
+        [("qwen3", {"llama": 2, "silu": 1, "residual": 2})],
     ),
 )
-def test_rewritten_layers_compute_the_same(
-    family: str, dtype: torch.dtype, fused: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build(family).to(dtype)
+def test_rewritten_layers_compute_the_same(family: str, fused: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(family)
     graphs = rewrite_only(monkeypatch)
-    tolerance = 3e-5 if dtype == torch.float32 else 6e-2
     for width in (8, 1):
         actual, expected = run_compiled(model, width)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * tolerance)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=float(expected.abs().max()) * 3e-5)
     assert [_fused(graph) for graph in graphs] == [fused] * (len(graphs) // 2) + [{}] * (len(graphs) // 2)
     assert not any(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default) for graph in graphs)
+
+
+class _OperatorCounter(TorchDispatchMode):
+    """Counts operators that compute, each of which is at least one kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.count += not func.is_view and "detach" not in func.name() and "empty" not in func.name()
+        return result
+
+
+def _counted(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[set[int], float]:
+    """Return the kernels of the compiled layers, for a chain and for one token, and the operators of a layer as it is."""
+    with _OperatorCounter() as operators, torch.inference_mode():
+        model(torch.tensor([[3, 4]]), use_cache=False)
+    launches = compile_for_gpu(monkeypatch)
+    for width in (8, 1):
+        run_compiled(model, width)
+    assert len(launches) >= 2
+    return {len(layer) for layer in launches}, operators.count / model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(("family", "maximum"), representative([("llama", 6), ("gemma3_text", 8)], [("qwen3", 6)]))
+def test_a_layer_launches_at_max_eight_kernels_on_a_gpu(family: str, maximum: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An uncompiled layer launches several times as many."""
+    kernels, operators = _counted(build(family).to(torch.bfloat16), monkeypatch)
+    assert kernels == {maximum}
+    assert operators > 3 * maximum
+
+
+@pytest.mark.skipif(not EXHAUSTIVE, reason="the layers run on the CPU, too; run by make lossless")
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layer_of_a_published_model_launches_as_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _counted(layer_of(name), monkeypatch)[0] == {SHAPES[name][-1]}
 
 
 def test_a_longer_cache_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
