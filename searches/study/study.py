@@ -1,7 +1,7 @@
 """The Optuna study of a search, which can be stopped and resumed at any time.
 
-The study is the truth: everything in it is done, whatever was killed. One process works on a study in a file, and any number
-of workers on a study in a database. A trial that is found running without a worker that is alive was killed. It is marked as
+The study is the truth: everything in it is done, whatever was killed. One process works on it, or any number of workers. A
+trial that is found running without a worker that is alive was killed. It is marked as
 failed and its choices are queued again.
 """
 
@@ -59,12 +59,10 @@ class StudySettings:
     Args:
         name: None makes one from the target, the sampler, the seed and a digest of what changes results.
         n_trials: number of finished trials at the end, including those of earlier runs.
-        storage: a database URL or the path of a journal file; None: a journal file in the study's folder, or SQLite for
-            several workers. Several processes can work on a study in a database at the same time.
+        storage: URL of a database, which several processes may use at the same time; None: SQLite in the study's folder.
         max_seconds: seconds of the whole search, interrupted runs included. Each stage ends at its share, and says what it
             left out; None sets no limit.
         workers: number of worker processes to start, ``auto`` for one per visible GPU; None for this process alone.
-        devices: ``mixed`` lets devices of other types join, with results of their own; None refuses them.
         threads: threads of the processor; None: chosen by a short measurement, unless ``OMP_NUM_THREADS`` sets them.
     """
 
@@ -73,7 +71,6 @@ class StudySettings:
     storage: str | None = None
     max_seconds: float | None = None
     workers: int | str | None = None
-    devices: str | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -84,13 +81,13 @@ class StudySettings:
             check_whole("study.threads", self.threads)
         if self.workers not in (None, "auto"):
             check_whole("study.workers", self.workers)
-        if self.devices not in (None, "mixed"):
-            raise InputError(f"study.devices: {self.devices!r} is neither null nor mixed")
         for field in ("name", "storage"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, str(getattr(self, field)))  # yaml reads a name of digits as a number
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             raise InputError(f"study.name: {self.name!r} cannot be the name of a folder")
+        if self.storage is not None and "://" not in self.storage:
+            raise InputError(f"study.storage: {self.storage} is no URL of a database, such as sqlite:///study.db")
 
 
 def open_study(

@@ -27,7 +27,7 @@ from layerskip.measure.measure import Task
 from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.models.environment import environment
 from searches.app.application import instantiate_part
-from searches.app.checks import InputError
+from searches.app.checks import InputError, check_folder
 from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
@@ -49,7 +49,7 @@ from searches.study.objective import Objective
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
 from searches.study.starting_points import cheap_arms, compare_arms, starting_points
-from searches.study.storage import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
+from searches.study.storage import composed, connect, device_type, is_exported, joined, share_finals
 from searches.study.study import (
     STUDY_ID,
     StudySettings,
@@ -118,18 +118,18 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
     plan = Plan.of(config)
     settings = describe(config, plan.target, plan.prompts, plan.space.fitted, plan.backend)
     device, name = device_type(plan.target), plan.settings.name or default_name(config, settings)
-    shared = is_shared(plan.settings, config.get("worker"), plan.outputs / name)
-    name, folder = place(plan.outputs, name, plan.settings, device, shared)
+    folder, worker = plan.outputs / name, config.get("worker")
+    check_folder("study.name", str(folder))
     database, tracker = connect(config, plan.settings.storage)
-    with joined(name, folder, plan.settings, database, device, shared) as (storage, pool):
+    with joined(name, folder, plan.settings, worker, device, database) as (storage, pool):
         with pool.claim("opening"):
             study = open_study(name, storage, pruner, settings)
             # A resumed study keeps its number, and workers of one machine share its cores.
-            wanted = plan.settings.threads or (None if shared else study.user_attrs.get(_THREADS))
-            measured = wanted is not None or config.get("worker") is None
+            wanted = plan.settings.threads or (study.user_attrs.get(_THREADS) if pool.alone else None)
+            measured = wanted is not None or worker is None
             if measured and (chosen := machine.set_threads(plan.target, wanted)) is not None:
                 say(chosen)
-            if not shared:
+            if pool.alone:
                 study.set_user_attr(_THREADS, torch.get_num_threads())
             say(machine.describe(plan.target, str(config.target.get("dtype", "auto"))))
             if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:

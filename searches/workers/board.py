@@ -43,6 +43,11 @@ class Snapshot:
         return row.state == TrialState.RUNNING and row.user_attrs.get("worker") in self.live
 
 
+def has_board(storage: BaseStorage, name: str) -> bool:
+    """Return whether a study has, or had, workers."""
+    return name + _SUFFIX in optuna.get_all_study_names(storage)
+
+
 class Board:
     """Rows of one study, which are the trials of a study of this name with ``-workers`` behind it.
 

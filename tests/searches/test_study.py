@@ -19,11 +19,11 @@ import torch
 from mlflow.tracking import MlflowClient
 
 import layerskip
-from searches.study.storage import locked
+from searches.results import exclusive
 from searches.workers.slots import FINISHED
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
-from tests.searches.programs import Fork, execute, journal_study, kill_study, quick, runs, sqlite, tracked
+from tests.searches.programs import Fork, execute, kill_study, quick, runs, sqlite, stored_study, tracked
 from tests.searches.report.pages import metrics_of
 
 pytestmark = pytest.mark.system
@@ -39,7 +39,7 @@ def done(finished_study: Path) -> Path:
 
 def _check_complete(outputs: Path, name: str, trials: int) -> None:
     """Check the number of finished trials, and that each has exactly one run."""
-    finished = [t for t in journal_study(outputs, name).trials if t.state in FINISHED]
+    finished = [t for t in stored_study(outputs, name).trials if t.state in FINISHED]
     assert len(finished) == trials
     numbers = [int(run.data.tags["trial_number"]) for run in runs(sqlite(outputs), "trial")]
     assert sorted(numbers) == sorted(t.number for t in finished)
@@ -65,7 +65,7 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
     assert (folder / "report.png").stat().st_size > 10_000
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "5 of 5 trials finished" in page
-    measured = [trial.number for trial in journal_study(done, "one").trials if "measurement" in trial.user_attrs]
+    measured = [trial.number for trial in stored_study(done, "one").trials if "measurement" in trial.user_attrs]
     drawn = [trace["x"] for trace in metrics_of(page)["history"]["data"] if trace["mode"] == "markers"]
     assert sorted(itertools.chain(*drawn)) == measured
     target = layerskip.load_target(str(tiny_folder), dtype="float32", device=DEVICE)
@@ -75,7 +75,7 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
 
 
 def test_runs_log_the_results_of_the_study(done: Path) -> None:
-    trials = journal_study(done, "one").trials
+    trials = stored_study(done, "one").trials
     for run in runs(sqlite(done), "trial"):
         attributes = trials[int(run.data.tags["trial_number"])].user_attrs
         if "measurement" not in attributes:  # a pruned suggestion
@@ -103,17 +103,17 @@ def test_runs_log_the_results_of_the_study(done: Path) -> None:
 
 
 def test_a_finished_study_is_not_run_again_and_more_trials_extend_it(done: Path, tiny_folder: Path, launch: Launch) -> None:
-    before = (done / "one" / "journal.log").read_bytes()
+    before = stored_study(done, "one").trials
     overrides = quick(tiny_folder, done, "study.name=one")
     for trials in (5, 7):
         again = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=done.parent)
         assert again.returncode == 0, again.stderr
-        assert (done / "one" / "journal.log").read_bytes().startswith(before)
+        assert stored_study(done, "one").trials[: len(before)] == before
         _check_complete(done, "one", trials)
     refused = launch("layerskip", *overrides, "study.n_trials=9", "sampling.repetition_penalty=1.5", cwd=done.parent)
     assert refused.returncode == 2
     assert "sampling.repetition_penalty" in refused.stderr
-    with locked(done / "one"):  # as by another process
+    with exclusive(done / "one" / "study.db"):  # as by another process
         refused = launch("layerskip", *overrides, "study.n_trials=9", cwd=done.parent)
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: study.name: another process is running the study")
@@ -158,7 +158,7 @@ def test_an_interrupted_study_leaves_a_provisional_export_that_its_end_confirms(
     assert '<span class="badge interrupted">' in page.read_text(encoding="utf-8")
     assert _search(folder)["provisional"] is True
     assert layerskip.Export.load(folder / "best.json").config.lossless
-    finished = len([t for t in journal_study(folder.parent, "it").trials if t.state in FINISHED])
+    finished = len([t for t in stored_study(folder.parent, "it").trials if t.state in FINISHED])
     for trials in (finished, finished + 1):
         result = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
@@ -194,7 +194,7 @@ def test_a_budget_that_is_spent_ends_with_a_confirmed_export_and_what_was_left_o
     overrides = quick(tiny_folder, folder.parent, "study.name=it", *spent)
     ended = launch("layerskip", *overrides, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    tried = [trial.user_attrs["config"]["method"] for trial in journal_study(folder.parent, "it").trials]
+    tried = [trial.user_attrs["config"]["method"] for trial in stored_study(folder.parent, "it").trials]
     assert tried == ["prompt_lookup", "token_recycling", "cascade"]
     assert "provisional" not in _search(folder)
     lines = ended.stdout.splitlines()
@@ -204,11 +204,10 @@ def test_a_budget_that_is_spent_ends_with_a_confirmed_export_and_what_was_left_o
     report = (folder / "report.md").read_text(encoding="utf-8")
     assert "Trials: 3 of 200 ran in the budget." in report
     assert "Predictions: its share of the budget ended" in report
-    before = (folder / "journal.log").read_bytes()
+    before = stored_study(folder.parent, "it").trials
     again = launch("layerskip", *overrides, cwd=tmp_path)  # nothing is left, so nothing is measured
     assert again.returncode == 0, again.stderr
-    assert len(journal_study(folder.parent, "it").trials) == 3
-    assert (folder / "journal.log").read_bytes().startswith(before)
+    assert stored_study(folder.parent, "it").trials == before
 
 
 def test_a_study_stays_in_a_folder_of_any_name_also_after_it_was_moved(

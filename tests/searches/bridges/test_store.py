@@ -23,7 +23,7 @@ from searches.study.leaderboard import LeaderboardEntry, configuration
 from tests.families import build
 from tests.searches.bridges.stores import LINEAR, first_bridged, new_predictor, new_store
 from tests.searches.conftest import Launch
-from tests.searches.programs import journal_study, quick, tracked
+from tests.searches.programs import quick, stored_study, tracked
 from tests.searches.space.test_search_space import drawn
 from tests.tiny import save_tiny
 
@@ -198,14 +198,14 @@ def test_a_study_tries_bridges_and_trains_only_those_of_finalists(
     overrides = (*quick(tiny_folder, tracked(tmp_path), "study.n_trials=10", "study.name=one"), *bridging, *which)
     done = launch("layerskip", *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    configs = [trial.user_attrs["config"] for trial in journal_study(tmp_path, "one").trials]
+    configs = [trial.user_attrs["config"] for trial in stored_study(tmp_path, "one").trials]
     assert any("bridge" in config for config in configs)
     assert any("draft_head" in config for config in configs)
     kept = tmp_path.glob(f"{BRIDGES_FOLDER}/*/*/head.json")
     fitted = [json.loads(path.read_text()) for path in kept if not path.parent.name.startswith(("head", "trained"))]
     widths = {(about["shape"]["kind"], about["shape"]["width"], about["training"]["width"]) for about in fitted}
     assert widths == {("linear", 0, 0), ("mlp", 8, 8)}
-    (finalist,) = one_bridged(journal_study(tmp_path, "one"), 1)
+    (finalist,) = one_bridged(stored_study(tmp_path, "one"), 1)
     assert trained == [finalist.config.mask]
     assert len({about["shape"]["mask"] for about in fitted}) > 1
     found = Export.load(tmp_path / "one" / "best.json", tiny_target).config

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState, create_trial
 
 from layerskip import SpeculativeConfig
@@ -17,7 +19,6 @@ from searches.study.objective import MeasureSettings
 from searches.study.study import DUPLICATE_OF, SETTINGS
 from searches.tracking.names import DEVICE, ENGINE_FAILED, METRICS, PREDICTED, RETRY_OF, WORKER
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
-from tests.searches.programs import journal_study
 
 EARLIER = Path(__file__).parents[1] / "data" / "earlier" / "results"
 EARLIER_STUDY = "model-tpe-seed0-19d590"
@@ -30,7 +31,8 @@ def earlier_study(folder: Path) -> optuna.Study:
     """Return the study of an earlier version, from a copy of its journal: reading a journal may write next to it."""
     (folder / EARLIER_STUDY).mkdir()
     shutil.copy(EARLIER / EARLIER_STUDY / "journal.log", folder / EARLIER_STUDY)
-    return journal_study(folder, EARLIER_STUDY)
+    journal = JournalStorage(JournalFileBackend(str(folder / EARLIER_STUDY / "journal.log")))
+    return optuna.load_study(study_name=EARLIER_STUDY, storage=journal)
 
 
 def known_study() -> tuple[optuna.Study, Finals]:

@@ -23,7 +23,7 @@ from searches.study.finals import Finals
 from searches.study.study import StudySettings, counting_preparation, run_trials
 from tests.searches.conftest import Launch
 from tests.searches.known import Known, lookup, new_study, objective_of
-from tests.searches.programs import journal_study, quick, runs, sqlite, tracked
+from tests.searches.programs import quick, runs, sqlite, stored_study, tracked
 
 NO_FINALS = Finals((), {}, 0.0)
 STAGES = (OPENING, PREDICTIONS, TRIALS, FINALS)
@@ -130,10 +130,10 @@ def test_two_studies_share_a_bridge_store(tiny_folder: Path, tmp_path: Path, lau
         more = ("study.n_trials=8", f"study.name={name}", *bridging, *which)
         done = launch("layerskip", *quick(tiny_folder, tmp_path, *more), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        fits, kept = recorded_seconds(journal_study(tmp_path, name), FITS), _kept(tmp_path)
-        shared = recorded_seconds(journal_study(tmp_path, name), SHARED)
+        fits, kept = recorded_seconds(stored_study(tmp_path, name), FITS), _kept(tmp_path)
+        shared = recorded_seconds(stored_study(tmp_path, name), SHARED)
         assert {name.split()[0] for name in shared} == {"continuation", "profile", "texts", "reading"}
-        assert shared == recorded_seconds(journal_study(tmp_path, "one"), SHARED)
+        assert shared == recorded_seconds(stored_study(tmp_path, "one"), SHARED)
         assert fits.keys() <= kept.keys()
         assert fits == {fit: kept[fit] for fit in fits}
         assert fits

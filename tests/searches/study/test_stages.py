@@ -11,7 +11,7 @@ import pytest
 from searches.bridges.store import BRIDGES_FOLDER
 from searches.study.budget import FITS, recorded_seconds
 from tests.exhaustive import representative
-from tests.searches.programs import fork, journal_study, quick, tracked
+from tests.searches.programs import fork, quick, stored_study, tracked
 
 pytestmark = pytest.mark.system
 
@@ -44,7 +44,7 @@ def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_fol
     assert work.count("continuations") == 3 + (stage == "continuations")
     # Trial numbers are never reused, so the number of begun trials shows that none was repeated.
     assert work.count("trials") == 4 + (stage == "trials")
-    assert sum(trial.state.is_finished() for trial in journal_study(tmp_path, "mortal").trials) >= 4
+    assert sum(trial.state.is_finished() for trial in stored_study(tmp_path, "mortal").trials) >= 4
     assert (tmp_path / "mortal" / "best.json").exists()
 
 
@@ -68,4 +68,4 @@ def test_a_study_killed_while_fitting_or_training_bridges_repeats_nothing_finish
     abouts = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob(f"{BRIDGES_FOLDER}/*/*/head.json")}
     seconds = {name: about["training"]["seconds"] for name, about in abouts.items()}
     assert len(seconds) == len(done)
-    assert recorded_seconds(journal_study(tmp_path, "mortal"), FITS) == seconds
+    assert recorded_seconds(stored_study(tmp_path, "mortal"), FITS) == seconds

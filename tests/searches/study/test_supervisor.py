@@ -17,7 +17,7 @@ import torch
 from searches.app.checks import InputError
 from searches.app.interrupt import INTERRUPTED
 from searches.study import supervisor
-from searches.study.storage import open_database, storage_url
+from searches.study.storage import open_database
 from searches.study.study import StudySettings
 from searches.study.supervisor import LocalWorkers, Place, places
 from tests.searches.conftest import Launch
@@ -130,8 +130,6 @@ def test_workers_share_the_cores_or_have_a_gpu_each(monkeypatch: pytest.MonkeyPa
     assert [place.variables["CUDA_VISIBLE_DEVICES"] for place in places("auto", "auto")] == ["5", "GPU-1a", "7"]
     with pytest.raises(InputError, match=r"study.workers: 4 is more than the 3 visible GPUs"):
         places(4, "auto")
-    with pytest.raises(InputError, match=r"study.storage: file.log is a journal file"):
-        storage_url(StudySettings(storage="file.log"), Path())
 
 
 _STAND_IN = """

@@ -15,13 +15,14 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from searches.study.objective import Objective
+from searches.study.storage import open_database
 from searches.study.study import DUPLICATE_OF, StudySettings, requeue_unfinished, run_trials
 from searches.tracking.names import WORKER
 from searches.workers.board import of_kind
 from searches.workers.slots import FINISHED, take_slot
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
 from tests.searches.workers import members
-from tests.searches.workers.members import member, opened, started, study_in
+from tests.searches.workers.members import member, started, study_in
 
 TRIALS = 14
 
@@ -56,7 +57,7 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
         for process in processes:
             process.join(60)
             assert process.exitcode == 0
-    trials = study_in(opened(database)).trials
+    trials = study_in(open_database(database)).trials
     done = [trial for trial in trials if trial.state in FINISHED]
     assert len(done) == TRIALS
     assert all(trial.state != TrialState.RUNNING for trial in trials)
@@ -72,13 +73,13 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
         snapshot = pool.snapshot()
         assert snapshot.live == {pool.worker}
         assert not any(snapshot.is_held(row) for row in snapshot.rows)
-        assert take_slot(pool, study_in(opened(database)), TRIALS) is None
+        assert take_slot(pool, study_in(open_database(database)), TRIALS) is None
         slots = [row.user_attrs["trial"] for row in of_kind(snapshot.rows, "slot") if "trial" in row.user_attrs]
         assert len(slots) == len(set(slots))
 
 
 def test_finished_trials_from_before_there_were_workers_count(database: str) -> None:
-    study = study_in(opened(database))
+    study = study_in(open_database(database))
     _run(study, 3)
     with member(database, beat=60) as pool:
         _run(study, 5, pool=pool)
@@ -86,7 +87,7 @@ def test_finished_trials_from_before_there_were_workers_count(database: str) -> 
 
 
 def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(database: str) -> None:
-    study = study_in(opened(database))
+    study = study_in(open_database(database))
     with member(database, beat=60) as late:
         with member(database, beat=60) as first:
             _run(study, 9, pool=first, seconds_left=lambda: 0.0)
@@ -97,7 +98,7 @@ def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(dat
 
 
 def test_a_configuration_that_another_worker_measures_is_not_measured_too(database: str) -> None:
-    study, bench = study_in(opened(database)), Known({})
+    study, bench = study_in(open_database(database)), Known({})
     with member(database, beat=60) as other, member(database, beat=60) as pool:
         slot = take_slot(other, study, 2)
         assert slot is not None
@@ -123,7 +124,7 @@ def test_a_configuration_that_another_worker_measures_is_not_measured_too(databa
 def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(database: str) -> None:
     """Its trial is failed and repeated while it still measures; its own result is refused."""
     tells: list[int] = []
-    study = study_in(opened(database))
+    study = study_in(open_database(database))
     with member(database, beat=60) as pool:
 
         class Stolen(Known):
@@ -148,7 +149,7 @@ def test_a_worker_that_was_presumed_dead_while_it_waits_takes_another_slot(datab
         def repair(*_: object) -> bool:
             return next(looks, False) and other.board.finish(before, TrialState.FAIL)
 
-        slot = take_slot(pool, study_in(opened(database)), 1, repair)
+        slot = take_slot(pool, study_in(open_database(database)), 1, repair)
         lost, taken = of_kind(other.snapshot().rows, "slot")
         assert slot is not None
         assert (lost.user_attrs["worker"], lost.state) == (before, TrialState.FAIL)
@@ -161,7 +162,7 @@ def test_an_interrupt_while_a_worker_waits_closes_its_slot(database: str) -> Non
 
     with member(database, beat=60) as pool:
         with pytest.raises(KeyboardInterrupt):
-            take_slot(pool, study_in(opened(database)), 1, repair)
+            take_slot(pool, study_in(open_database(database)), 1, repair)
         assert [row.state for row in of_kind(pool.board.rows(), "slot")] == [TrialState.COMPLETE]
 
 
@@ -193,7 +194,7 @@ def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
 
 def test_a_trial_that_is_interrupted_as_it_is_asked_for_is_not_left_running(database: str) -> None:
     """Interrupted before it is signed, and killed there, which shows once nobody runs a trial."""
-    study = study_in(opened(database))
+    study = study_in(open_database(database))
 
     class Interrupting(optuna.samplers.RandomSampler):
         def before_trial(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
