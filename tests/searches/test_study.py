@@ -95,11 +95,6 @@ def test_runs_log_the_results_of_the_study(done: Path) -> None:
     assert study.data.tags["mlflow.note.content"] in (done / "one" / "report.md").read_text(encoding="utf-8")
     (best,) = [run for run in runs(sqlite(done), "trial") if run.data.tags.get("best") == "true"]
     assert best.data.tags["config"] == study.data.tags["winner"]
-    for run in (study, best):  # what MLflow shows as source and dataset
-        assert run.data.tags["mlflow.source.name"] == "python -m searches.layerskip"
-        assert run.data.tags["mlflow.source.git.commit"] == study.data.tags["git_commit"]
-        (used,) = run.inputs.dataset_inputs
-        assert used.dataset.digest == study.data.tags["prompts_digest"][:36] and used.dataset.name
 
 
 def test_a_finished_study_is_not_run_again_and_more_trials_extend_it(done: Path, tiny_folder: Path, launch: Launch) -> None:
