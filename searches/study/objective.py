@@ -22,7 +22,7 @@ from searches.app.interrupt import defer_interrupt
 from searches.backends.backend import CANDIDATE, BackendError
 from searches.backends.running_engine import sample_metrics
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench, Row, drifted_rows, drifted_since
+from searches.study.bench import BASELINE, ModelBench, Row, drifted_rows
 from searches.study.leaderboard import Leaderboard, LeaderboardEntry, drafters, leaderboard
 from searches.study.pruning import BoundEstimator
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
@@ -52,9 +52,8 @@ class MeasureSettings:
         prompts: tune prompts per trial, taken from the categories in turn; None takes all.
         survivor_prompts: tune prompts of a trial that is level with the leader; None takes all.
         repeats: how often a trial decodes each of them.
-        drift: tolerated share by which the speed of the machine may change. A prompt is measured again if it differs by more
-            from what the other prompts predict. All prompts of a trial are measured again if plain decoding differs by more
-            from earlier trials.
+        drift: tolerated share by which the speed of the machine may change. A prompt of a trial is measured again if it
+            differs by more from what the other prompts predict.
         held_out_prompts: held-out prompts of the finals; None takes all.
         held_out_repeats: highest number of times that the finals decode each of them.
         finalists: configurations that are measured on held-out prompts: the best with each set of drafters, and others. The
@@ -98,7 +97,7 @@ class Objective:
 
     def __init__(
         self,
-        bench: Bench,
+        bench: ModelBench,
         space: SearchSpace,
         prompts: PromptSet,
         settings: MeasureSettings,
@@ -302,9 +301,8 @@ class _Race:
     def _remeasure_drifted(self, prompts: PromptSet) -> None:
         """Measure rows with drift again, each once. Drafters that learn first decode as many prompts as before any trial."""
         trial, objective, settings = self.trial, self._objective, self._objective.settings
-        all_drifted = drifted_since(self.board.trials, self.rows, settings.drift)
         for place, drifted in enumerate(drifted_rows(self.rows, settings.drift)):
-            if (drifted or all_drifted) and place not in self._remeasured:
+            if drifted and place not in self._remeasured:
                 self._remeasured.add(place)
                 trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
                 number = place % len(prompts)
