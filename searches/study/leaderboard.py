@@ -22,8 +22,8 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import Sample
 from searches.tracking.names import ENGINE_FAILED, PREDICTED
-from searches.workers.slots import FINISHED as FINISHED
 
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 _NEAR = 0.15  # share by which contenders with other drafters may be slower than the leader; few prompts rank roughly
 
 

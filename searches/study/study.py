@@ -33,9 +33,7 @@ from searches.study.budget import TimeLedger, record_shared_seconds, total_secon
 from searches.study.leaderboard import FINISHED, leaderboard
 from searches.study.objective import MEASURING_SECONDS, Objective
 from searches.tracking.names import RETRY_OF
-from searches.workers.board import Snapshot
 from searches.workers.pool import ALONE, WorkerPool, Workers
-from searches.workers.slots import Slot, close_slots, take_slot
 
 OVERHEAD_SECONDS = "between_seconds"
 """User attribute of a trial: seconds of Optuna, MLflow and Hydra since the end of the trial before."""
@@ -49,6 +47,7 @@ PREPARATION_SECONDS = "preparation_seconds"
 _LOSSES = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
 _REMEASURE = 8  # trials after which the leader is measured again
 _MIN_TRIALS = 2  # however little time is left: the first may be plain decoding
+_TURN = "next trial"  # the claim in which one worker at a time begins a trial
 _DUPLICATES = 3  # in a row, after which a worker measures a configuration that another one measures
 
 
@@ -191,18 +190,22 @@ def run_trials(
             study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
         return study.ask()
 
-    def run(slot: Slot) -> FrozenTrial | None:
-        """Run one trial; return it, or None if another worker has it now."""
-        nonlocal ended
+    def run() -> bool:
+        """Run one trial as soon as there is place for it; return False once the study is over."""
+        nonlocal ended, duplicates
         trial: optuna.Trial | None = None
         state, value, started = TrialState.FAIL, None, time.monotonic()
         try:
-            with defer_interrupt():
-                trial = ask()
-                started = time.monotonic()
-                pool.sign(trial)
-                trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
-                slot.begin(trial)
+            while trial is None:
+                pool.wait(lambda: _places(study, pool, settings.n_trials) != 0)
+                with pool.claim(_TURN), defer_interrupt():
+                    if (places := _places(study, pool, settings.n_trials)) is None:
+                        return False
+                    if places:
+                        trial = ask()
+                        started = time.monotonic()
+                        pool.sign(trial)
+                        trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
             with record_shared_seconds(trial, ledgers):
                 value = objective(trial, _refuse_duplicate) if duplicates < _DUPLICATES else objective(trial)
             state = TrialState.COMPLETE
@@ -221,19 +224,40 @@ def run_trials(
             raise
         assert trial is not None  # an error before it existed was raised above
         ended = time.monotonic()
-        return finish_trial(study, trial, state, value)
+        done = finish_trial(study, trial, state, value)  # None if another worker has it now
+        duplicates = duplicates + 1 if done is not None and DUPLICATE_OF in done.user_attrs else 0
+        if done is not None and done.state in FINISHED:
+            on_trial(done)
+        return True
 
     while len(finished(study)) < _MIN_TRIALS or seconds_left() > _usual_seconds(study):
-        slot = take_slot(pool, study, settings.n_trials, partial(repair, study, pool))
-        if slot is None:
+        if not run():
             break
-        with slot:
-            done = run(slot)
-            duplicates = duplicates + 1 if done is not None and DUPLICATE_OF in done.user_attrs else 0
-            if done is not None and done.state in FINISHED:
-                on_trial(done)
     else:
-        close_slots(pool)
+        with pool.claim(_TURN):
+            pool.close()
+
+
+def _places(study: optuna.Study, pool: Workers, wanted: int) -> int | None:
+    """Return how many trials may begin, after a repair of killed ones; None once there are enough, or the time is over."""
+    trials = study.get_trials(deepcopy=False)
+    running = 0
+    if not pool.alone:
+        if repair(study, pool, trials):
+            return 0
+        running = sum(trial.state == TrialState.RUNNING for trial in trials)
+    done = sum(trial.state in FINISHED for trial in trials)
+    return None if done >= wanted or pool.is_closed() else max(0, wanted - done - running)
+
+
+def wait_for_trials(study: optuna.Study, pool: Workers) -> None:
+    """Wait until no worker that is alive runs a trial; those of killed workers fail."""
+
+    def is_idle() -> bool:
+        running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return fail_orphans(study, pool.orphans(running)) or not running
+
+    pool.wait(is_idle)
 
 
 def _usual_seconds(study: optuna.Study) -> float:
@@ -275,12 +299,9 @@ def requeue_unfinished(study: optuna.Study, pool: Workers = ALONE) -> None:
         pass
 
 
-def repair(study: optuna.Study, pool: Workers, trials: Sequence[FrozenTrial], snapshot: Snapshot | None = None) -> bool:
-    """Repair trials as :func:`requeue_unfinished` does; return whether there was anything to do.
-
-    The snapshot of the pool was taken after all trials were read; None takes one if needed.
-    """
-    if fail_orphans(study, pool.orphans(trials, snapshot)):
+def repair(study: optuna.Study, pool: Workers, trials: Sequence[FrozenTrial]) -> bool:
+    """Repair trials as :func:`requeue_unfinished` does; return whether there was anything to do."""
+    if fail_orphans(study, pool.orphans(trials)):
         return True
     found = False
     again = {trial.user_attrs.get(RETRY_OF) for trial in trials}

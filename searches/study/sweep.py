@@ -53,16 +53,15 @@ from searches.study.study import (
     STUDY_ID,
     StudySettings,
     counting_preparation,
-    fail_orphans,
     finished,
     open_study,
     requeue_unfinished,
     run_trials,
+    wait_for_trials,
     with_stored_methods,
 )
 from searches.tracking.tracker import Tracker
 from searches.workers.pool import Workers
-from searches.workers.slots import wait_for_slots
 
 _RACED_PROMPTS = 16  # held-out prompts that engines decode
 _THREADS = "threads"
@@ -280,25 +279,23 @@ class Sweep:
     def finish(self, predictions: Predictions) -> Finals:
         """Measure the finalists and publish the results, which one of the workers does; return the results."""
         study, pool = self.study, self.pool
-        wait_for_slots(pool)
-        fail_orphans(study, pool.orphans(study.get_trials(deepcopy=False), is_idle=True))
+        wait_for_trials(study, pool)
         trials = finished(study)
         publish = partial(self.publisher.publish, predictor=predictions.predictor, held_out=self.held_out)
 
         def work(check: Callable[[], None]) -> Finals:
-            self.tracker.reconcile(trials)
             finals = self._measure_finalists(predictions, check)
             publish(finals)
             return finals
 
         finals = share_finals(pool, trials, work)
         if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
-            publish(finals, log=False)
+            publish(finals)
         if (measured := self._race_engines(finals)) is not None and pool.leads():
             publish(finals, race=measured)
-        with pool.claim("mirror"):  # a store that was away for the worker with the finals may be back
+        with pool.claim("mirror"):  # all workers have written the runs of their trials
             self.tracker.reconcile(trials)
-            self.publisher.log(finals, again=False)
+            self.publisher.log(finals, again=pool.leads())
         return finals
 
     def _measure_finalists(self, predictions: Predictions, check: Callable[[], None]) -> Finals:

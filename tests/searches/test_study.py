@@ -20,7 +20,7 @@ from mlflow.tracking import MlflowClient
 
 import layerskip
 from searches.results import exclusive
-from searches.workers.slots import FINISHED
+from searches.study.leaderboard import FINISHED
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, execute, kill_study, quick, runs, sqlite, stored_study, tracked

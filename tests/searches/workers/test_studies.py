@@ -8,10 +8,10 @@ from pathlib import Path
 import optuna
 import pytest
 
+from searches.study.leaderboard import FINISHED
 from searches.study.study import preparation_seconds
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import of_kind
-from searches.workers.slots import FINISHED
 from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, quick, runs, sqlite, tracked
 
