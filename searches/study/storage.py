@@ -29,13 +29,10 @@ from searches.app.interrupt import error_chain
 from searches.connections import Result, Retry, RetryingStorage, is_unreachable, sqlite_file, sqlite_url, without_password
 from searches.results import exclusive, exclusive_if_free
 from searches.study.finals import Finalist, Finals
-from searches.study.study import StudySettings
 from searches.tracking.tracker import Tracker
 from searches.workers.board import has_board
 from searches.workers.pool import ALONE, WorkerPool, Workers
 
-JOINED = "works on study "
-"""In the line that a worker prints when it joins, before the name of the study."""
 _DATABASE = "study.db"
 _LOCK_SECONDS = 10  # that SQLite waits for another process's transaction, before a line is printed
 _PATIENCE = 600.0  # seconds that a database may be away for
@@ -109,11 +106,6 @@ def _begin_at_once(storage: RDBStorage) -> None:
     sqlalchemy.event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
 
 
-def storage_url(settings: StudySettings, folder: Path) -> str:
-    """Return the URL of the database of a study: by default SQLite in the study's folder."""
-    return settings.storage or sqlite_url(folder / _DATABASE)
-
-
 def device_type(target: Target) -> str:
     """Return the type of the target's device, as far as speeds depend on it: a GPU, or a processor and its threads."""
     about = machine(target)
@@ -122,7 +114,7 @@ def device_type(target: Target) -> str:
 
 @contextlib.contextmanager
 def joined(
-    name: str, folder: Path, settings: StudySettings, worker: int | None, device: str, database: BaseStorage | None
+    name: str, folder: Path, worker: int | None, device: str, database: BaseStorage | None
 ) -> Iterator[tuple[BaseStorage, Workers]]:
     """Open the storage of a study, and join its workers if it may have others.
 
@@ -133,7 +125,8 @@ def joined(
         InputError: another process works on the study alone, or the study measures on another type of device.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    storage, file = database or open_database(storage_url(settings, folder)), folder / _DATABASE
+    file = folder / _DATABASE
+    storage = database or open_database(sqlite_url(file))
     if worker is None and database is None and not has_board(storage, name):
         with exclusive_if_free(file) as free:
             if not free:
@@ -149,7 +142,7 @@ def joined(
             raise InputError(
                 f"study.name: study {name} measures on {first}, and this is {device}; choose another name for its results"
             )
-        print(f"worker {pool.name} {JOINED}{name}", flush=True)
+        print(f"worker {pool.name} works on study {name}", flush=True)
         yield storage, pool
 
 

@@ -119,7 +119,7 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
     folder, worker = plan.outputs / name, config.get("worker")
     check_folder("study.name", str(folder))
     database, tracker = connect(config, plan.settings.storage)
-    with joined(name, folder, plan.settings, worker, device, database) as (storage, pool):
+    with joined(name, folder, worker, device, database) as (storage, pool):
         with pool.claim("opening"):
             study = open_study(name, storage, pruner, settings)
             # A resumed study keeps its number, and workers of one machine share its cores.
@@ -291,6 +291,8 @@ class Sweep:
         finals = share_finals(pool, trials, work)
         if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
             publish(finals)
+        elif not pool.alone:  # another worker may have printed them
+            say(f"the results are in {self.folder / 'report.md'}")
         if (measured := self._race_engines(finals)) is not None and pool.leads():
             publish(finals, race=measured)
         with pool.claim("mirror"):  # all workers have written the runs of their trials

@@ -16,8 +16,9 @@ import sqlalchemy
 from optuna.storages import RDBStorage
 
 from searches.app.checks import InputError
+from searches.connections import sqlite_url
 from searches.study import storage
-from searches.study.storage import joined, open_database, storage_url
+from searches.study.storage import joined, open_database
 from searches.study.study import StudySettings
 from searches.workers.pool import Workers
 from tests.disk import fill
@@ -33,7 +34,7 @@ def test_names_and_storages_that_cannot_be_are_refused() -> None:
 
 def test_a_process_alone_locks_its_study_unless_it_has_workers(tmp_path: Path) -> None:
     def enter(worker: int | None = None) -> contextlib.AbstractContextManager[tuple[object, Workers]]:
-        return joined("s", tmp_path, StudySettings(), worker, "device", None)
+        return joined("s", tmp_path, worker, "device", None)
 
     with enter() as (_, first):
         assert first.alone
@@ -92,7 +93,7 @@ def test_a_database_that_another_program_holds_is_waited_for(
     monkeypatch.setattr(storage, "_LOCK_SECONDS", 0.01)
     file = tmp_path / "q?x" / "study.db"
     file.parent.mkdir()
-    url = storage_url(StudySettings(), file.parent)
+    url = sqlite_url(file)
     study = None if is_new else optuna.create_study(study_name="s", storage=open_database(url))
     with _held(file) as program:
         monkeypatch.setattr("searches.connections.time.sleep", lambda _: program.communicate())  # between two attempts
