@@ -126,20 +126,13 @@ def exclusive(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive_if_free(path: Path) -> Iterator[bool]:
-    """Hold the lock as :func:`exclusive` does, or yield False at once if another process holds it."""
-    with locked_if_free(beside(path, "lock")) as free:
-        yield free
+    """Hold the lock as :func:`exclusive` does, or yield False at once if another process holds it.
 
-
-@contextlib.contextmanager
-def locked_if_free(file: Path) -> Iterator[bool]:
-    """Hold a lock, whose file's folder is created, or yield False if another process holds it.
-
-    Where the file system has no locks, a second file is one. The kernel releases a lock with its process.
+    The folder is created. Where the file system has no locks, a second file is one.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        held = _acquired(file)
+        held = _acquired(beside(path, "lock"))
     except filelock.Timeout:
         yield False
         return

@@ -136,10 +136,6 @@ class RunControl:
     on_prompt: Callable[[], object] = lambda: None
     seconds_left: Callable[[], float] = lambda: math.inf
 
-    def is_over(self) -> bool:
-        """Return whether time has run out."""
-        return self.seconds_left() <= 0
-
 
 def measure_finals(
     study: optuna.Study,
@@ -207,7 +203,7 @@ def measure_held_out(
         measured = resumed_rows(measure, prompts, log, str(repeat))
         for number, item in enumerate(prompts, 1):
             is_logged = f"{repeat} {item.id}" in log
-            if not is_logged and len(rows) >= min(_BLOCK, len(prompts)) and control.is_over():
+            if not is_logged and len(rows) >= min(_BLOCK, len(prompts)) and control.seconds_left() <= 0:
                 ended = f"Time ran out after {len(rows)} of {len(prompts) * settings.held_out_repeats} held-out decodings."
                 break
             row = next(measured)

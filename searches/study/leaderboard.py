@@ -12,7 +12,7 @@ import functools
 import math
 import re
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
-from layerskip.measure.measurement import Sample
 from searches.tracking.names import ENGINE_FAILED, PREDICTED
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -70,18 +69,8 @@ class LeaderboardEntry:
         columns = ("prompt_id", "tokens_per_second", "decode_seconds", "baseline_tokens_per_second")
         for prompt, rate, seconds, baseline in zip(*(table[name] for name in columns), strict=True):
             if rate and baseline:
-                self._add_pair(prompt, seconds, rate * seconds / baseline)
-
-    def add_pairs(self, pairs: Iterable[tuple[Sample, Sample]]) -> None:
-        """Pool samples of plain decoding, each with the configuration's on the same prompt."""
-        for plain, own in pairs:
-            if own.decoded_tokens and plain.decoded_tokens:
-                seconds = own.decoded_tokens * plain.decode_seconds / plain.decoded_tokens
-                self._add_pair(own.prompt_id, own.decode_seconds, seconds)
-
-    def _add_pair(self, prompt: str, own_seconds: float, plain_seconds: float) -> None:
-        own, plain, replicates = self.seconds.get(prompt, (0.0, 0.0, 0))
-        self.seconds[prompt] = own + own_seconds, plain + plain_seconds, replicates + 1
+                own, plain, replicates = self.seconds.get(prompt, (0.0, 0.0, 0))
+                self.seconds[prompt] = own + seconds, plain + rate * seconds / baseline, replicates + 1
 
 
 class Leaderboard:

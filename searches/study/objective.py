@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import optuna
 
@@ -140,10 +141,13 @@ class Objective:
         measurement = Measurement.of(race.rows, BASELINE, CANDIDATE)
         if reason is None:
             check_output(measurement.baseline)
-        self._record(trial, config, measurement, reason, time.monotonic() - start)
+        table = measurement.table()
+        self._record(trial, config, measurement, table, reason, time.monotonic() - start)
         if reason not in (None, _KNOWN):
             raise optuna.TrialPruned(reason)
-        return race.entry(known).speedup_on(self._first_ids)
+        pooled = LeaderboardEntry(config, seconds=dict(known.seconds))
+        pooled.add(table)
+        return pooled.speedup_on(self._first_ids)
 
     def _known_outcome(self, trial: optuna.Trial, known: LeaderboardEntry, board: Leaderboard) -> str | None:
         """Return why a configuration is not measured: it failed, was measured often enough, or cannot win."""
@@ -196,7 +200,13 @@ class Objective:
 
     @defer_interrupt()
     def _record(
-        self, trial: optuna.Trial, config: SpeculativeConfig, measurement: Measurement, reason: str | None, seconds: float
+        self,
+        trial: optuna.Trial,
+        config: SpeculativeConfig,
+        measurement: Measurement,
+        table: dict[str, list[Any]],
+        reason: str | None,
+        seconds: float,
     ) -> None:
         """Store a trial's results; raise :class:`OutputChanged` if a float32 output differs from the baseline's."""
         trial.set_user_attr("seconds", seconds)
@@ -207,7 +217,7 @@ class Objective:
             metrics = measurement.to_dict()
             changed = metrics["losslessness"]["verdict"] == "different" and config.lossless
             trial.set_user_attr("measurement", metrics)
-            trial.set_user_attr("table", measurement.table())
+            trial.set_user_attr("table", table)
             if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
         # Last, because a constraint cannot be overwritten.
@@ -229,12 +239,6 @@ class _Race:
         self._remeasured: set[int] = set()  # places of rows
         # No two trials share a seed, else replicates would repeat the same draws.
         self._seed = objective.seed + _SEED_STEP * (trial.number + 1)
-
-    def entry(self, known: LeaderboardEntry | None = None) -> LeaderboardEntry:
-        """Return the rows so far as an entry of the leaderboard, pooled with those that are ``known``."""
-        entry = LeaderboardEntry(self.config, seconds=dict(known.seconds) if known is not None else {})
-        entry.add_pairs((row[BASELINE], row[CANDIDATE]) for row in self.rows)
-        return entry
 
     def run(self) -> str | None:
         """Measure a few prompts first, and more of them if the trial is level with the leader.
@@ -269,7 +273,8 @@ class _Race:
 
     def _is_level(self) -> bool:
         """Return whether a trial is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
-        own = self.entry()
+        own = LeaderboardEntry(self.config)
+        own.add(Measurement.of(self.rows, BASELINE, CANDIDATE).table())
         leader = self.board.leader or LeaderboardEntry(self.config)
         common = own.seconds.keys() & leader.seconds.keys() or own.seconds.keys()
         return own.speedup_on(common) >= (1 - _LEVEL) * max(1.0, leader.speedup_on(common))

@@ -241,13 +241,14 @@ def run_trials(
 def _places(study: optuna.Study, pool: Workers, wanted: int) -> int | None:
     """Return how many trials may begin, after a repair of killed ones; None once there are enough, or the time is over."""
     trials = study.get_trials(deepcopy=False)
-    running = 0
-    if not pool.alone:
-        if repair(study, pool, trials):
-            return 0
-        running = sum(trial.state == TrialState.RUNNING for trial in trials)
-    done = sum(trial.state in FINISHED for trial in trials)
-    return None if done >= wanted or pool.is_closed() else max(0, wanted - done - running)
+    missing = wanted - sum(trial.state in FINISHED for trial in trials)
+    if pool.alone:
+        return missing if missing > 0 else None
+    if repair(study, pool, trials):
+        return 0
+    if missing <= 0 or pool.is_closed():
+        return None
+    return max(0, missing - sum(trial.state == TrialState.RUNNING for trial in trials))
 
 
 def wait_for_trials(study: optuna.Study, pool: Workers) -> None:
