@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import optuna
 import pytest
@@ -72,12 +73,14 @@ def test_trials_begin_with_the_given_prompt() -> None:
     assert [prompt for _, prompt in bench.asked] == turns[3:]  # three, and two more as a survivor
 
 
-@pytest.mark.parametrize("interrupted", [0, 20])
-def test_the_leader_is_measured_again_between_starting_points(interrupted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted trials do not count."""
+@pytest.mark.parametrize(("interrupted", "bounds"), [(0, None), (20, None), (0, Pessimist())])
+def test_the_leader_is_measured_again_between_starting_points(
+    interrupted: int, bounds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted trials do not count, nor does what was predicted: the fastest of many is likely to exceed it."""
     monkeypatch.setattr("searches.study.study._REMEASURE", 3)
     fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
-    study, objective = new_study(), objective_of(Known({fast: 1.5}))
+    study, objective = new_study(), objective_of(Known({fast: 1.5}), bounds=bounds)
     for _ in range(interrupted):  # as after Ctrl-C
         study.tell(study.ask(), state=TrialState.FAIL)
     for trials in (6, 12):  # the second time resumed
@@ -85,6 +88,8 @@ def test_the_leader_is_measured_again_between_starting_points(interrupted: int, 
     tried = [configuration(trial) for trial in finished(study)]
     assert [number for number, config in enumerate(tried) if config == fast] == [0, 4, 8]
     assert [config for config in tried if config != fast] == others[:9]
+    measured = [number for number, trial in enumerate(finished(study)) if "table" in trial.user_attrs]
+    assert measured == ([*range(12)] if bounds is None else [0, 4, 8])
 
 
 def test_a_configuration_that_does_not_lead_is_not_measured_a_third_time() -> None:
@@ -95,17 +100,6 @@ def test_a_configuration_that_does_not_lead_is_not_measured_a_third_time() -> No
     assert last.value == pytest.approx(1.2)
     assert last.user_attrs["reason"] == "measured often enough"
     assert bench.count(slow) == 6
-
-
-def test_a_leader_is_measured_again_whatever_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest of many trials is likely to exceed its prediction and must not block the study."""
-    monkeypatch.setattr("searches.study.study._REMEASURE", 3)
-    fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
-    study, objective = new_study(), objective_of(Known({fast: 1.5}), bounds=Pessimist())
-    run_trials(study, objective, StudySettings(n_trials=12), lambda trial: None, [fast, *others])
-    trials = finished(study)
-    assert [trial.number for trial in trials if configuration(trial) == fast] == [0, 4, 8]
-    assert [trial.number for trial in trials if "table" in trial.user_attrs] == [0, 4, 8]
 
 
 @quiet
