@@ -81,7 +81,6 @@ class Leaderboard:
         entries: of their configurations.
         ranking: the entries that draft, kept the output and were measured to the end at least once, fastest first.
         leader: the fastest of these; None before there is one.
-        suggested: configurations by the numbers of their trials, which need not be read from the study.
     """
 
     def __init__(self) -> None:
@@ -89,7 +88,6 @@ class Leaderboard:
         self.entries: dict[SpeculativeConfig, LeaderboardEntry] = {}
         self.ranking: list[LeaderboardEntry] = []
         self.leader: LeaderboardEntry | None = None
-        self.suggested: dict[int, SpeculativeConfig] = {}
         self._pooled: set[int] = set()
 
     @property
@@ -131,7 +129,7 @@ class Leaderboard:
 
     def _pool(self, trial: FrozenTrial) -> None:
         self._pooled.add(trial.number)
-        config = self.suggested.pop(trial.number, None) or configuration(trial)
+        config = configuration(trial)
         is_complete = trial.state == TrialState.COMPLETE
         entry = self.entries.setdefault(config, LeaderboardEntry(config, first=trial.number))
         entry.first, entry.last = min(entry.first, trial.number), max(entry.last, trial.number)

@@ -132,7 +132,6 @@ class Objective:
         trial.set_user_attr("config", config.to_dict())
         refuse(trial, config)
         board = leaderboard(trial.study)
-        board.suggested[trial.number] = config
         known = board.entries.get(config, LeaderboardEntry(config))
         race = _Race(self, trial, config, board)
         reason = self._known_outcome(trial, known, board)

@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 from searches.app.interrupt import defer_interrupt
 from searches.connections import RetryingStorage, is_unreachable
 from searches.tracking.names import DEVICE, WORKER
-from searches.workers.board import Board, Row, Snapshot, of_kind, published, value_of
+from searches.workers.board import VALUE, Board, Row, Snapshot, of_kind, published
 
 BEAT_SECONDS = 10.0
 PATIENCE = 6  # beats of the observer
@@ -276,7 +276,7 @@ class WorkerPool(Alone):
 
     @staticmethod
     def _first_value(rows: Iterable[Row]) -> tuple[Any] | None:
-        return next(((value_of(row),) for row in rows if published(row)), None)
+        return next(((row.user_attrs[VALUE],) for row in rows if published(row)), None)
 
     def stay(self) -> Snapshot:
         """Join again if this worker was presumed dead; return what was seen before."""

@@ -93,8 +93,6 @@ def test_an_error_in_shared_work_leaves_it_to_the_next(database: str) -> None:
         with pytest.raises(ZeroDivisionError):
             pool.share("piece", lambda: 1 / 0)
         assert pool.share("piece", lambda: "done") == "done"
-        long = "ä" * 100_000  # longer than an attribute
-        assert pool.share("long", lambda: long) == long
 
 
 def test_of_workers_that_leave_the_last_finds_no_others(database: str) -> None:

@@ -60,11 +60,11 @@ def test_two_workers_finish_a_study_together(together: tuple[Path, list[str]]) -
 def test_what_precedes_the_trials_is_made_once(together: tuple[Path, list[str]]) -> None:
     outputs, _ = together
     rows = optuna.load_study(study_name="one-workers", storage=f"sqlite:///{outputs}/one/study.db").trials
-    values = [row.user_attrs["name"] for row in of_kind(rows, "claim") if "parts" in row.user_attrs]
+    values = [row.user_attrs["name"] for row in of_kind(rows, "claim") if "value" in row.user_attrs]
     assert len(values) == len(set(values))
     assert {"device"} <= set(values)
     assert sum(name.startswith("profile ") for name in values) == 1
-    makers = {row.user_attrs["worker"] for row in of_kind(rows, "claim") if "parts" in row.user_attrs}
+    makers = {row.user_attrs["worker"] for row in of_kind(rows, "claim") if "value" in row.user_attrs}
     assert len(makers) == 2  # both scanned
     assert not list((outputs / "one").glob("scans-*/*.jsonl"))
 
