@@ -85,10 +85,7 @@ def _is_of_connection(error: BaseException) -> bool:
         return error.connection_invalidated or isinstance(
             error, (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError)
         )
-    if isinstance(error, (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout)):
-        return True
-    code = getattr(error, "code", None)  # of gRPC, which may not be installed
-    return callable(code) and getattr(code(), "name", "") == "UNAVAILABLE"
+    return isinstance(error, (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout))
 
 
 def _retried(name: str) -> Any:
@@ -122,7 +119,7 @@ class RetryingStorage(_Retried):  # type: ignore[misc]
         """Create a trial, once: a repeated call first looks for the trial of the call before."""
         signed = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs=dict(self.signature))
         template = copy.copy(template_trial or signed)
-        nonce = template.system_attrs.get(_NONCE) or uuid.uuid4().hex  # a proxy keeps that of the call that it passes on
+        nonce = uuid.uuid4().hex
         template.system_attrs = template.system_attrs | {_NONCE: nonce}
         attempts = itertools.count()
 

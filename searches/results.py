@@ -12,10 +12,10 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import filelock
 
@@ -30,7 +30,6 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 _POLL_SECONDS = 0.05
 _without_locks: set[Path] = set()
 """Folders that a line was printed for."""
-Line = TypeVar("Line")
 
 
 def record_header(schema: str, target: Target) -> dict[str, Any]:
@@ -54,7 +53,23 @@ class ResultLog:
         self._path = path
         self._values: dict[str, Any] = {}
         if path is not None and path.exists():
-            self._values = dict(read_lines(path, "outputs", _pair, "delete it to repeat its work"))
+            _drop_partial_line(path)
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        """Read the lines of the file; a damaged last line is dropped."""
+        lines = path.read_bytes().splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            try:
+                name, value = json.loads(line)
+            except (ValueError, TypeError):
+                if number < len(lines):
+                    message = f"outputs: {path} is damaged in line {number}; delete it to repeat its work"
+                    raise ConfigError(message) from None
+                print(f"outputs: the last line of {path} is damaged and was dropped", flush=True)
+                os.truncate(path, path.stat().st_size - len(line))
+            else:
+                self._values[str(name)] = value
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -76,45 +91,12 @@ class ResultLog:
             # Unbuffered, because another process may append a line of its own.
             with report_full_disk(self._path, self._path), self._path.open("ab", buffering=0) as file:
                 if file.write(line) < len(line):
-                    drop_partial_line(self._path)
+                    _drop_partial_line(self._path)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._values[name] = value
 
 
-def _pair(line: bytes) -> tuple[str, Any]:
-    name, value = json.loads(line)
-    return str(name), value
-
-
-def read_lines(path: Path, field: str, read: Callable[[bytes], Line], remedy: str) -> list[Line]:
-    """Read the lines of a file that grows line by line. A damaged last line is dropped.
-
-    Args:
-    path: of the file.
-    field: begins messages.
-    read: parses a line; raises ValueError, TypeError or LookupError if it is damaged.
-    remedy: says what to do about a damaged line before the last, which raises :class:`ConfigError`.
-    """
-    drop_partial_line(path)
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(read(line))
-        except (ValueError, TypeError, LookupError):
-            if number < len(lines):
-                raise ConfigError(damage(path, field, number, remedy)) from None
-            print(f"{field}: the last line of {path} is damaged and was dropped", flush=True)
-            os.truncate(path, path.stat().st_size - len(line))
-    return found
-
-
-def damage(path: Path, field: str, line: int, remedy: str) -> str:
-    """Return the message about a damaged line, by its number from 1."""
-    return f"{field}: {path} is damaged in line {line}; {remedy}"
-
-
-def drop_partial_line(path: Path) -> None:
+def _drop_partial_line(path: Path) -> None:
     """Cut off a partial last line, which a full disk or a killed machine leaves, so that it does not spoil the next line."""
     if not path.exists() or not path.stat().st_size:
         return
@@ -144,20 +126,13 @@ def exclusive(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive_if_free(path: Path) -> Iterator[bool]:
-    """Hold the lock as :func:`exclusive` does, or yield False at once if another process holds it."""
-    with locked_if_free(beside(path, "lock")) as free:
-        yield free
+    """Hold the lock as :func:`exclusive` does, or yield False at once if another process holds it.
 
-
-@contextlib.contextmanager
-def locked_if_free(file: Path) -> Iterator[bool]:
-    """Hold a lock, whose file's folder is created, or yield False if another process holds it.
-
-    Where the file system has no locks, a second file is one. The kernel releases a lock with its process.
+    The folder is created. Where the file system has no locks, a second file is one.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        held = _acquired(file)
+        held = _acquired(beside(path, "lock"))
     except filelock.Timeout:
         yield False
         return

@@ -43,7 +43,7 @@ from searches.app.targets import command_line, load_exported_target
 from searches.backends.selection import closing, described, exported_backend
 from searches.report.tables import conditions, empty_note
 from searches.results import RESULTS_VERSION, ResultLog, record_header
-from searches.study.bench import BASELINE, Bench, ModelBench, Row, resumed_rows
+from searches.study.bench import BASELINE, ModelBench, Row, resumed_rows
 from searches.study.plan import check_prompts
 from searches.training.texts import refuse_answers_of
 
@@ -180,7 +180,7 @@ def _is_alike(export: Export, target: Target) -> bool:
 
 
 def judged_rows(
-    bench: Bench,
+    bench: ModelBench,
     config: SpeculativeConfig,
     claim: Claim,
     prompts: PromptSet,

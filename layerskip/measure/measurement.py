@@ -143,8 +143,8 @@ class Measurement:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Sample]], baseline: str, candidate: str) -> Measurement:
-        """Pair the samples of two contenders."""
-        rows = list(rows)
+        """Pair the samples of two contenders on the prompts that both decoded."""
+        rows = [row for row in rows if baseline in row and candidate in row]
         return cls(tuple(row[baseline] for row in rows), tuple(row[candidate] for row in rows))
 
     @property

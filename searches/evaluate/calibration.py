@@ -3,8 +3,7 @@
 Counts three things and compares each with a criterion:
 
 - Plain decoding against itself: how often the final rule names one of the two a winner.
-- A configuration of known long-run speedup: how often the interval of a measurement contains that speedup. As in finals,
-  prompts on which the machine drifted are measured again first.
+- A configuration of known long-run speedup: how often the interval of a measurement contains that speedup.
 - ``planted.seeds=100``: whole searches. One succeeds if the true speedup of its export is within 1 % of the best. It must
   not export a configuration that is slower than plain decoding. Where many are only slightly slower, this may happen as
   often as intervals are wrong.
@@ -34,10 +33,9 @@ from searches.evaluate.criteria import Count, check_fields, conclude, resume
 from searches.evaluate.simulated import PROSPECTS, Landscape, Machine, SimulatedPredictor, draw_prompts, simulated_bench
 from searches.predict.preparation import ScanSettings
 from searches.predict.proposals import propose_all
-from searches.results import ResultLog
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, Row
-from searches.study.finals import Finalist, measure_finals, remeasure_drifted
+from searches.study.finals import Finalist, measure_finals
 from searches.study.objective import MeasureSettings, Objective
 from searches.study.pruning import BoundEstimator
 from searches.study.starting_points import starting_points
@@ -106,14 +104,12 @@ def measure_coverage(config: DictConfig) -> list[Count]:
 def _comparisons(
     config: DictConfig, configs: Mapping[str, SpeculativeConfig], size: int, times: int, seed: int
 ) -> Iterator[list[Row]]:
-    """Yield the rows that finals would use, of one draw of prompts after the other: drifted ones are measured again."""
+    """Yield the rows that finals would use, of one draw of prompts after the other."""
     landscape, machine = Landscape.draw(config.seed, config.planted.layers), Machine(seed, stalls=config.stalls)
     bench = simulated_bench(landscape, machine)
     for number in tqdm(range(seed, seed + times), unit="comparison", desc=", ".join(configs), disable=None):
         prompts = draw_prompts(size, number)
-        rows = list(bench.compare(configs, prompts, 1, number))
-        again = remeasure_drifted(bench, configs, rows, prompts, MeasureSettings(), number, ResultLog(None))
-        yield [again.get(place, row) for place, row in enumerate(rows)]
+        yield list(bench.compare(configs, prompts, 1, number))
 
 
 def search_planted(seed: int, prospect: str, planted: DictConfig) -> dict[str, Any]:

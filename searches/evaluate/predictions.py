@@ -29,7 +29,7 @@ from searches.predict.preparation import Preparation
 from searches.predict.scan_predictor import SCANNED_MASKS
 from searches.results import record_header
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench
+from searches.study.bench import BASELINE, ModelBench
 
 _SHARES = (0.05, 0.1, 0.2, 0.4)  # of sub-layers that random masks skip
 _FROM_REAL = "predicted_from_real_rounds"
@@ -87,7 +87,7 @@ def compare_predictions(config: DictConfig) -> None:
 
 
 def measure_lengths(
-    bench: Bench, prompts: PromptSet, repeats: int, seed: int, mask: SkipMask, lengths: Sequence[int]
+    bench: ModelBench, prompts: PromptSet, repeats: int, seed: int, mask: SkipMask, lengths: Sequence[int]
 ) -> list[Any]:
     """Return the speedup, the round counts and the seconds of a trial of every draft length of a mask."""
     configs = {str(length): SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in lengths}

@@ -93,11 +93,6 @@ def study_notes(study: optuna.Study, finals: Finals | None) -> list[str]:
         notes.append(f"The machine's speed changed on {drifted} prompts, which were measured again.")
     if finals is not None and finals.left_out:
         notes.append(finals.left_out)
-    if finals is not None and finals.drifted:
-        unsteady = f"; it changed again on {finals.unsteady}" if finals.unsteady else ""
-        notes.append(
-            f"The machine's speed changed on {finals.drifted} held-out prompts, which were measured again{unsteady}."
-        )
     return notes
 
 

@@ -53,10 +53,9 @@ class Publisher:
         finals: Finals,
         predictor: ScanPredictor | None,
         held_out: PromptSet,
-        log: bool = True,
         race: Race | None = None,
     ) -> None:
-        """Write the export and the report of the finished study, log them unless another worker does, and print the report.
+        """Write the export and the report of the finished study, and print the report.
 
         ``predictor`` is None if no masks were scanned, ``race`` if no engine was measured.
         """
@@ -71,8 +70,6 @@ class Publisher:
         notes += [] if race is None else [race_verdict(race)]
         page = Page(plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
         write_page(folder / PAGE, study, page)
-        if log:
-            self.log(finals)
         say(text)
         say(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
         say(f"  mlflow ui --backend-store-uri {shlex.quote(without_password(self.tracker.uri))}")

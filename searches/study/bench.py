@@ -7,7 +7,7 @@ Samples of a window in which the machine was slower or faster than usual have dr
 candidate, and all samples of a prompt form a row. A slow window slows down the whole row; a stall slows down one sample. If
 stalls of plain decoding alone were measured again, its time would drop while candidates kept their stalls, and every speedup
 would be biased. A row is therefore judged by the mean over all its samples, and replaced as a whole. A window as long as a
-trial slows down all its rows alike. It shows in plain decoding on the same prompts in earlier trials.
+trial leaves the ratio of a row's samples as it is, and is not looked for.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
-from optuna.trial import FrozenTrial
 from scipy.stats import theilslopes
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig
@@ -30,20 +29,19 @@ from searches.backends.backend import Backend, BackendError, Workload
 from searches.backends.backend import Row as Row
 from searches.results import ResultLog
 
-_RECENT = 3  # trials; a machine that stays slower is the usual one after two
-_FEWEST = 3  # rows of a window, of which one may have stalled
 
+class ModelBench:
+    """Measurement of configurations side by side, by a back end with a sampling, a load, and new tokens per prompt and turn.
 
-class Bench(Protocol):
-    """Measurement of configurations side by side."""
+    Attributes:
+        exact: whether outputs must equal plain decoding's token for token, as in float32.
+        conditions: everything that samples depend on, except configurations, prompts and seed, as plain values.
+    """
 
-    @property
-    def exact(self) -> bool:
-        """True if outputs must equal plain decoding's token for token, as in float32."""
-
-    @property
-    def conditions(self) -> Any:
-        """Everything that samples depend on, except configurations, prompts and seed, as plain values."""
+    def __init__(self, backend: Backend, sampling: Sampling, max_new_tokens: int, workload: Workload = Workload()) -> None:
+        self._backend, self._sampling, self._max_new_tokens, self._workload = backend, sampling, max_new_tokens, workload
+        self.exact = backend.exact
+        self.conditions: Any = [backend.describe(), sampling.to_dict(), max_new_tokens, workload.to_dict()]
 
     def compare(
         self,
@@ -63,53 +61,17 @@ class Bench(Protocol):
             seed: of the sampled tokens and of the order of configurations.
             without: configurations that are no longer measured; it may grow from prompt to prompt.
             before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
-        """
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return what the back end reports of the last comparison beside its samples."""
-        return {}
-
-
-@dataclass(frozen=True)
-class ModelBench:
-    """Bench of a real model, which a back end runs with a sampling and a number of new tokens per prompt and turn."""
-
-    backend: Backend
-    sampling: Sampling
-    max_new_tokens: int
-    workload: Workload = Workload()
-
-    @property
-    def exact(self) -> bool:
-        """True if outputs must equal plain decoding's token for token."""
-        return self.backend.exact
-
-    @property
-    def conditions(self) -> Any:
-        """The back end's description, the sampling, the number of tokens and the load."""
-        return [self.backend.describe(), self.sampling.to_dict(), self.max_new_tokens, self.workload.to_dict()]
-
-    def compare(
-        self,
-        configs: Mapping[str, SpeculativeConfig],
-        prompts: PromptSet,
-        repeats: int,
-        seed: int,
-        without: Collection[str] = (),
-        before: PromptSet | None = None,
-    ) -> Iterator[dict[str, Sample]]:
-        """Decode with each configuration; see :meth:`Bench.compare`.
 
         Raises:
             BackendError: see :meth:`~searches.backends.backend.Backend.compare`.
         """
-        task = Task(self.sampling, self.max_new_tokens, seed)
-        rows = self.backend.compare(configs, prompts, task, self.workload, repeats, without, before)
-        return rows if self.workload.goal == "decoding" else map(_whole_requests, rows)
+        task = Task(self._sampling, self._max_new_tokens, seed)
+        rows = self._backend.compare(configs, prompts, task, self._workload, repeats, without, before)
+        return rows if self._workload.goal == "decoding" else map(_whole_requests, rows)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of :meth:`~searches.backends.backend.Backend.metrics`."""
-        return self.backend.metrics()
+        """Return what the back end reports of the last comparison beside its samples."""
+        return self._backend.metrics()
 
 
 def _whole_requests(row: Row) -> dict[str, Sample]:
@@ -146,14 +108,14 @@ def resumed_rows(
 
 
 def surviving_rows(
-    bench: Bench,
+    bench: ModelBench,
     configs: Mapping[str, SpeculativeConfig],
     prompts: PromptSet,
     seed: int,
     without: Collection[str],
     before: PromptSet,
 ) -> Iterator[dict[str, Sample]]:
-    """Yield the rows of :meth:`Bench.compare`; when a configuration fails, continue without it from the same prompt.
+    """Yield the rows of :meth:`ModelBench.compare`; when a configuration fails, continue without it from the same prompt.
 
     A failure of plain decoding is raised as the back end's error.
     """
@@ -196,25 +158,6 @@ def drifted_rows(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[boo
         for place, offset in zip(places, _offsets([rows[place][name] for place in places]), strict=True):
             offsets[place].append(offset)
     return [bool(row) and abs(statistics.fmean(row)) > math.log1p(drift) for row in offsets]
-
-
-def drifted_since(trials: Sequence[FrozenTrial], rows: Sequence[Mapping[str, Sample]], drift: float) -> bool:
-    """Return whether the machine has drifted between the latest of some trials, in order, and the rows of a trial.
-
-    ``drift`` is the tolerated share by which plain decoding's tokens/s may differ, in the median over rows.
-    """
-    earlier: dict[str, list[float]] = {}
-    for trial in [trial for trial in trials if "table" in trial.user_attrs][-_RECENT:]:
-        table = trial.user_attrs["table"]
-        for prompt, rate in zip(table["prompt_id"], table["baseline_tokens_per_second"], strict=True):
-            if rate:
-                earlier.setdefault(prompt, []).append(rate)
-    offsets = [
-        math.log(plain.decoded_tokens / plain.decode_seconds / statistics.median(earlier[plain.prompt_id]))
-        for plain in [row[BASELINE] for row in rows]
-        if plain.prompt_id in earlier and plain.decoded_tokens
-    ]
-    return len(offsets) >= _FEWEST and abs(statistics.median(offsets)) > math.log1p(drift)
 
 
 def _offsets(samples: Sequence[Sample]) -> list[float]:

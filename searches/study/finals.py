@@ -1,7 +1,6 @@
 """The finals: the best configurations of a search against plain decoding, on prompts that the search never saw.
 
-All finalists are measured interleaved, prompt by prompt. Drafters that learn keep what they have learned. Rows with drift
-are measured once more before the verdict.
+All finalists are measured interleaved, prompt by prompt. Drafters that learn keep what they have learned.
 
 A finalist is dropped when its paired interval lies wholly below the leader's speed; this is tested after every few prompts.
 Measuring ends when all prompts were decoded and one finalist is left, when all that are left are significantly slower than
@@ -33,7 +32,7 @@ from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED, check_output
 from searches.backends.running_engine import sample_metrics
 from searches.results import ResultLog
-from searches.study.bench import BASELINE, Bench, Row, drifted_rows, logged_row, logged_seconds, resumed_rows, surviving_rows
+from searches.study.bench import BASELINE, ModelBench, Row, logged_seconds, resumed_rows, surviving_rows
 from searches.study.leaderboard import FINISHED, LeaderboardEntry, contenders, drafters, is_lossless
 from searches.study.objective import MeasureSettings
 from searches.tracking.names import METRICS
@@ -46,7 +45,7 @@ _GROWTH = 1.25  # rows at the next test, as a multiple of those at the last one
 _DROP_CONFIDENCE = 0.999  # well above the verdict's, as the test is repeated
 _ENOUGH_PROMPTS = 16  # that finalists should be measured on
 _OTHER_WORK = 1.2  # seconds of measuring, prefills and comparisons included, for each second of decoding
-_SEED = 1_000_003
+_SEED = 1_000_003  # which differs from the seeds of all trials
 _TIE = 0.01  # share of speed that simplicity may cost; with few prompts, intervals alone would allow a tenth
 
 
@@ -102,16 +101,12 @@ class Finals:
         finalists: fastest first.
         baseline: metrics of plain decoding.
         seconds: that measuring took.
-        drifted: number of rows with drift, which were measured again.
-        unsteady: number of these that drifted again.
         left_out: what was not measured because time ran out, as a sentence; empty if nothing.
     """
 
     finalists: tuple[Finalist, ...]
     baseline: dict[str, Any]
     seconds: float
-    drifted: int = 0
-    unsteady: int = 0
     left_out: str = ""
 
     @property
@@ -140,14 +135,10 @@ class RunControl:
     on_prompt: Callable[[], object] = lambda: None
     seconds_left: Callable[[], float] = lambda: math.inf
 
-    def is_over(self) -> bool:
-        """Return whether time has run out."""
-        return self.seconds_left() <= 0
-
 
 def measure_finals(
     study: optuna.Study,
-    bench: Bench,
+    bench: ModelBench,
     prompts: PromptSet,
     settings: MeasureSettings,
     seed: int,
@@ -178,7 +169,7 @@ def measure_finals(
 def measure_held_out(
     configs: Mapping[str, SpeculativeConfig],
     expected: Mapping[str, float],
-    bench: Bench,
+    bench: ModelBench,
     prompts: PromptSet,
     settings: MeasureSettings,
     seed: int,
@@ -205,11 +196,11 @@ def measure_held_out(
     left, dropped, tested = dict(configs), set[str](), 0
     ended, is_clear = "", False
     for repeat in range(settings.held_out_repeats):
-        measure = partial(surviving_rows, bench, left, seed=_held_out_seed(seed, repeat), without=dropped)
+        measure = partial(surviving_rows, bench, left, seed=seed + _SEED + 7919 * repeat, without=dropped)
         measured = resumed_rows(measure, prompts, log, str(repeat))
         for number, item in enumerate(prompts, 1):
             is_logged = f"{repeat} {item.id}" in log
-            if not is_logged and len(rows) >= min(_BLOCK, len(prompts)) and control.is_over():
+            if not is_logged and len(rows) >= min(_BLOCK, len(prompts)) and control.seconds_left() <= 0:
                 ended = f"Time ran out after {len(rows)} of {len(prompts) * settings.held_out_repeats} held-out decodings."
                 break
             row = next(measured)
@@ -228,52 +219,17 @@ def measure_held_out(
                     break
         if ended or is_clear or _is_settled(rows, left):
             break
-    again = remeasure_drifted(bench, left, rows, prompts, settings, seed, log, control.is_over)
-    rows = [again.get(place, row) for place, row in enumerate(rows)]
     if rows:
         check_output((row[BASELINE] for row in rows), "held-out ")
     baseline = _with_metrics(Measurement.of(rows, BASELINE, BASELINE))
-    unsteady = sum(drifted for place, drifted in enumerate(drifted_rows(rows, settings.drift)) if place in again)
-    finalists = _judge_rows(rows, configs, expected, left)
-    return Finals(finalists, baseline, logged_seconds(log), len(again), unsteady, ended)
-
-
-def remeasure_drifted(
-    bench: Bench,
-    configs: Mapping[str, SpeculativeConfig],
-    rows: Sequence[Row],
-    prompts: PromptSet,
-    settings: MeasureSettings,
-    seed: int,
-    log: ResultLog,
-    is_over: Callable[[], bool] = lambda: False,
-) -> dict[int, Row]:
-    """Measure the rows with drift once more, which are one per prompt, repeat by repeat; return the new ones by their place.
-
-    Drafters that learn first decode the prompts before, as many as in a trial. The log takes the new rows. None is measured
-    once ``is_over`` returns that time has run out.
-    """
-    again: dict[int, Row] = {}
-    for place, drifted in enumerate(drifted_rows(rows, settings.drift)):
-        repeat, number = divmod(place, len(prompts))
-        name = f"{repeat} {prompts.items[number].id} again"
-        if drifted and (name in log or not is_over()):
-            item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warmup) : number])
-            measured = surviving_rows(bench, configs, PromptSet((item,)), _held_out_seed(seed, repeat) + number, (), before)
-            again[place] = logged_row(measured, log, name)
-    return again
-
-
-def _held_out_seed(seed: int, repeat: int) -> int:
-    """Return a seed that differs from those of all trials and of the other repeats."""
-    return seed + _SEED + 7919 * repeat
+    return Finals(_judge_rows(rows, configs, expected, left), baseline, logged_seconds(log), ended)
 
 
 def _judge_rows(
     rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], expected: Mapping[str, float], left: Collection[str]
 ) -> tuple[Finalist, ...]:
     """Return the finalists with their results, fastest first; those that are ``left`` were measured to the end."""
-    measured = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in configs}
+    measured = {name: Measurement.of(rows, BASELINE, name) for name in configs}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = {
         name: Finalist(
@@ -317,7 +273,7 @@ def _is_clear(rows: Sequence[Row], left: Collection[str], indifference: float) -
     """
     if all(_is_slower(rows, BASELINE, name) for name in left):
         return True
-    measured = {name: Measurement.of([row for row in rows if name in row], BASELINE, name) for name in left}
+    measured = {name: Measurement.of(rows, BASELINE, name) for name in left}
     leader = max(left, key=lambda name: measured[name].speedup)
     if not _is_slower(rows, leader, BASELINE):
         return False
@@ -354,5 +310,5 @@ def _is_slower(rows: Sequence[Row], other: str, name: str) -> bool:
 
 def _ties(rows: Sequence[Row], fastest: str, name: str) -> bool:
     """Return whether a configuration ties with the fastest on the prompts that both decoded."""
-    measured = Measurement.of([row for row in rows if name in row and fastest in row], fastest, name)
+    measured = Measurement.of(rows, fastest, name)
     return measured.speedup >= 1 - _TIE and measured.interval()[1] >= 1.0

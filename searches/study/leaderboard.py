@@ -12,7 +12,7 @@ import functools
 import math
 import re
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,9 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
-from layerskip.measure.measurement import Sample
 from searches.tracking.names import ENGINE_FAILED, PREDICTED
-from searches.workers.slots import FINISHED as FINISHED
 
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 _NEAR = 0.15  # share by which contenders with other drafters may be slower than the leader; few prompts rank roughly
 
 
@@ -70,18 +69,8 @@ class LeaderboardEntry:
         columns = ("prompt_id", "tokens_per_second", "decode_seconds", "baseline_tokens_per_second")
         for prompt, rate, seconds, baseline in zip(*(table[name] for name in columns), strict=True):
             if rate and baseline:
-                self._add_pair(prompt, seconds, rate * seconds / baseline)
-
-    def add_pairs(self, pairs: Iterable[tuple[Sample, Sample]]) -> None:
-        """Pool samples of plain decoding, each with the configuration's on the same prompt."""
-        for plain, own in pairs:
-            if own.decoded_tokens and plain.decoded_tokens:
-                seconds = own.decoded_tokens * plain.decode_seconds / plain.decoded_tokens
-                self._add_pair(own.prompt_id, own.decode_seconds, seconds)
-
-    def _add_pair(self, prompt: str, own_seconds: float, plain_seconds: float) -> None:
-        own, plain, replicates = self.seconds.get(prompt, (0.0, 0.0, 0))
-        self.seconds[prompt] = own + own_seconds, plain + plain_seconds, replicates + 1
+                own, plain, replicates = self.seconds.get(prompt, (0.0, 0.0, 0))
+                self.seconds[prompt] = own + seconds, plain + rate * seconds / baseline, replicates + 1
 
 
 class Leaderboard:
@@ -92,7 +81,6 @@ class Leaderboard:
         entries: of their configurations.
         ranking: the entries that draft, kept the output and were measured to the end at least once, fastest first.
         leader: the fastest of these; None before there is one.
-        suggested: configurations by the numbers of their trials, which need not be read from the study.
     """
 
     def __init__(self) -> None:
@@ -100,7 +88,6 @@ class Leaderboard:
         self.entries: dict[SpeculativeConfig, LeaderboardEntry] = {}
         self.ranking: list[LeaderboardEntry] = []
         self.leader: LeaderboardEntry | None = None
-        self.suggested: dict[int, SpeculativeConfig] = {}
         self._pooled: set[int] = set()
 
     @property
@@ -142,7 +129,7 @@ class Leaderboard:
 
     def _pool(self, trial: FrozenTrial) -> None:
         self._pooled.add(trial.number)
-        config = self.suggested.pop(trial.number, None) or configuration(trial)
+        config = configuration(trial)
         is_complete = trial.state == TrialState.COMPLETE
         entry = self.entries.setdefault(config, LeaderboardEntry(config, first=trial.number))
         entry.first, entry.last = min(entry.first, trial.number), max(entry.last, trial.number)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import statistics
-import threading
-import time
 from collections.abc import Sequence
 
+import psutil
 import torch
 
 from layerskip import Target
@@ -20,7 +18,7 @@ from layerskip.models.environment import machine
 from layerskip.models.loading import choose_dtype
 
 _TEST_SECONDS = 0.4
-_BUSY = 0.9  # share of the cores' time below which others use them
+_BUSY = 10.0  # per cent of the cores' time
 _CONTEXT = 64  # tokens before the passes that are timed
 _VERIFIED = 8  # tokens of the longer one
 _ROUNDS = 5
@@ -49,38 +47,18 @@ def describe(target: Target, dtype: str) -> str:
 def busy_line() -> str | None:
     """Return a warning if other programs use the processor; None if they do not. Takes less than a second.
 
-    One thread for each core computes for a while. Without others, these threads get all the time of all cores. A load
-    average above the number of cores tells of others that pause at that moment.
+    A load average above the number of cores tells of others that pause at that moment.
     """
-    cores, load = len(usable_cores()), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    share = _share_of_cores(cores, _TEST_SECONDS)
-    if share >= _BUSY and load <= (os.cpu_count() or 1):
+    each, load = psutil.cpu_percent(_TEST_SECONDS, percpu=True), psutil.getloadavg()[0]
+    used = statistics.fmean(each[core] for core in usable_cores())
+    if used <= _BUSY and load <= len(each):
         return None
-    return (
-        f"busy: this program gets {share:.0%} of the time of {cores} cores, load average {load:.1f}; "
-        "figures are noisy, intervals will be wide"
-    )
+    return f"busy: others use {used:.0f} % of the cores, load average {load:.1f}; figures are noisy, intervals will be wide"
 
 
 def usable_cores() -> list[int]:
     """Return the cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
-def _share_of_cores(threads: int, seconds: float) -> float:
-    data, end = bytes(2**20), time.monotonic() + seconds
-
-    def compute() -> None:
-        while time.monotonic() < end:
-            hashlib.sha256(data)  # releases the interpreter's lock
-
-    begun, used = time.monotonic(), time.process_time()
-    workers = [threading.Thread(target=compute, daemon=True) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return (time.process_time() - used) / (threads * (time.monotonic() - begun))
 
 
 def set_threads(target: Target, wanted: int | None) -> str | None:

@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import optuna
 
@@ -22,7 +23,7 @@ from searches.app.interrupt import defer_interrupt
 from searches.backends.backend import CANDIDATE, BackendError
 from searches.backends.running_engine import sample_metrics
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench, Row, drifted_rows, drifted_since
+from searches.study.bench import BASELINE, ModelBench, Row, drifted_rows
 from searches.study.leaderboard import Leaderboard, LeaderboardEntry, drafters, leaderboard
 from searches.study.pruning import BoundEstimator
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
@@ -52,9 +53,8 @@ class MeasureSettings:
         prompts: tune prompts per trial, taken from the categories in turn; None takes all.
         survivor_prompts: tune prompts of a trial that is level with the leader; None takes all.
         repeats: how often a trial decodes each of them.
-        drift: tolerated share by which the speed of the machine may change. A prompt is measured again if it differs by more
-            from what the other prompts predict. All prompts of a trial are measured again if plain decoding differs by more
-            from earlier trials.
+        drift: tolerated share by which the speed of the machine may change. A prompt of a trial is measured again if it
+            differs by more from what the other prompts predict.
         held_out_prompts: held-out prompts of the finals; None takes all.
         held_out_repeats: highest number of times that the finals decode each of them.
         finalists: configurations that are measured on held-out prompts: the best with each set of drafters, and others. The
@@ -98,7 +98,7 @@ class Objective:
 
     def __init__(
         self,
-        bench: Bench,
+        bench: ModelBench,
         space: SearchSpace,
         prompts: PromptSet,
         settings: MeasureSettings,
@@ -132,7 +132,6 @@ class Objective:
         trial.set_user_attr("config", config.to_dict())
         refuse(trial, config)
         board = leaderboard(trial.study)
-        board.suggested[trial.number] = config
         known = board.entries.get(config, LeaderboardEntry(config))
         race = _Race(self, trial, config, board)
         reason = self._known_outcome(trial, known, board)
@@ -141,10 +140,13 @@ class Objective:
         measurement = Measurement.of(race.rows, BASELINE, CANDIDATE)
         if reason is None:
             check_output(measurement.baseline)
-        self._record(trial, config, measurement, reason, time.monotonic() - start)
+        table = measurement.table()
+        self._record(trial, config, measurement, table, reason, time.monotonic() - start)
         if reason not in (None, _KNOWN):
             raise optuna.TrialPruned(reason)
-        return race.entry(known).speedup_on(self._first_ids)
+        pooled = LeaderboardEntry(config, seconds=dict(known.seconds))
+        pooled.add(table)
+        return pooled.speedup_on(self._first_ids)
 
     def _known_outcome(self, trial: optuna.Trial, known: LeaderboardEntry, board: Leaderboard) -> str | None:
         """Return why a configuration is not measured: it failed, was measured often enough, or cannot win."""
@@ -197,7 +199,13 @@ class Objective:
 
     @defer_interrupt()
     def _record(
-        self, trial: optuna.Trial, config: SpeculativeConfig, measurement: Measurement, reason: str | None, seconds: float
+        self,
+        trial: optuna.Trial,
+        config: SpeculativeConfig,
+        measurement: Measurement,
+        table: dict[str, list[Any]],
+        reason: str | None,
+        seconds: float,
     ) -> None:
         """Store a trial's results; raise :class:`OutputChanged` if a float32 output differs from the baseline's."""
         trial.set_user_attr("seconds", seconds)
@@ -208,7 +216,7 @@ class Objective:
             metrics = measurement.to_dict()
             changed = metrics["losslessness"]["verdict"] == "different" and config.lossless
             trial.set_user_attr("measurement", metrics)
-            trial.set_user_attr("table", measurement.table())
+            trial.set_user_attr("table", table)
             if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
         # Last, because a constraint cannot be overwritten.
@@ -230,12 +238,6 @@ class _Race:
         self._remeasured: set[int] = set()  # places of rows
         # No two trials share a seed, else replicates would repeat the same draws.
         self._seed = objective.seed + _SEED_STEP * (trial.number + 1)
-
-    def entry(self, known: LeaderboardEntry | None = None) -> LeaderboardEntry:
-        """Return the rows so far as an entry of the leaderboard, pooled with those that are ``known``."""
-        entry = LeaderboardEntry(self.config, seconds=dict(known.seconds) if known is not None else {})
-        entry.add_pairs((row[BASELINE], row[CANDIDATE]) for row in self.rows)
-        return entry
 
     def run(self) -> str | None:
         """Measure a few prompts first, and more of them if the trial is level with the leader.
@@ -270,7 +272,8 @@ class _Race:
 
     def _is_level(self) -> bool:
         """Return whether a trial is about as fast as plain decoding and as the leader, on the prompts that both decoded."""
-        own = self.entry()
+        own = LeaderboardEntry(self.config)
+        own.add(Measurement.of(self.rows, BASELINE, CANDIDATE).table())
         leader = self.board.leader or LeaderboardEntry(self.config)
         common = own.seconds.keys() & leader.seconds.keys() or own.seconds.keys()
         return own.speedup_on(common) >= (1 - _LEVEL) * max(1.0, leader.speedup_on(common))
@@ -302,9 +305,8 @@ class _Race:
     def _remeasure_drifted(self, prompts: PromptSet) -> None:
         """Measure rows with drift again, each once. Drafters that learn first decode as many prompts as before any trial."""
         trial, objective, settings = self.trial, self._objective, self._objective.settings
-        all_drifted = drifted_since(self.board.trials, self.rows, settings.drift)
         for place, drifted in enumerate(drifted_rows(self.rows, settings.drift)):
-            if (drifted or all_drifted) and place not in self._remeasured:
+            if drifted and place not in self._remeasured:
                 self._remeasured.add(place)
                 trial.set_user_attr(DRIFTED, trial.user_attrs.get(DRIFTED, 0) + 1)
                 number = place % len(prompts)

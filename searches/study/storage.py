@@ -1,138 +1,43 @@
-"""The storage of studies: a journal file or a database, the lock of a folder, and the workers that share a study."""
+"""The storage of studies: a database, by default SQLite in the study's folder, and the workers that share a study."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import errno
-import json
 import os
-import re
 import sqlite3
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import optuna
 import sqlalchemy
 from omegaconf import DictConfig, OmegaConf
-from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage, get_storage
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial
 
-from layerskip import ConfigError, SpeculativeConfig, Target
+from layerskip import SpeculativeConfig, Target
 from layerskip.device.trial import first_line
 from layerskip.export import PROVISIONAL
 from layerskip.files import digest, read_json
 from layerskip.models.environment import machine
-from searches.app.checks import InputError, check_folder
+from searches.app.checks import InputError
 from searches.app.interrupt import error_chain
 from searches.connections import Result, Retry, RetryingStorage, is_unreachable, sqlite_file, sqlite_url, without_password
-from searches.results import damage, drop_partial_line, locked_if_free, read_lines
+from searches.results import exclusive, exclusive_if_free
 from searches.study.finals import Finalist, Finals
-from searches.study.study import StudySettings
 from searches.tracking.tracker import Tracker
+from searches.workers.board import has_board
 from searches.workers.pool import ALONE, WorkerPool, Workers
 
-_JOURNAL = b'{"op_code":'
-_REMEDY = "restore it, or keep the lines before to repeat the rest"
+_DATABASE = "study.db"
 _LOCK_SECONDS = 10  # that SQLite waits for another process's transaction, before a line is printed
 _PATIENCE = 600.0  # seconds that a database may be away for
 _ATTEMPTS = 20
 _CREATED_BY_OTHERS = ("already exists", "duplicate key", "UNIQUE constraint")
-_PROXY_PORT = 13000  # Optuna's default
-_PROXY_SECONDS = 10.0
-"""Time in which a storage proxy must answer when a study is opened."""
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a study's folder, or refuse it if another process does. The kernel releases it with the process."""
-    with locked_if_free(folder / "lock") as free:
-        if not free:
-            raise InputError(f"study.name: another process is running the study in {folder}")
-        yield
-
-
-class _Journal(JournalFileBackend):
-    """A journal file that stays readable: a part of a line, which a full disk or a killed process leaves, is cut off."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path), _JournalLock(path))
-        self._path, self.line = path, 0
-
-    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
-        for self.line, entry in enumerate(super().read_logs(log_number_from), log_number_from + 1):
-            yield entry
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        try:
-            super().append_logs(logs)
-        except OSError as error:  # of a write, it does not name the file
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-
-class _JournalLock(JournalFileOpenLock):
-    """The lock of a journal: a file, since not every file system has symbolic links."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self._path = path
-
-    def acquire(self) -> bool:
-        super().acquire()
-        drop_partial_line(self._path)
-        return True
-
-
-def open_journal(path: Path, alone: bool) -> BaseStorage:
-    """Open the storage of a study in a journal file.
-
-    With ``alone``, no other process may write it, so that an existing lock was left by a killed process.
-
-    Raises:
-    ConfigError: a line before the last is damaged.
-    InputError: the file cannot be written or is no journal of Optuna.
-    """
-    path = path.resolve()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _check_journal(path)
-        read_lines(path, "study.storage", _check_entry, _REMEDY)
-        if alone:
-            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
-        journal = _Journal(path)
-    except OSError as error:
-        raise InputError(f"study.storage: cannot write {path}: {error.strerror}") from error
-    try:
-        return JournalStorage(journal)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(damage(path, "study.storage", journal.line, _REMEDY)) from error
-
-
-def _check_entry(line: bytes) -> None:
-    entry = json.loads(line)
-    if not (isinstance(entry["op_code"], int) and isinstance(entry["worker_id"], str)):
-        raise TypeError
-
-
-def _check_journal(path: Path) -> None:
-    """Refuse a file that Optuna did not write, before its last line is repaired.
-
-    An empty or cut-off first line is fine; a damaged one before others of Optuna is named later, with its number.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        first = file.readline()
-        is_journal = first.startswith(_JOURNAL) or _JOURNAL.startswith(first) or b"\n" + _JOURNAL in b"\n" + file.read()
-    if not is_journal:
-        raise InputError(
-            f"study.storage: {path} is no Optuna journal; a database is given by its URL, as in sqlite:///study.db"
-        )
 
 
 class _DatabaseRetry(Retry):
@@ -165,8 +70,6 @@ class _DatabaseRetry(Retry):
 
 def open_database(url: str) -> BaseStorage:
     """Open the storage of a study in a database, which may be lost for a while later; refuse one that cannot be reached."""
-    if url.startswith("grpc://"):
-        return RetryingStorage(_open_proxy(url), _DatabaseRetry(url))
     # SQLAlchemy would look for another driver first.
     url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     is_file = url.startswith("sqlite")
@@ -203,92 +106,43 @@ def _begin_at_once(storage: RDBStorage) -> None:
     sqlalchemy.event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
 
 
-def _open_proxy(url: str) -> BaseStorage:
-    """Connect to a storage proxy of Optuna, ``grpc://host:port``."""
-    try:
-        place = urlsplit(url)
-        proxy = GrpcStorageProxy(host=place.hostname or "localhost", port=place.port or _PROXY_PORT)
-        proxy.wait_server_ready(timeout=_PROXY_SECONDS)
-    except ImportError as error:
-        raise InputError(f"study.storage: {url} needs grpcio, which is part of layerskip[launchers]") from error
-    except (ValueError, ConnectionError) as error:
-        raise InputError(f"study.storage: cannot open {url}: {first_line(error)}") from error
-    return proxy
-
-
-JOINED = "works on study "
-"""In the line that a worker prints when it joins, before the name of the study."""
-_DATABASE = "study.db"
-_JOURNAL_FILE = "journal.log"
-
-
-def is_database(storage: str | None) -> bool:
-    """Return whether a storage is a database or a server, on which several processes may work."""
-    return storage is not None and "://" in storage
-
-
-def storage_url(settings: StudySettings, folder: Path) -> str:
-    """Return the URL of the database of a study that several processes work on: by default SQLite in the study's folder.
-
-    Raises:
-        InputError: the storage is a journal file.
-    """
-    if settings.storage is None and (folder / _JOURNAL_FILE).exists():
-        raise InputError(f"study.name: {folder / _JOURNAL_FILE} is for one process; choose another name for several workers")
-    if settings.storage is not None and not is_database(settings.storage):
-        raise InputError(
-            f"study.storage: {settings.storage} is a journal file, which is for one process; "
-            "several workers need a database, such as sqlite:///study.db"
-        )
-    return settings.storage or sqlite_url(folder / _DATABASE)
-
-
-def is_shared(settings: StudySettings, worker: int | None, folder: Path) -> bool:
-    """Return whether other processes may work on a study: it has a numbered worker, a database, or had one in its folder."""
-    in_folder = settings.storage is None and (folder / _DATABASE).exists()
-    return worker is not None or in_folder or is_database(settings.storage)
-
-
 def device_type(target: Target) -> str:
     """Return the type of the target's device, as far as speeds depend on it: a GPU, or a processor and its threads."""
     about = machine(target)
     return str(about["device_name"]) + (f", {about['threads']} threads" if about["device"] == "cpu" else "")
 
 
-def place(outputs: Path, name: str, settings: StudySettings, device: str, shared: bool) -> tuple[str, Path]:
-    """Return the name of a study in its storage, and its folder; devices of mixed types have a study and a folder each."""
-    if shared and settings.devices == "mixed":
-        name = f"{name}/{re.sub('[^A-Za-z0-9]+', '-', device).strip('-')}"
-    check_folder("study.name", str(outputs / name))
-    return name, outputs / name
-
-
 @contextlib.contextmanager
 def joined(
-    name: str, folder: Path, settings: StudySettings, database: BaseStorage | None, device: str, shared: bool
+    name: str, folder: Path, worker: int | None, device: str, database: BaseStorage | None
 ) -> Iterator[tuple[BaseStorage, Workers]]:
     """Open the storage of a study, and join its workers if it may have others.
 
-    The folder is locked if no other process may work on the study. ``database`` is None if the storage is a file in it.
+    Others may work on a study with a storage of its own, with a numbered ``worker``, or with workers before. Any other study
+    is locked. ``database`` is None if the storage is in the study's folder.
 
     Raises:
-        InputError: another process works on the study, which is in a file, or the study measures on another type of device.
+        InputError: another process works on the study alone, or the study measures on another type of device.
     """
-    if not shared:
-        with locked(folder):
-            yield open_journal(Path(settings.storage or folder / _JOURNAL_FILE), not settings.storage), ALONE
-        return
     folder.mkdir(parents=True, exist_ok=True)
+    file = folder / _DATABASE
+    storage = database or open_database(sqlite_url(file))
+    if worker is None and database is None and not has_board(storage, name):
+        with exclusive_if_free(file) as free:
+            if not free:
+                raise InputError(f"study.name: another process is running the study in {folder}")
+            yield storage, ALONE
+        return
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it warns of every connection that breaks
-    storage = database or open_database(storage_url(settings, folder))
-    with WorkerPool(storage, name, device) as pool:
+    with contextlib.ExitStack() as stack:
+        with contextlib.nullcontext() if database is not None else exclusive(file):  # a process alone ends first
+            pool = stack.enter_context(WorkerPool(storage, name, device))
         first = pool.share("device", lambda: device)
         if first != device:
             raise InputError(
-                f"study.devices: study {name} measures on {first}, and this is {device}; "
-                "study.devices=mixed keeps the results of each type apart"
+                f"study.name: study {name} measures on {first}, and this is {device}; choose another name for its results"
             )
-        print(f"worker {pool.name} {JOINED}{name}", flush=True)
+        print(f"worker {pool.name} works on study {name}", flush=True)
         yield storage, pool
 
 
@@ -319,7 +173,7 @@ def connect(config: DictConfig, storage: str | None) -> tuple[BaseStorage | None
     """Connect to remote services first: one of them may be unreachable, and nothing has been written yet."""
     track = partial(Tracker, config.tracking.uri, Path(config.outputs), config.tracking.experiment)
     remote = track() if config.tracking.uri is not None else None
-    database = open_database(storage) if storage is not None and is_database(storage) else None
+    database = None if storage is None else open_database(storage)
     return database, remote or track()
 
 

@@ -1,7 +1,7 @@
 """The Optuna study of a search, which can be stopped and resumed at any time.
 
-The study is the truth: everything in it is done, whatever was killed. One process works on a study in a file, and any number
-of workers on a study in a database. A trial that is found running without a worker that is alive was killed. It is marked as
+The study is the truth: everything in it is done, whatever was killed. One process works on it, or any number of workers. A
+trial that is found running without a worker that is alive was killed. It is marked as
 failed and its choices are queued again.
 """
 
@@ -33,9 +33,7 @@ from searches.study.budget import TimeLedger
 from searches.study.leaderboard import FINISHED, leaderboard
 from searches.study.objective import MEASURING_SECONDS, Objective
 from searches.tracking.names import RETRY_OF
-from searches.workers.board import Snapshot
 from searches.workers.pool import ALONE, WorkerPool, Workers
-from searches.workers.slots import Slot, close_slots, take_slot
 
 OVERHEAD_SECONDS = "between_seconds"
 """User attribute of a trial: seconds of Optuna, MLflow and Hydra since the end of the trial before."""
@@ -49,6 +47,7 @@ PREPARATION_SECONDS = "preparation_seconds"
 _LOSSES = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
 _REMEASURE = 8  # trials after which the leader is measured again
 _MIN_TRIALS = 2  # however little time is left: the first may be plain decoding
+_TURN = "next trial"  # the claim in which one worker at a time begins a trial
 _DUPLICATES = 3  # in a row, after which a worker measures a configuration that another one measures
 
 
@@ -59,12 +58,10 @@ class StudySettings:
     Args:
         name: None makes one from the target, the sampler, the seed and a digest of what changes results.
         n_trials: number of finished trials at the end, including those of earlier runs.
-        storage: a database URL or the path of a journal file; None: a journal file in the study's folder, or SQLite for
-            several workers. Several processes can work on a study in a database at the same time.
+        storage: URL of a database, which several processes may use at the same time; None: SQLite in the study's folder.
         max_seconds: seconds of the whole search, interrupted runs included. Each stage ends at its share, and says what it
             left out; None sets no limit.
         workers: number of worker processes to start, ``auto`` for one per visible GPU; None for this process alone.
-        devices: ``mixed`` lets devices of other types join, with results of their own; None refuses them.
         threads: threads of the processor; None: chosen by a short measurement, unless ``OMP_NUM_THREADS`` sets them.
     """
 
@@ -73,7 +70,6 @@ class StudySettings:
     storage: str | None = None
     max_seconds: float | None = None
     workers: int | str | None = None
-    devices: str | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -84,13 +80,13 @@ class StudySettings:
             check_whole("study.threads", self.threads)
         if self.workers not in (None, "auto"):
             check_whole("study.workers", self.workers)
-        if self.devices not in (None, "mixed"):
-            raise InputError(f"study.devices: {self.devices!r} is neither null nor mixed")
         for field in ("name", "storage"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, str(getattr(self, field)))  # yaml reads a name of digits as a number
         if self.name is not None and (not self.name or "/" in self.name or self.name in (".", "..")):
             raise InputError(f"study.name: {self.name!r} cannot be the name of a folder")
+        if self.storage is not None and "://" not in self.storage:
+            raise InputError(f"study.storage: {self.storage} is no URL of a database, such as sqlite:///study.db")
 
 
 def open_study(
@@ -192,18 +188,22 @@ def run_trials(
             study.enqueue_trial(objective.space.params(config), skip_if_exists=True)
         return study.ask()
 
-    def run(slot: Slot) -> FrozenTrial | None:
-        """Run one trial; return it, or None if another worker has it now."""
-        nonlocal ended
+    def run() -> bool:
+        """Run one trial as soon as there is place for it; return False once the study is over."""
+        nonlocal ended, duplicates
         trial: optuna.Trial | None = None
         state, value, started = TrialState.FAIL, None, time.monotonic()
         try:
-            with defer_interrupt():
-                trial = ask()
-                started = time.monotonic()
-                pool.sign(trial)
-                trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
-                slot.begin(trial)
+            while trial is None:
+                pool.wait(lambda: _places(study, pool, settings.n_trials) != 0)
+                with pool.claim(_TURN), defer_interrupt():
+                    if (places := _places(study, pool, settings.n_trials)) is None:
+                        return False
+                    if places:
+                        trial = ask()
+                        started = time.monotonic()
+                        pool.sign(trial)
+                        trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
             value = objective(trial, _refuse_duplicate) if duplicates < _DUPLICATES else objective(trial)
             state = TrialState.COMPLETE
         except optuna.TrialPruned:
@@ -221,19 +221,41 @@ def run_trials(
             raise
         assert trial is not None  # an error before it existed was raised above
         ended = time.monotonic()
-        return finish_trial(study, trial, state, value)
+        done = finish_trial(study, trial, state, value)  # None if another worker has it now
+        duplicates = duplicates + 1 if done is not None and DUPLICATE_OF in done.user_attrs else 0
+        if done is not None and done.state in FINISHED:
+            on_trial(done)
+        return True
 
     while len(finished(study)) < _MIN_TRIALS or seconds_left() > _usual_seconds(study):
-        slot = take_slot(pool, study, settings.n_trials, partial(repair, study, pool))
-        if slot is None:
+        if not run():
             break
-        with slot:
-            done = run(slot)
-            duplicates = duplicates + 1 if done is not None and DUPLICATE_OF in done.user_attrs else 0
-            if done is not None and done.state in FINISHED:
-                on_trial(done)
     else:
-        close_slots(pool)
+        with pool.claim(_TURN):
+            pool.close()
+
+
+def _places(study: optuna.Study, pool: Workers, wanted: int) -> int | None:
+    """Return how many trials may begin, after a repair of killed ones; None once there are enough, or the time is over."""
+    trials = study.get_trials(deepcopy=False)
+    missing = wanted - sum(trial.state in FINISHED for trial in trials)
+    if pool.alone:
+        return missing if missing > 0 else None
+    if repair(study, pool, trials):
+        return 0
+    if missing <= 0 or pool.is_closed():
+        return None
+    return max(0, missing - sum(trial.state == TrialState.RUNNING for trial in trials))
+
+
+def wait_for_trials(study: optuna.Study, pool: Workers) -> None:
+    """Wait until no worker that is alive runs a trial; those of killed workers fail."""
+
+    def is_idle() -> bool:
+        running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return fail_orphans(study, pool.orphans(running)) or not running
+
+    pool.wait(is_idle)
 
 
 def _usual_seconds(study: optuna.Study) -> float:
@@ -275,12 +297,9 @@ def requeue_unfinished(study: optuna.Study, pool: Workers = ALONE) -> None:
         pass
 
 
-def repair(study: optuna.Study, pool: Workers, trials: Sequence[FrozenTrial], snapshot: Snapshot | None = None) -> bool:
-    """Repair trials as :func:`requeue_unfinished` does; return whether there was anything to do.
-
-    The snapshot of the pool was taken after all trials were read; None takes one if needed.
-    """
-    if fail_orphans(study, pool.orphans(trials, snapshot)):
+def repair(study: optuna.Study, pool: Workers, trials: Sequence[FrozenTrial]) -> bool:
+    """Repair trials as :func:`requeue_unfinished` does; return whether there was anything to do."""
+    if fail_orphans(study, pool.orphans(trials)):
         return True
     found = False
     again = {trial.user_attrs.get(RETRY_OF) for trial in trials}

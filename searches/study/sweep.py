@@ -15,7 +15,6 @@ from typing import Any
 import optuna
 import torch
 from hydra.utils import instantiate
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 from omegaconf import DictConfig
 
 from layerskip import SpeculativeConfig, UnsupportedModel
@@ -27,7 +26,7 @@ from layerskip.measure.measure import Task
 from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.models.environment import environment
 from searches.app.application import instantiate_part
-from searches.app.checks import InputError
+from searches.app.checks import InputError, check_folder
 from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
@@ -47,21 +46,20 @@ from searches.study.objective import Objective
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
 from searches.study.starting_points import cheap_arms, compare_arms, starting_points
-from searches.study.storage import composed, connect, device_type, is_exported, is_shared, joined, place, share_finals
+from searches.study.storage import composed, connect, device_type, is_exported, joined, share_finals
 from searches.study.study import (
     STUDY_ID,
     StudySettings,
     counting_preparation,
-    fail_orphans,
     finished,
     open_study,
     requeue_unfinished,
     run_trials,
+    wait_for_trials,
     with_stored_methods,
 )
 from searches.tracking.tracker import Tracker
 from searches.workers.pool import Workers
-from searches.workers.slots import wait_for_slots
 
 _RACED_PROMPTS = 16  # held-out prompts that engines decode
 _THREADS = "threads"
@@ -116,27 +114,24 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
     plan = Plan.of(config)
     settings = describe(config, plan.target, plan.prompts, plan.backend)
     device, name = device_type(plan.target), plan.settings.name or default_name(config, settings)
-    shared = is_shared(plan.settings, config.get("worker"), plan.outputs / name)
-    name, folder = place(plan.outputs, name, plan.settings, device, shared)
+    folder, worker = plan.outputs / name, config.get("worker")
+    check_folder("study.name", str(folder))
     database, tracker = connect(config, plan.settings.storage)
-    with joined(name, folder, plan.settings, database, device, shared) as (storage, pool):
+    with joined(name, folder, worker, device, database) as (storage, pool):
         with pool.claim("opening"):
             study = open_study(name, storage, pruner, settings)
             # A resumed study keeps its number, and workers of one machine share its cores.
-            wanted = plan.settings.threads or (None if shared else study.user_attrs.get(_THREADS))
-            measured = wanted is not None or config.get("worker") is None
+            wanted = plan.settings.threads or (study.user_attrs.get(_THREADS) if pool.alone else None)
+            measured = wanted is not None or worker is None
             if measured and (chosen := machine.set_threads(plan.target, wanted)) is not None:
                 say(chosen)
-            if not shared:
+            if pool.alone:
                 study.set_user_attr(_THREADS, torch.get_num_threads())
             say(machine.describe(plan.target, str(config.target.get("dtype", "auto"))))
             if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
                 say(busy)
             described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
-            described |= {MLFLOW_SOURCE_NAME: "python -m searches.layerskip", MLFLOW_SOURCE_TYPE: "LOCAL"}
-            if described["git_commit"] is not None:
-                described[MLFLOW_GIT_COMMIT] = described["git_commit"]
-            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described, prompts=plan.prompts)
+            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described)
             tracker.log_text(composed(config), "config.yaml")
             budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
             budget.save()  # for workers that open it from now on
@@ -276,25 +271,25 @@ class Sweep:
     def finish(self, predictor: ScanPredictor | None) -> Finals:
         """Measure the finalists and publish the results, which one of the workers does; return the results."""
         study, pool = self.study, self.pool
-        wait_for_slots(pool)
-        fail_orphans(study, pool.orphans(study.get_trials(deepcopy=False), is_idle=True))
+        wait_for_trials(study, pool)
         trials = finished(study)
         publish = partial(self.publisher.publish, predictor=predictor, held_out=self.held_out)
 
         def work(check: Callable[[], None]) -> Finals:
-            self.tracker.reconcile(trials)
             finals = self._measure_finalists(check)
             publish(finals)
             return finals
 
         finals = share_finals(pool, trials, work)
         if not is_exported(self.folder / "best.json", study.study_name, len(trials)):  # another file system has it
-            publish(finals, log=False)
+            publish(finals)
+        elif not pool.alone:  # another worker may have printed them
+            say(f"the results are in {self.folder / 'report.md'}")
         if (measured := self._race_engines(finals)) is not None and pool.leads():
             publish(finals, race=measured)
-        with pool.claim("mirror"):  # a store that was away for the worker with the finals may be back
+        with pool.claim("mirror"):  # all workers have written the runs of their trials
             self.tracker.reconcile(trials)
-            self.publisher.log(finals, again=False)
+            self.publisher.log(finals, again=pool.leads())
         return finals
 
     def _measure_finalists(self, check: Callable[[], None]) -> Finals:

@@ -7,22 +7,17 @@ begins with the first three parameters of the alphabet, so the names of the othe
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, ViewType
-from mlflow.exceptions import MlflowException
+from mlflow.entities import Metric, Param, Run, ViewType
 from mlflow.tracking import MlflowClient
-from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 from optuna.trial import FrozenTrial
 
-from layerskip import PromptSet, SpeculativeConfig, mask
+from layerskip import SpeculativeConfig, mask
 from layerskip.config import methods
-from layerskip.files import atomic_write, read_json
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
 
 PARENT = "mlflow.parentRunId"
@@ -45,15 +40,14 @@ NOT_MEASURED = dict.fromkeys((*MEASURED, PREDICTED), math.nan)
 _METRICS = 1000  # metrics per batch: a store takes no more
 _PARAMS = 100  # parameters per batch: a store takes no more
 _NAME = 250  # characters of a run's name: a store takes no more
-_DIGEST = 36  # characters of a dataset's digest: a store takes no more
 _LARGEST = 1e300  # stores turn larger numbers into others
 
 
 class Store:
-    """An experiment of a tracking store; ``folder`` keeps metrics that it has not taken, and which nothing else keeps."""
+    """An experiment of a tracking store."""
 
-    def __init__(self, client: MlflowClient, experiment: str, folder: Path) -> None:
-        self.client, self.experiment, self.folder = client, experiment, folder
+    def __init__(self, client: MlflowClient, experiment: str) -> None:
+        self.client, self.experiment = client, experiment
 
     def search(self, query: str, view: int = ViewType.ACTIVE_ONLY) -> list[Run]:
         """Return all runs that a query finds, the latest first."""
@@ -83,13 +77,6 @@ def metrics_now(metrics: Mapping[str, float], step: int = 0) -> list[Metric]:
     return [Metric(k, float(v) if abs(v) < _LARGEST else math.nan, now, step) for k, v in metrics.items()]
 
 
-def dataset_of(prompts: PromptSet) -> DatasetInput:
-    """Return the prompts of a study as MLflow's dataset."""
-    source = json.dumps({"uri": prompts.name})
-    data = Dataset(prompts.name, prompts.digest[:_DIGEST], "local", source, profile=json.dumps({"num_rows": len(prompts)}))
-    return DatasetInput(data, [InputTag(MLFLOW_DATASET_CONTEXT, "search")])
-
-
 class StudyRun:
     """The run of a study or a training. It is found, or made again after it was deleted, when it is written to.
 
@@ -98,9 +85,6 @@ class StudyRun:
     Attributes:
         id: the identifier; None until the store was reached.
         texts: artifacts of the run, by name.
-        dataset: what the run and those of its trials decode; None if the store is not told.
-        source: the tags of the program that made the run, by the names that MLflow shows.
-        left: metrics that the store has not taken.
     """
 
     def __init__(
@@ -114,11 +98,6 @@ class StudyRun:
     ) -> None:
         self.id: str | None = None
         self.texts: dict[str, str] = {}
-        self.dataset: DatasetInput | None = None
-        self.source = {name: value for name, value in tags.items() if name.startswith("mlflow.source.")}
-        self._file = store.folder / f"{role}-{identity}.json"
-        stored = read_json(self._file) or {"metrics": []}
-        self.left = [Metric(*fields) for fields in stored["metrics"]]
         self.name, self.identity, self.role, self.params = name, identity, role, params
         self._store, self._is_checked = store, False
         self._logged: tuple[str, dict[str, str]] | None = None  # the run that has texts, and which
@@ -135,14 +114,6 @@ class StudyRun:
             self.id, self._is_checked = self._find(), True
         return self.id
 
-    def log_dataset(self, run_id: str) -> None:
-        """Log what a run decodes, unless the store knows no datasets."""
-        if self.dataset is not None:
-            try:
-                self._store.client.log_inputs(run_id, [self.dataset])
-            except MlflowException:
-                self.dataset = None
-
     def log_texts(self) -> None:
         """Log the texts that the run does not have."""
         wanted = self.current(), dict(self.texts)
@@ -150,19 +121,6 @@ class StudyRun:
             for name, text in self.texts.items():
                 self._store.client.log_text(wanted[0], text, name)
             self._logged = wanted
-
-    def log_left(self) -> None:
-        """Log the metrics that the store has not taken."""
-        self._store.log(self.current(), self.left)
-        self.left = []
-        self._file.unlink(missing_ok=True)
-
-    def keep_left(self) -> None:
-        """Write the metrics that the store has not taken to a file, for the next start."""
-        if self.left:
-            left = [(metric.key, metric.value, metric.timestamp, metric.step) for metric in self.left]
-            with atomic_write(self._file) as partial:
-                partial.write_text(json.dumps({"metrics": left}), encoding="utf-8")
 
     def doubled(self) -> list[str]:
         """Return the further runs of the study, which processes made that missed a deleted one at the same time."""
@@ -182,7 +140,6 @@ class StudyRun:
                 print(f"tracking.uri: the run of {self.name} was deleted; it is made again", flush=True)
         if not found or not found[-1].data.params:  # a failure may have come before them
             self._store.log(run_id, metrics_now(NOT_MEASURED if self.role == "study" else {}), self.params)
-            self.log_dataset(run_id)
         for before in deleted:
             for child in self._store.search(f"tags.`{PARENT}` = '{before.info.run_id}'"):
                 client.set_tag(child.info.run_id, PARENT, run_id)
@@ -221,11 +178,10 @@ class TrialRuns:
         failed = str(trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
         client.set_terminated(run_id, "FAILED" if failed else "FINISHED", _milliseconds(trial.datetime_complete))
         self._recorded.add(trial.number)
-        self._study.log_dataset(run_id)
 
     def _tags(self, trial: FrozenTrial, config: SpeculativeConfig) -> dict[str, str]:
         measurement = trial.user_attrs.get("measurement", {})
-        tags = self._study.source | {
+        tags = {
             PARENT: self._study.current(),
             "study": self._study.name,
             "study_id": self._study.identity,

@@ -15,9 +15,8 @@ from typing import Any
 from mlflow.entities import RunTag
 from optuna.trial import FrozenTrial
 
-from layerskip import PromptSet
 from searches.app.interrupt import defer_interrupt, is_interrupt
-from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, dataset_of, metrics_now
+from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, metrics_now
 from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
 
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
@@ -39,7 +38,7 @@ class Tracker:
 
     def __init__(self, uri: str | None, folder: Path, experiment: str) -> None:
         client, self.uri, identifier = open_experiment(uri, folder, experiment)
-        self._store, self._outbox = Store(client, identifier, folder / ".tracking"), Outbox(self.uri)
+        self._store, self._outbox = Store(client, identifier), Outbox(self.uri)
 
     @property
     def run_id(self) -> str | None:
@@ -53,7 +52,6 @@ class Tracker:
         params: Mapping[str, Any],
         tags: Mapping[str, Any],
         role: str = "study",
-        prompts: PromptSet | None = None,
     ) -> None:
         """Create the run of a study, or resume it.
 
@@ -63,14 +61,12 @@ class Tracker:
             params: flat settings; repeated on every trial's run, because MLflow's filters drop parent runs.
             tags: the tags of the study's run only.
             role: the tag of the run's purpose, if it is not a study.
-            prompts: those of the study, which become its dataset; None without any.
         """
         given = {key: str(value)[:500] for key, value in params.items()}
         own = {key: str(value) for key, value in tags.items()}
         self._run = StudyRun(self._store, name, identity, role, given, own)
-        self._run.dataset = None if prompts is None else dataset_of(prompts)
         self._trials = TrialRuns(self._store, self._run)
-        self._send({"metrics": self._run.log_left} if self._run.left else {})
+        self._send({})
 
     def reconcile(self, trials: Sequence[FrozenTrial]) -> None:
         """Delete incomplete and doubled runs of trials, and write those that are missing; nobody else may write any."""
@@ -83,9 +79,8 @@ class Tracker:
 
     def log(self, metrics: Mapping[str, float], step: int = 0) -> None:
         """Log metrics of the study's run."""
-        self._run.left += metrics_now(metrics, step)
-        self._send({"metrics": self._run.log_left})
-        self._run.keep_left()  # for the next start, because the training that they are of may have ended by then
+        run, logged = self._run, metrics_now(metrics, step)
+        self._send({object(): lambda: self._store.log(run.current(), logged)})
 
     def conclude(
         self,

@@ -8,7 +8,6 @@ same thing the lowest is first, and of two processes that finish a row one is re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +18,8 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 _SUFFIX = "-workers"
-_PART = 30_000  # characters of an attribute; MySQL holds 64 kilobytes
-_PARTS = "parts"
+VALUE = "value"
+"""The attribute of a row with its published value."""
 
 
 class Row(NamedTuple):
@@ -41,6 +40,11 @@ class Snapshot:
     def is_held(self, row: Row) -> bool:
         """Return whether a row is unfinished and its worker alive."""
         return row.state == TrialState.RUNNING and row.user_attrs.get("worker") in self.live
+
+
+def has_board(storage: BaseStorage, name: str) -> bool:
+    """Return whether a study has, or had, workers."""
+    return name + _SUFFIX in optuna.get_all_study_names(storage)
 
 
 class Board:
@@ -78,13 +82,9 @@ class Board:
         return True
 
     def publish(self, number: int, value: Any) -> bool:
-        """Complete a row with a plain value of any length; return False if it was finished before."""
-        text = json.dumps(value)
-        parts = [text[first : first + _PART] for first in range(0, len(text), _PART)]
+        """Complete a row with a plain value; return False if it was finished before."""
         try:
-            for place, part in enumerate(parts):
-                self.set(number, f"part {place}", part)
-            self.set(number, _PARTS, len(parts))
+            self.set(number, VALUE, value)
         except UpdateFinishedTrialError:
             return False
         return self.finish(number, TrialState.COMPLETE)
@@ -92,12 +92,7 @@ class Board:
 
 def published(row: Row) -> bool:
     """Return whether a row holds a published value."""
-    return row.state == TrialState.COMPLETE and _PARTS in row.user_attrs
-
-
-def value_of(row: Row) -> Any:
-    """Return the published value of a row."""
-    return json.loads("".join(row.user_attrs[f"part {place}"] for place in range(row.user_attrs[_PARTS])))
+    return row.state == TrialState.COMPLETE and VALUE in row.user_attrs
 
 
 def of_kind(rows: Sequence[Row], kind: str, name: str | None = None) -> list[Row]:

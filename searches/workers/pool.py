@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 from searches.app.interrupt import defer_interrupt
 from searches.connections import RetryingStorage, is_unreachable
 from searches.tracking.names import DEVICE, WORKER
-from searches.workers.board import Board, Row, Snapshot, of_kind, published, value_of
+from searches.workers.board import VALUE, Board, Row, Snapshot, of_kind, published
 
 BEAT_SECONDS = 10.0
 PATIENCE = 6  # beats of the observer
@@ -62,14 +62,8 @@ class Alone:
     def sign(self, trial: optuna.Trial) -> None:
         """Store with a trial that this worker runs it."""
 
-    def orphans(
-        self, trials: Iterable[FrozenTrial], snapshot: Snapshot | None = None, is_idle: bool = False
-    ) -> list[FrozenTrial]:
-        """Return the running trials whose worker is dead; without other workers those that a killed process left.
-
-        The snapshot was taken after the trials were read, so that it shows their workers; None takes one. ``is_idle`` tells
-        that no worker that is alive runs a trial.
-        """
+    def orphans(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+        """Return the running trials whose worker is dead; without other workers those that a killed process left."""
         return [trial for trial in trials if trial.state == TrialState.RUNNING]
 
     @contextlib.contextmanager
@@ -91,6 +85,24 @@ class Alone:
 
     def check(self, name: str) -> None:
         """Check that this worker holds the claim of a name; raise :class:`LeaseLost` if it was presumed dead."""
+
+    def close(self) -> None:
+        """Let no worker begin a further trial while this one is there, because the time for trials is over."""
+
+    def is_closed(self) -> bool:
+        """Return whether a worker that is there has found the time for trials over."""
+        return False
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Wait until a condition holds, which is tested again and again."""
+        start, pause = time.monotonic(), 0.05
+        while True:
+            with defer_interrupt():
+                if done():
+                    break
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        self.waited_seconds += time.monotonic() - start
 
 
 Workers = Alone
@@ -171,20 +183,18 @@ class WorkerPool(Alone):
             if trial.user_attrs.get(name) != value:
                 trial.set_user_attr(name, value)
 
-    def orphans(
-        self, trials: Iterable[FrozenTrial], snapshot: Snapshot | None = None, is_idle: bool = False
-    ) -> list[FrozenTrial]:
+    def orphans(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
         # A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
         # as a dead worker.
         running = [trial for trial in trials if trial.state == TrialState.RUNNING]
-        live = (snapshot or self.snapshot()).live if running else frozenset()
+        live = self.snapshot().live if running else frozenset()
         found = []
         for trial in running:
             if WORKER in trial.user_attrs:
                 is_orphan = int(trial.user_attrs[WORKER].rpartition("/")[2]) not in live
             else:
                 _, first = self._seen.setdefault(("trial", trial.number), (None, self._beats))
-                is_orphan = is_idle or self._beats - first >= self._patience
+                is_orphan = self._beats - first >= self._patience
             found += [trial] if is_orphan else []
         return found
 
@@ -239,16 +249,12 @@ class WorkerPool(Alone):
         if not any(snapshot.is_held(row) and row.user_attrs["worker"] == self.worker for row in claims):
             raise LeaseLost(name)
 
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Wait until a condition holds, which is tested again and again."""
-        start, pause = time.monotonic(), 0.05
-        while True:
-            with defer_interrupt():
-                if done():
-                    break
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
-        self.waited_seconds += time.monotonic() - start
+    def close(self) -> None:
+        self.board.add(kind="closed", worker=self.worker)
+
+    def is_closed(self) -> bool:
+        snapshot = self.snapshot()
+        return any(map(snapshot.is_held, of_kind(snapshot.rows, "closed")))
 
     def _wait_in_line(self, name: str, row: int) -> tuple[Any] | None:
         """Wait until a row is the first of its name, or lost; return the published value if there is one before."""
@@ -270,7 +276,7 @@ class WorkerPool(Alone):
 
     @staticmethod
     def _first_value(rows: Iterable[Row]) -> tuple[Any] | None:
-        return next(((value_of(row),) for row in rows if published(row)), None)
+        return next(((row.user_attrs[VALUE],) for row in rows if published(row)), None)
 
     def stay(self) -> Snapshot:
         """Join again if this worker was presumed dead; return what was seen before."""

@@ -15,7 +15,7 @@ from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
 from searches.space.search_space import SearchSpace
-from searches.study.bench import BASELINE, Bench
+from searches.study.bench import BASELINE, ModelBench
 from searches.study.objective import MeasureSettings, Objective
 from searches.study.study import StudySettings, run_trials
 
@@ -25,7 +25,7 @@ SETTINGS = MeasureSettings(prompts=3, survivor_prompts=5)
 
 
 @dataclass
-class Known(Bench):
+class Known(ModelBench):
     """Plain decoding takes one second for ten tokens, times the drift of the machine; others divide it by their speedup.
 
     Speedups may depend on the name of a prompt.
@@ -64,6 +64,9 @@ class Known(Bench):
     def count(self, config: SpeculativeConfig) -> int:
         """Return how many prompts a configuration has decoded."""
         return sum(asked == config for asked, _ in self.asked)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
 
     @staticmethod
     def _sample(item: PromptItem, seconds: float) -> Sample:

@@ -22,8 +22,6 @@ import optuna
 import torch
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 
 from searches.predict import preparation
 from tests.accelerator import DEVICE
@@ -182,11 +180,9 @@ def _store() -> Path:
     return folder / "mlflow.db"
 
 
-def journal_study(outputs: Path, name: str) -> optuna.Study:
-    """Load a study from its journal."""
-    return optuna.load_study(
-        study_name=name, storage=JournalStorage(JournalFileBackend(str(outputs / name / "journal.log")))
-    )
+def stored_study(outputs: Path, name: str) -> optuna.Study:
+    """Load a study from the database in its folder."""
+    return optuna.load_study(study_name=name, storage=f"sqlite:///{outputs / name / 'study.db'}")
 
 
 def runs(uri: str, role: str) -> list[Run]:

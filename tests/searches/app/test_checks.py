@@ -61,8 +61,8 @@ def test_a_read_only_disk_is_refused_by_field(small_disk: Path) -> None:
         with pytest.raises(InputError, match=f"^outputs: {small_disk}.* cannot be written to"):
             check_folder("outputs", str(small_disk / folder))
     with pytest.raises(OSError, match="Read-only file system") as raised:
-        (small_disk / "outputs" / "journal.log").touch()
-    assert explain(raised.value) == f"cannot write {small_disk}/outputs/journal.log: Read-only file system"
+        (small_disk / "outputs" / "study.db").touch()
+    assert explain(raised.value) == f"cannot write {small_disk}/outputs/study.db: Read-only file system"
 
 
 def test_a_folder_of_digits_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

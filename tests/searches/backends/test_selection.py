@@ -25,7 +25,7 @@ from searches.study.plan import Plan, describe
 from searches.tracking.names import ENGINE_FAILED
 from tests.searches.backends.processes import STANDIN, running, wait_for
 from tests.searches.conftest import Launch
-from tests.searches.programs import execute, journal_study, kill_study, quick, runs, sqlite, tracked
+from tests.searches.programs import execute, kill_study, quick, runs, sqlite, stored_study, tracked
 
 pytestmark = pytest.mark.system
 
@@ -115,7 +115,7 @@ def test_a_study_of_engines_that_is_killed_leaves_none_and_its_export_is_verifie
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("space.methods: left out for backend=server")]
     assert "layer_skip" in line
 
-    study = journal_study(outputs, "engines")
+    study = stored_study(outputs, "engines")
     states = Counter(trial.state for trial in study.trials)
     assert states[TrialState.COMPLETE] + states[TrialState.PRUNED] == trials
     assert states[TrialState.RUNNING] == 0

@@ -20,7 +20,7 @@ from searches.study.finals import Finals
 from searches.study.study import StudySettings, counting_preparation, run_trials
 from tests.searches.conftest import Launch
 from tests.searches.known import Known, lookup, new_study, objective_of
-from tests.searches.programs import journal_study, quick, runs, sqlite, tracked
+from tests.searches.programs import quick, runs, sqlite, stored_study, tracked
 
 NO_FINALS = Finals((), {}, 0.0)
 STAGES = (OPENING, PREDICTIONS, TRIALS, FINALS)
@@ -109,9 +109,9 @@ def test_two_studies_share_continuations_and_profiles(tiny_folder: Path, tmp_pat
         more = ("study.n_trials=4", f"study.name={name}", "space=layer_skip", "scan.proposals.screened=8")
         done = launch("layerskip", *quick(tiny_folder, tmp_path, *more), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        shared = recorded_seconds(journal_study(tmp_path, name))
+        shared = recorded_seconds(stored_study(tmp_path, name))
         assert {name.split()[0] for name in shared} == {"continuation", "profile"}
-        assert shared == recorded_seconds(journal_study(tmp_path, "one"))
+        assert shared == recorded_seconds(stored_study(tmp_path, "one"))
         seconds = Export.load(tmp_path / name / "best.json").search["seconds"]
         assert seconds >= sum(shared.values())
     assert seconds in [run.data.metrics["search_seconds"] for run in runs(sqlite(tmp_path), "study")]

@@ -36,16 +36,9 @@ def test_a_slow_window_is_drift_and_a_stall_of_one_sample_is_not() -> None:
     assert drifted_rows(rows, 0.3) == [False, False, True, False, False, True]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        _row(2, {"one": 1.0}, rounds=13)["one"],  # fewer rounds
-        replace(_row(2, {"one": 9.0})["one"], draft_seconds=6.0),  # expensive drafts
-    ],
-)
-def test_another_course_of_decoding_on_one_prompt_is_not_drift(changed: Sample) -> None:
+def test_expensive_drafts_on_one_prompt_are_not_drift() -> None:
     rows = [_row(place, {"plain": 4.0, "one": 3.0}) for place in range(6)]
-    rows[2]["one"] = changed
+    rows[2]["one"] = replace(_row(2, {"one": 9.0})["one"], draft_seconds=6.0)
     assert not any(drifted_rows(rows, 0.05))
 
 

@@ -112,32 +112,6 @@ def test_the_last_finalist_is_measured_until_it_differs_from_plain_decoding(
     assert bench.count(THIRD) == 12
 
 
-@pytest.mark.usefixtures("a_second_a_row")
-def test_prompts_with_drift_are_measured_again(tmp_path: Path) -> None:
-    bench = Known({FAST: 1.5})
-    study = _searched(bench, FAST)
-    still = _finals(study, bench)
-    assert "speed changed" not in report.summary(study, still)
-    bench.drift = lambda call: {24 + 3: 1.5, 24 + 5: 0.5, 24 + 7: 1.2}.get(call, 1.0)
-    bench.asked.clear()
-    finals = _finals(study, bench, tmp_path)
-    assert [name for _, name in bench.asked] == [*NAMES, NAMES[3], NAMES[5]]
-    *_, (_, begin, _), _, again = bench.comparisons
-    assert again == ([NAMES[5]], begin + 5, NAMES[:5])  # drafters that learn are warmed; seeds count up prompt by prompt
-    assert (finals.drifted, finals.unsteady) == (2, 0)
-    assert "changed on 2 held-out prompts, which were measured again." in report.summary(study, finals)
-    assert (still.seconds, finals.seconds) == (24, 26)  # repeated measurements count
-    within_tolerance = still.baseline["decode_seconds"] + 0.2
-    assert finals.baseline["decode_seconds"] == pytest.approx(within_tolerance)
-    bench.asked.clear()
-    assert _finals(study, bench, tmp_path) == finals
-    assert not bench.asked  # resumed finals measure nothing again
-    first, bench.drift = bench.calls, lambda call: 1.5 if call in (first + 3, first + 24) else 1.0
-    unsteady = _finals(study, bench)
-    assert (unsteady.drifted, unsteady.unsteady) == (1, 1)
-    assert "measured again; it changed again on 1." in report.summary(study, unsteady)
-
-
 def test_plain_decoding_wins_if_nothing_is_faster() -> None:
     bench = Known({FAST: 0.95})
     study = run_known(bench, FAST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import optuna
 import pytest
@@ -42,32 +43,16 @@ def test_repeats_decode_every_prompt_again_with_other_seeds() -> None:
     assert trial.user_attrs["measurement"]["prompts"] == 3 and len(trial.intermediate_values) == 6
 
 
-@pytest.mark.parametrize(
-    ("slow", "trials", "drifted"),
-    [
-        (lambda call: call == 16, 4, [0, 0, 0, 1]),  # once in the fourth trial of five prompts
-        (lambda call: 10 <= call < 13, 3, [0, 0, 3]),  # its prompts are alike, but differ from earlier trials
-        (lambda call: call >= 15, 8, [0, 0, 0, 5, 5, 0, 0, 0]),  # a machine that stays slower becomes the usual one
-    ],
-)
-def test_prompts_with_drift_are_measured_again(slow: object, trials: int, drifted: list[int]) -> None:
+def test_prompts_with_drift_are_measured_again() -> None:
+    """The repeated prompt is preceded by as many prompts as any other, for drafters that learn."""
     config = lookup(4)
-    bench = Known({config: 1.5}, drift=lambda call: 2.0 if slow(call) else 1.0)  # type: ignore[operator]
-    done = finished(run_known(bench, *[config] * trials))
-    assert [trial.user_attrs.get(DRIFTED, 0) for trial in done] == drifted
-    assert bench.calls == 5 * trials + sum(drifted)
+    bench = Known({config: 1.5}, drift=lambda call: 2.0 if call == 17 else 1.0)  # in the fourth trial of five prompts
+    done = finished(run_known(bench, *[config] * 4))
+    assert [trial.user_attrs.get(DRIFTED, 0) for trial in done] == [0, 0, 0, 1]
     assert done[-1].value == pytest.approx(1.5)
     assert len(set(done[-1].user_attrs["table"]["baseline_tokens_per_second"])) == 1
-
-
-def test_learning_drafters_are_warmed_when_a_prompt_is_measured_again() -> None:
-    config = lookup(4)
-    bench = Known({config: 1.5}, drift=lambda call: 2.0 if call == 17 else 1.0)
-    run_known(bench, config, config, config, config)
     names = [item.id for item in PROMPTS.take(None)]
-    others, measured = names[5:], names[:5]
-    # Each trial begins with unmeasured prompts; the repeated prompt was also preceded by measured ones.
-    assert [before for _, _, before in bench.comparisons] == [others] * 4 + [[*others, *measured[:2]]]
+    assert [before for _, _, before in bench.comparisons] == [names[5:]] * 4 + [[*names[5:], *names[:2]]]
 
 
 def test_no_two_comparisons_share_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +73,14 @@ def test_trials_begin_with_the_given_prompt() -> None:
     assert [prompt for _, prompt in bench.asked] == turns[3:]  # three, and two more as a survivor
 
 
-@pytest.mark.parametrize("interrupted", [0, 20])
-def test_the_leader_is_measured_again_between_starting_points(interrupted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted trials do not count."""
+@pytest.mark.parametrize(("interrupted", "bounds"), [(0, None), (20, None), (0, Pessimist())])
+def test_the_leader_is_measured_again_between_starting_points(
+    interrupted: int, bounds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted trials do not count, nor does what was predicted: the fastest of many is likely to exceed it."""
     monkeypatch.setattr("searches.study.study._REMEASURE", 3)
     fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
-    study, objective = new_study(), objective_of(Known({fast: 1.5}))
+    study, objective = new_study(), objective_of(Known({fast: 1.5}), bounds=bounds)
     for _ in range(interrupted):  # as after Ctrl-C
         study.tell(study.ask(), state=TrialState.FAIL)
     for trials in (6, 12):  # the second time resumed
@@ -101,6 +88,8 @@ def test_the_leader_is_measured_again_between_starting_points(interrupted: int, 
     tried = [configuration(trial) for trial in finished(study)]
     assert [number for number, config in enumerate(tried) if config == fast] == [0, 4, 8]
     assert [config for config in tried if config != fast] == others[:9]
+    measured = [number for number, trial in enumerate(finished(study)) if "table" in trial.user_attrs]
+    assert measured == ([*range(12)] if bounds is None else [0, 4, 8])
 
 
 def test_a_configuration_that_does_not_lead_is_not_measured_a_third_time() -> None:
@@ -111,17 +100,6 @@ def test_a_configuration_that_does_not_lead_is_not_measured_a_third_time() -> No
     assert last.value == pytest.approx(1.2)
     assert last.user_attrs["reason"] == "measured often enough"
     assert bench.count(slow) == 6
-
-
-def test_a_leader_is_measured_again_whatever_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest of many trials is likely to exceed its prediction and must not block the study."""
-    monkeypatch.setattr("searches.study.study._REMEASURE", 3)
-    fast, others = lookup(4), [lookup(length) for length in range(5, 17)]
-    study, objective = new_study(), objective_of(Known({fast: 1.5}), bounds=Pessimist())
-    run_trials(study, objective, StudySettings(n_trials=12), lambda trial: None, [fast, *others])
-    trials = finished(study)
-    assert [trial.number for trial in trials if configuration(trial) == fast] == [0, 4, 8]
-    assert [trial.number for trial in trials if "table" in trial.user_attrs] == [0, 4, 8]
 
 
 @quiet

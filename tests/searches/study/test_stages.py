@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.exhaustive import representative
-from tests.searches.programs import fork, journal_study, quick, tracked
+from tests.searches.programs import fork, quick, stored_study, tracked
 
 pytestmark = pytest.mark.system
 
@@ -41,5 +41,5 @@ def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_fol
     assert work.count("continuations") == 3 + (stage == "continuations")
     # Trial numbers are never reused, so the number of begun trials shows that none was repeated.
     assert work.count("trials") == 4 + (stage == "trials")
-    assert sum(trial.state.is_finished() for trial in journal_study(tmp_path, "mortal").trials) >= 4
+    assert sum(trial.state.is_finished() for trial in stored_study(tmp_path, "mortal").trials) >= 4
     assert (tmp_path / "mortal" / "best.json").exists()

@@ -1,76 +1,67 @@
-"""The supervisor of several workers in this process: what it starts, shows and passes on, with scripts as workers."""
+"""The supervisor of several workers in this process: what it starts, prints and passes on, with scripts as workers."""
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
-import optuna
 import pytest
 import torch
 
 from searches.app.checks import InputError
 from searches.app.interrupt import INTERRUPTED
 from searches.study import supervisor
-from searches.study.storage import open_database, storage_url
-from searches.study.study import StudySettings
 from searches.study.supervisor import LocalWorkers, Place, places
 from tests.searches.conftest import Launch
-from tests.searches.tracking.studies import compared_study
 from tests.searches.workers.members import started, wait_until
 
 pytestmark = pytest.mark.system
 
-_LOG = "machine/0 works on study some"
 _WAITING = "touch began; while [ ! -e end ]; do sleep 0.02; done"
 
 
 @pytest.fixture
-def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a database, in a folder in which workers are scripts."""
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """Writes the script that all workers are; its last argument is in ``$own``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "worker"))
     monkeypatch.setattr(supervisor, "_POLL_SECONDS", 0.02)
-    return f"sqlite:///{tmp_path}/study.db"
+    (tmp_path / "worker").touch(0o755)
+    return lambda script: Path("worker").write_text(f'#!/bin/sh\nfor own in "$@"; do :; done\n{script}\n', encoding="utf-8")
 
 
-def _worker(script: str) -> None:
-    """Write the script of all workers; its last argument is in ``$own``."""
-    Path("worker").write_text(f'#!/bin/sh\nfor own in "$@"; do :; done\n{script}\n', encoding="utf-8")
-    Path("worker").chmod(0o755)
-
-
-def test_the_report_of_the_workers_is_shown_at_the_end(database: str, tmp_path: Path, launch: Launch) -> None:
-    _worker(f'echo "$@" > "$own"; echo "{_LOG}"; mkdir -p outputs/some; echo "the report" > outputs/some/report.md')
-    overrides = ("study.workers=1", "worker=7", "study.n_trials=3", f"study.storage={database}")
-    done = launch("layerskip", *overrides, "target.device=cpu", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "the report\n\n"), done.stderr
-    command = ["-m", "searches.layerskip", "study.n_trials=3", f"study.storage={database}", "target.device=cpu", "worker=0"]
+def test_workers_run_the_same_command(worker: Callable[[str], int], tmp_path: Path, launch: Launch) -> None:
+    worker('echo "$@" > "$own"')
+    done = launch("layerskip", "study.workers=1", "worker=7", "study.n_trials=3", "target.device=cpu", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    command = ["-m", "searches.layerskip", "study.n_trials=3", "target.device=cpu", "worker=0"]
     assert [each.lstrip("+") for each in Path("worker=0").read_text(encoding="utf-8").split()] == command
 
 
 def test_the_code_of_the_first_worker_that_failed_is_passed_on(
-    database: str, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+    worker: Callable[[str], int],
+    tmp_path: Path,
+    launch: Launch,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(supervisor, "places", lambda *_: [Place({}), Place({})])
-    _worker(f'test $own = worker=0 && echo "{_LOG}"; echo "error: of $own"; test $own = worker=0 && exit 5; exit 6')
-    open_database(database)
-    done = launch("layerskip", "study.workers=2", f"study.storage={database}", cwd=tmp_path)
+    worker('echo "error: of $own"; test $own = worker=0 && exit 5; exit 6')
+    done = launch("layerskip", "study.workers=2", cwd=tmp_path)
     assert done.returncode == 5
-    for number, code in enumerate((5, 6)):
-        assert f"worker {number}: error: of worker={number}\nworker {number}: ended with exit code {code}\n" in done.stderr
-    assert sorted(path.name for path in Path("outputs/some/workers").iterdir()) == ["0.log", "1.log"]
-    assert os.listdir("outputs") == ["some"]
+    assert capfd.readouterr().out == "error: of worker=0\n"
+    assert "worker 1: error: of worker=1\nworker 1: ended with exit code 6\n" in done.stderr
+    assert "worker 0: ended with exit code 5\n" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["TERM", "HUP", "INT"])
 def test_a_supervisor_that_is_interrupted_interrupts_its_workers(
-    name: str, database: str, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+    name: str, worker: Callable[[str], int], tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = signal.Signals[f"SIG{name}"]
 
@@ -78,47 +69,25 @@ def test_a_supervisor_that_is_interrupted_interrupts_its_workers(
         wait_until(Path("began").exists)
         signal.raise_signal(number)
 
-    _worker(f"trap 'touch interrupted; exit {INTERRUPTED}' {name}; {_WAITING}")
+    worker(f"trap 'touch interrupted; exit {INTERRUPTED}' {name}; {_WAITING}")
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(sleep=snapshot))
-    done = launch("layerskip", "study.workers=1", "target.device=cpu", f"study.storage={database}", cwd=tmp_path)
+    done = launch("layerskip", "study.workers=1", "target.device=cpu", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (128 + number, "interrupted; the same command continues from here\n")
     assert Path("interrupted").exists()
 
 
-def test_a_second_ctrl_c_kills_workers_that_do_not_end(database: str, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_kills_workers_that_do_not_end(worker: Callable[[str], int], tmp_path: Path) -> None:
     def interrupted() -> NoReturn:
         raise KeyboardInterrupt
 
-    _worker(f"trap '' INT; {_WAITING}")
-    workers = LocalWorkers([], [Place({})], tmp_path / "outputs", StudySettings(storage=database))
+    worker(f"trap '' INT; {_WAITING}")
+    workers = LocalWorkers([], [Place({})], tmp_path / "outputs")
     wait_until(Path("began").exists)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers._processes[0], "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             workers.stop()
-    assert workers.codes() == [128 + signal.SIGKILL]
-
-
-def test_the_progress_of_the_study_is_shown(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-        def write(self, text: str) -> int:
-            if "leader" in text:
-                Path("end").touch()
-            return super().write(text)
-
-    study = optuna.create_study(study_name="some", storage=open_database(database), direction="maximize")
-    study.add_trials(compared_study().trials)
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    _worker(f'echo "{_LOG}"; {_WAITING}')
-    workers = LocalWorkers([], [Place({})], tmp_path / "outputs", StudySettings(storage=database, n_trials=9))
-    workers.watch()
-    assert workers.codes() == [0]
-    assert "1 workers, 7 of 9 trials" in terminal.getvalue()  # six finished, and one that was not run
-    assert " 1.90 x (" in terminal.getvalue()
+    assert workers.wait() == [128 + signal.SIGKILL]
 
 
 def test_workers_share_the_cores_or_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +99,6 @@ def test_workers_share_the_cores_or_have_a_gpu_each(monkeypatch: pytest.MonkeyPa
     assert [place.variables["CUDA_VISIBLE_DEVICES"] for place in places("auto", "auto")] == ["5", "GPU-1a", "7"]
     with pytest.raises(InputError, match=r"study.workers: 4 is more than the 3 visible GPUs"):
         places(4, "auto")
-    with pytest.raises(InputError, match=r"study.storage: file.log is a journal file"):
-        storage_url(StudySettings(storage="file.log"), Path())
 
 
 _STAND_IN = """
@@ -149,8 +116,7 @@ def _supervise(folder: Path) -> None:
     """Start two programs that stand for workers, like a script that runs in the background of a shell."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.executable = str(folder / "python")
-    settings = StudySettings(storage=f"sqlite:///{folder}/study.db", n_trials=1)
-    LocalWorkers([], [Place({}), Place({}, (min(os.sched_getaffinity(0)),))], folder / "outputs", settings).watch()
+    LocalWorkers([], [Place({}), Place({}, (min(os.sched_getaffinity(0)),))], folder / "outputs").wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell a process that its parent has ended")

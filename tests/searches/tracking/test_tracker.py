@@ -20,10 +20,11 @@ from tests.searches.tracking.studies import CASCADE, NOT_RUN, SKIP, SPEEDUPS, co
 AXES = ("drafter", "num_speculative_tokens", "skipped_attention", "skipped_mlp")
 
 
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A store that holds the runs of the study."""
-    uri, tracker = sqlite(tracked(tmp_path)), Tracker(None, tmp_path, "compared")
+    folder = tracked(tmp_path_factory.mktemp("compared"))
+    uri, tracker = sqlite(folder), Tracker(None, folder, "compared")
     tracker.open_study("a study", "1", {"measure.prompts": 8}, {})
     for trial in compared_study().trials:
         tracker.record(trial)

@@ -19,7 +19,7 @@ from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import Sample
 from searches.space.search_space import SearchSpace
 from searches.study.objective import Objective
-from searches.study.storage import open_database, open_journal
+from searches.study.storage import open_database
 from searches.study.study import StudySettings, run_trials
 from searches.workers.pool import WorkerPool
 from tests.searches.known import PROMPTS, SETTINGS, Known
@@ -41,14 +41,9 @@ class Slow(Known):
             yield row
 
 
-def opened(place: str) -> BaseStorage:
-    """Open a database by its URL or a journal by its path."""
-    return open_database(place) if "://" in place else open_journal(Path(place), alone=False)
-
-
 def member(place: str, beat: float = BEAT, patience: int = 4) -> WorkerPool:
     """Return a worker of the study."""
-    return WorkerPool(opened(place), NAME, "device", beat, patience)
+    return WorkerPool(open_database(place), NAME, "device", beat, patience)
 
 
 @contextlib.contextmanager

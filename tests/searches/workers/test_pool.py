@@ -23,23 +23,17 @@ from tests.searches.workers import members
 from tests.searches.workers.members import member, started, wait_until
 
 
-@pytest.fixture(params=["sqlite", "journal"])
-def place(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> str:
-    """A storage that several processes open."""
-    return database if request.param == "sqlite" else str(tmp_path / "study.log")
-
-
-def test_one_worker_at_a_time_holds_a_claim_and_each_piece_of_work_is_done_once(place: str, tmp_path: Path) -> None:
+def test_one_worker_at_a_time_holds_a_claim_and_each_piece_of_work_is_done_once(database: str, tmp_path: Path) -> None:
     (tmp_path / "number").write_text("0")
     with contextlib.ExitStack() as stack:
-        for process in [stack.enter_context(started(members.work_together, place, tmp_path)) for _ in range(3)]:
+        for process in [stack.enter_context(started(members.work_together, database, tmp_path)) for _ in range(3)]:
             process.join(60)
             assert process.exitcode == 0
     assert (tmp_path / "number").read_text() == "12"
     assert sorted((tmp_path / "lines").read_text().splitlines()) == members.PIECES
     (values,) = {path.read_text() for path in tmp_path.glob("values-*")}  # the same of all workers
     assert [name for name, _ in ast.literal_eval(values)] == members.PIECES
-    with member(place) as pool:
+    with member(database) as pool:
         assert pool.share("piece 3", lambda: pytest.fail("done before"))[0] == "piece 3"
 
 
@@ -99,8 +93,6 @@ def test_an_error_in_shared_work_leaves_it_to_the_next(database: str) -> None:
         with pytest.raises(ZeroDivisionError):
             pool.share("piece", lambda: 1 / 0)
         assert pool.share("piece", lambda: "done") == "done"
-        long = "ä" * 100_000  # longer than an attribute
-        assert pool.share("long", lambda: long) == long
 
 
 def test_of_workers_that_leave_the_last_finds_no_others(database: str) -> None:

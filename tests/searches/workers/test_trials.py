@@ -14,14 +14,14 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
+from searches.study.leaderboard import FINISHED
 from searches.study.objective import Objective
+from searches.study.storage import open_database
 from searches.study.study import DUPLICATE_OF, StudySettings, requeue_unfinished, run_trials
 from searches.tracking.names import WORKER
-from searches.workers.board import of_kind
-from searches.workers.slots import FINISHED, take_slot
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup
 from tests.searches.workers import members
-from tests.searches.workers.members import member, opened, started, study_in
+from tests.searches.workers.members import member, started, study_in
 
 TRIALS = 14
 
@@ -56,7 +56,7 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
         for process in processes:
             process.join(60)
             assert process.exitcode == 0
-    trials = study_in(opened(database)).trials
+    trials = study_in(open_database(database)).trials
     done = [trial for trial in trials if trial.state in FINISHED]
     assert len(done) == TRIALS
     assert all(trial.state != TrialState.RUNNING for trial in trials)
@@ -72,13 +72,10 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
         snapshot = pool.snapshot()
         assert snapshot.live == {pool.worker}
         assert not any(snapshot.is_held(row) for row in snapshot.rows)
-        assert take_slot(pool, study_in(opened(database)), TRIALS) is None
-        slots = [row.user_attrs["trial"] for row in of_kind(snapshot.rows, "slot") if "trial" in row.user_attrs]
-        assert len(slots) == len(set(slots))
 
 
 def test_finished_trials_from_before_there_were_workers_count(database: str) -> None:
-    study = study_in(opened(database))
+    study = study_in(open_database(database))
     _run(study, 3)
     with member(database, beat=60) as pool:
         _run(study, 5, pool=pool)
@@ -86,7 +83,7 @@ def test_finished_trials_from_before_there_were_workers_count(database: str) -> 
 
 
 def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(database: str) -> None:
-    study = study_in(opened(database))
+    study = study_in(open_database(database))
     with member(database, beat=60) as late:
         with member(database, beat=60) as first:
             _run(study, 9, pool=first, seconds_left=lambda: 0.0)
@@ -97,20 +94,16 @@ def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(dat
 
 
 def test_a_configuration_that_another_worker_measures_is_not_measured_too(database: str) -> None:
-    study, bench = study_in(opened(database)), Known({})
+    study, bench = study_in(open_database(database)), Known({})
     with member(database, beat=60) as other, member(database, beat=60) as pool:
-        slot = take_slot(other, study, 2)
-        assert slot is not None
         running = study.ask()
         other.sign(running)
-        slot.begin(running)
         running.set_user_attr("config", lookup(4).to_dict())
         study.enqueue_trial(members.SPACE.params(lookup(4)))
 
         def finish_other(trial: FrozenTrial) -> None:
             assert trial.user_attrs["config"] == lookup(5).to_dict()
             study.tell(running, 1.0)
-            slot.__exit__()
 
         _run(study, 2, bench, on_trial=finish_other, starts=[lookup(5)], pool=pool)
     refused = [trial for trial in study.trials if DUPLICATE_OF in trial.user_attrs]
@@ -123,7 +116,7 @@ def test_a_configuration_that_another_worker_measures_is_not_measured_too(databa
 def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(database: str) -> None:
     """Its trial is failed and repeated while it still measures; its own result is refused."""
     tells: list[int] = []
-    study = study_in(opened(database))
+    study = study_in(open_database(database))
     with member(database, beat=60) as pool:
 
         class Stolen(Known):
@@ -139,30 +132,6 @@ def test_a_trial_of_a_worker_that_was_presumed_dead_does_not_count_twice(databas
         assert _run(study, 1, Stolen({}), pool=pool) == []
     states = [trial.state for trial in study.trials]
     assert sorted(states) == sorted([TrialState.FAIL, TrialState.COMPLETE])
-
-
-def test_a_worker_that_was_presumed_dead_while_it_waits_takes_another_slot(database: str) -> None:
-    with member(database, beat=60) as other, member(database, beat=60) as pool:
-        before, looks = pool.worker, iter([True])
-
-        def repair(*_: object) -> bool:
-            return next(looks, False) and other.board.finish(before, TrialState.FAIL)
-
-        slot = take_slot(pool, study_in(opened(database)), 1, repair)
-        lost, taken = of_kind(other.snapshot().rows, "slot")
-        assert slot is not None
-        assert (lost.user_attrs["worker"], lost.state) == (before, TrialState.FAIL)
-        assert (taken.user_attrs["worker"], taken.number) == (pool.worker, slot.number)
-
-
-def test_an_interrupt_while_a_worker_waits_closes_its_slot(database: str) -> None:
-    def repair(*_: object) -> bool:
-        raise KeyboardInterrupt
-
-    with member(database, beat=60) as pool:
-        with pytest.raises(KeyboardInterrupt):
-            take_slot(pool, study_in(opened(database)), 1, repair)
-        assert [row.state for row in of_kind(pool.board.rows(), "slot")] == [TrialState.COMPLETE]
 
 
 def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
@@ -192,8 +161,8 @@ def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
 
 
 def test_a_trial_that_is_interrupted_as_it_is_asked_for_is_not_left_running(database: str) -> None:
-    """Interrupted before it is signed, and killed there, which shows once nobody runs a trial."""
-    study = study_in(opened(database))
+    """Interrupted before it is signed, and killed there, which shows after some beats."""
+    study = study_in(open_database(database))
 
     class Interrupting(optuna.samplers.RandomSampler):
         def before_trial(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
@@ -209,4 +178,6 @@ def test_a_trial_that_is_interrupted_as_it_is_asked_for_is_not_left_running(data
         study.enqueue_trial({"method": "none"})
         killed = study.ask()
         assert not pool.orphans(study.trials)
-        assert [trial.number for trial in pool.orphans(study.trials, is_idle=True)] == [killed.number]
+        for _ in range(4):
+            pool._beat()
+        assert [trial.number for trial in pool.orphans(study.trials)] == [killed.number]
