@@ -152,7 +152,7 @@ def _surviving_rows(
     """Yield one row per prompt; engines that end are left out from then on."""
     items = list(prompts)
     while items:
-        alive = {**own, **{name: peer for name, peer in peers.items() if name not in dropped}}
+        alive: dict[str, Contender] = {**own, **{name: peer for name, peer in peers.items() if name not in dropped}}
         try:
             for row in interleave(target, PromptSet(tuple(items)), alive, task):
                 items.pop(0)

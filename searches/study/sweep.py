@@ -15,6 +15,7 @@ from typing import Any
 import optuna
 import torch
 from hydra.utils import instantiate
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 from omegaconf import DictConfig
 
 from layerskip import SpeculativeConfig, UnsupportedModel
@@ -131,7 +132,10 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
             if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
                 say(busy)
             described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
-            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described)
+            described |= {MLFLOW_SOURCE_NAME: "python -m searches.layerskip", MLFLOW_SOURCE_TYPE: "LOCAL"}
+            if described["git_commit"] is not None:
+                described[MLFLOW_GIT_COMMIT] = described["git_commit"]
+            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described, prompts=plan.prompts)
             tracker.log_text(composed(config), "config.yaml")
             budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
             budget.save()  # for workers that open it from now on

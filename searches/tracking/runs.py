@@ -7,16 +7,19 @@ begins with the first three parameters of the alphabet, so the names of the othe
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlflow.entities import Metric, Param, Run, ViewType
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, ViewType
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 from optuna.trial import FrozenTrial
 
-from layerskip import SpeculativeConfig, mask
+from layerskip import PromptSet, SpeculativeConfig, mask
 from layerskip.config import methods
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
 
@@ -40,6 +43,7 @@ NOT_MEASURED = dict.fromkeys((*MEASURED, PREDICTED), math.nan)
 _METRICS = 1000  # metrics per batch: a store takes no more
 _PARAMS = 100  # parameters per batch: a store takes no more
 _NAME = 250  # characters of a run's name: a store takes no more
+_DIGEST = 36  # characters of a dataset's digest: a store takes no more
 _LARGEST = 1e300  # stores turn larger numbers into others
 
 
@@ -77,6 +81,13 @@ def metrics_now(metrics: Mapping[str, float], step: int = 0) -> list[Metric]:
     return [Metric(k, float(v) if abs(v) < _LARGEST else math.nan, now, step) for k, v in metrics.items()]
 
 
+def dataset_of(prompts: PromptSet) -> DatasetInput:
+    """Return the prompts of a study as MLflow's dataset."""
+    source = json.dumps({"uri": prompts.name})
+    data = Dataset(prompts.name, prompts.digest[:_DIGEST], "local", source, profile=json.dumps({"num_rows": len(prompts)}))
+    return DatasetInput(data, [InputTag(MLFLOW_DATASET_CONTEXT, "search")])
+
+
 class StudyRun:
     """The run of a study or a training. It is found, or made again after it was deleted, when it is written to.
 
@@ -85,6 +96,8 @@ class StudyRun:
     Attributes:
         id: the identifier; None until the store was reached.
         texts: artifacts of the run, by name.
+        dataset: what the run and those of its trials decode; None if the store is not told.
+        source: the tags of the program that made the run, by the names that MLflow shows.
     """
 
     def __init__(
@@ -98,6 +111,8 @@ class StudyRun:
     ) -> None:
         self.id: str | None = None
         self.texts: dict[str, str] = {}
+        self.dataset: DatasetInput | None = None
+        self.source = {name: value for name, value in tags.items() if name.startswith("mlflow.source.")}
         self.name, self.identity, self.role, self.params = name, identity, role, params
         self._store, self._is_checked = store, False
         self._logged: tuple[str, dict[str, str]] | None = None  # the run that has texts, and which
@@ -113,6 +128,14 @@ class StudyRun:
         if self.id is None or not self._is_checked:
             self.id, self._is_checked = self._find(), True
         return self.id
+
+    def log_dataset(self, run_id: str) -> None:
+        """Log what a run decodes, unless the store knows no datasets."""
+        if self.dataset is not None:
+            try:
+                self._store.client.log_inputs(run_id, [self.dataset])
+            except MlflowException:
+                self.dataset = None
 
     def log_texts(self) -> None:
         """Log the texts that the run does not have."""
@@ -140,6 +163,7 @@ class StudyRun:
                 print(f"tracking.uri: the run of {self.name} was deleted; it is made again", flush=True)
         if not found or not found[-1].data.params:  # a failure may have come before them
             self._store.log(run_id, metrics_now(NOT_MEASURED if self.role == "study" else {}), self.params)
+            self.log_dataset(run_id)
         for before in deleted:
             for child in self._store.search(f"tags.`{PARENT}` = '{before.info.run_id}'"):
                 client.set_tag(child.info.run_id, PARENT, run_id)
@@ -178,10 +202,11 @@ class TrialRuns:
         failed = str(trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
         client.set_terminated(run_id, "FAILED" if failed else "FINISHED", _milliseconds(trial.datetime_complete))
         self._recorded.add(trial.number)
+        self._study.log_dataset(run_id)
 
     def _tags(self, trial: FrozenTrial, config: SpeculativeConfig) -> dict[str, str]:
         measurement = trial.user_attrs.get("measurement", {})
-        tags = {
+        tags = self._study.source | {
             PARENT: self._study.current(),
             "study": self._study.name,
             "study_id": self._study.identity,

@@ -7,21 +7,31 @@ opened, none of its errors ends a program: what a store does not take is written
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import tempfile
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlflow.entities import RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from optuna.trial import FrozenTrial
 
+from layerskip import PromptSet
 from searches.app.interrupt import defer_interrupt, is_interrupt
-from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, metrics_now
+from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, dataset_of, metrics_now
 from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
 
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
 _BEST = "best"
 _TRIALS = "trials"  # the metric of the study's run that is written last
+_MODEL = "model"  # the artifacts of the registered model
+_REGISTERED = "registered_export"  # the tag with the digest of the export that was registered
+_WATCH_SECONDS = 30.0  # between two metrics of the system, so that they cost a measurement nothing
+_STOP_SECONDS = 5.0  # that metrics of the system may take to end
 
 
 class Tracker:
@@ -52,6 +62,7 @@ class Tracker:
         params: Mapping[str, Any],
         tags: Mapping[str, Any],
         role: str = "study",
+        prompts: PromptSet | None = None,
     ) -> None:
         """Create the run of a study, or resume it.
 
@@ -61,10 +72,12 @@ class Tracker:
             params: flat settings; repeated on every trial's run, because MLflow's filters drop parent runs.
             tags: the tags of the study's run only.
             role: the tag of the run's purpose, if it is not a study.
+            prompts: those of the study, which become its dataset; None without any.
         """
         given = {key: str(value)[:500] for key, value in params.items()}
         own = {key: str(value) for key, value in tags.items()}
         self._run = StudyRun(self._store, name, identity, role, given, own)
+        self._run.dataset = None if prompts is None else dataset_of(prompts)
         self._trials = TrialRuns(self._store, self._run)
         self._send({})
 
@@ -120,6 +133,31 @@ class Tracker:
 
         self._send({"result": write})
 
+    def register(self, files: Sequence[tuple[Path, str | None]]) -> None:
+        """Register an export as the version ``best`` of a model with the study's name, unless it was.
+
+        Args:
+            files: the export first, then the files that it names with their folders.
+        """
+        run, digest = self._run, hashlib.sha256(files[0][0].read_bytes()).hexdigest()
+
+        def write() -> None:
+            from searches.tracking import best_model  # MLflow's models take a second to import
+
+            client, run_id = self._store.client, run.current()
+            if client.get_run(run_id).data.tags.get(_REGISTERED) == digest:
+                return
+            with tempfile.TemporaryDirectory() as place:
+                best_model.save(files, Path(place, _MODEL))
+                client.log_artifacts(run_id, place)
+            with contextlib.suppress(MlflowException):  # it exists
+                client.create_registered_model(run.name)
+            version = client.create_model_version(run.name, f"runs:/{run_id}/{_MODEL}", run_id)
+            client.set_registered_model_alias(run.name, best_model.ALIAS, version.version)
+            client.set_tag(run_id, _REGISTERED, digest)
+
+        self._send({"model": write})
+
     def log_text(self, text: str, name: str) -> None:
         """Log a text as an artifact of the study's run."""
         self._run.texts[name] = text
@@ -132,15 +170,35 @@ class Tracker:
 
     @contextlib.contextmanager
     def closing(self, leave: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Close the study's run after a block, also if it raises, unless others work on the study (``leave``)."""
+        """Close the study's run after a block, also if it raises, unless others work on the study (``leave``).
+
+        Within the block, MLflow logs the use of processor, memory and GPU.
+        """
         try:
-            yield
+            with self._watching():
+                yield
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 if not leave():
                     self.finish("KILLED" if is_interrupt(error) else "FAILED")
             raise
         self.finish(patience=PATIENCE)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        if self.run_id is None:  # the store is away
+            yield
+            return
+        monitor: Any = SystemMetricsMonitor(  # type: ignore[no-untyped-call]
+            self.run_id, _WATCH_SECONDS, resume_logging=True, tracking_uri=self.uri
+        )
+        monitor.start()
+        try:
+            yield
+        finally:
+            stopping = threading.Thread(target=monitor.finish, daemon=True)  # which waits for a store that hangs
+            stopping.start()
+            stopping.join(_STOP_SECONDS)
 
     def finish(self, status: str = "FINISHED", patience: float | None = None) -> None:
         """Close the study's run as ``FINISHED``, ``KILLED`` or ``FAILED``; wait ``patience`` seconds for an outage's end."""

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -78,6 +80,20 @@ def test_the_run_of_the_study_tells_its_environment_its_verdict_and_the_winning_
     (best,) = [run for run in runs(sqlite(done), "trial") if run.data.tags.get("best") == "true"]
     assert best.data.tags["config"] == study.data.tags["winner"]
     assert best.data.params["measure.max_new_tokens"] == "8"
+    for run in (study, best):  # what MLflow shows as source and dataset
+        assert run.data.tags["mlflow.source.name"] == "python -m searches.layerskip"
+        assert run.data.tags["mlflow.source.git.commit"] == study.data.tags["git_commit"]
+        (used,) = run.inputs.dataset_inputs
+        assert used.dataset.digest == study.data.tags["prompts_digest"][:36] and used.dataset.name
+
+
+def test_another_process_decodes_with_the_registered_winner(done: Path, tiny_folder: Path) -> None:
+    program = "import mlflow; print(mlflow.pyfunc.load_model('models:/one@best').predict(['a prompt']))"
+    variables = os.environ | {"MLFLOW_TRACKING_URI": sqlite(done)}
+    loaded = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
+    target = layerskip.load_target(str(tiny_folder), dtype="float32", device="cpu")
+    expected = layerskip.generate(target, "a prompt", max_new_tokens=256)
+    assert loaded.stdout.splitlines()[-1] == str([expected.text])
 
 
 def test_a_finished_study_is_not_run_again_and_more_trials_extend_it(done: Path, tiny_folder: Path, launch: Launch) -> None:

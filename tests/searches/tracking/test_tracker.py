@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -119,6 +120,14 @@ def test_the_run_of_a_study_tells_how_it_ended(
             raise error
     (study,) = runs(tracker.uri, "study")
     assert study.info.status == status
+
+
+def test_the_use_of_the_machine_is_logged(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("searches.tracking.tracker._WATCH_SECONDS", 0.05)
+    with tracker.closing():
+        time.sleep(0.5)
+    (study,) = runs(tracker.uri, "study")
+    assert 0 <= study.data.metrics["system/cpu_utilization_percentage"] <= 100
 
 
 def test_a_benchmark_has_a_run_for_each_contender(tracker: Tracker, tmp_path: Path) -> None:
