@@ -17,20 +17,14 @@ from torch import Tensor, nn
 from layerskip.config import ConfigError
 from layerskip.files import atomic_write, write_json
 from layerskip.heads.eagle import KIND as EAGLE
-from layerskip.heads.eagle import RMS_NORM_EPS, EagleShape
+from layerskip.heads.eagle import EagleShape
 from layerskip.heads.medusa import KIND as MEDUSA
 from layerskip.heads.medusa import MedusaShape
+from layerskip.heads.published_eagle import CONFIG, EMBEDDINGS, WEIGHTS, is_published
 from layerskip.models.target import Target
 from layerskip.models.trained_module import load_trained, read_metadata
 
 ENGINES = ("vllm", "sglang")
-_CONFIG = "config.json"
-_WEIGHTS = "model.safetensors"
-
-
-def is_published(folder: Path) -> bool:
-    """Return whether a folder has a head in its authors' layout, which engines load, and this library does not."""
-    return (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in (_WEIGHTS, "pytorch_model.bin"))
 
 
 def why_not_portable(folder: Path) -> str | None:
@@ -46,21 +40,11 @@ def why_not_portable(folder: Path) -> str | None:
     return None
 
 
-def eagle_method(folder: Path) -> str:
-    """Return ``eagle`` or, for published heads whose configuration names EAGLE-3, ``eagle3``: the engines' method."""
-    try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return "eagle"
-    named = config if isinstance(config, dict) else {}
-    return "eagle3" if "eagle3" in f"{named.get('architectures')} {named.get('speculators_model_type')}".lower() else "eagle"
-
-
 def count_medusa_heads(folder: Path) -> int:
     """Return the number of Medusa heads in a folder of either layout; raise :class:`ConfigError` if it does not say."""
     try:
         if is_published(folder):
-            described = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+            described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             return int(described.get("num_heads") or described["medusa_num_heads"])
         return int(read_metadata(folder, "head")["shape"]["heads"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -93,7 +77,7 @@ def save_portable(source: Path, folder: Path, target: Target, engine: str = "vll
     else:
         raise ConfigError(f"head: {engine} loads no heads of {kind}")
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with atomic_write(folder / _CONFIG) as partial_config, atomic_write(folder / _WEIGHTS) as partial:
+    with atomic_write(folder / CONFIG) as partial_config, atomic_write(folder / WEIGHTS) as partial:
         write_json(partial_config, config)
         save_file(stored, partial, metadata={"format": "pt"})
     return folder
@@ -110,7 +94,7 @@ def _eagle(
         tensors["fc.bias"] = torch.zeros(shape.hidden)
     else:
         with torch.inference_mode():  # as the target computes them, which some families scale
-            tensors["embed_tokens.weight"] = embeddings(torch.arange(vocabulary, device=target.device)).clone()
+            tensors[EMBEDDINGS] = embeddings(torch.arange(vocabulary, device=target.device)).clone()
     positions = target.model.config.get_text_config(decoder=True)
     config = {
         # vLLM puts Eagle before the name of a model's architecture, SGLang after it.
@@ -123,7 +107,7 @@ def _eagle(
         "num_key_value_heads": shape.key_value_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": RMS_NORM_EPS,
+        "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": shape.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "attention_bias": False,

@@ -19,7 +19,7 @@ from layerskip.device.memory import is_out_of_memory
 from layerskip.device.transfer import now
 from layerskip.device.trial import first_line
 from layerskip.files import atomic_write
-from layerskip.heads.portable import is_published
+from layerskip.heads.published_eagle import is_published
 from layerskip.heads.training import rate_factor
 from layerskip.models.trained_module import has_trained
 from searches.app.checks import InputError
