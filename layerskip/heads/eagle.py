@@ -211,22 +211,26 @@ def _widened(part: nn.Linear, more: int) -> nn.Linear:
     return wide
 
 
-def load_eagle(folder: str | Path, target: Target) -> EagleHead:
-    """Load a head, also in its authors' layout, in the target's dtype and on its device.
+def read_eagle(folder: Path, target: Target) -> tuple[EagleShape, dict[str, Tensor]]:
+    """Read the shape and the weights of a head, also in its authors' layout.
 
     A head that is damaged or was made for another target is refused with a :class:`ConfigError`.
     """
-    folder = Path(folder)
     fields, weights = read_published(folder, target) if is_published(folder) else load_trained(folder, KIND, target)
-    damaged = f"head: {folder} is damaged:"
     try:
         shape = EagleShape(**fields)
     except (ConfigError, TypeError) as error:
-        raise ConfigError(f"{damaged} its shape: {error}") from error
+        raise ConfigError(f"head: {folder} is damaged: its shape: {error}") from error
     if shape.hidden != target.hidden:
         raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} elements per token")
+    return shape, weights
+
+
+def load_eagle(folder: str | Path, target: Target) -> EagleHead:
+    """Load a head in the target's dtype and on its device; errors are those of :func:`read_eagle`."""
+    shape, weights = read_eagle(Path(folder), target)
     head = EagleHead(shape, weights.pop("tokens", None))
-    restore_weights(head, weights, damaged, ("tokens", "body.embed_tokens.weight"))
+    restore_weights(head, weights, f"head: {folder} is damaged:", ("tokens", "body.embed_tokens.weight"))
     rotary: Any = head.body.rotary_emb
     frequencies = rotary.inv_freq.clone()
     head = head.to(target.device, target.model.dtype).eval()

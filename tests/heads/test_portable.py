@@ -11,24 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn.functional import silu
 
 from layerskip import SpeculativeConfig
 from layerskip.config import ConfigError
 from layerskip.engines.registry import describe_engines
 from layerskip.heads.eagle import EagleHead, EagleShape, load_eagle
-from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.portable import save_portable, why_not_portable
-from layerskip.heads.readout import Readout
 from layerskip.models.loading import load_target
 from layerskip.models.target import Target
 from layerskip.models.trained_module import save_trained
 from tests.engines.known import deployment
 from tests.heads.test_published_eagle import eagle_reference
 from tests.tiny import VOCABULARY, save_tiny
-
-FEW = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(3))[:40]
-"""A part of the vocabulary, in any order."""
 
 
 def _eagle(target: Target, folder: Path, lookback: int = 0) -> EagleHead:
@@ -72,29 +66,6 @@ def test_embeddings_that_the_target_changes_are_stored(tmp_path: Path) -> None:
     stored = load_file(folder / "model.safetensors")["embed_tokens.weight"]
     table = scaled.model.get_input_embeddings().weight
     assert torch.allclose(stored, table * scaled.hidden**0.5, rtol=1e-2) and not torch.equal(stored, table)
-
-
-@torch.inference_mode()
-def test_medusa_heads_have_the_same_logits_in_vllms_layout(tiny_target: Target, tmp_path: Path) -> None:
-    heads = MedusaHeads(MedusaShape(tiny_target.hidden, 2, len(FEW)), FEW)
-    for name, weight in heads.named_parameters():
-        nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(len(name)))
-    save_trained(tmp_path / "head", "medusa", heads.shape.to_dict(), dict(heads.state_dict()), tiny_target, {})
-    folder = save_portable(tmp_path / "head", tmp_path / "vllm", tiny_target)
-    stored = load_file(folder / "model.safetensors")
-    hidden = torch.randn(tiny_target.hidden)
-    expected = Readout(tiny_target, FEW)(heads(hidden[None])[0])
-    for index in range(2):
-        block = f"blocks.{index}.layers.0"
-        moved = hidden + silu(stored[f"{block}.weight"] @ hidden + stored[f"{block}.bias"])
-        assert torch.allclose(stored["lm_head.weight"] @ moved, expected[index], atol=1e-4)
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["num_heads"], config["truncated_vocab_size"]) == (2, len(FEW))
-    assert (config["medusa_fc_bias"], config["original_lm_head"]) == (True, True)
-    assert torch.equal(stored["token_map"], FEW)
-    for head in (tmp_path / "head", folder):
-        config = SpeculativeConfig("medusa", 6, head=str(head))
-        assert describe_engines(deployment(config))["vllm"]["arguments"]["num_speculative_tokens"] == 2
 
 
 def test_heads_that_engines_do_not_load_are_refused_with_the_reason(tiny_target: Target, tmp_path: Path) -> None:
