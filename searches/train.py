@@ -1,41 +1,28 @@
 """Training of heads that draft for a target, on texts that the target generates itself.
 
-``python -m searches.train drafter=eagle`` (or ``medusa``) generates prompts and answers with the target, stores its hidden
-states of them, trains the head, and prints how often its drafts are accepted on held-out prompts. Each stage is stored, and
-the same command resumes. The result is a head for ``method: eagle``.
+``python -m searches.train`` generates prompts and answers with the target, stores its hidden states of them, trains an EAGLE
+head, and prints how often its drafts are accepted on held-out prompts. Each stage is stored, and the same command resumes.
+The result is a head for ``method: eagle``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from torch import Tensor
 from tqdm import tqdm
 
 from layerskip import PromptSet, Target
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.files import digest
-from layerskip.heads.eagle import MOST_BACK, EagleHead, EagleShape
-from layerskip.heads.feature_store import FeatureStore, TextFeatures, check_readout, extract_features
-from layerskip.heads.induction import add_induction_heads
-from layerskip.heads.medusa import MedusaHeads, MedusaShape
-from layerskip.heads.readout import Readout
-from layerskip.heads.training import (
-    UNSCALED,
-    Batch,
-    HeadScaling,
-    acceptance,
-    fit_linear,
-    head_loss,
-    predict_tokens,
-)
+from layerskip.heads.eagle import KIND, MOST_BACK, EagleHead, EagleShape
+from layerskip.heads.feature_store import FeatureStore, check_readout, extract_features
 from layerskip.models.environment import environment
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.continuations import Continuation, continue_prompts
@@ -53,26 +40,17 @@ from searches.training.texts import (
     texts_settings,
     write_texts,
 )
-from searches.training.trainer import (
-    Trainer,
-    TrainingCheckpoint,
-    check_training_folder,
-)
+from searches.training.trainer import HeadTrainer, TrainingCheckpoint, check_training_folder
 
-_KINDS = ("eagle", "medusa")
 _WHOLE = ("tokens", "max_new_tokens", "batch", "held_out_tokens", "feature_bytes", "steps", "texts_per_step", "unroll")
-_VERSION = 14  # of this module and layerskip.heads.training; a training resumes only with the same version
-_LEARNING = ("steps", "max_seconds", "texts_per_step", "learning_rate", "unroll")
-_SCALED = 32  # texts from which the scale of hidden states is estimated
-_VALIDATION = 32  # the most validation texts; one text in twenty is one
-# Share of EAGLE's training for the next token only: such a step takes a third of the time, and later tokens depend on it.
-_NEXT_ONLY = 0.6
+_VERSION = 15  # of the trainer and layerskip.heads.training; a training resumes only with the same version
+_LEARNING = ("steps", "max_seconds", "texts_per_step", "learning_rate", "unroll", "lookback", "vocabulary", "feature_bytes")
 
 
 def train(config: DictConfig) -> Path:
     """Train a head; return its folder."""
     _check(config)
-    kind, sampling = str(config.drafter.method), instantiate(config.sampling)
+    sampling = instantiate(config.sampling)
     prompts: PromptSet = instantiate(config.prompts)
     held_out = prompts.split()[1].take(None)  # categories alternate, because memory may hold only the first prompts
     like = opening_texts("begin_like", config.begin_like, prompts)
@@ -80,11 +58,8 @@ def train(config: DictConfig) -> Path:
     check_draft_vocabulary("vocabulary", config.vocabulary, target)
     outputs = Path(config.outputs)
     texts_id = digest(texts_identity(config, target, sampling, like))
-    identity = {"kind": kind, "recipe": _VERSION, "texts": texts_id}
-    identity |= {name: config[name] for name in (*_LEARNING, "vocabulary", "feature_bytes")}
-    if kind == "eagle":
-        identity["lookback"] = int(config.lookback)
-    folder = Path(config.head or outputs / f"{kind}-{digest(identity)[:8]}")
+    identity = {"recipe": _VERSION, "texts": texts_id, **{name: config[name] for name in _LEARNING}}
+    folder = Path(config.head or outputs / f"{KIND}-{digest(identity)[:8]}")
     check_training_folder(folder, digest(identity))
     with exclusive(folder), _opened_run(config, target, folder, identity) as run:
         with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
@@ -140,8 +115,10 @@ def _train_head(
     continuations: tuple[Continuation, ...],
     store: FeatureStore,
 ) -> Path:
-    config, target, folder, kind = run.config, run.target, run.folder, str(run.config.drafter.method)
-    head = _new_head(config, kind, target, texts)
+    config, target, folder = run.config, run.target, run.folder
+    tokens = drafted_tokens(target, texts, config.vocabulary)
+    torch.manual_seed(config.seed)
+    head = EagleHead(EagleShape.of(target, None if tokens is None else len(tokens), int(config.lookback)), tokens)
     store = _fill_store(run, texts, store)
     held_out = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt)) for p in continuations]
     whole = digest([run.identity, head.shape.to_dict(), texts_digest(texts)])
@@ -158,14 +135,13 @@ def _train_head(
     validation = range(trainer.texts, len(store))
     spared = trainer.acceptance(store[index] for index in validation) if validation else []
     training |= {"steps_done": trainer.step, "seconds": trainer.seconds, "held_out": accepted, "spared": spared}
-    weights = head.weights() if isinstance(head, EagleHead) else dict(head.state_dict())
-    save_trained(folder, kind, head.shape.to_dict(), weights, target, training)
+    save_trained(folder, KIND, head.shape.to_dict(), head.weights(), target, training)
     run.tracker.log_file(folder / "head.json")
     print(f"accepted on held-out prompts, token by token: {_format_rates(accepted)}")
     if spared:
         rates = _format_rates(spared)
         print(f"on texts like the training texts: {rates}; begin_like makes training texts like the prompts in use")
-    print(f"wrote {folder}; decode with method={kind} head={folder}")
+    print(f"wrote {folder}; decode with method=eagle head={folder}")
     return folder
 
 
@@ -187,8 +163,6 @@ def _fill_store(run: TrainingRun, texts: list[TrainingText], store: FeatureStore
 
 def _check(config: DictConfig) -> None:
     check_seed(config.seed)
-    if config.drafter.get("method") not in _KINDS:
-        raise InputError(f"drafter: {config.drafter.get('method')!r} is not trained; {' and '.join(_KINDS)} are")
     for name in _WHOLE:
         check_whole(name, config[name])
     check_number("learning_rate", config.learning_rate, 1.0)
@@ -201,73 +175,6 @@ def _check(config: DictConfig) -> None:
     if config.head is not None:
         config.head = str(config.head)  # YAML reads a folder name of digits as a number
         check_folder("head", config.head)
-
-
-def _new_head(config: DictConfig, kind: str, target: Target, texts: list[TrainingText]) -> EagleHead | MedusaHeads:
-    tokens = drafted_tokens(target, texts, config.vocabulary)
-    size = None if tokens is None else tokens.shape[0]
-    torch.manual_seed(config.seed)
-    if kind == "eagle":
-        return EagleHead(EagleShape.of(target, size, int(config.lookback)), tokens)
-    return MedusaHeads(MedusaShape(target.hidden, int(config.unroll), size), tokens)
-
-
-class HeadTrainer(Trainer):
-    """Trainer of a head; EAGLE's is trained in scaled units (:mod:`layerskip.heads.training`)."""
-
-    def __init__(
-        self,
-        config: DictConfig,
-        head: EagleHead | MedusaHeads,
-        target: Target,
-        store: FeatureStore,
-        held_out: list[TextFeatures],
-        checkpoint: TrainingCheckpoint,
-    ) -> None:
-        self.head, self.store, self._held_out = head.to(target.device).float().train(), store, held_out
-        self.embeddings = target.model.get_input_embeddings()
-        self.readout = Readout(target, self.head.tokens)
-        self._autocast = target.dtype == "bfloat16"
-        texts = len(store) - min(_VALIDATION, len(store) // 20)
-        self._scaling = UNSCALED
-        if isinstance(head, EagleHead):
-            some = (store[index] for index in range(min(_SCALED, texts)))
-            self._scaling = scaling = HeadScaling.of(head, self.embeddings, some)
-            identity = digest([checkpoint.identity, scaling.embeddings, scaling.states])
-            checkpoint = replace(checkpoint, identity=identity)
-            if checkpoint.path.exists():
-                scaling.apply(head)  # scales what the checkpoint does not hold; it holds scaled weights
-        super().__init__(config, self.head, texts, checkpoint)
-
-    def initialise(self) -> None:
-        """Fit EAGLE's linear map in closed form, and add induction heads if it looks back."""
-        if isinstance(self.head, EagleHead):
-            fit_linear(self.head, self.embeddings, (self.store[index] for index in range(self.texts)))
-            tokens = torch.cat([self.store.tokens(index) for index in range(self.texts)])
-            add_induction_heads(self.head, self.embeddings, self.readout, tokens)
-            self._scaling.apply(self.head)
-
-    def unscale(self) -> None:
-        if isinstance(self.head, EagleHead):
-            self._scaling.inverse.apply(self.head)
-            self._scaling = UNSCALED
-
-    def loss(self, indices: list[int]) -> Tensor:
-        batch = Batch.of([self.store[index] for index in indices], self.device, self._scaling, whole=True)
-        next_only = isinstance(self.head, EagleHead) and self.progress < _NEXT_ONLY
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            predictions = predict_tokens(self.head, self.embeddings, batch, 1 if next_only else self.config.unroll)
-            return head_loss(predictions, self.readout)
-
-    def evaluate(self) -> list[float]:
-        return self.acceptance(self._held_out)
-
-    def acceptance(self, texts: Iterable[TextFeatures]) -> list[float]:
-        """Return the acceptance rates on texts, if only the tokens of the head's own vocabulary are drafted."""
-        self.head.eval()
-        rates = acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
-        self.head.train()
-        return rates
 
 
 if __name__ == "__main__":

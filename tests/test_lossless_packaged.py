@@ -21,7 +21,6 @@ from layerskip.drafters.retrieval import Datastore
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.feature_store import TextFeatures, read_features
 from layerskip.heads.induction import add_induction_heads
-from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout, choose_tokens
 from layerskip.heads.training import fit_linear
 from layerskip.kernels.cpu import has_kernels
@@ -81,7 +80,6 @@ CONFIGS: list[dict[str, Any]] = representative(
         _drafter("cross_tokenizer", 4, draft_model="gemma3"),  # the real pair
         _drafter("retrieval", 16, tree_tokens=24),
         _drafter("retrieval", 6, tree_tokens=12, datastore="answers"),
-        _drafter("medusa", 3, tree_tokens=8, min_token_prob=0.0, head="medusa"),
         _cascade(_lookup(tokens=10), _drafter("layer_skip", 3, mask="layers:12-14")),
         _cascade(_drafter("eagle", 4, top_k=1, head="eagle", stop=_THRESHOLD | {"threshold": 0.2}), _RECYCLING),
         _cascade(_lookup(1), _drafter("retrieval", 8, tree_tokens=16), _RECYCLING, verify_cost=[1.1, 1.15, 1.2, 1.25]),
@@ -160,11 +158,6 @@ class Parts:
         fit_linear(head, embeddings, features)
         add_induction_heads(head, embeddings, readout, torch.cat([text.tokens for text in features]))
         save_trained(folder, "eagle", head.shape.to_dict(), head.weights(), self.target, {})
-
-    def medusa(self, folder: Path) -> None:
-        """Its untrained heads predict alternatives to the last token."""
-        heads = MedusaHeads(MedusaShape(self.target.hidden, 3, 512), self.common_tokens)
-        save_trained(folder, "medusa", heads.shape.to_dict(), heads.state_dict(), self.target, {})
 
 
 @pytest.fixture(scope="module")

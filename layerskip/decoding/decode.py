@@ -23,7 +23,7 @@ from layerskip.decoding.verify import Verdict, accept_lossy, verify
 from layerskip.device.transfer import begin_reading, copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, generation_lock, release_cache
-from layerskip.models.forward import NO_FEATURES, Features, forward
+from layerskip.models.forward import Features, forward
 from layerskip.models.positions import check_positions, check_rope_scaling
 from layerskip.models.prefill import Prefill, run_prefill
 from layerskip.models.skip_view import decoding_view
@@ -124,7 +124,7 @@ class _Loop:
     def __init__(self, target: Target, drafter: Drafter, cache: KVCache, chooser: Chooser, end: _End) -> None:
         self._name, self._view, self._device = target.name, decoding_view(target.model), target.device
         self._drafter, self._cache, self._chooser, self._end = drafter, cache, chooser, end
-        self._features = Features(drafter.modules) if drafter.modules else NO_FEATURES
+        self._features = Features() if drafter.reads_features else None
         self._trees = tree_model(target.model) if drafter.tree_tokens else None
         # Of plain decoding with static shapes: the logits of the next pass, which is launched before a token is read.
         self._ahead: Tensor | None = None
@@ -136,7 +136,7 @@ class _Loop:
         chooser, cache, drafter = self._chooser, self._cache, self._drafter
         chooser.observe(prompt)
         block = copy_to_device(prompt, self._device)
-        if known is None or drafter.modules:
+        if known is None or self._features is not None:
             logits = run_prefill(self._view, block, cache, features=self._features)
         else:
             logits = known.restore(cache)
@@ -148,8 +148,8 @@ class _Loop:
         committed = self._end.commit(self.context.tokens, verdict.committed)
         if self._end.reason is None:
             drafter.start(prompt, cache, chooser)
-            if drafter.modules:
-                drafter.observe_features(self._features.read())
+            if self._features is not None:
+                drafter.observe_features(self._features.states)
         chooser.observe(committed)
         return committed
 
@@ -183,9 +183,9 @@ class _Loop:
         context.last = verdict.last
         chooser.observe(committed)
         if self._end.reason is None:
-            if drafter.modules:
+            if self._features is not None:
                 rows = slice(verdict.accepted + 1) if verdict.path is None else copy_to_device(verdict.rows, self._device)
-                drafter.observe_features(self._features.read()[rows])
+                drafter.observe_features(self._features.states[rows])
             drafter.observe(verdict)
             for read, read_values in zip(late, late_values, strict=True):
                 read.receive(verdict, read_values)

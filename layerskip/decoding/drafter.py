@@ -72,7 +72,7 @@ class Drafter:
         method: the declaration of the method that the class drafts for.
         accept: the acceptance rule of its drafts; ``build_drafter`` sets it.
         tree_tokens: the most tokens of its trees; 0 if it drafts chains.
-        modules: names of the target's sub-modules whose outputs it reads; empty if it reads no hidden states.
+        reads_features: whether it reads the hidden states that the target's output layer reads.
         lookup: whether it finds its drafts without running a model, so that requesting one costs next to nothing; as the
             method declares.
         single_pass: whether it drafts all levels of a tree in one pass, so that depth does not add to its cost.
@@ -83,7 +83,7 @@ class Drafter:
 
     accept: AcceptRule = EXACT
     tree_tokens: int = 0
-    modules: tuple[str, ...] = ()
+    reads_features: bool = False
     lookup: bool = False
     single_pass: bool = False
     never_drafts: bool = False
@@ -137,11 +137,11 @@ class Drafter:
         return ()
 
     def observe_features(self, features: Tensor) -> None:
-        """Receive the hidden states of committed tokens, if the drafter names ``modules``.
+        """Receive the hidden states of committed tokens, if the drafter ``reads_features``.
 
         Args:
-            features: ``[n, F]``, the outputs of all ``modules`` concatenated. Right after ``start``, those of the prompt;
-                then, before every ``observe``, those of the last token of the sequence and of the accepted tokens.
+            features: ``[n, H]``. Right after ``start``, those of the prompt; then, before every ``observe``, those of the
+                last token of the sequence and of the accepted tokens.
         """
 
     def observe(self, verdict: Verdict) -> None:

@@ -24,7 +24,7 @@ from layerskip.models.architecture import UnsupportedModel, architecture, check_
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only
 from layerskip.models.cpu_layers import is_whole_layer
-from layerskip.models.forward import NO_FEATURES, Features, forward
+from layerskip.models.forward import Features, forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.skip_view import OncePerModel, shared_copy
 from layerskip.models.weights import input_device
@@ -85,7 +85,7 @@ class TreeModel:
         return rows.index_copy(3, columns, torch.where(ancestors, own, hidden))
 
     def run(
-        self, block: Tensor, parents: Sequence[int] | DeviceTree, cache: KVCache, features: Features = NO_FEATURES
+        self, block: Tensor, parents: Sequence[int] | DeviceTree, cache: KVCache, features: Features | None = None
     ) -> Tensor:
         """Run one pass. It writes the keys and values of the block after ``cache.length``, and does not change ``length``.
 
@@ -93,7 +93,7 @@ class TreeModel:
             block: ``[n + 1]`` int64: the last token of the sequence, then the nodes.
             parents: of each of the n nodes: an earlier node, or -1 for the last token of the sequence.
             cache: the model's cache.
-            features: the hidden states to read in this pass.
+            features: collected during this pass; None for none.
 
         Returns:
             ``[n + 1, V]``: the logits after each token of the block.
@@ -107,24 +107,23 @@ class TreeModel:
             inputs = filled, *tree_shape(parents, block.device, wide - size)
             compute = functools.partial(self._pass, cache, features)
             mask_of = functools.partial(self._cached_tree_mask, device=block.device)
-            found = cache.replay(self.view, features.modules, inputs, compute, mask_of=mask_of)
-            logits, *parts = (part[..., :size, :] for part in found)
-            features.parts = tuple(parts)
-            return logits
+            logits, *states = cache.replay(self.view, features is None, inputs, compute, mask_of=mask_of)
+            if features is not None:
+                features.states = states[0][:size]
+            return logits[:size]
         return self._pass(cache, features, block, *tree_shape(parents, block.device))[0]
 
     def _pass(
-        self, cache: KVCache, features: Features, block: Tensor, depths: Tensor, ancestors: Tensor
+        self, cache: KVCache, features: Features | None, block: Tensor, depths: Tensor, ancestors: Tensor
     ) -> tuple[Tensor, ...]:
         columns = torch.arange(block.shape[0], device=block.device) + cache.position
         self._shape, self._masks = (depths, ancestors, columns), {}
         self._keys = cache.get_mask_sizes(block.shape[0], 0)[0]
         try:
-            with features.collect(self.view):
-                logits = forward(self.view, block, cache, block.shape[0], depths + cache.position)
+            logits = forward(self.view, block, cache, block.shape[0], depths + cache.position, features)
         finally:
             self._shape, self._masks = None, {}
-        return logits, *features.parts
+        return (logits,) if features is None else (logits, features.states)
 
     @torch.inference_mode()
     def _check(self, model: PreTrainedModel) -> None:

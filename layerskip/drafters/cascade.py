@@ -176,10 +176,8 @@ class Cascade(Drafter):
     def __init__(self, members: Sequence[Drafter], verify_cost: Costs = (), draft_cost: Costs = ()) -> None:
         self.members = tuple(members)
         self.tree_tokens = max(member.tree_tokens for member in members)
-        self._readers = [member for member in members if member.modules]
-        if len({reader.modules for reader in self._readers}) > 1:
-            raise ConfigError("members: they read different hidden states")
-        self.modules = self._readers[0].modules if self._readers else ()
+        self._readers = [member for member in members if member.reads_features]
+        self.reads_features = bool(self._readers)
         self._priced, self._verify_costs = bool(draft_cost), verify_cost or (1.0,)
         self._draft_cost = draft_cost or (0.0,) * len(self.members)
         self._lookups = [index for index, member in enumerate(members) if member.lookup]

@@ -60,6 +60,7 @@ class Eagle(StopRuleDrafter):
         also=({"num_speculative_tokens": 5, "top_k": 1, "stop": StopRule("threshold", 0.5)},),
         engine_method="eagle",
     )
+    reads_features = True
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Eagle(StopRuleDrafter):
         tree_tokens: int = 8,
         min_token_prob: float = 0.0,
     ) -> None:
-        self.head, self.embeddings, self.readout, self.modules = head, embeddings, readout, readout.modules
+        self.head, self.embeddings, self.readout = head, embeddings, readout
         self.num_speculative_tokens, self.top_k, self.min_token_prob = num_speculative_tokens, top_k, min_token_prob
         self.stopper, self.tree_tokens = Stopper(stop), tree_tokens if top_k > 1 else 0
         self._step = _Step(head, embeddings, readout)

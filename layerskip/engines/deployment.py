@@ -14,7 +14,8 @@ from typing import Any
 
 from layerskip.config import SpeculativeConfig, methods
 from layerskip.decoding.sampling import Sampling
-from layerskip.heads.portable import eagle_method, is_published, why_not_portable
+from layerskip.heads.portable import why_not_portable
+from layerskip.heads.published_eagle import eagle_method, is_published
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.loading import WHEELS
 
@@ -108,8 +109,7 @@ def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
 
     Returns:
         ``none``, ``prompt_lookup``, ``draft_model`` (also for a mask of whole layers, whose kept layers are a model),
-        ``cross_tokenizer``, ``eagle``, ``eagle3``, ``medusa``, or ``suffix`` (retrieval without a datastore) if the engine
-        has it.
+        ``cross_tokenizer``, ``eagle``, ``eagle3``, or ``suffix`` (retrieval without a datastore) if the engine has it.
 
     Raises:
         Unsupported: no engine drafts so.
@@ -167,7 +167,7 @@ def left_out(
         differs.append("config.siblings: a chain is drafted in place of a tree")
     if config.method == "layer_skip":
         differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
-    if config.method == "medusa" or (config.method == "eagle" and config.top_k > 1 and not trees):
+    if config.method == "eagle" and config.top_k > 1 and not trees:
         differs.append("config.tree_tokens: a chain is drafted in place of a tree")
     if config.method == "prompt_lookup":
         differs.append("config.num_speculative_tokens: drafts end where the text ends; copied tokens are not copied again")

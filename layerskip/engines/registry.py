@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.config import SpeculativeConfig
 from layerskip.engines.deployment import (
     Deployment,
     Launch,
@@ -21,7 +20,6 @@ from layerskip.engines.deployment import (
     speculative_options,
     way_of_drafting,
 )
-from layerskip.heads.portable import count_medusa_heads
 from layerskip.models.target import described_precision
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -34,8 +32,8 @@ def launch_vllm(deployment: Deployment) -> Launch:
     """Return the start of vLLM, as of version 0.32: ``vllm serve`` with ``--speculative-config``.
 
     Its n-gram drafter copies from the first match. Suffix decoding is its counterpart of retrieval from earlier requests.
-    Heads are read in the layouts of EAGLE-1's authors and of Medusa's, and EAGLE-3's in its speculators format, which has
-    no EAGLE-1. The names of fields are those of ``vllm/config/speculative.py``.
+    Heads are read in the layout of EAGLE-1's authors, and EAGLE-3's in its speculators format, which has no EAGLE-1. The
+    names of fields are those of ``vllm/config/speculative.py``.
     """
     way, config = way_of_drafting(deployment, suffix=True), deployment.config
     differs, model = left_out(config, match="first"), deployment.model()
@@ -70,9 +68,6 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
         way: how the configuration drafts, see :func:`~layerskip.engines.deployment.way_of_drafting`.
         config: the configuration.
         model: returns the hub id or folder of what drafts; called if the way has a model or a head.
-
-    Raises:
-        Unsupported: a folder of Medusa heads does not state their number.
     """
     if way == "none":
         return {}
@@ -85,12 +80,6 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
             "suffix_decoding_max_spec_factor": config.tree_tokens / config.prompt_lookup_max,
             "suffix_decoding_min_token_prob": config.min_token_prob,
         }
-    if way == "medusa":  # vLLM would make up heads that are missing
-        try:
-            heads = count_medusa_heads(Path(config.head))
-        except ConfigError as error:
-            raise Unsupported(f"config.{error}") from None
-        found["num_speculative_tokens"] = min(config.num_speculative_tokens, heads)
     return found | {"model": model()} | ({"use_heterogeneous_vocab": True} if way == "cross_tokenizer" else {})
 
 
@@ -202,7 +191,7 @@ def launch_tensorrt_llm(deployment: Deployment) -> Launch:
     """Return the start of TensorRT-LLM, as of the documentation of its PyTorch backend of version 1.3: the Python class
     ``LLM``.
 
-    Its EAGLE is EAGLE-3's; heads of EAGLE-1 and Medusa are not loaded. A server takes the same fields from a file, as
+    Its EAGLE is EAGLE-3's; heads of EAGLE-1 are not loaded. A server takes the same fields from a file, as
     ``trtllm-serve MODEL --config FILE``.
     """
     way, config = way_of_drafting(deployment), deployment.config

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaModel
 
-from layerskip.config import ConfigError, check_integer
+from layerskip.config import ConfigError, check_integer, check_number
+from layerskip.heads.published_eagle import is_published, read_published
 from layerskip.models.attention import PLAIN
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_like
@@ -49,7 +50,8 @@ class AppendedEmbeddings(nn.Module):
 
 KIND = "eagle"
 MOST_BACK = 64  # the largest lookback, in tokens
-RMS_NORM_EPS = 1e-5
+# Rotary base of heads with lookback: most dimensions hardly rotate within a text, so that distant matches count, too.
+_LOOKBACK_BASE = 1e9
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,13 @@ class EagleShape:
         heads: number of attention heads.
         key_value_heads: number of key and value heads.
         head_dim: width of each head.
+        rope_theta: base of the rotary positions.
         vocabulary: number of the target's tokens that it may draft; None for all.
         lookback: number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for
             EAGLE's own attention, which reads only the output of the linear map.
+        rms_norm_eps: epsilon of the layer's norm.
+        bias: whether the linear map has a bias, as in some published heads.
+        attention_bias: whether queries, keys and values have a bias, as in published heads for Qwen2.
     """
 
     hidden: int
@@ -72,8 +78,12 @@ class EagleShape:
     heads: int
     key_value_heads: int
     head_dim: int
+    rope_theta: float
     vocabulary: int | None = None
     lookback: int = 0
+    rms_norm_eps: float = 1e-5
+    bias: bool = False
+    attention_bias: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "heads", "key_value_heads", "head_dim"):
@@ -84,6 +94,8 @@ class EagleShape:
         if self.vocabulary is not None:
             check_integer("vocabulary", self.vocabulary, 1)
         check_integer("lookback", self.lookback, 0, MOST_BACK)
+        check_number("rope_theta", self.rope_theta, 1.0, 1e12)
+        check_number("rms_norm_eps", self.rms_norm_eps, 0.0, 1.0)
 
     @classmethod
     def of(cls, target: Target, vocabulary: int | None = None, lookback: int = 0) -> EagleShape:
@@ -96,14 +108,10 @@ class EagleShape:
             heads,
             int(getattr(config, "num_key_value_heads", None) or heads),
             int(getattr(config, "head_dim", None) or hidden // heads),
+            _LOOKBACK_BASE if lookback else 10_000.0,
             vocabulary,
             lookback,
         )
-
-    @property
-    def rope_theta(self) -> float:
-        """The rotary base. With lookback most dimensions hardly rotate within a text, so that distant matches count, too."""
-        return 1e9 if self.lookback else 10_000.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -128,14 +136,16 @@ class EagleHead(nn.Module):
             head_dim=shape.head_dim,
             max_position_embeddings=2**20,
             rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-            rms_norm_eps=RMS_NORM_EPS,
+            rms_norm_eps=shape.rms_norm_eps,
+            attention_bias=shape.attention_bias,
         )
         config._attn_implementation = PLAIN
-        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
         self.body = LlamaModel(config)
         # EAGLE's published layer has no norm before its attention, and none after the layer.
         layer: Any = self.body.layers[0]
         layer.input_layernorm = nn.Identity()
+        layer.self_attn.o_proj.bias = None  # with attention_bias Llama's has one
         self.body.norm = nn.Identity()  # type: ignore[assignment]
         if shape.lookback:
             read = (1 + shape.lookback) * shape.hidden
@@ -201,15 +211,26 @@ def _widened(part: nn.Linear, more: int) -> nn.Linear:
     return wide
 
 
-def load_eagle(folder: str | Path, target: Target) -> EagleHead:
-    """Load a head in the target's dtype and on its device; refuse damaged ones and those of another target (ConfigError)."""
-    fields, weights = load_trained(folder, KIND, target)
-    damaged = f"head: {folder} is damaged:"
+def read_eagle(folder: Path, target: Target) -> tuple[EagleShape, dict[str, Tensor]]:
+    """Read the shape and the weights of a head, also in its authors' layout.
+
+    A head that is damaged or was made for another target is refused with a :class:`ConfigError`.
+    """
+    fields, weights = read_published(folder, target) if is_published(folder) else load_trained(folder, KIND, target)
     try:
-        head = EagleHead(EagleShape(**fields), weights.pop("tokens", None))
+        shape = EagleShape(**fields)
     except (ConfigError, TypeError) as error:
-        raise ConfigError(f"{damaged} its shape: {error}") from error
-    restore_weights(head, weights, damaged, ("tokens", "body.embed_tokens.weight"))
+        raise ConfigError(f"head: {folder} is damaged: its shape: {error}") from error
+    if shape.hidden != target.hidden:
+        raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} elements per token")
+    return shape, weights
+
+
+def load_eagle(folder: str | Path, target: Target) -> EagleHead:
+    """Load a head in the target's dtype and on its device; errors are those of :func:`read_eagle`."""
+    shape, weights = read_eagle(Path(folder), target)
+    head = EagleHead(shape, weights.pop("tokens", None))
+    restore_weights(head, weights, f"head: {folder} is damaged:", ("tokens", "body.embed_tokens.weight"))
     rotary: Any = head.body.rotary_emb
     frequencies = rotary.inv_freq.clone()
     head = head.to(target.device, target.model.dtype).eval()

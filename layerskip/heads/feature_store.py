@@ -137,14 +137,14 @@ class FeatureStore:
 @torch.inference_mode()
 def read_features(target: Target, tokens: tuple[int, ...]) -> Tensor:
     """Run the target over a text; return its hidden states at every token, ``[n, H]``."""
-    return _read(Readout(target, None), target, torch.tensor(tokens, device=target.device), last=1)[0]
+    return _read(target, torch.tensor(tokens, device=target.device), last=1)[0]
 
 
-def _read(readout: Readout, target: Target, tokens: Tensor, last: int) -> tuple[Tensor, Tensor]:
+def _read(target: Target, tokens: Tensor, last: int) -> tuple[Tensor, Tensor]:
     """Return the hidden states of tokens ``[n]`` int64, and the last logits ``[last, V]`` of the pass."""
-    features, cache = Features(readout.modules), KVCache(target.layers, tokens.shape[0], device=target.device)
+    features, cache = Features(), KVCache(target.layers, tokens.shape[0], device=target.device)
     logits = run_prefill(decoding_view(target.model), tokens, cache, last, features)
-    return features.read(), logits
+    return features.states, logits
 
 
 @torch.inference_mode()
@@ -152,9 +152,8 @@ def check_readout(target: Target) -> None:
     """Raise :class:`UnsupportedModel` unless a target's logits are its output layer applied to its last hidden states."""
     # Tokens from the middle of the vocabulary: special tokens at its ends have large errors in half precision.
     tokens = (target.vocabulary // 3 + 17 * torch.arange(_PROBE, device=target.device)) % target.vocabulary
-    readout = Readout(target, None)
-    hidden, logits = _read(readout, target, tokens, last=_PROBE)
-    if not nearly_equal(readout(hidden), logits):
+    hidden, logits = _read(target, tokens, last=_PROBE)
+    if not nearly_equal(Readout(target, None)(hidden), logits):
         raise UnsupportedModel(
             f"{target.architecture}: no head can be trained, as its logits are not its output layer applied to its last "
             "hidden states"

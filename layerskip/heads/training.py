@@ -1,9 +1,9 @@
 """Training losses of heads, and the acceptance of their drafts on stored hidden states.
 
-EAGLE and Medusa heads learn the target's next-token distribution from stored hidden states (distillation, arXiv 1503.02531,
-section 2). EAGLE heads are unrolled: after the target's hidden state they read their own, as they do when they draft several
-tokens in a row (training-time test, EAGLE-3, arXiv 2503.01840, section 3.2). The loss is computed a few rows at a time,
-because logits over a whole vocabulary are by far the largest tensors, and a few rows stay in a processor's caches.
+Heads learn the target's next-token distribution from stored hidden states (distillation, arXiv 1503.02531, section 2). They
+are unrolled: after the target's hidden state they read their own, as they do when they draft several tokens in a row
+(training-time test, EAGLE-3, arXiv 2503.01840, section 3.2). The loss is computed a few rows at a time, because logits over
+a whole vocabulary are by far the largest tensors, and a few rows stay in a processor's caches.
 
 During training a head is rescaled so that all its inputs have a root mean square of about 1: AdamW (arXiv 1711.05101) moves
 every weight by about the same amount, and embeddings are a twentieth as large as hidden states. A rescaled head computes the
@@ -24,7 +24,6 @@ from transformers import DynamicCache
 
 from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import TextFeatures
-from layerskip.heads.medusa import MedusaHeads
 from layerskip.heads.readout import Readout
 
 _OFFSET = 1e-3  # makes the rate of the first step positive
@@ -168,34 +167,28 @@ class HeadPrediction:
         hidden, target_hidden: ``[n, H]``: the predicted hidden states and the target's, which its output layer reads.
         tokens: ``[n]`` int64: the following token of the text.
         mask: ``[B, m]`` bool: the positions of the n rows, in order.
-        regressed: whether the predicted hidden states are trained to equal the target's.
     """
 
     hidden: Tensor
     target_hidden: Tensor
     tokens: Tensor
     mask: Tensor
-    regressed: bool
 
 
-def predict_tokens(head: EagleHead | MedusaHeads, embeddings: nn.Module, batch: Batch, steps: int) -> list[HeadPrediction]:
+def predict_tokens(head: EagleHead, embeddings: nn.Module, batch: Batch, steps: int) -> list[HeadPrediction]:
     """Predict the next ``steps`` tokens from every hidden state whose next token is to be predicted."""
     rows = batch.tokens.shape[1] - steps - 1
     if rows < 1:
         return []
-    if isinstance(head, EagleHead):
-        states = _unroll(head, embeddings, batch, rows, steps)
-    else:
-        states = list(head(batch.states[:, :rows]).unbind(-2))
     predictions = []
-    for step in range(min(steps, len(states))):
+    for step, states in enumerate(_unroll(head, embeddings, batch, rows, steps)):
         # Row i of a step predicts the hidden state at token i + step + 1, which predicts token i + step + 2.
         ahead = slice(step + 2, step + 2 + rows)
         mask = batch.predicted[:, ahead]
         target_hidden = batch.states[:, step + 1 : step + 1 + rows][mask]
-        hidden = states[step][mask] * batch.scaling.states
+        hidden = states[mask] * batch.scaling.states
         tokens = batch.tokens[:, ahead][mask]
-        predictions.append(HeadPrediction(hidden, target_hidden, tokens, mask, isinstance(head, EagleHead)))
+        predictions.append(HeadPrediction(hidden, target_hidden, tokens, mask))
     return predictions
 
 
@@ -226,15 +219,14 @@ def head_loss(predictions: Sequence[HeadPrediction], readout: Readout) -> Tensor
     for step, prediction in enumerate(predictions):
         if prediction.hidden.shape[0]:
             loss = cross_entropy(readout, prediction.hidden, prediction.target_hidden)
-            if prediction.regressed:
-                loss = loss + _FEATURE_WEIGHT * smooth_l1_loss(prediction.hidden.float(), prediction.target_hidden)
-            total = total + _DISCOUNT**step * loss
+            regression = smooth_l1_loss(prediction.hidden.float(), prediction.target_hidden)
+            total = total + _DISCOUNT**step * (loss + _FEATURE_WEIGHT * regression)
     return total
 
 
 @torch.no_grad()
 def acceptance(
-    head: EagleHead | MedusaHeads,
+    head: EagleHead,
     embeddings: nn.Module,
     readout: Readout,
     texts: Iterable[TextFeatures],

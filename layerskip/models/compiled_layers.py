@@ -49,7 +49,6 @@ MaskOf = Callable[[Any], Any]
 
 _log = logging.getLogger(__name__)
 _modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # compiled as if they were decoder layers
 _compiled: weakref.WeakKeyDictionary[nn.Module, CompiledLayers | None] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _unfused: set[tuple[type[nn.Module], torch.Size]] = set()
@@ -73,11 +72,6 @@ def compile_like(model: nn.Module, tree: nn.Module) -> None:
     _modes[tree] = compile_mode(model)
 
 
-def compile_whole(module: nn.Module) -> None:
-    """Declare that a module, called with one tensor, is compiled as if it were a decoder layer."""
-    _whole.add(module)
-
-
 def eager_only(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a replaced forward pass that compiled layers leave out, because their masks are converted already."""
     setattr(forward, _EAGER_ONLY, True)
@@ -86,8 +80,6 @@ def eager_only(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def path_of_layers(model: nn.Module) -> str | None:
     """Return the dotted name of the list of a model's decoder layers; None if there is no such list."""
-    if model in _whole:
-        return ""
     if not isinstance(model, PreTrainedModel):
         return None
     count = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -97,7 +89,7 @@ def path_of_layers(model: nn.Module) -> str | None:
 
 def compiled_layers(model: nn.Module) -> CompiledLayers | None:
     """Return the compiled layers of a model; None where layers are not compiled, or cannot be."""
-    if model in _refused or compile_mode(model) == "off" or not (isinstance(model, PreTrainedModel) or model in _whole):
+    if model in _refused or compile_mode(model) == "off" or not isinstance(model, PreTrainedModel):
         return None
     if not _on_gpu(next(model.parameters())):
         return None
@@ -283,7 +275,7 @@ def _fuse_parallel_layers(tree: nn.Module) -> None:
 
 
 class CompiledLayers:
-    """The compiled decoder layers, at ``path``, of a model or of a view of it; without a path, the whole model.
+    """The compiled decoder layers, at ``path``, of a model or of a view of it.
 
     A layer whose own forward pass was replaced, as one that is skipped, runs as it is. So does every layer in a pass of
     another thread, which may share the view and has a cache of its own.
@@ -306,7 +298,7 @@ class CompiledLayers:
     def _layers(self) -> nn.ModuleList:
         model = self._model()
         assert model is not None
-        layers = model.get_submodule(self._path) if self._path else nn.ModuleList([model])
+        layers = model.get_submodule(self._path)
         assert isinstance(layers, nn.ModuleList)
         return layers
 

@@ -9,48 +9,47 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from layerskip.models.compiled_layers import path_of_layers
 from layerskip.models.draft_head import OutputLayer
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.weights import is_split
 
 
 class Features:
-    """A collector of the outputs of some of a model's sub-modules, by their dotted names, in the last pass."""
+    """A collector of the hidden states that a model's output layer reads, which are the output of its body.
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        self.modules = tuple(modules)
-        self.parts: tuple[Tensor, ...] = ()
+    Attributes:
+        states: ``[n, H]``: those of the last pass.
+    """
+
+    states: Tensor
 
     @contextlib.contextmanager
     def collect(self, model: nn.Module) -> Iterator[None]:
-        """Collect from the passes of a model, or of a view of it, within the ``with`` block."""
-        outputs: dict[str, Tensor] = {}
+        """Collect from the pass of a model, or of a view of it, within the ``with`` block."""
 
-        def hook(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-            outputs[name] = output if isinstance(output, Tensor) else output[0]
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            self.states = output[0][0]
 
-        named = {name: model.get_submodule(name) for name in self.modules}
-        handles = [module.register_forward_hook(functools.partial(hook, name)) for name, module in named.items()]
+        handle = _body(model).register_forward_hook(hook)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-        self.parts = tuple(outputs[name] for name in self.modules)
-
-    def read(self) -> Tensor:
-        """Return the outputs of the last pass for each token, ``[n, F]``, concatenated over the modules."""
-        return torch.cat([part[0] for part in self.parts], dim=-1)
+            handle.remove()
 
 
-NO_FEATURES = Features(())
+def _body(model: nn.Module) -> nn.Module:
+    """Return a causal language model without its output layer."""
+    name = str(getattr(model, "base_model_prefix", ""))
+    # Llama 4's text model names a body that only its multimodal version has.
+    return model.get_submodule(name if hasattr(model, name) else (path_of_layers(model) or "").rpartition(".")[0])
 
 
 def forward(
@@ -59,7 +58,7 @@ def forward(
     cache: Cache,
     last: int,
     positions: Tensor | None = None,
-    features: Features = NO_FEATURES,
+    features: Features | None = None,
 ) -> Tensor:
     """Return the logits ``[last, V]``, in the model's dtype, of the last tokens of a block that starts at ``cache.length``.
 
@@ -69,21 +68,23 @@ def forward(
         cache: read up to ``length``, written after it.
         last: 0 to n.
         positions: ``[n]`` int64; None for consecutive positions from ``cache.length`` on.
-        features: collected during this pass.
+        features: collected during this pass; None for none.
     """
     if positions is None and isinstance(cache, CapturingCache) and isinstance(model, PreTrainedModel):
         layer = model.get_output_embeddings()  # heads have none: their passes read more than tokens
         if isinstance(layer, nn.Linear | OutputLayer) and cache.captures(model, tokens.shape[0]):
             reduced = layer if isinstance(layer, OutputLayer) else None
             return _captured_forward(model, reduced, tokens, cache, last, features)
-    if not features.modules:
-        return _forward(model, tokens, cache, last, positions)
-    with features.collect(model):
-        return _forward(model, tokens, cache, last, positions)
+    return _forward(model, tokens, cache, last, positions, features)
 
 
 def _captured_forward(
-    model: nn.Module, reduced: OutputLayer | None, tokens: Tensor, cache: CapturingCache, last: int, features: Features
+    model: nn.Module,
+    reduced: OutputLayer | None,
+    tokens: Tensor,
+    cache: CapturingCache,
+    last: int,
+    features: Features | None,
 ) -> Tensor:
     size, wanted = tokens.shape[0], last
     wide = _chain_width(size)
@@ -93,13 +94,14 @@ def _captured_forward(
         last = min(last, 1) * wide
 
     def compute(block: Tensor) -> tuple[Tensor, ...]:
-        with features.collect(model), contextlib.nullcontext() if reduced is None else reduced.with_reserved():
-            logits = _forward(model, block, cache, last)
-        return logits, *features.parts
+        with contextlib.nullcontext() if reduced is None else reduced.with_reserved():
+            logits = _forward(model, block, cache, last, None, features)
+        return (logits,) if features is None else (logits, features.states)
 
-    kind = last, features.modules, None if reduced is None else reduced.rows.reserve()
-    logits, *parts = cache.replay(model, kind, (tokens,), compute)
-    features.parts = tuple(part[..., :size, :] for part in parts)
+    kind = last, features is None, None if reduced is None else reduced.rows.reserve()
+    logits, *states = cache.replay(model, kind, (tokens,), compute)
+    if features is not None:
+        features.states = states[0][:size]
     rows = logits if last == wanted else logits[size - wanted : size]
     return rows[:, : None if reduced is None else reduced.weight.shape[0]]
 
@@ -108,7 +110,9 @@ def _chain_width(size: int) -> int:
     return size if size <= 2 else 4 if size <= 4 else padded_count(size)
 
 
-def _forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None = None) -> Tensor:
+def _forward(
+    model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None, features: Features | None
+) -> Tensor:
     size = tokens.shape[0]
     options: dict[str, Any] = {}
     if last < size and _has_logits_to_keep(type(model)):  # type: ignore[arg-type]
@@ -117,7 +121,8 @@ def _forward(model: nn.Module, tokens: Tensor, cache: Cache, last: int, position
         options["logits_to_keep"] = torch.arange(size - last, size, device="cpu" if is_split(model) else tokens.device)
     if positions is not None:
         options["position_ids"] = positions[None]
-    output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **options)
+    with contextlib.nullcontext() if features is None else features.collect(model):
+        output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **options)
     logits: Tensor = output.logits
     return logits[0, logits.shape[1] - last :]
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
-from layerskip.models.forward import NO_FEATURES, Features, forward
+from layerskip.models.forward import Features, forward
 from layerskip.models.positions import scaling_depends_on_length
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
@@ -31,7 +31,7 @@ def parts_of(count: int) -> list[slice]:
     return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1, features: Features = NO_FEATURES) -> Tensor:
+def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1, features: Features | None = None) -> Tensor:
     """Read a prompt: fill the cache after its length, advance the length, and return the logits of the last tokens.
 
     Args:
@@ -39,7 +39,7 @@ def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1,
         tokens: ``[n]`` int64.
         cache: the model's cache.
         last: the number of tokens to return logits for, at most 512 of a long prompt; ``[last, V]`` in the model's dtype.
-        features: collected for all tokens.
+        features: collected for all tokens; None for none.
     """
     count = tokens.shape[0]
     # A model that chooses its position scaling by the last position of a pass has another encoding in each part.
@@ -48,12 +48,13 @@ def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1,
     collected = []
     for part in parts:
         forward(model, tokens[part], cache, last=1, features=features)
-        collected.append(features.parts)
+        if features is not None:
+            collected.append(features.states)
         cache.length += part.stop - part.start
     logits = forward(model, tokens[end], cache, last=last, features=features)
     cache.length += end.stop - end.start
-    if collected:
-        features.parts = tuple(torch.cat(states, 1) for states in zip(*collected, features.parts, strict=True))
+    if features is not None:
+        features.states = torch.cat((*collected, features.states))
     return logits
 
 

@@ -30,7 +30,7 @@ _AS_HYDRA_READS = re.compile(r"""null|'(\\.|[^'\\])*'|"(\\.|[^"\\])*"|.*\$\{[^}]
 _PATHS = (
     *("outputs", "record", "config", "export", "output", "inspect", "model", "corpus", "begin_like", "warm_start", "path"),
     *("url", "plain", "draft", "folder", "python", "draft_folder", "cross_draft"),
-    *("eagle_head", "medusa_head", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
+    *("eagle_head", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
 )
 """Fields that hold a path, or a name of the user's choice, in addition to those that drafters declare."""
 
@@ -94,12 +94,9 @@ def _choose(name: str, choices: tuple[str, ...]) -> DictConfig:
 
 
 def store_drafters() -> None:
-    """Make ``drafter=<method>`` a choice for every registered method, and their benchmark rows the default contenders."""
+    """Make the benchmark rows of all registered methods the default contenders."""
     rows = {name: {"method": name, **method.row} for name, method in methods().items() if method.benchmark is not None}
-    store = ConfigStore.instance()
-    for method, row in rows.items():
-        store.store(name=method, group="drafter", node=row)
-    store.store(name="every_method", group="benchmark_contenders", node=rows)
+    ConfigStore.instance().store(name="every_method", group="benchmark_contenders", node=rows)
 
 
 def fields_of(path: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from searches.backends.vllm import refusal, vllm_config
 
 _SPECULATIVE = "speculative_config"
 _PLACES = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "draft_model", "head", _SPECULATIVE)
-_NEEDED = {"prompt_lookup": "num_speculative_tokens", "draft_model": "draft_model", "eagle": "head", "medusa": "head"}
+_NEEDED = {"prompt_lookup": "num_speculative_tokens", "draft_model": "draft_model", "eagle": "head"}
 """The place without which a command cannot draft with a method."""
 
 

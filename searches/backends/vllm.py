@@ -24,7 +24,8 @@ from layerskip.engines.deployment import Deployment, Unsupported, way_of_draftin
 from layerskip.engines.registry import API_SERVER, speculation
 from layerskip.export import attachment_digests
 from layerskip.files import atomic_folder, digest, short_name
-from layerskip.heads.portable import is_published, save_portable
+from layerskip.heads.portable import save_portable
+from layerskip.heads.published_eagle import is_published
 from layerskip.models.loading import WHEELS, load_draft
 from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter

@@ -1,26 +1,40 @@
-"""The training loop: learning rate, order of texts, evaluation, and checkpoints from which training resumes."""
+"""The training of a head: initialisation, learning rate, order of texts, evaluation, and checkpoints."""
 
 from __future__ import annotations
 
 import math
 import pickle
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from layerskip.device.memory import is_out_of_memory
 from layerskip.device.transfer import now
 from layerskip.device.trial import first_line
-from layerskip.files import atomic_write
-from layerskip.heads.portable import is_published
-from layerskip.heads.training import rate_factor
+from layerskip.files import atomic_write, digest
+from layerskip.heads.eagle import EagleHead
+from layerskip.heads.feature_store import FeatureStore, TextFeatures
+from layerskip.heads.induction import add_induction_heads
+from layerskip.heads.published_eagle import is_published
+from layerskip.heads.readout import Readout
+from layerskip.heads.training import (
+    UNSCALED,
+    Batch,
+    HeadScaling,
+    acceptance,
+    fit_linear,
+    head_loss,
+    predict_tokens,
+    rate_factor,
+)
+from layerskip.models.target import Target
 from layerskip.models.trained_module import has_trained
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
@@ -29,6 +43,10 @@ _WARMUP = 0.03  # share of the training during which the learning rate rises
 _CLIP = 1.0
 _MIN_SECONDS = 1e-3  # of training, if initialisation took all the time
 _LOSSES = 50  # steps over which the loss is averaged
+_SCALED = 32  # texts from which the scale of hidden states is estimated
+_VALIDATION = 32  # the most validation texts; one text in twenty is one
+# Share of the training for the next token only: such a step takes a third of the time, and later tokens depend on it.
+_NEXT_ONLY = 0.6
 
 
 @dataclass(frozen=True)
@@ -37,12 +55,12 @@ class TrainingCheckpoint:
 
     Args:
         identity: digest of everything that the training depends on.
-        settings_digest: digest of the part of it that is known before texts are written; "" if it is not checked that early.
+        settings_digest: digest of the part of it that is known before texts are written.
     """
 
     path: Path
     identity: str
-    settings_digest: str = ""
+    settings_digest: str
 
 
 def check_training_folder(folder: Path, settings_digest: str) -> None:
@@ -66,27 +84,44 @@ def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-class Trainer(ABC):
-    """Trainer of a module, which resumes from its checkpoint.
+class HeadTrainer:
+    """Trainer of a head in scaled units (:mod:`layerskip.heads.training`), which resumes from its checkpoint.
 
     Attributes:
+        texts: the number of texts that it trains on; the store's others are for validation.
         seconds: that initialisation and steps took.
         evaluation_seconds: further seconds that evaluation took.
     """
 
-    def __init__(self, config: DictConfig, module: nn.Module, texts: int, checkpoint: TrainingCheckpoint) -> None:
-        self.config, self.module, self.texts, self.checkpoint = config, module, texts, checkpoint
-        self.device = next(module.parameters()).device
-        self.texts_per_step = min(int(config.texts_per_step), texts)
-        self.optimiser = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=0.01)
+    def __init__(
+        self,
+        config: DictConfig,
+        head: EagleHead,
+        target: Target,
+        store: FeatureStore,
+        held_out: list[TextFeatures],
+        checkpoint: TrainingCheckpoint,
+    ) -> None:
+        self.config, self.device, self.store, self._held_out = config, target.device, store, held_out
+        self.head = head.to(self.device).float().train()
+        self.embeddings = target.model.get_input_embeddings()
+        self.readout = Readout(target, head.tokens)
+        self._autocast = target.dtype == "bfloat16"
+        self.texts = len(store) - min(_VALIDATION, len(store) // 20)
+        self.texts_per_step = min(int(config.texts_per_step), self.texts)
+        self.optimiser = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds, self._start_seconds = 0, 0.0, 0.0
         self.evaluation_seconds = 0.0
+        self._scaling = HeadScaling.of(head, self.embeddings, (store[index] for index in range(min(_SCALED, self.texts))))
+        identity = digest([checkpoint.identity, self._scaling.embeddings, self._scaling.states])
+        self.checkpoint = replace(checkpoint, identity=identity)
         if checkpoint.path.exists():
             state = _read(checkpoint.path)
-            if state.get("identity") != checkpoint.identity:
+            if state.get("identity") != identity:
                 folder = checkpoint.path.parent
                 raise InputError(f"head: {folder} holds another training, or one of other texts; name another folder")
-            module.load_state_dict(state["head"])
+            self._scaling.apply(head)  # scales what the checkpoint does not hold; it holds scaled weights
+            head.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds, self._start_seconds = state["step"], state["seconds"], state["begun"]
             self.evaluation_seconds = state["judging"]
@@ -96,17 +131,35 @@ class Trainer(ABC):
             self.seconds = self._start_seconds = time.monotonic() - start
             self.save()  # reading texts and fitting a closed form take minutes
 
-    @abstractmethod
     def initialise(self) -> None:
-        """Set the state from which training begins."""
+        """Fit the linear map in closed form, and add induction heads if the head looks back."""
+        fit_linear(self.head, self.embeddings, (self.store[index] for index in range(self.texts)))
+        tokens = torch.cat([self.store.tokens(index) for index in range(self.texts)])
+        add_induction_heads(self.head, self.embeddings, self.readout, tokens)
+        self._scaling.apply(self.head)
 
-    @abstractmethod
+    def unscale(self) -> None:
+        """Give the head the target's own scale, in which it is saved."""
+        self._scaling.inverse.apply(self.head)
+        self._scaling = UNSCALED
+
     def loss(self, indices: list[int]) -> Tensor:
         """Return the loss on some of the texts."""
+        batch = Batch.of([self.store[index] for index in indices], self.device, self._scaling, whole=True)
+        steps = 1 if self.progress < _NEXT_ONLY else int(self.config.unroll)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
+            return head_loss(predict_tokens(self.head, self.embeddings, batch, steps), self.readout)
 
-    @abstractmethod
     def evaluate(self) -> list[float]:
-        """Return the acceptance rate of each further drafted token on held-out prompts, after a right draft so far."""
+        """Return the acceptance rates on held-out prompts."""
+        return self.acceptance(self._held_out)
+
+    def acceptance(self, texts: Iterable[TextFeatures]) -> list[float]:
+        """Return the acceptance rate of each further drafted token after right ones; the head's vocabulary alone drafts."""
+        self.head.eval()
+        rates = acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
+        self.head.train()
+        return rates
 
     @property
     def progress(self) -> float:
@@ -126,7 +179,7 @@ class Trainer(ABC):
         loss = self.loss(self._next_texts())
         self.optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(self.head.parameters(), _CLIP)
         values = torch.stack((loss.detach().float(), norm.float())).tolist()  # both in one synchronisation with the device
         if not all(map(math.isfinite, values)):
             raise InputError(
@@ -138,8 +191,8 @@ class Trainer(ABC):
         self.seconds += now(self.device) - start
         return float(values[0])
 
-    def train(self, tracker: Tracker | None) -> None:
-        """Train to the end with regular checkpoints, and evaluate at each if there is a tracker."""
+    def train(self, tracker: Tracker) -> None:
+        """Train to the end with regular checkpoints, and evaluate at each."""
         saved = time.monotonic()
         losses: list[float] = []
         form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"  # of steps or seconds, whichever end first
@@ -150,8 +203,7 @@ class Trainer(ABC):
                 bar.set_postfix_str(f"step {self.step}, loss {sum(losses) / len(losses):.3f}")
                 if time.monotonic() - saved >= self.config.save_seconds or self.progress >= 1.0:
                     self.save()
-                    if tracker is not None:
-                        self._log(tracker, sum(losses) / len(losses))
+                    self._log(tracker, sum(losses) / len(losses))
                     saved = time.monotonic()
 
     def _log(self, tracker: Tracker, loss: float) -> None:
@@ -166,7 +218,7 @@ class Trainer(ABC):
 
     def save(self) -> None:
         """Write the checkpoint, completely or not at all."""
-        state: dict[str, Any] = {"head": self.module.state_dict(), "optimiser": self.optimiser.state_dict()}
+        state: dict[str, Any] = {"head": self.head.state_dict(), "optimiser": self.optimiser.state_dict()}
         state |= {"step": self.step, "seconds": self.seconds, "begun": self._start_seconds}
         state |= {"judging": self.evaluation_seconds}
         state |= {"identity": self.checkpoint.identity, "asked": self.checkpoint.settings_digest}

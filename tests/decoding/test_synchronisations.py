@@ -126,7 +126,7 @@ def _eagle_trees(target: Target) -> Drafter:
     return Eagle(eagle_head("llama"), target.model.get_input_embeddings(), readout, 3, StopRule(), 3, 7, 0.02)
 
 
-METHODS = ("none", *SECONDS, "draft_model", "eagle", "medusa")
+METHODS = ("none", *SECONDS, "draft_model", "eagle")
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     **{method: partial(member_of, method) for method in (*METHODS, "cascade")},
     "siblings": lambda target: build_drafter(SpeculativeConfig.from_dict(SKIP | {"siblings": 2}), target),

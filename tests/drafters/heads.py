@@ -11,7 +11,6 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.feature_store import TextFeatures, read_features
 from layerskip.heads.induction import add_induction_heads
-from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import Batch, head_loss, predict_tokens
 from layerskip.models.target import Target
@@ -46,22 +45,9 @@ def eagle_head(family: str, vocabulary: int | None = None, lookback: int = 0) ->
     tokens = None if vocabulary is None else torch.arange(tiny(family).vocabulary - vocabulary, tiny(family).vocabulary)
     torch.manual_seed(0)
     head = EagleHead(EagleShape.of(tiny(family), vocabulary, lookback), tokens).to(DEVICE)
-    readout = Readout(tiny(family), head.tokens)
-    tokens_seen = torch.cat([text.tokens for text in feature_texts(family)])
-    add_induction_heads(head, tiny(family).model.get_input_embeddings(), readout, tokens_seen)
-    return _trained(family, head)
-
-
-@functools.cache
-def medusa_heads(family: str) -> MedusaHeads:
-    """Returns trained Medusa heads."""
-    target = tiny(family)
-    return _trained(family, MedusaHeads(MedusaShape(target.hidden, UNROLL)).to(DEVICE))
-
-
-def _trained(family: str, head: EagleHead | MedusaHeads):  # type: ignore[no-untyped-def]
     target, texts = tiny(family), feature_texts(family)
     embeddings, readout = target.model.get_input_embeddings(), Readout(target, head.tokens)
+    add_induction_heads(head, embeddings, readout, torch.cat([text.tokens for text in texts]))
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3)
     for step in range(30):
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(step)).tolist()

@@ -15,12 +15,11 @@ from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
-from layerskip.drafters.medusa import Medusa
 from layerskip.drafters.registry import build_drafter
 from layerskip.heads.readout import Readout
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
-from tests.drafters.heads import eagle_head, medusa_heads
+from tests.drafters.heads import eagle_head
 
 LETTERS = string.ascii_lowercase
 LOOKUP = {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
@@ -62,8 +61,6 @@ def member_of(method: str, target: Target) -> Drafter:
     if method == "eagle":
         head = eagle_head("llama")
         return Eagle(head, target.model.get_input_embeddings(), Readout(target, head.tokens), 3, StopRule())
-    if method == "medusa":
-        return Medusa(medusa_heads("llama"), Readout(target, None), 3, 4, 20, 0.01)
     if method == "draft_model":
         return DraftModel(decoding_view(target.model), target.layers, 3, StopRule())
     letters = spelling(LETTERS[: target.vocabulary])

@@ -100,7 +100,7 @@ class Often(Member):
         return Draft.of_lookup([1][: self.rounds % 3], [-1][: self.rounds % 3], context.last.device)
 
 
-TRAINED = ("eagle", "medusa", "draft_model", "cross_tokenizer")
+TRAINED = ("eagle", "draft_model", "cross_tokenizer")
 
 
 @pytest.mark.parametrize("method", [*SECONDS, *TRAINED])

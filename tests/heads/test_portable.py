@@ -10,24 +10,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch import nn
 
 from layerskip import SpeculativeConfig
 from layerskip.config import ConfigError
 from layerskip.engines.registry import describe_engines
 from layerskip.heads.eagle import EagleHead, EagleShape, load_eagle
-from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.portable import save_portable, why_not_portable
-from layerskip.heads.readout import Readout
 from layerskip.models.loading import load_target
 from layerskip.models.target import Target
 from layerskip.models.trained_module import save_trained
 from tests.engines.known import deployment
+from tests.heads.test_published_eagle import eagle_reference
 from tests.tiny import VOCABULARY, save_tiny
-
-FEW = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(3))[:40]
-"""A part of the vocabulary, in any order."""
 
 
 def _eagle(target: Target, folder: Path, lookback: int = 0) -> EagleHead:
@@ -41,35 +36,6 @@ def _eagle(target: Target, folder: Path, lookback: int = 0) -> EagleHead:
     return head
 
 
-def _eagle_reference(weights: dict[str, Tensor], shape: EagleShape, embedded: Tensor, states: Tensor) -> Tensor:
-    """EAGLE-1's model in plain torch (arXiv 2401.15077, section 4.1, and its authors' configuration).
-
-    A linear map of embeddings and states, in this order, and one Llama layer with a norm before its MLP alone.
-    """
-
-    def linear(name: str, of: Tensor) -> Tensor:
-        return nn.functional.linear(of, weights[f"layers.0.{name}_proj.weight"])
-
-    fused = nn.functional.linear(torch.cat((embedded, states), -1), weights["fc.weight"], weights.get("fc.bias"))
-    n, width = fused.shape[1], shape.head_dim
-    angles = torch.outer(torch.arange(n), shape.rope_theta ** -(torch.arange(0, width, 2) / width))
-    cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
-
-    def heads(name: str, count: int, turned: bool) -> Tensor:
-        split = linear(f"self_attn.{name}", fused).view(1, n, count, width).transpose(1, 2)
-        half = torch.cat((-split[..., width // 2 :], split[..., : width // 2]), -1)
-        return (split * cos + half * sin if turned else split).repeat_interleave(shape.heads // count, 1)
-
-    query, key = heads("q", shape.heads, True), heads("k", shape.key_value_heads, True)
-    value = heads("v", shape.key_value_heads, False)
-    scores = query @ key.transpose(2, 3) / width**0.5 + torch.full((n, n), float("-inf")).triu(1)
-    mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(1, n, shape.heads * width)
-    after = fused + linear("self_attn.o", mixed)
-    normed = after * (after.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    normed = normed * weights["layers.0.post_attention_layernorm.weight"]
-    return after + linear("mlp.down", silu(linear("mlp.gate", normed)) * linear("mlp.up", normed))
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_eagle_head_computes_the_same_from_an_engines_layout(tiny_target: Target, tmp_path: Path, engine: str) -> None:
@@ -81,7 +47,9 @@ def test_an_eagle_head_computes_the_same_from_an_engines_layout(tiny_target: Tar
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     own = weights["embed_tokens.weight"][tokens] if engine == "vllm" else embedded
-    assert torch.allclose(_eagle_reference(weights, head.shape, own, features), head(embedded, features), atol=1e-4)
+    expected = head(embedded, features)
+    assert torch.allclose(eagle_reference(weights, head.shape, own, features), expected, atol=1e-4)
+    assert torch.allclose(load_eagle(folder, tiny_target)(embedded, features), expected, atol=1e-4)
     assert ("fc.bias" in weights, "embed_tokens.weight" in weights) == (engine == "sglang", engine == "vllm")
     names = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
     assert (config["architectures"], config["model_type"]) == ([names[engine]], "llama")
@@ -100,29 +68,6 @@ def test_embeddings_that_the_target_changes_are_stored(tmp_path: Path) -> None:
     assert torch.allclose(stored, table * scaled.hidden**0.5, rtol=1e-2) and not torch.equal(stored, table)
 
 
-@torch.inference_mode()
-def test_medusa_heads_have_the_same_logits_in_vllms_layout(tiny_target: Target, tmp_path: Path) -> None:
-    heads = MedusaHeads(MedusaShape(tiny_target.hidden, 2, len(FEW)), FEW)
-    for name, weight in heads.named_parameters():
-        nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(len(name)))
-    save_trained(tmp_path / "head", "medusa", heads.shape.to_dict(), dict(heads.state_dict()), tiny_target, {})
-    folder = save_portable(tmp_path / "head", tmp_path / "vllm", tiny_target)
-    stored = load_file(folder / "model.safetensors")
-    hidden = torch.randn(tiny_target.hidden)
-    expected = Readout(tiny_target, FEW)(heads(hidden[None])[0])
-    for index in range(2):
-        block = f"blocks.{index}.layers.0"
-        moved = hidden + silu(stored[f"{block}.weight"] @ hidden + stored[f"{block}.bias"])
-        assert torch.allclose(stored["lm_head.weight"] @ moved, expected[index], atol=1e-4)
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["num_heads"], config["truncated_vocab_size"]) == (2, len(FEW))
-    assert (config["medusa_fc_bias"], config["original_lm_head"]) == (True, True)
-    assert torch.equal(stored["token_map"], FEW)
-    for head in (tmp_path / "head", folder):
-        config = SpeculativeConfig("medusa", 6, head=str(head))
-        assert describe_engines(deployment(config))["vllm"]["arguments"]["num_speculative_tokens"] == 2
-
-
 def test_heads_that_engines_do_not_load_are_refused_with_the_reason(tiny_target: Target, tmp_path: Path) -> None:
     _eagle(tiny_target, tmp_path / "looking", lookback=2)
     with pytest.raises(ConfigError, match="^head: .*lookback=0"):
@@ -136,8 +81,6 @@ def test_heads_that_engines_do_not_load_are_refused_with_the_reason(tiny_target:
         save_portable(folder, tmp_path / "again", tiny_target)
     with pytest.raises(ConfigError, match="^engine: llama_cpp"):
         save_portable(tmp_path / "head", tmp_path / "other", tiny_target, "llama_cpp")
-    with pytest.raises(ConfigError, match=f"^head: cannot read {folder}: "):
-        load_eagle(folder, tiny_target)
     assert why_not_portable(folder) is None
     assert "cannot read" in str(why_not_portable(tmp_path / "absent"))
 

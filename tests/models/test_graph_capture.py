@@ -88,15 +88,15 @@ def test_views_and_features_have_captured_passes_of_their_own() -> None:
     model, tokens = build("llama"), tokens_of(20)
     views = [decoding_view(model), skip_view(model, SkipMask.parse("attention:1;mlp:2", LAYERS))]
     cache, plain = filled(acquired(model), views[0], tokens[:10])
-    features = Features(("model.layers.1", "model.layers.3"))
+    features = Features()
     for start in (10, 13, 11):
         block = tokens[start : start + 3]
         for view in views:
             assert_close(forward(view, block, cache, last=2), forward(view, block, plain, last=2))
         forward(views[0], block, cache, last=3, features=features)
-        actual = features.read()
+        actual = features.states
         forward(views[0], block, plain, last=3, features=features)
-        assert_close(actual, features.read())
+        assert_close(actual, features.states)
 
 
 @torch.inference_mode()

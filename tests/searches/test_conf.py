@@ -53,7 +53,7 @@ def test_a_choice_composes_and_builds(leaf: str) -> None:
 
 @pytest.mark.parametrize("method", [method.name for method in methods().values() if method.benchmark is not None])
 def test_every_drafter_is_a_contender_of_the_benchmark(method: str) -> None:
-    folders = [f"{part}=some/folder" for part in ("draft_folder", "cross_draft", "eagle_head", "medusa_head")]
+    folders = [f"{part}=some/folder" for part in ("draft_folder", "cross_draft", "eagle_head")]
     config = compose_config("benchmark", ["contenders.layer_skip.mask=layers:15-29", *folders])
     fields = {key: value for key, value in config.contenders[method].items() if key != "rival"}
     assert SpeculativeConfig.from_dict(instantiate(fields)).method == method

@@ -21,7 +21,7 @@ from layerskip import SpeculativeConfig, generate, load_target
 from layerskip.files import digest
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
-from searches.training.trainer import Trainer
+from searches.training.trainer import HeadTrainer
 from tests.accelerator import DEVICE
 from tests.disk import fill
 from tests.searches.conftest import Launch
@@ -87,9 +87,8 @@ def _check_refused(done: subprocess.CompletedProcess[str], message: str) -> None
     assert last.startswith("error: ") and message in last
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path, train: Train) -> None:
-    done = train(f"drafter={kind}")
+def test_a_head_is_trained_and_drafts(model: Path, tmp_path: Path, train: Train) -> None:
+    done = train()
     assert done.returncode == 0, done.stderr
     about = _trained(tmp_path / "h")
     assert about["training"]["steps_done"] == 60
@@ -101,13 +100,13 @@ def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path, tr
     assert about["training"]["texts_seconds"] == sum(seconds for *_, seconds in written) > 0
     assert about["target"]["architecture"] == "LlamaForCausalLM"
     assert about["shape"]["vocabulary"] == 64
-    assert about["shape"].get("lookback", 0) == (2 if kind == "eagle" else 0)
+    assert about["shape"]["lookback"] == 2
     weights = (tmp_path / "h" / "head.safetensors").read_bytes()
-    _check_drafts(model, method=kind, head=str(tmp_path / "h"))
+    _check_drafts(model, method="eagle", head=str(tmp_path / "h"))
     (run,) = runs(sqlite(tmp_path), "training")
     assert run.info.status == "FINISHED"
     assert {"loss", "held_out_acceptance_at_01", "held_out_acceptance_at_03"} <= set(run.data.metrics)
-    assert train(f"drafter={kind}").returncode == 0
+    assert train().returncode == 0
     assert _trained(tmp_path / "h")["training"] == about["training"]
     assert (tmp_path / "h" / "head.safetensors").read_bytes() == weights
 
@@ -182,16 +181,16 @@ def test_a_disk_that_fills_up_ends_with_one_line_and_the_training_resumes(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, train: Train
 ) -> None:
     """torch reports no reason if it cannot write."""
-    save, saved = Trainer.save, []
+    save, saved = HeadTrainer.save, []
 
-    def save_on_a_full_disk(self: Trainer) -> None:
+    def save_on_a_full_disk(self: HeadTrainer) -> None:
         if len(saved) == 2:
             fill(small_disk, leave=50_000)
         saved.append(self.step)
         save(self)
 
     few = ("save_seconds=0.001", "feature_bytes=1000000")
-    monkeypatch.setattr(Trainer, "save", save_on_a_full_disk)
+    monkeypatch.setattr(HeadTrainer, "save", save_on_a_full_disk)
     done = train(*few, outputs=small_disk)
     file = small_disk / "h" / "training.pt"
     assert done.returncode == 2, done.stderr
@@ -199,7 +198,7 @@ def test_a_disk_that_fills_up_ends_with_one_line_and_the_training_resumes(
     assert [path.name for path in file.parent.iterdir()] == ["training.pt"]
     assert torch.load(file, weights_only=True)["step"] == saved[1]
     (small_disk / "ballast").unlink()
-    monkeypatch.setattr(Trainer, "save", save)
+    monkeypatch.setattr(HeadTrainer, "save", save)
     done = train(*few, outputs=small_disk)
     assert done.returncode == 0, done.stderr
     assert _trained(small_disk / "h")["training"]["steps_done"] == 60
@@ -215,7 +214,6 @@ def test_the_disk_must_have_room_for_hidden_states(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("drafter=prompt_lookup", "drafter"),
         ("steps=0", "steps"),
         ("learning_rate=2.0", "learning_rate"),
         ("begin_like=nothing.jsonl", "begin_like"),

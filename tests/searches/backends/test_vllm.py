@@ -74,7 +74,7 @@ def test_each_method_is_supported_or_refused_in_one_line(tiny_target: Target) ->
     backend, without = VllmBackend(tiny_target), VllmBackend(tiny_target)
     backend._installed, without._installed = {"arctic_inference": True}, {"arctic_inference": False}
     reasons = {method: backend.supports(method) for method in methods()}
-    supported = {"none", "prompt_lookup", "retrieval", "draft_model", "cross_tokenizer", "eagle", "medusa"}
+    supported = {"none", "prompt_lookup", "retrieval", "draft_model", "cross_tokenizer", "eagle"}
     assert {method for method, reason in reasons.items() if reason is None} == supported
     assert "save_draft_checkpoint" in str(reasons["layer_skip"])
     assert reasons["token_recycling"] == "vLLM has no counterpart of token_recycling"

@@ -55,15 +55,14 @@ def _config(method: str, target: Target, folder: Path, launch: Launch) -> Specul
         return SpeculativeConfig(method, 2, draft_model=str(draft))
     lines = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
     (folder / "few.jsonl").write_text(lines, encoding="utf-8")
-    options = (f"drafter={method}", f"head={folder}/head", f"target.path={target.name}")
+    options = (f"head={folder}/head", f"target.path={target.name}")
     more = (f"outputs={tracked(folder / 'outputs')}", "prompts=jsonl", "prompts.path=few.jsonl")
     done = launch("train", *_TRAINING, *options, *more, cwd=folder)
     assert done.returncode == 0, done.stderr
-    chains = {"min_token_prob": 0.0} if method == "medusa" else {}  # of the likeliest tokens, as vLLM drafts
-    return SpeculativeConfig(method, 2, head=f"{folder}/head", top_k=1, **chains)
+    return SpeculativeConfig(method, 2, head=f"{folder}/head", top_k=1)
 
 
-_LIKE_OURS = ("draft_model", "eagle", "medusa")  # they draft there what they draft here
+_LIKE_OURS = ("draft_model", "eagle")  # they draft there what they draft here
 _METHODS = ("prompt_lookup", "retrieval", "cross_tokenizer", *_LIKE_OURS)
 
 

@@ -25,7 +25,6 @@ PATHS = {
     "draft_model": {"draft_model": ("some/draft",)},
     "cross_tokenizer": {"draft_model": ("other/draft",)},
     "eagle": {"head": ("e",)},
-    "medusa": {"head": ("m",)},
 }
 SPACE = SearchSpace(layers=12, ranges=PATHS)
 SECONDS = [
@@ -57,7 +56,6 @@ def drawn(space: SearchSpace, count: int) -> list[Config]:
         Config("lookahead", 3, window=6, guess_set_size=5),
         Config("draft_model", 2, draft_model="some/draft", stop=StopRule("adaptive", 0.6)),
         Config("eagle", 5, head="e", top_k=3, tree_tokens=9, min_token_prob=0.02),
-        Config("medusa", 3, head="m", top_k=5, tree_tokens=20, min_token_prob=0.1),
         *(Config("cascade", members=(Config("prompt_lookup", 3, prompt_lookup_max=3), second)) for second in SECONDS),
     ],
 )
@@ -78,7 +76,7 @@ def test_trees_are_left_out_if_the_target_cannot_verify_them(capsys: pytest.Capt
     space = drop_unsupported(SPACE, Target(build("gpt_neo")))
     known = ("none", "prompt_lookup", "layer_skip", "eagle", "draft_model", "cross_tokenizer", "cascade")
     assert space.available_methods == known
-    left_out = "lookahead, medusa, trees of layer_skip, trees of eagle left out: GPTNeoForCausalLM: cannot verify trees"
+    left_out = "lookahead, trees of layer_skip, trees of eagle left out: GPTNeoForCausalLM: cannot verify trees"
     assert left_out in capsys.readouterr().out
     configs = [*starting_points(space), *drawn(space, 100)]
     assert {config.method for config in configs} == set(known)
@@ -92,7 +90,7 @@ def test_methods_are_available_that_the_space_has_parts_for() -> None:
     few = SearchSpace(layers=12, methods=("prompt_lookup", "lookahead", "eagle", "cascade"))
     assert few.second_methods == ("lookahead",)
     assert few.available_methods == ("none", "prompt_lookup", "lookahead", "cascade")
-    assert not {"eagle", "medusa", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).available_methods)
+    assert not {"eagle", "draft_model", "cross_tokenizer"} & set(SearchSpace(layers=12).available_methods)
 
 
 def test_a_study_resumes_with_its_stored_costs() -> None:
@@ -142,11 +140,11 @@ def test_the_best_predicted_mask_is_tried_after_a_lookup() -> None:
 
 
 @pytest.mark.parametrize("trees", [True, False])
-def test_the_first_head_of_each_method_is_tried_after_a_lookup(trees: bool) -> None:
-    heads = {"eagle": {"head": ("one", "other")}, "medusa": {"head": ("third",)}}
+def test_the_first_head_is_tried_after_a_lookup(trees: bool) -> None:
+    heads = {"eagle": {"head": ("one", "other")}}
     seconds = _cascades(SearchSpace(layers=12, methods=METHODS, trees=trees, ranges=heads))
     tried = [(second.method, second.head, second.top_k > 1) for second in seconds if second.head]
-    assert tried == ([("medusa", "third", True), ("eagle", "one", True)] if trees else [("eagle", "one", False)])
+    assert tried == [("eagle", "one", trees)]
 
 
 def test_cascades_have_the_costs_of_the_space() -> None:
@@ -175,7 +173,7 @@ def test_every_space_with_cascades_has_one_among_its_starting_points(method: str
         ({"ranges": {"layer_skip": {"num_speculative_tokens": (0, 4)}}}, "ranges.layer_skip.num_speculative_tokens"),
         ({"ranges": {"layer_skip": {"num_speculative_tokens": 4}}}, "ranges.layer_skip.num_speculative_tokens"),
         ({"ranges": {"prompt_lookup": {"prompt_lookup_min": (3, 2)}}}, "ranges.prompt_lookup.prompt_lookup_min"),
-        ({"ranges": {"medusa": {"min_token_prob": (0, 0.5)}}}, "ranges.medusa.min_token_prob"),
+        ({"ranges": {"eagle": {"min_token_prob": (0, 0.5)}}}, "ranges.eagle.min_token_prob"),
         ({"protect_first": -1}, "protect_first"),
         ({"protect_first": 6, "protect_last": 6}, "protect_first"),
         ({"masks": ("layers:40",)}, "masks"),
@@ -195,7 +193,7 @@ def test_a_field_is_chosen_from_the_ranges_of_its_method() -> None:
     assert {stop.method for stop in chains} == {"threshold"}
     assert {stop.threshold for stop in chains} <= {round(0.1 + 0.05 * step, 2) for step in range(17)}  # those of scans
     assert {config.match for config in found if config.method == "prompt_lookup"} == {"first"}
-    assert len({config.num_speculative_tokens for config in found if config.method == "medusa"}) > 1
+    assert len({config.num_speculative_tokens for config in found if config.method == "token_recycling"}) > 1
     starts = [(config.num_speculative_tokens, config.top_k, config.stop.method) for config in narrow.starts("eagle")]
     assert starts == [(7, 4, "length"), (7, 1, "threshold")]
 

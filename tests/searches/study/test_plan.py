@@ -48,13 +48,11 @@ def test_another_draft_model_or_head_in_the_same_folder_is_another_study(tmp_pat
 
 
 def test_heads_draft_chains_if_trees_cannot_be_verified(tmp_path: Path) -> None:
-    """Heads that only draft trees are not loaded."""
     model = save_tiny(tmp_path / "model", "gpt_neo")
     target = load_target(str(model), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(target))
     save_trained(tmp_path / "head", KIND, head.shape.to_dict(), head.weights(), target, {})
-    heads = f"space.ranges.eagle.head=[{tmp_path / 'head'}]", "space.ranges.medusa.head=[/there/is/none]"
-    planned = _plan(model, *heads, "space.methods=[none,eagle,medusa]")
+    planned = _plan(model, f"space.ranges.eagle.head=[{tmp_path / 'head'}]", "space.methods=[none,eagle]")
     assert planned.space.available_methods == ("none", "eagle")
     chain = SpeculativeConfig("eagle", 3, head=planned.space.values("eagle", "head")[0], top_k=1)
     plain = generate(target, "a prompt", max_new_tokens=12)
@@ -97,7 +95,7 @@ def test_methods_without_a_head_or_a_draft_model_are_printed_and_left_out(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _plan(tiny_folder, "experiment=all_drafters")
-    empty = {"medusa": "head", "eagle": "head", "draft_model": "draft_model", "cross_tokenizer": "draft_model"}
+    empty = {"eagle": "head", "draft_model": "draft_model", "cross_tokenizer": "draft_model"}
     fields = [f"{method} (space.ranges.{method}.{field} is empty)" for method, field in empty.items()]
     unpacked = "space.methods: quantized left out: its weights are not packed on a CPU\n"
     assert capsys.readouterr().out == f"space.methods: left out: {', '.join(fields)}\n{unpacked}"
