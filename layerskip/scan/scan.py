@@ -11,22 +11,17 @@
 
 The replay is exact for greedy decoding and an expectation for sampled decoding. A stop rule may also need the confidences
 of a draft after its first wrong token; these are scanned later, when a replay needs them.
-
-A scan also offers candidate masks: those that keep the hidden states most similar to the whole model's. CLaSp (arXiv
-2505.24196), algorithm 1: a dynamic programme keeps, layer by layer and for every number of skipped layers, the hidden states
-closest to the whole model's, with the layer run or skipped. Here similarity is the mean cosine over many positions.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from layerskip.config import StopRule
 from layerskip.decoding.sampling import Sampling
@@ -40,37 +35,6 @@ from layerskip.scan.replay import CHAIN, Branching, Counts, Trace, count, expect
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.text_batch import Start, StartPack, TextBatch
 from layerskip.texts.continuations import Continuation
-
-
-@torch.inference_mode()
-def similar_masks(
-    layers: Sequence[Callable[[Tensor], Tensor]], states: Sequence[Tensor], skippable: Collection[int], maximum: int
-) -> list[SkipMask]:
-    """Find the best mask for every number of skipped layers from 1 to ``maximum``.
-
-    Args:
-        layers: functions that each run one layer on hidden states ``[1, R, H]``.
-        states: the whole model's hidden states, before the first layer and after each; one more than ``layers``.
-    """
-    best: list[tuple[Tensor, tuple[int, ...]]] = [(states[0], ())]
-    for index, layer in enumerate(layers):
-        following: list[tuple[Tensor, tuple[int, ...]]] = []
-        for size in range(min(len(best) + 1, maximum + 1)):
-            candidates = []
-            if size < len(best):
-                hidden, skipped = best[size]
-                candidates.append((layer(hidden), skipped))
-            if size > 0 and index in skippable:
-                hidden, skipped = best[size - 1]
-                candidates.append((hidden, (*skipped, index)))
-            if candidates:
-                following.append(max(candidates, key=lambda pair: _similarity(pair[0], states[index + 1])))
-        best = following
-    return [SkipMask.of(len(layers), set(skipped), set(skipped)) for _, skipped in best[1:]]
-
-
-def _similarity(hidden: Tensor, whole: Tensor) -> float:
-    return float(cosine_similarity(hidden.float(), whole.float(), dim=-1).mean())
 
 
 _MARGIN = 0.1  # below an adaptive threshold's current value to which drafts are scanned, because the threshold moves
@@ -156,16 +120,6 @@ class Scanner:
     def _pack(self, starts: list[Start]) -> list[StartPack]:
         parts = [starts[i : i + self.max_rows] for i in range(0, len(starts), self.max_rows)]
         return [self._texts.pack(part, max(1, self.max_rows // len(part)) * len(part) * self.depth) for part in parts]
-
-    @torch.inference_mode()
-    def similar_masks(self, skippable: Collection[int], maximum: int) -> list[SkipMask]:
-        """Return the masks of :func:`~layerskip.scan.scan.similar_masks`, from the rows of the first pack."""
-        pack = self._packs[0]
-        tokens = self._texts.tokens(pack.rows)
-        draft_ids = torch.arange(len(pack.rows), device=self.target.device)
-        visible, positions = self._texts.visible(pack, pack.rows, draft_ids, [], 0)
-        layers, states = self._texts.model.layer_functions(tokens, positions, self._texts.load(pack), visible)
-        return similar_masks(layers, states, skippable, maximum)
 
     def check(self) -> None:
         """Raise :class:`UnsupportedModel` unless a draft that skips nothing has the target's own confidences."""

@@ -91,13 +91,12 @@ class MaskSearch:
         """Return the screened masks with the greatest expected speedups, best first."""
         return sorted(self.scores, key=lambda mask: -self.scores[mask])[:maximum]
 
-    def explore(self, also: Sequence[SkipMask] = ()) -> Iterator[SkipMask]:
-        """Screen candidates of every kind, and further masks; yield the best so far after each part but the last."""
+    def explore(self) -> Iterator[SkipMask]:
+        """Screen candidates of every kind; yield the best so far after each part but the last."""
         self.screen([SkipMask.none(self.layers)])  # alone, since a small budget may allow no more
         self.screen(self.single(*part) for part in self.sublayers())
         self.screen(self._knapsacks())
         yield self.best
-        self.screen(also)
         self.screen(published_masks(self.layers, self.skippable))
         self._screen_all_runs()
         yield self.best

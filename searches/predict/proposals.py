@@ -75,7 +75,6 @@ def propose(
     space: SearchSpace,
     settings: ProposalSettings,
     on_mask: Callable[[], object] = lambda: None,
-    also: Sequence[SkipMask] = (),
     on_best: Callable[[SpeculativeConfig], None] | None = None,
     limits: Limits = Limits(),
 ) -> list[Prediction]:
@@ -98,7 +97,7 @@ def propose(
         return search.scores[search.best] * math.exp(_MARGIN) >= limits.to_beat
 
     search = MaskSearch(predictor, space, settings.budget(space), on_mask, on_screened, limits.is_over)
-    for part, best in enumerate(search.explore(also), 1):
+    for part, best in enumerate(search.explore(), 1):
         if part >= _PARTS and not limits.is_over() and not may_win():
             limits.report(
                 f"{len(search.scores)} masks screened: the best is expected at {search.scores[best]:.2f} x. As the leader "
@@ -213,7 +212,6 @@ def propose_all(
     space: SearchSpace,
     settings: ProposalSettings,
     on_mask: Callable[[], object] = lambda: None,
-    also: Sequence[SkipMask] = (),
     filled: Sequence[SpeedupPredictor] = (),
     narrowed: Sequence[SpeedupPredictor] = (),
     limits: Limits = Limits(),
@@ -229,8 +227,8 @@ def propose_all(
         narrowed: predictors of masks with empty skips that draft from a reduced vocabulary.
     """
     with_replacements = [found for other in filled for found in propose_runs(other, space, settings, on_mask, limits)]
-    with_head = [found for other in narrowed for found in propose(other, space, settings, on_mask, also, limits=limits)]
-    plain = propose(predictor, space, settings, on_mask, also, limits=limits)
+    with_head = [found for other in narrowed for found in propose(other, space, settings, on_mask, limits=limits)]
+    plain = propose(predictor, space, settings, on_mask, limits=limits)
     # Equally many of each group, because prediction errors may differ between groups.
     groups = [plain, *(_best_first(group, settings.enqueued) for group in (with_replacements, with_head))]
     ranked = _best_first([found for group in groups for found in group])

@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -189,9 +189,9 @@ class ScanPredictor:
         self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), choices
         self._measure_costs = costs
         self._set_costs(profile)
-        names = ("agreements", "counts", "others", "similar", "trained")
+        names = ("agreements", "counts", "others", "trained")
         logs = (ResultLog(folder / f"{name}.jsonl" if pool.alone else None) for name in names)
-        self._agreements, self._counts, self._others, self._similar, self._trained = logs
+        self._agreements, self._counts, self._others, self._trained = logs
         self._scans: dict[SkipMask, Scan] = {}
         self.screening_seconds = 0.0
 
@@ -324,17 +324,6 @@ class ScanPredictor:
         names = [[f"{kind}:{layer}" for layer in range(self.layers)] for kind in ("attention", "mlp")]
         known = {name: self._agreements[name] for name in self._agreements}
         return np.array([[known.get(name, math.nan) for name in row] for row in names])
-
-    def similar_masks(self, skippable: Collection[int]) -> list[SkipMask]:
-        """Return the masks of whole layers that keep hidden states most similar, for 1 up to half of the layers."""
-        name = str(sorted(skippable))
-        if name not in self._similar:
-
-            def find() -> list[str]:
-                return [mask.format() for mask in self._screen.similar_masks(skippable, len(skippable) // 2)]
-
-            self._similar.add(name, self._pool.share(f"similar {digest([*self._folder.parts[-2:], name])[:32]}", find))
-        return [SkipMask.parse(text, self.layers) for text in self._similar[name]]
 
     def _scan(self, scanner: Scanner, masks: Sequence[SkipMask], **options: Any) -> list[Scan]:
         return scanner.scan(masks, replacements=self.drafts.replacements(masks), tokens=self.drafts.tokens, **options)

@@ -389,9 +389,8 @@ class Sweep:
             partial(self.budget.leave_out, PREDICTIONS),
         )
         with self.progress.counting(masks, "masks") as count:
-            similar = predictor.similar_masks(plan.space.skippable)
             empty, filled = ([other for other in bridged if other.drafts.fills_gaps == fills] for fills in (False, True))
-            return propose_all(predictor, plan.space, settings, self.view.after(count), similar, filled, empty, limits)
+            return propose_all(predictor, plan.space, settings, self.view.after(count), filled, empty, limits)
 
     def _space_with_costs(self) -> SearchSpace:
         """Return the space with the costs of verification and drafting, by which cascades choose."""

@@ -1,20 +1,17 @@
-"""Tests of the passes of scans: late begins, layer functions, masks by similarity, and bounded memory."""
+"""Tests of the passes of scans: late begins, layer functions, and bounded memory."""
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from layerskip import SkipMask, StopRule, Target
 from layerskip.models.cache import KVCache
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.scan import Scanner, similar_masks
+from layerskip.scan.scan import Scanner
 from layerskip.scan.text_batch import TextBatch, run_target
 from tests.allocations import peak_bytes
 from tests.drafters.contract import PROMPTS
@@ -56,33 +53,6 @@ def test_a_family_whose_layers_pass_on_more_than_hidden_states_runs_all_layers(
     (found,) = Scanner(tiny_target, continuations, GREEDY, depth=3).scan([mask])
     for one, other in zip(found.traces, expected.traces, strict=True):
         np.testing.assert_allclose(one.confidence, other.confidence, rtol=1e-4)
-
-
-def _similarity(one: Tensor, other: Tensor) -> float:
-    return float(cosine_similarity(one, other, dim=-1).mean())
-
-
-def test_similar_masks_equal_an_exhaustive_search() -> None:
-    """Layers that add to dimensions of their own, for which the programme is exact."""
-    sizes = [0.5, 0.1, 0.9, 0.2, 0.7]
-    first = torch.zeros(1, 3, 6)
-    first[..., 5] = 1.0
-
-    def step(index: int) -> Tensor:
-        return torch.nn.functional.one_hot(torch.tensor(index), 6) * sizes[index]
-
-    layers = [lambda hidden, index=index: hidden + step(index) for index in range(5)]
-    states = [first]
-    for layer in layers:
-        states.append(layer(states[-1]))
-    found = similar_masks(layers, states, range(1, 5), maximum=3)
-    for count, mask in enumerate(found, start=1):
-
-        def ends(skipped: tuple[int, ...]) -> Tensor:
-            return first + sum(step(i) for i in range(5) if i not in skipped)
-
-        best = max(itertools.combinations(range(1, 5), count), key=lambda skipped: _similarity(ends(skipped), states[-1]))
-        assert mask == SkipMask.of(5, set(best), set(best))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe"])

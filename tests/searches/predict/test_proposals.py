@@ -195,17 +195,6 @@ def test_knapsacks_are_optimal(seed: int) -> None:
     assert len(screened) <= 1 + len(names) + len(budgets)
 
 
-def test_further_masks_are_screened() -> None:
-    """Those of CLaSp are such masks; bridged masks are found in another way."""
-    odd = SkipMask.parse("attention:2,5,11;mlp:3,8", 14)
-    plain, narrowed = _only(odd), _only(odd)
-    space = _whole(14).narrowed(siblings=(0, 0))
-    assert propose(plain, space, ProposalSettings())[0].config.mask != odd.format()
-    assert propose(plain, space, ProposalSettings(), also=[odd])[0].config.mask == odd.format()
-    both = propose_all(plain, space, ProposalSettings(enqueued=1), also=[odd], narrowed=[narrowed])
-    assert [config.mask for config in both if config.method == "layer_skip"] == [odd.format()] * 2
-
-
 def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
     """Only the run of layers 9 to 19 loses little, as measured on a model of 28 layers."""
 
