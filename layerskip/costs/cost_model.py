@@ -17,7 +17,7 @@ from typing import Any
 
 from layerskip.config import StopRule
 from layerskip.mask import SkipMask
-from layerskip.scan.replay import CHAIN, Branching, Counts
+from layerskip.scan.replay import Counts
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,6 @@ class CostProfile:
         module_seconds: a module in place of skipped sub-layers, whatever its size.
         number_seconds: each parameter that such modules read.
         token_seconds: each token of the vocabulary in the output layer.
-        siblings_seconds: looking for the siblings of a drafted token and adding them to the draft.
-        tree_seconds: the extra cost of verifying a tree instead of a chain of as many tokens.
         map_seconds: the extra cost of a module that depends on its input.
         others: profiles at longer contexts, rising, if contexts differ much.
     """
@@ -74,8 +72,6 @@ class CostProfile:
     module_seconds: float = 0.0
     number_seconds: float = 0.0
     token_seconds: float = 0.0
-    siblings_seconds: float = 0.0
-    tree_seconds: float = 0.0
     map_seconds: float = 0.0
     others: tuple[CostProfile, ...] = ()
 
@@ -126,12 +122,8 @@ class CostProfile:
             + sum(cost for cost, (_, skipped) in zip(self.mlp_seconds, pairs, strict=True) if not skipped)
         )
 
-    def seconds(
-        self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS, branching: Branching = CHAIN
-    ) -> float:
-        """Return the seconds of a decoding with these counts.
-
-        A stop rule other than ``length`` computes confidences. Looking for siblings costs the same whether any are found.
+    def seconds(self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS) -> float:
+        """Return the seconds of a decoding with these counts. A stop rule other than ``length`` computes confidences.
 
         Raises:
             ValueError: the counts have more tokens verified at once than were measured.
@@ -139,9 +131,7 @@ class CostProfile:
         if len(counts.verified) > len(self.verify_seconds):
             raise ValueError(f"verified: {len(counts.verified) - 1} tokens at once; the profile ends at {self.longest}")
         each = self.draft_seconds(mask, extras) + (self.confidence_seconds if stop.method != "length" else 0.0)
-        each += self.siblings_seconds if branching.siblings else 0.0
-        drafting = (counts.drafted - counts.siblings) * each + counts.trees * self.tree_seconds
-        return drafting + sum(counts.verified[1:]) * self.round_seconds + self.lookup_seconds(counts)
+        return counts.drafted * each + sum(counts.verified[1:]) * self.round_seconds + self.lookup_seconds(counts)
 
     def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
         """Return the predicted speedup over plain decoding; 1.0 if nothing is decoded."""

@@ -24,8 +24,7 @@ from layerskip.costs.cost_model import CostProfile, DraftExtras
 from layerskip.costs.timing import VerifyPass, seconds_of
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import Stopper, confidence
-from layerskip.decoding.tree_growth import reads_while_growing
-from layerskip.drafters.chain import SiblingCollector, draft_chain
+from layerskip.drafters.chain import draft_chain
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import architecture
 from layerskip.models.draft_head import DraftHead
@@ -35,8 +34,6 @@ from layerskip.models.target import Target
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
 _TIMED_PARAMETERS = 2**25  # of timed bridges, so that those of a wide model take little memory
-_SIBLINGS = 1  # siblings in a timed tree
-_TURNS = 2  # comparisons of chain and tree per repeat, in alternating order
 _NARROW = 4  # a timed draft head has the vocabulary divided by this
 _TEXT_TOKENS = 16  # further tokens that a text adds to a timed draft head
 _WIDE = 2  # width of a timed MLP as a multiple of the hidden width
@@ -78,31 +75,17 @@ def profile_costs(
     sampling: Sampling | None = None,
     repeats: Repeats = Repeats(),
     bridged: bool = False,
-    branching: bool = False,
 ) -> CostProfile:
     """Measure a profile. All jobs run repeatedly in random order, and the time of each is its median.
 
     Args:
         bridged: whether to measure bridges and draft heads.
-        branching: whether to measure siblings.
     """
-    longest = max(longest, 1 + _SIBLINGS)  # one length would not separate the fixed cost of a round from that of its tokens
+    longest = max(longest, 2)  # one length would not separate the fixed cost of a round from that of its tokens
     drafts = _timed_drafts(target, bridged)
     passes = VerifyPass(target, context, longest, sampling)
     context, cache, tokens, chooser = passes.context, passes.cache, passes.tokens, passes.chooser
     lengths = sorted({min(count, longest) for count in _DRAFTED})
-    cheapest = skip_view(target.model, drafts[1].mask)
-
-    def decode(with_siblings: bool, as_tree: bool) -> None:
-        """Draft, perhaps look for siblings, and verify a tree, whose last node is kept, or a chain of as many tokens."""
-        last, reads = tokens[-1:], reads_while_growing(cache, target.device)
-        siblings = SiblingCollector(_SIBLINGS, 0.0, chooser, last, reads) if with_siblings else None
-        draft_chain(cheapest, cache, last, lengths[-1], chooser, Stopper(StopRule()), siblings)
-        cache.length = context
-        if as_tree:
-            passes.tree((-1,) * (1 + _SIBLINGS), [0, 1 + _SIBLINGS])  # a fixed tree, since a draft may have no siblings
-        else:
-            passes.chain(1 + _SIBLINGS)
 
     def decode_round(timed: _TimedDraft, view: nn.Module, count: int) -> None:
         drafted = None if timed.head is None else timed.head.tokens
@@ -120,8 +103,6 @@ def profile_costs(
         jobs |= {("round", number, count): partial(decode_round, timed, view, count) for count in lengths}
     jobs |= {("verify", 0, count): partial(passes.chain, count) for count in range(longest + 1)}
     jobs["confidence", 0, 0] = lambda: float(confidence(passes.logits))
-    variants = [partial(decode, *flags) for flags in ((False, False), (True, False), (True, True))]
-    differences: list[tuple[float, float]] = []  # between consecutive variants, timed together because they are small
     times: dict[_Job, list[float]] = {job: [] for job in jobs}
     order = random.Random(0)
     for repeat in range(_PATIENCE * repeats.count + 1):
@@ -133,25 +114,12 @@ def profile_costs(
         taken = [(name, seconds_of(target.device, jobs[name])) for name in names]
         for name, seconds in taken if repeat else ():  # the first repeat warms up
             times[name].append(seconds)
-        for turn in range(_TURNS if branching else 0):
-            numbers = (2, 1, 0) if turn % 2 else (0, 1, 2)
-            chain, looked, tree = (one for _, one in sorted((n, seconds_of(target.device, variants[n])) for n in numbers))
-            if repeat:
-                differences.append((looked - chain, tree - looked))
         repeats.on_repeat()
     median = {name: float(np.median(seconds)) for name, seconds in times.items()}
-    sibling_seconds, tree_seconds = np.maximum(np.median(differences, axis=0), 0.0) if branching else (0.0, 0.0)
-    return _solve(target, context, drafts, median, float(sibling_seconds) / lengths[-1], float(tree_seconds))
+    return _solve(target, context, drafts, median)
 
 
-def _solve(
-    target: Target,
-    context: int,
-    drafts: Sequence[_TimedDraft],
-    median: Mapping[_Job, float],
-    siblings_seconds: float,
-    tree_seconds: float,
-) -> CostProfile:
+def _solve(target: Target, context: int, drafts: Sequence[_TimedDraft], median: Mapping[_Job, float]) -> CostProfile:
     """Solve for the costs of the parts. Every round is its verification, a fixed cost and the parts of its draft passes."""
     verifying = [seconds for name, seconds in median.items() if name[0] == "verify"]
     rounds = [name for name in median if name[0] == "round"]
@@ -175,8 +143,6 @@ def _solve(
         module_seconds=bridge,
         number_seconds=parameter,
         token_seconds=min(token, head / target.vocabulary),  # few tokens cost at least their share of the head
-        siblings_seconds=siblings_seconds,
-        tree_seconds=tree_seconds,
         map_seconds=bridge_map,
     )
 

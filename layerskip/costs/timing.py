@@ -19,7 +19,6 @@ from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser, Sampling
-from layerskip.decoding.tree import tree_model
 from layerskip.decoding.verify import verify
 from layerskip.device.transfer import copy_to_device, now
 from layerskip.drafters.registry import build_drafter
@@ -54,7 +53,7 @@ class VerifyPass:
         self.cache = acquire_cache(target.model, target.layers, self.context + longest + 1, target.device, holder=self)
         self.tokens = copy_to_device([token % target.vocabulary for token in range(self.context)], target.device)
         self.chooser = Chooser(sampling, target.vocabulary, target.device, seed)
-        self._model, self._plain = target.model, decoding_view(target.model)
+        self._plain = decoding_view(target.model)
         self.logits = run_prefill(self._plain, self.tokens, self.cache)
         # Like the drafts of sampled decoding, these carry the distribution that they were drawn from.
         self._uniform: Tensor | None = None
@@ -69,25 +68,8 @@ class VerifyPass:
 
     def chain(self, count: int) -> None:
         """Verify a chain of ``count`` tokens; 0 is a step of plain decoding."""
-        self.check(self._draft(count))
-
-    def tree(self, parents: Sequence[int], kept: Sequence[int]) -> None:
-        """Verify a tree.
-
-        Args:
-            kept: positions in the block, first the last token's, that are moved to where a chain would have them.
-
-        Raises:
-            UnsupportedModel: the target cannot verify trees.
-        """
-        draft = self._draft(len(parents), tuple(parents))
-        block = torch.cat((self.tokens[-1:], draft.tokens))
-        logits = tree_model(self._model).run(block, parents, self.cache)
-        verify(draft, self.chooser.distribution(logits, block, parents), self.chooser.generator)
-        self.cache.gather(kept)
-
-    def _draft(self, count: int, parents: tuple[int, ...] | None = None) -> Draft:
-        return Draft(self.tokens[:count], parents, None if self._uniform is None else self._uniform.expand(count, -1))
+        probs = None if self._uniform is None else self._uniform.expand(count, -1)
+        self.check(Draft(self.tokens[:count], probs=probs))
 
 
 def seconds_of(device: torch.device, job: Callable[[], object]) -> float:

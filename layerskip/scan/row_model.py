@@ -45,8 +45,6 @@ class RowModel:
         self._replacements: dict[tuple[str, int], list[tuple[Tensor | None, nn.Module]]] = {}  # with rows, None for all
         # Set for one pass:
         self._late: tuple[int, Tensor] | None = None  # the layer to begin at, and its input
-        self._stop_at: int | None = None  # the layer to stop before
-        self._stopped_at: Tensor | None = None  # its input
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]] | None = None  # arguments and output by layer
         # Set by watch():
         self._watched: tuple[str, int] | None = None
@@ -69,10 +67,6 @@ class RowModel:
 
     def _layer(self, original: Callable[..., Any], index: int, form: Form) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._stop_at is not None and index >= self._stop_at:
-                if index == self._stop_at:
-                    self._stopped_at = hidden_states(args, kwargs)
-                return as_output(hidden_states(args, kwargs), form)
             if self._late is not None and index < self._late[0]:
                 return as_output(hidden_states(args, kwargs), form)
             if self._late is not None and index == self._late[0]:
@@ -175,20 +169,6 @@ class RowModel:
             return forward(self._model_copy, tokens, cache, last=tokens.shape[0], positions=positions)
         finally:
             self._late = None
-
-    def states(self, layer: int, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Return the input ``[1, R, H]`` of a layer in a pass; for the other arguments see :meth:`run`.
-
-        The layer and those after it compute and write nothing.
-        """
-        self._stop_at = layer
-        try:
-            forward(self._model_copy, tokens, cache, last=0, positions=positions)
-        finally:
-            self._stop_at = None
-        hidden, self._stopped_at = self._stopped_at, None
-        assert hidden is not None
-        return hidden
 
     def layer_functions(
         self, tokens: Tensor, positions: Tensor, cache: KVCache, visible: Sequence[Tensor]

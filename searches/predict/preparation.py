@@ -23,7 +23,7 @@ from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, ReportCost, continue_prompts
 from searches.app.checks import check_flag, check_list, check_number, check_whole
 from searches.predict.proposals import ProposalSettings
-from searches.predict.scan_predictor import DraftChoices, ScanPredictor, masks_at_once, mean_context, spread_contexts
+from searches.predict.scan_predictor import ScanPredictor, masks_at_once, mean_context, spread_contexts
 from searches.progress import counting, say
 from searches.results import exclusive
 from searches.space.search_space import LOOKUP, SearchSpace
@@ -31,8 +31,8 @@ from searches.workers.pool import ALONE, Workers
 
 PROFILE_REPEATS = 12  # runs of every part of a round, where the choice of masks depends on its time
 PROFILE_ERROR = 0.02  # timing goes on, up to twice as long, while the standard error of a median exceeds this share of it
-_SCAN_VERSION = 3  # of the counts; those of another version are scanned again
-_PROFILE_VERSION = 5  # of stored profiles and their measurement
+_SCAN_VERSION = 4  # of the counts; those of another version are scanned again
+_PROFILE_VERSION = 6  # of stored profiles and their measurement
 _CPU_ROWS, _GPU_ROWS = 256, 2048  # rows per pass, if memory suffices
 _MIN_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
 _TEXT_BYTES = 2_000_000_000  # of the target's own states of the continuations; passes hold keys and values once more
@@ -63,12 +63,10 @@ class ScanSettings:
             check_number("scan.thresholds", value, 1, or_zero=True)
 
     def stops(self, space: SearchSpace) -> tuple[StopRule, ...]:
-        """Return the stop rules of a space that every scanned mask is combined with."""
+        """Return the stop rules of a space that every scanned mask is combined with; adaptive ones are not predicted."""
         searched = space.values("layer_skip", "stop")
-        methods = [method for method in ("threshold", "adaptive") if method in searched]
-        plain = [StopRule()] if "length" in searched else []
-        values = dict.fromkeys(map(float, self.thresholds))
-        return (*plain, *(StopRule(method, value) for method in methods for value in values))
+        values = dict.fromkeys(map(float, self.thresholds)) if "threshold" in searched else ()
+        return (*([StopRule()] if "length" in searched else []), *(StopRule("threshold", value) for value in values))
 
 
 @dataclass(frozen=True)
@@ -102,23 +100,24 @@ class Preparation:
         Continuations have ``max_new_tokens`` per turn. ``folder`` takes the scans. The costs are measured roughly;
         :meth:`ScanPredictor.sharpen` measures them well.
         """
+        (shortest, longest), stops = space.values("layer_skip", "num_speculative_tokens"), settings.stops(space)
+        if not stops:
+            say("scan: adaptive stop rules, the only ones of the space, are not predicted")
+            return None
         scanner = self.scanner(prompts, max_new_tokens, space, seed)
         if scanner is None:
             return None
+        choices = [(length, stop) for length in range(shortest, longest + 1) for stop in stops]
         lookups = space.values(LOOKUP, "num_speculative_tokens")[1] if LOOKUP in space.available_methods else 0
-        measure = partial(
-            self.cost_profile, scanner.continuations, max(scanner.depth, lookups), space.fitted, scanner.runners > 0
-        )
-        stops, lengths = settings.stops(space), space.values("layer_skip", "num_speculative_tokens")
+        measure = partial(self.cost_profile, scanner.continuations, max(longest, lookups), space.fitted)
         identity = {
             "target": self.target.digest,
             "continuations": [astuple(continuation) for continuation in scanner.continuations],
             "sampling": self.sampling.to_dict(),
-            "choices": [list(lengths), [stop.to_dict() for stop in stops], scanner.runners],
+            "choices": [shortest, longest, [stop.to_dict() for stop in stops]],
             "machine": machine(self.target),  # another machine may round near-ties differently, and has other costs
             "recipe": _SCAN_VERSION,
         }
-        choices = DraftChoices(lengths, stops, tuple(range(scanner.runners + 1)))
         place = folder / f"scans-{digest(identity)[:16]}"
         return ScanPredictor(scanner, measure(rough=True), choices, place, pool=self.pool, costs=measure)
 
@@ -145,8 +144,8 @@ class Preparation:
             say("scan: every continuation ends at once; there is nothing to scan")
             return None
         try:
-            depth, siblings = (space.values("layer_skip", name)[1] for name in ("num_speculative_tokens", "siblings"))
-            return make_scanner(self.target, continuations, self.sampling, depth, siblings)
+            _, depth = space.values("layer_skip", "num_speculative_tokens")
+            return make_scanner(self.target, continuations, self.sampling, depth)
         except UnsupportedModel as error:
             say(f"scan: {error}")
             return None
@@ -156,14 +155,12 @@ class Preparation:
         continuations: Sequence[Continuation],
         longest: int,
         fitted: bool = False,
-        branching: bool = False,
         rough: bool = False,
     ) -> CostProfile:
         """Return the cost profile at the contexts of continuations; measure it if no such one is stored.
 
         A stored profile will do if it was measured with as many repeats. It has the verification of up to ``longest``
-        drafted tokens, fitted modules and draft heads if ``fitted``, and trees if ``branching``. A ``rough`` one has few
-        repeats.
+        drafted tokens, and fitted modules and draft heads if ``fitted``. A ``rough`` one has few repeats.
         """
         repeats = min(MIN_REPEATS, PROFILE_REPEATS) if rough else PROFILE_REPEATS
         contexts = spread_contexts([mean_context(continuation) for continuation in continuations])
@@ -174,7 +171,6 @@ class Preparation:
             "sampling": self.sampling.to_dict(),
             "machine": machine(self.target),
             "fitted": fitted,
-            "branching": branching,
             "recipe": _PROFILE_VERSION,
         }
         name = digest(identity)[:16]
@@ -190,7 +186,7 @@ class Preparation:
                     with counting((repeats + 1) * len(contexts), "repeats", "cost profile") as count:
                         often = Repeats(repeats, math.inf if rough else PROFILE_ERROR, count, self.is_over)
                         profile, *others = (
-                            profile_costs(self.target, context, longest, self.sampling, often, fitted, branching)
+                            profile_costs(self.target, context, longest, self.sampling, often, fitted)
                             for context in contexts
                         )
                     profile, seconds = replace(profile, others=tuple(others)), time.monotonic() - start
@@ -204,15 +200,13 @@ class Preparation:
         return CostProfile.from_dict(self.pool.share(f"profile {name} {repeats}", measure)["profile"])
 
 
-def make_scanner(
-    target: Target, continuations: Sequence[Continuation], sampling: Sampling, depth: int, siblings: int
-) -> Scanner | None:
+def make_scanner(target: Target, continuations: Sequence[Continuation], sampling: Sampling, depth: int) -> Scanner | None:
     """Return a scanner with as many rows per pass as memory allows; print a line and return None if it allows too few."""
     rows = _CPU_ROWS if target.device.type == "cpu" else _GPU_ROWS
 
     def checked_scanner() -> Scanner:
         """Check that a scanner agrees with decoding, and that its longest passes fit into memory."""
-        scanner = Scanner(target, continuations, sampling, depth, rows, siblings, _TEXT_BYTES)
+        scanner = Scanner(target, continuations, sampling, depth, rows, _TEXT_BYTES)
         scanner.check()
         # A mask that skips the first layer shares no pass with the target.
         scanner.scan([SkipMask.of(target.layers, {0}, set())] * masks_at_once(rows), depth=2)

@@ -235,9 +235,8 @@ def propose_all(
     configs = [prediction.config for prediction in (*propose_lookups(predictor, space), *ranked)]
     siblings = space.values("layer_skip", "siblings")[1]
     if plain and siblings:
-        branching = replace(plain[0].config, siblings=siblings)
-        if not predictor.can_predict(branching):  # trees that cannot be predicted are tried with the best mask
-            configs.insert(configs.index(plain[0].config) + 1, branching)
+        # Trees are not predicted, so they are tried with the best mask.
+        configs.insert(configs.index(plain[0].config) + 1, replace(plain[0].config, siblings=siblings))
     return configs
 
 

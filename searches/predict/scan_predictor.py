@@ -9,12 +9,12 @@ every continuation is predicted with the costs of its own context.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
 from layerskip.models.skip_view import Replacements
-from layerskip.scan.replay import Branching, Counts, count, replay_lookup
-from layerskip.scan.scan import Scan, Scanner, lowest_threshold
+from layerskip.scan.replay import Counts, count, replay_lookup
+from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts.continuations import Continuation
 from searches.predict.predictor import SCREENED_TOGETHER, Prediction
 from searches.results import ResultLog
@@ -37,47 +37,12 @@ SCANNED_MASKS = 64  # masks whose scans are expressed in whole trials
 _SHARED_TOGETHER = 256  # masks that several workers screen together, so that all have some
 SCREENED_ROWS = 128  # positions on which masks are screened
 _ROWS_PER_MASK = 256  # fewer rows of a pass are not worth sharing among masks
-_CACHED_SCANS = 64  # scans kept in memory for further stop rules
 _STEP = 64  # timed contexts are rounded to multiples of it, so that similar prompt sets share a cost profile
 _SHORT = 1024  # up to it, attention is a small part of all costs
 _FAR_APART = 2  # the factor between contexts that are timed apart
 
-DraftChoice = tuple[int, StopRule, Branching]
-
-
-@dataclass(frozen=True)
-class DraftChoices:
-    """The draft lengths, stop rules and numbers of siblings to choose from.
-
-    Args:
-        lengths: the shortest and the longest draft.
-        siblings: numbers of alternatives to each drafted token.
-    """
-
-    lengths: tuple[int, int]
-    stops: tuple[StopRule, ...] = (StopRule(),)
-    siblings: tuple[int, ...] = (0,)
-
-    @property
-    def floor(self) -> float | None:
-        """The confidence down to which scans follow drafts for these stop rules; None if no rule needs it."""
-        return lowest_threshold(self.stops)
-
-    def combinations(self, depth: int, verified: int) -> Iterator[tuple[int, DraftChoice]]:
-        """Yield every combination, with the index of its stop rule.
-
-        Long drafts and low thresholds come first, because what a scan follows for them covers the others.
-
-        Args:
-            verified: the most tokens for which verification was measured.
-        """
-        shortest, longest = self.lengths
-        rules = sorted(enumerate(self.stops), key=lambda pair: pair[1].threshold)
-        for length in range(min(longest, depth), shortest - 1, -1):
-            for number, stop in rules:
-                for siblings in self.siblings:
-                    if length * (1 + siblings) <= verified:
-                        yield number, (length, stop, Branching(siblings))
+DraftChoice = tuple[int, StopRule]
+"""The draft length and the stop rule of a scanned mask."""
 
 
 def mean_context(continuation: Continuation) -> float:
@@ -163,7 +128,8 @@ class ScanPredictor:
     """A :class:`~searches.predict.predictor.SpeedupPredictor` that scans masks.
 
     Args:
-        folder: for predictions; belongs to one target, prompt set, and choice of lengths and stop rules.
+        choices: the draft lengths and stop rules that every mask is combined with.
+        folder: for predictions; belongs to one target, prompt set, and these choices.
         drafts: what masks draft with.
         pool: the workers that share the predictions through their storage instead of the folder.
         costs: measures the costs well; None if ``profile`` is good enough.
@@ -177,7 +143,7 @@ class ScanPredictor:
         self,
         scanner: Scanner,
         profile: CostProfile,
-        choices: DraftChoices,
+        choices: Sequence[DraftChoice],
         folder: Path,
         drafts: EmptyDrafts | None = None,
         pool: Workers = ALONE,
@@ -186,13 +152,14 @@ class ScanPredictor:
         self.drafts = drafts or EmptyDrafts()
         self._folder, self._pool = folder, pool
         self.screened_together = SCREENED_TOGETHER if pool.alone else _SHARED_TOGETHER
-        self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), choices
+        self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), list(choices)
+        thresholds = [stop.threshold for _, stop in choices if stop.method == "threshold"]
+        self._floor = min(thresholds, default=None)
         self._measure_costs = costs
         self._set_costs(profile)
-        names = ("agreements", "counts", "others", "trained")
+        names = ("agreements", "counts", "trained")
         logs = (ResultLog(folder / f"{name}.jsonl" if pool.alone else None) for name in names)
-        self._agreements, self._counts, self._others, self._trained = logs
-        self._scans: dict[SkipMask, Scan] = {}
+        self._agreements, self._counts, self._trained = logs
         self.screening_seconds = 0.0
 
     def sharpen(self) -> None:
@@ -239,38 +206,33 @@ class ScanPredictor:
         return [float(self._agreements[mask.format()]) for mask in masks]
 
     def predict(self, masks: Iterable[SkipMask]) -> list[Prediction]:
-        """Scan new masks, and predict the speedup of each mask with its best draft length, stop rule and siblings."""
+        """Scan new masks, and predict the speedup of each mask with its best draft length and stop rule."""
+        masks, predictions = list(masks), []
+        for mask, known in zip(masks, self._scanned(masks), strict=True):
+            (length, stop), speedup = self._fastest(known["counts"], mask, self.extras(mask))
+            config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop, **self.drafts.fields(mask))
+            predictions.append(Prediction(config, speedup, float(known["agreement"])))
+        return predictions
+
+    def _scanned(self, masks: Sequence[SkipMask]) -> list[dict[str, Any]]:
+        """Return the agreement, the counts of all choices and the seconds of each mask's scan; scan those that are new."""
 
         def scan(batch: Sequence[SkipMask]) -> dict[str, dict[str, Any]]:
-            start, found = time.monotonic(), {}
-            scans = self._scan(self._scanner, batch, floor=self._choices.floor)
+            start = time.monotonic()
+            scans = self._scan(self._scanner, batch, floor=self._floor)
+            found = {one.mask.format(): {"agreement": one.agreement, "counts": self._all_counts(one)} for one in scans}
             seconds = (time.monotonic() - start) / len(batch)
-            for each in scans:
-                start = time.monotonic()
-                counts = self._all_counts(each)
-                self._cache(each)
-                mask_seconds = seconds + time.monotonic() - start
-                found[each.mask.format()] = {"agreement": each.agreement, "counts": counts, "seconds": mask_seconds}
-            return found
+            return {text: {**each, "seconds": seconds} for text, each in found.items()}
 
-        masks = list(masks)
         self._share("counts", masks, self._counts, scan)
-        return [self._best(mask) for mask in masks]
+        return [self._counts[mask.format()] for mask in masks]
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
-        """Return whether the draft is a timed prompt lookup, or layer skipping within the depth and siblings of scans.
-
-        False for an adaptive stop rule with sampled tokens: replays hold the threshold constant, and decoding moves it.
-        """
-        length, longest = config.num_speculative_tokens, self.profile.longest
-        if config.method == "layer_skip":
-            scanned = length <= self._scanner.depth and config.siblings <= self._scanner.runners
-            if not (scanned and self.matches(config)):
-                return False
-        elif config.method != "prompt_lookup":
-            return False
-        moves = config.stop.method == "adaptive" and not self._scanner.sampling.greedy
-        return config.lossless and not moves and length * (1 + config.siblings) <= longest
+        """Return whether the draft is a timed prompt lookup, or a chain with a scanned draft length and stop rule."""
+        if config.method == "prompt_lookup":
+            return config.lossless and config.num_speculative_tokens <= self.profile.longest
+        scanned = (config.num_speculative_tokens, config.stop) in self._choices and not config.siblings
+        return config.method == "layer_skip" and scanned and config.lossless and self.matches(config)
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict a configuration's speedup from the counts of its rounds; scans its mask if it is new."""
@@ -280,10 +242,9 @@ class ScanPredictor:
             )
             counts = [count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations]
             return self._costs.speedup(counts, CostProfile.lookup_seconds)
-        mask, choice = SkipMask.parse(config.mask, self.layers), _choice(config)
-        known = self._parse(self._counts[mask.format()]["counts"]) if mask.format() in self._counts else {}
-        counts = known[choice] if choice in known else self._count(mask, choice)
-        return self._choice_speedup(counts, choice, mask, self.extras(mask))
+        mask, choice = SkipMask.parse(config.mask, self.layers), (config.num_speculative_tokens, config.stop)
+        (known,) = self._scanned([mask])
+        return self._choice_speedup(choice, known["counts"][self._choices.index(choice)], mask, self.extras(mask))
 
     def extras(self, mask: SkipMask) -> DraftExtras:
         """Return the extras of a mask's draft, as costs count them."""
@@ -296,22 +257,19 @@ class ScanPredictor:
     def tuned(
         self, config: SpeculativeConfig, name: str, replacements: Replacements, extras: DraftExtras
     ) -> SpeculativeConfig:
-        """Return a predictable configuration with the best draft length, stop rule and siblings, its own ones included.
+        """Return a predictable configuration with the best draft length and stop rule.
 
         Args:
             name: a digest of its replacements.
             replacements: what it drafts with in place of those of this predictor's drafts.
             extras: of its draft.
         """
-        mask, own = SkipMask.parse(config.mask, self.layers), _choice(config)
-        name = digest([name, own[0], own[1].to_dict(), astuple(own[2])])
+        mask = SkipMask.parse(config.mask, self.layers)
         if name not in self._trained:
-            (scan,) = self._scanner.scan([mask], replacements=[replacements], tokens=self.drafts.tokens)
-            self._trained.add(name, [self._all_counts(scan), self._choice_counts(scan, own)])
-        others, own_counts = self._trained[name]
-        (length, stop, branching), _ = self._fastest(self._parse(others) | {own: _read_counts(own_counts)}, mask, extras)
-        siblings, minimum = astuple(branching)
-        return replace(config, num_speculative_tokens=length, stop=stop, siblings=siblings, min_token_prob=minimum)
+            (scan,) = self._scanner.scan([mask], floor=self._floor, replacements=[replacements], tokens=self.drafts.tokens)
+            self._trained.add(name, self._all_counts(scan))
+        (length, stop), _ = self._fastest(self._trained[name], mask, extras)
+        return replace(config, num_speculative_tokens=length, stop=stop, siblings=0)
 
     def with_drafts(self, drafts: EmptyDrafts, name: str) -> ScanPredictor:
         """Return a predictor for other drafts that shares the texts and their passes; ``name`` is that of its folder."""
@@ -340,59 +298,16 @@ class ScanPredictor:
             for mask in named[name]:
                 log.add(mask.format(), results[mask.format()], self.drafts.reproducible(mask))
 
-    def _count(self, mask: SkipMask, choice: DraftChoice) -> list[Counts]:
-        """Return each continuation's counts of a choice that is not among those every mask is combined with."""
-        length, stop, branching = choice
-        name = json.dumps([mask.format(), length, stop.to_dict(), *astuple(branching)])
-        if name not in self._others:
-            if mask not in self._scans:
-                (scan,) = self._scan(self._scanner, [mask])
-                self._cache(scan)
-            self._others.add(name, self._choice_counts(self._scans[mask], choice), self.drafts.reproducible(mask))
-        return _read_counts(self._others[name])
-
-    def _cache(self, scan: Scan) -> None:
-        self._scans[scan.mask] = scan
-        while len(self._scans) > _CACHED_SCANS:
-            del self._scans[next(iter(self._scans))]
-
-    def _choice_counts(self, scan: Scan, choice: DraftChoice) -> list[list[Any]]:
-        """Return the counts of each continuation as lists, with warmed stop rules as in a trial."""
-        length, stop, branching = choice
-        return [each.to_list() for each in self._scanner.counts(scan, length, stop, branching, warmed=True)]
-
     def _all_counts(self, scan: Scan) -> list[list[Any]]:
-        """Return for every choice: draft length, index of its stop rule, siblings, and the counts of each continuation."""
-        choices = self._choices.combinations(self._scanner.depth, self.profile.longest)
-        return [[one[0], rule, one[2].siblings, self._choice_counts(scan, one)] for rule, one in choices]
+        """Return the counts of each continuation, as lists, for every choice."""
+        return [[each.to_list() for each in self._scanner.counts(scan, *choice)] for choice in self._choices]
 
-    def _parse(self, rows: Sequence[Sequence[Any]]) -> dict[DraftChoice, list[Counts]]:
-        """Return the counts of each continuation for every choice, from the rows of :meth:`_all_counts`."""
-        stops = self._choices.stops
-        return {(length, stops[rule], Branching(siblings)): _read_counts(parts) for length, rule, siblings, parts in rows}
-
-    def _best(self, mask: SkipMask) -> Prediction:
-        known = self._counts[mask.format()]
-        (length, stop, branching), speedup = self._fastest(self._parse(known["counts"]), mask, self.extras(mask))
-        config = SpeculativeConfig(
-            "layer_skip", length, mask=mask.format(), stop=stop, siblings=branching.siblings, **self.drafts.fields(mask)
-        )
-        return Prediction(config, speedup, float(known["agreement"]))
-
-    def _fastest(
-        self, counts: Mapping[DraftChoice, Sequence[Counts]], mask: SkipMask, extras: DraftExtras
-    ) -> tuple[DraftChoice, float]:
-        speedups = {choice: self._choice_speedup(parts, choice, mask, extras) for choice, parts in counts.items()}
+    def _fastest(self, rows: Sequence[Any], mask: SkipMask, extras: DraftExtras) -> tuple[DraftChoice, float]:
+        """Return the choice with the greatest predicted speedup, from the rows of :meth:`_all_counts`."""
+        pairs = zip(self._choices, rows, strict=True)
+        speedups = {choice: self._choice_speedup(choice, row, mask, extras) for choice, row in pairs}
         return max(speedups.items(), key=lambda pair: pair[1])
 
-    def _choice_speedup(self, parts: Sequence[Counts], choice: DraftChoice, mask: SkipMask, extras: DraftExtras) -> float:
-        _, stop, branching = choice
-        return self._costs.speedup(parts, lambda profile, counts: profile.seconds(counts, mask, stop, extras, branching))
-
-
-def _choice(config: SpeculativeConfig) -> DraftChoice:
-    return config.num_speculative_tokens, config.stop, Branching(config.siblings, config.min_token_prob)
-
-
-def _read_counts(stored: Sequence[Any]) -> list[Counts]:
-    return [Counts.from_list(part) for part in stored]
+    def _choice_speedup(self, choice: DraftChoice, row: Sequence[Any], mask: SkipMask, extras: DraftExtras) -> float:
+        counts = [Counts.from_list(part) for part in row]
+        return self._costs.speedup(counts, partial(CostProfile.seconds, mask=mask, stop=choice[1], extras=extras))

@@ -21,7 +21,7 @@ CANNOT_WIN = "cannot reach the best"
 _FIRST_ERROR = 0.15
 """Log error that is assumed until enough predicted configurations were measured."""
 _SIBLINGS = 0.15
-"""Log speedup that siblings may add to a mask's best chain if no scan has counted them."""
+"""Log speedup that siblings may add to a mask's best chain."""
 _MIN_ERROR = 0.03
 _MIN_CONFIGURATIONS = 4
 _DEVIATIONS = 2.0
@@ -78,7 +78,7 @@ class BoundEstimator:
         if predictable:
             predicted = predictor.speedup(config)
             return SpeedupBound(predicted, min(by_cost, predicted) * math.exp(error), to_beat)
-        # The draft length, stop rule or siblings were not scanned: assume a little more than the best that was.
+        # This draft length, stop rule or tree was not scanned: assume a little more than the best that was.
         (best,) = predictor.predict([mask])
         margin = max(error, _FIRST_ERROR) + (_SIBLINGS if config.siblings else 0.0)
         return SpeedupBound(None, min(by_cost, best.speedup) * math.exp(margin), to_beat)

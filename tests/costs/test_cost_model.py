@@ -10,7 +10,7 @@ import pytest
 from layerskip import SkipMask, StopRule
 from layerskip.bridges.bridge import BridgeShape
 from layerskip.costs.cost_model import CostProfile, DraftExtras, in_steps
-from layerskip.scan.replay import Branching, Counts
+from layerskip.scan.replay import Counts
 
 PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, 0.5, (20.0, 21.0, 24.0))
 
@@ -51,18 +51,6 @@ def test_seconds_follow_from_counts() -> None:
 
 def test_a_step_that_was_disturbed_gives_costs_of_at_least_one() -> None:
     assert in_steps([1.4, 0.1, 1.5, 2.8]) == (1.0, 1.07, 2.0)
-
-
-def test_siblings_cost_no_draft_pass() -> None:
-    """Two rounds of one drafted token each, of which one has a sibling. Looking for siblings costs the same without any."""
-    profile = replace(PROFILE, siblings_seconds=0.125, tree_seconds=0.25)
-    counts = Counts(rounds=2, drafted=3, accepted=1, tokens=3, verified=(0, 1, 1), siblings=1, trees=1)
-    mask = SkipMask.parse("layers:0", 2)
-    seconds = profile.seconds(counts, mask, StopRule(), branching=Branching(1))
-    assert seconds == pytest.approx(2 * (9.5 + 0.125) + 2 * 0.5 + 21 + 24 + 0.25)
-    chain = Counts(rounds=1, drafted=2, accepted=1, tokens=2, verified=(0, 0, 1))
-    looked, plain = (profile.seconds(chain, mask, StopRule(), branching=Branching(count)) for count in (1, 0))
-    assert (looked, plain) == (pytest.approx(plain + 2 * 0.125), pytest.approx(2 * 9.5 + 0.5 + 24))
 
 
 def test_costs_between_measured_contexts_are_interpolated() -> None:

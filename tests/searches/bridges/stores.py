@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target
+from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
 from layerskip.costs.cost_model import CostProfile
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts
 from searches.bridges.spec import BridgeSpec
 from searches.bridges.store import BridgeStore, BridgingSettings
-from searches.predict.scan_predictor import DraftChoices, ScanPredictor
+from searches.predict.scan_predictor import ScanPredictor
 
 LINEAR = BridgeSpec("linear")
 
@@ -39,4 +39,4 @@ def new_predictor(
     """Return a predictor that tries all draft lengths of which the profile has the cost of verification."""
     depth = len(profile.verify_seconds) - 1
     scanner = Scanner(target, continue_prompts(target, PromptSet.of(prompts), Sampling(), tokens), Sampling(), depth=depth)
-    return ScanPredictor(scanner, profile, DraftChoices((1, depth)), folder / "scans")
+    return ScanPredictor(scanner, profile, [(length, StopRule()) for length in range(1, depth + 1)], folder / "scans")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,32 +14,29 @@ import torch
 
 from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
 from layerskip.costs.cost_model import CostProfile
-from layerskip.decoding.decode import decode
 from layerskip.decoding.stats import Round
-from layerskip.drafters.registry import build_drafter
 from layerskip.measure.measure import measure
-from layerskip.scan.replay import Counts, count
+from layerskip.scan.replay import Counts
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.predict import preparation
 from searches.predict.preparation import Preparation, ScanSettings
 from searches.predict.proposals import propose_lookups
-from searches.predict.scan_predictor import ContextCosts, DraftChoices, ScanPredictor, spread_contexts
+from searches.predict.scan_predictor import ContextCosts, ScanPredictor, spread_contexts
 from searches.space.search_space import SearchSpace
 from tests.families import build
 
 PROMPTS = PromptSet.of(["one two one two", "three four three four", "five six"])
 THRESHOLD = StopRule("threshold", 0.1)
-OTHERS = (StopRule("threshold", 0.15), StopRule("adaptive", 0.12, carry=False))
-CHOICES = DraftChoices((1, 4), (StopRule(), THRESHOLD))
+CHOICES = list(itertools.product(range(1, 5), (StopRule(), THRESHOLD)))
 
 
 def _profile(layers: int) -> CostProfile:
     return CostProfile(20, 1.0, 0.1, (0.5,) * layers, (1.0,) * layers, 0.01, 0.3, tuple(8.0 + g for g in range(6)))
 
 
-def _scanner(target: Target, runners: int = 0) -> Scanner:
-    return Scanner(target, continue_prompts(target, PROMPTS, Sampling(), 8), Sampling(), depth=4, runners=runners)
+def _scanner(target: Target) -> Scanner:
+    return Scanner(target, continue_prompts(target, PROMPTS, Sampling(), 8), Sampling(), depth=4)
 
 
 def _predictor(target: Target, folder: Path) -> ScanPredictor:
@@ -68,36 +66,19 @@ def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny
     for text in ("mlp:1", "attention:0"):
         mask = SkipMask.parse(text, tiny_target.layers)
         expected = {}
-        for length in range(1, 5):
-            for stop in (*CHOICES.stops, *OTHERS):
-                config = SpeculativeConfig("layer_skip", length, mask=text, stop=stop)
-                stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
-                each = profile.draft_seconds(mask) + (0.01 if stop.method != "length" else 0.0)
-                tokens = sum(r.committed for r in stats.rounds)
-                expected[config] = tokens * profile.verify_seconds[0] / _seconds(profile, stats.rounds, each)
-                assert predictor.speedup(config) == pytest.approx(expected[config])
+        for length, stop in CHOICES:
+            config = SpeculativeConfig("layer_skip", length, mask=text, stop=stop)
+            stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
+            each = profile.draft_seconds(mask) + (0.01 if stop.method != "length" else 0.0)
+            tokens = sum(r.committed for r in stats.rounds)
+            expected[config] = tokens * profile.verify_seconds[0] / _seconds(profile, stats.rounds, each)
+            assert predictor.speedup(config) == pytest.approx(expected[config])
         (best,) = predictor.predict([mask])
-        assert best.speedup == pytest.approx(max(v for config, v in expected.items() if config.stop in CHOICES.stops))
+        assert best.speedup == pytest.approx(max(expected.values()))
         assert expected[best.config] == pytest.approx(best.speedup)
         assert all(predictor.can_predict(config) for config in expected)
-        assert not predictor.can_predict(SpeculativeConfig("layer_skip", 5, mask=text))  # deeper than scans
-        assert not predictor.can_predict(SpeculativeConfig("layer_skip", 2, mask=text, siblings=1))  # scans follow chains
-
-
-def test_siblings_that_are_not_found_have_a_cost(tiny_target: Target, tmp_path: Path) -> None:
-    scanner = _scanner(tiny_target, runners=1)
-    profile = replace(_profile(tiny_target.layers), siblings_seconds=0.25)
-    predictor = ScanPredictor(scanner, profile, DraftChoices((2, 2), siblings=(1,)), tmp_path)
-    config = SpeculativeConfig("layer_skip", 3, mask="mlp:1", siblings=1, min_token_prob=1.0)
-    stats = measure(tiny_target, PROMPTS, config, max_new_tokens=8).stats
-    assert all(found.depth is None for found in stats.rounds)
-    each = profile.draft_seconds(SkipMask.parse("mlp:1", tiny_target.layers)) + 0.25
-    tokens = sum(found.committed for found in stats.rounds)
-    expected = tokens * profile.verify_seconds[0] / _seconds(profile, stats.rounds, each)
-    assert predictor.speedup(config) == pytest.approx(expected)
-    (best,) = predictor.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
-    assert (best.config.num_speculative_tokens, best.config.siblings) == (2, 1)
-    assert best.speedup == pytest.approx(predictor.speedup(best.config))
+        for other in ({"num_speculative_tokens": 5}, {"stop": StopRule("adaptive", 0.1)}, {"siblings": 1}):
+            assert not predictor.can_predict(replace(best.config, **other))
 
 
 def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path) -> None:
@@ -133,37 +114,6 @@ def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path
     assert again.predict(masks)[:2] == predicted
     assert again.agreements(masks[:2]) == agreements
     assert scanned == masks[2:]
-
-
-def test_adaptive_stops_are_predicted_as_in_trials(tiny_target: Target, tmp_path: Path) -> None:
-    """A trial's drafter has decoded other prompts before, here the same ones."""
-    stop, config = StopRule("adaptive", 0.1, step=0.5, threshold_decay=0.5), SpeculativeConfig("layer_skip", 4, mask="mlp:1")
-    scanner = _scanner(tiny_target)
-    mask, drafter = SkipMask.parse("mlp:1", tiny_target.layers), build_drafter(replace(config, stop=stop), tiny_target)
-
-    def counts() -> list[Counts]:
-        texts = scanner.continuations
-        return [count(decode(tiny_target, drafter, p.prompt, Sampling(), p.max_new_tokens).stats.rounds) for p in texts]
-
-    first, second = counts(), counts()
-    assert first != second
-    among = ScanPredictor(scanner, _profile(3), DraftChoices((4, 4), (StopRule(), stop)), tmp_path / "among")
-    among.predict([mask])
-    ((_, kept),) = [json.loads(line) for line in (tmp_path / "among" / "counts.jsonl").read_text().splitlines()]
-    (found,) = [counts for length, rule, _, counts in kept["counts"] if (length, rule) == (4, 1)]
-    assert [Counts.from_list(each) for each in found] == second
-    other = ScanPredictor(scanner, _profile(3), CHOICES, tmp_path / "other")
-    assert other.speedup(replace(config, stop=stop)) == _profile(3).speedup(sum(second, Counts()), mask, stop)
-
-
-def test_adaptive_stops_of_sampled_tokens_are_not_predicted(tiny_target: Target, tmp_path: Path) -> None:
-    """Replays keep the threshold constant."""
-    sampling = Sampling(temperature=1.0)
-    scanner = Scanner(tiny_target, continue_prompts(tiny_target, PROMPTS, sampling, 8), sampling, depth=4)
-    predictor = ScanPredictor(scanner, _profile(3), CHOICES, tmp_path)
-    held = SpeculativeConfig("layer_skip", 4, mask="mlp:1", stop=THRESHOLD)
-    adaptive = replace(held, stop=StopRule("adaptive", THRESHOLD.threshold))
-    assert [predictor.can_predict(config) for config in (held, adaptive)] == [True, False]
 
 
 @pytest.mark.parametrize("maximum", [100, 4])
