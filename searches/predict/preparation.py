@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, ReportCost, continue_prompts
 from searches.app.checks import check_flag, check_list, check_number, check_whole
 from searches.predict.proposals import ProposalSettings
-from searches.predict.scan_predictor import ScanPredictor, masks_at_once, mean_context, spread_contexts
+from searches.predict.scan_predictor import ScanPredictor, masks_at_once, mean_context
 from searches.progress import counting, say
 from searches.results import exclusive
 from searches.space.search_space import LOOKUP, SearchSpace
@@ -157,16 +157,16 @@ class Preparation:
         fitted: bool = False,
         rough: bool = False,
     ) -> CostProfile:
-        """Return the cost profile at the contexts of continuations; measure it if no such one is stored.
+        """Return the cost profile at the mean context of continuations; measure it if no such one is stored.
 
         A stored profile will do if it was measured with as many repeats. It has the verification of up to ``longest``
         drafted tokens, and fitted modules and draft heads if ``fitted``. A ``rough`` one has few repeats.
         """
         repeats = min(MIN_REPEATS, PROFILE_REPEATS) if rough else PROFILE_REPEATS
-        contexts = spread_contexts([mean_context(continuation) for continuation in continuations])
+        context = mean_context(continuations)
         identity = {
             "target": self.target.digest,
-            "contexts": contexts,
+            "context": context,
             "longest": longest,
             "sampling": self.sampling.to_dict(),
             "machine": machine(self.target),
@@ -183,13 +183,10 @@ class Preparation:
                 stored = known or {"repeats": 0}
                 if stored["repeats"] < repeats and not (known and self.is_over()):
                     start = time.monotonic()
-                    with counting((repeats + 1) * len(contexts), "repeats", "cost profile") as count:
+                    with counting(repeats + 1, "repeats", "cost profile") as count:
                         often = Repeats(repeats, math.inf if rough else PROFILE_ERROR, count, self.is_over)
-                        profile, *others = (
-                            profile_costs(self.target, context, longest, self.sampling, often, fitted)
-                            for context in contexts
-                        )
-                    profile, seconds = replace(profile, others=tuple(others)), time.monotonic() - start
+                        profile = profile_costs(self.target, context, longest, self.sampling, often, fitted)
+                    seconds = time.monotonic() - start
                     taken = stored.get("seconds", 0.0) + seconds
                     done = min(repeats, MIN_REPEATS) if self.is_over() else repeats  # with more time, it is measured again
                     stored = {"asked": identity, "profile": profile.to_dict(), "seconds": taken, "repeats": done}

@@ -3,8 +3,7 @@
 Every prediction is stored in a file, mask by mask, so that an interrupted search repeats none of them. Masks are scanned in
 batches, each of which one of a study's workers makes for all of them.
 
-The costs of attention depend on the context, the positions in the cache. They are timed where the continuations are, and
-every continuation is predicted with the costs of its own context.
+The costs of attention depend on the context, the positions in the cache. They are timed at the mean of the continuations.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,54 +35,17 @@ SCANNED_MASKS = 64  # masks whose scans are expressed in whole trials
 _SHARED_TOGETHER = 256  # masks that several workers screen together, so that all have some
 SCREENED_ROWS = 128  # positions on which masks are screened
 _ROWS_PER_MASK = 256  # fewer rows of a pass are not worth sharing among masks
-_STEP = 64  # timed contexts are rounded to multiples of it, so that similar prompt sets share a cost profile
-_SHORT = 1024  # up to it, attention is a small part of all costs
-_FAR_APART = 2  # the factor between contexts that are timed apart
+_STEP = 64  # the timed context is rounded to multiples of it, so that similar prompt sets share a cost profile
 
 DraftChoice = tuple[int, StopRule]
 """The draft length and the stop rule of a scanned mask."""
 
 
-def mean_context(continuation: Continuation) -> float:
-    """Return the mean number of positions in the cache while a continuation is decoded."""
-    return len(continuation.prompt) + len(continuation.tokens) / 2
-
-
-def spread_contexts(contexts: Sequence[float]) -> list[int]:
-    """Return the contexts at which costs are timed, rising: the mean of short or similar ones.
-
-    Others are timed at the longest, the median and the shortest context, as far as these are far apart. Three contexts also
-    follow sliding windows, whose cost stops growing.
-    """
-    shortest, median, longest = min(contexts), statistics.median(contexts), max(contexts)
-    chosen = [statistics.fmean(contexts)]
-    if longest > max(_SHORT, _FAR_APART * shortest):
-        middle = [median] if longest > _FAR_APART * median and median > _FAR_APART * shortest else []
-        chosen = [shortest, *middle, longest]
-    return [_STEP * max(1, round(context / _STEP)) for context in chosen]
-
-
-class ContextCosts:
-    """The costs of decoding each of some continuations.
-
-    Attributes:
-        profiles: the profile at the context of each continuation.
-        average: their mean over all tokens; ``profile`` itself if it has one context.
-    """
-
-    def __init__(self, profile: CostProfile, continuations: Sequence[Continuation]) -> None:
-        self.profile, self.average = profile, profile
-        self.profiles = [profile.at(mean_context(continuation)) for continuation in continuations]
-        if profile.others:
-            self.average = CostProfile.mean(self.profiles, [continuation.starts for continuation in continuations])
-
-    def speedup(self, parts: Sequence[Counts], seconds: Callable[[CostProfile, Counts], float]) -> float:
-        """Return the speedup over plain decoding; 1.0 if nothing is decoded."""
-        pairs = [(self.average, sum(parts, Counts()))]
-        if self.profile.others:
-            pairs = list(zip(self.profiles, parts, strict=True))
-        plain = sum(counts.tokens * profile.verify_seconds[0] for profile, counts in pairs)
-        return plain / sum(seconds(profile, counts) for profile, counts in pairs) if plain else 1.0
+def mean_context(continuations: Sequence[Continuation]) -> int:
+    """Return the mean number of positions in the cache while continuations are decoded, over all tokens."""
+    middles = [len(continuation.prompt) + len(continuation.tokens) / 2 for continuation in continuations]
+    mean = statistics.fmean(middles, [continuation.starts for continuation in continuations])
+    return _STEP * max(1, round(mean / _STEP))
 
 
 def masks_at_once(rows: int) -> int:
@@ -135,8 +96,7 @@ class ScanPredictor:
         costs: measures the costs well; None if ``profile`` is good enough.
 
     Attributes:
-        profile: the costs at the contexts of all continuations on average.
-        screening_seconds: that this process spent in :meth:`agreements`.
+        profile: the costs at the mean context of the continuations.
     """
 
     def __init__(
@@ -155,22 +115,15 @@ class ScanPredictor:
         self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), list(choices)
         thresholds = [stop.threshold for _, stop in choices if stop.method == "threshold"]
         self._floor = min(thresholds, default=None)
-        self._measure_costs = costs
-        self._set_costs(profile)
+        self.profile, self._measure_costs = profile, costs
         names = ("agreements", "counts", "trained")
         logs = (ResultLog(folder / f"{name}.jsonl" if pool.alone else None) for name in names)
         self._agreements, self._counts, self._trained = logs
-        self.screening_seconds = 0.0
 
     def sharpen(self) -> None:
         """Measure the costs well, where the choice of a mask depends on them."""
         if self._measure_costs is not None:
-            self._set_costs(self._measure_costs())
-            self._measure_costs = None
-
-    def _set_costs(self, profile: CostProfile) -> None:
-        self._costs = ContextCosts(profile, self._scanner.continuations)
-        self.profile = self._costs.average
+            self.profile, self._measure_costs = self._measure_costs(), None
 
     @property
     def scan_seconds(self) -> float | None:
@@ -197,10 +150,7 @@ class ScanPredictor:
         """Return how often each mask's first drafted token is the target's; one pass over the screen for each new mask."""
 
         def scan(batch: Sequence[SkipMask]) -> dict[str, float]:
-            start = time.monotonic()
-            found = {each.mask.format(): each.agreement for each in self._scan(self._screen, batch, depth=1)}
-            self.screening_seconds += time.monotonic() - start
-            return found
+            return {each.mask.format(): each.agreement for each in self._scan(self._screen, batch, depth=1)}
 
         self._share("agreements", masks, self._agreements, scan)
         return [float(self._agreements[mask.format()]) for mask in masks]
@@ -241,10 +191,11 @@ class ScanPredictor:
                 config.prompt_lookup_min, config.prompt_lookup_max, config.match, config.num_speculative_tokens
             )
             counts = [count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations]
-            return self._costs.speedup(counts, CostProfile.lookup_seconds)
+            return self.profile.lookup_speedup(sum(counts, Counts()))
         mask, choice = SkipMask.parse(config.mask, self.layers), (config.num_speculative_tokens, config.stop)
         (known,) = self._scanned([mask])
-        return self._choice_speedup(choice, known["counts"][self._choices.index(choice)], mask, self.extras(mask))
+        total = Counts.from_list(known["counts"][self._choices.index(choice)])
+        return self.profile.speedup(total, mask, config.stop, self.extras(mask))
 
     def extras(self, mask: SkipMask) -> DraftExtras:
         """Return the extras of a mask's draft, as costs count them."""
@@ -274,7 +225,7 @@ class ScanPredictor:
     def with_drafts(self, drafts: EmptyDrafts, name: str) -> ScanPredictor:
         """Return a predictor for other drafts that shares the texts and their passes; ``name`` is that of its folder."""
         return ScanPredictor(
-            self._scanner, self._costs.profile, self._choices, self._folder / name, drafts, self._pool, self._measure_costs
+            self._scanner, self.profile, self._choices, self._folder / name, drafts, self._pool, self._measure_costs
         )
 
     def single_agreements(self) -> np.ndarray:
@@ -299,15 +250,11 @@ class ScanPredictor:
                 log.add(mask.format(), results[mask.format()], self.drafts.reproducible(mask))
 
     def _all_counts(self, scan: Scan) -> list[list[Any]]:
-        """Return the counts of each continuation, as lists, for every choice."""
-        return [[each.to_list() for each in self._scanner.counts(scan, *choice)] for choice in self._choices]
+        """Return the counts of all continuations together, as a list, for every choice."""
+        return [sum(self._scanner.counts(scan, *choice), Counts()).to_list() for choice in self._choices]
 
     def _fastest(self, rows: Sequence[Any], mask: SkipMask, extras: DraftExtras) -> tuple[DraftChoice, float]:
         """Return the choice with the greatest predicted speedup, from the rows of :meth:`_all_counts`."""
-        pairs = zip(self._choices, rows, strict=True)
-        speedups = {choice: self._choice_speedup(choice, row, mask, extras) for choice, row in pairs}
+        pairs = zip(self._choices, map(Counts.from_list, rows), strict=True)
+        speedups = {choice: self.profile.speedup(counts, mask, choice[1], extras) for choice, counts in pairs}
         return max(speedups.items(), key=lambda pair: pair[1])
-
-    def _choice_speedup(self, choice: DraftChoice, row: Sequence[Any], mask: SkipMask, extras: DraftExtras) -> float:
-        counts = [Counts.from_list(part) for part in row]
-        return self._costs.speedup(counts, partial(CostProfile.seconds, mask=mask, stop=choice[1], extras=extras))

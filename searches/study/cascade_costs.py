@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,25 @@ from searches.space.search_space import DraftCost
 _VERIFY_COST = "verify_cost"
 _DRAFT_COST = "draft_cost"
 _REPEATS = 5
+_STEP = 64  # timed contexts are rounded to multiples of it
+_SHORT = 1024  # up to it, attention is a small part of all costs
+_FAR_APART = 2  # the factor between contexts that are timed apart
 
 Configs = Sequence[SpeculativeConfig]
+
+
+def spread_contexts(contexts: Sequence[float]) -> list[int]:
+    """Return the contexts at which costs are timed, rising: the mean of short or similar ones.
+
+    Others are timed at the longest, the median and the shortest context, as far as these are far apart. Three contexts also
+    follow sliding windows, whose cost stops growing.
+    """
+    shortest, median, longest = min(contexts), statistics.median(contexts), max(contexts)
+    chosen = [statistics.fmean(contexts)]
+    if longest > max(_SHORT, _FAR_APART * shortest):
+        middle = [median] if longest > _FAR_APART * median and median > _FAR_APART * shortest else []
+        chosen = [shortest, *middle, longest]
+    return [_STEP * max(1, round(context / _STEP)) for context in chosen]
 
 
 @dataclass(frozen=True)

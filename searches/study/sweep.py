@@ -36,13 +36,13 @@ from searches.bridges.spec import bridge_specs
 from searches.engines.race import RACE_FILE, Race, race
 from searches.predict.preparation import Preparation
 from searches.predict.proposals import Limits, propose_all
-from searches.predict.scan_predictor import ScanPredictor, spread_contexts
+from searches.predict.scan_predictor import ScanPredictor
 from searches.progress import Progress, say
 from searches.space.search_space import SearchSpace
 from searches.study import machine
 from searches.study.bench import ModelBench
 from searches.study.budget import FINALS, FITS, OPENING, PREDICTIONS, SHARED, TRIALS, Budget, TimeLedger, recorded_seconds
-from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
+from searches.study.cascade_costs import CostTimer, draft_cost, spread_contexts, verify_cost
 from searches.study.finals import Finals, RunControl, measure_finals
 from searches.study.leaderboard import LeaderboardEntry, contenders, leader_line, ranking, trial_line
 from searches.study.objective import Objective

@@ -172,7 +172,7 @@ def test_smollm2_is_replayed(smollm2: Target) -> None:
     count, new = (20, 16) if EXHAUSTIVE else (1, 12)
     tune = PromptSet.packaged().split()[0]
     if not EXHAUSTIVE:
-        tune = PromptSet((min(tune, key=lambda item: len(item.prompt)),))
+        tune = PromptSet((min(tune, key=lambda item: len(item.content())),))
     continuations = list(continue_prompts(smollm2, tune, GREEDY, new))
     scanner = Scanner(smollm2, continuations, GREEDY, depth=8)
     source = random.Random(0)

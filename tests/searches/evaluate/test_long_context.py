@@ -14,18 +14,15 @@ pytestmark = pytest.mark.system
 PROGRAM = "evaluate.long_context"
 SMALL = (
     *("sizes.hidden_size=32", "sizes.intermediate_size=48", "sizes.head_dim=8", "models.windows.sliding_window=64"),
-    *("lengths=[256,128,512]", "predicted=256", "profiled=[128,512]", "new_tokens=6", "repeats=1"),
+    *("lengths=[256,128,512]", "new_tokens=6", "repeats=1"),
 )
 
 
-def test_memory_and_times_of_every_length_are_recorded(
-    tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("layerskip.costs.profile._PATIENCE", 1)  # no figure is compared, so none has to be precise
-    done = launch(PROGRAM, *SMALL, "masks=[layers:1,layers:0-1]", "max_error=null", f"outputs={tmp_path}", cwd=tmp_path)
+def test_memory_and_times_of_every_length_are_recorded(tmp_path: Path, launch: Launch) -> None:
+    done = launch(PROGRAM, *SMALL, f"outputs={tmp_path}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "long-context.json").read_text())
-    assert record["rows"].keys() == record["points"].keys() == {"full", "windows"}
+    assert record["rows"].keys() == {"full", "windows"}
     for rows in record["rows"].values():
         assert [row["tokens"] for row in rows] == [128, 256, 512]
         assert all(row["prefill_seconds"] > 0 and row["step_seconds"] > 0 for row in rows)
@@ -33,6 +30,3 @@ def test_memory_and_times_of_every_length_are_recorded(
     full, windows = (record["rows"][name][-1]["peak_bytes"] for name in ("full", "windows"))
     assert full > 512 * 2 * 2 * 4 * 8 * 4
     assert windows > 512 * 2 * 2 * 2 * 8 * 4
-    for points in record["points"].values():
-        assert [point["mask"] for point in points] == ["layers:1", "layers:0-1"]
-        assert all(point[name] > 0 for point in points for name in ("measured", "predicted"))

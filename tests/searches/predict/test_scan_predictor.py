@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +15,12 @@ from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule
 from layerskip.costs.cost_model import CostProfile
 from layerskip.decoding.stats import Round
 from layerskip.measure.measure import measure
-from layerskip.scan.replay import Counts
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.predict import preparation
 from searches.predict.preparation import Preparation, ScanSettings
 from searches.predict.proposals import propose_lookups
-from searches.predict.scan_predictor import ContextCosts, ScanPredictor, spread_contexts
+from searches.predict.scan_predictor import ScanPredictor
 from searches.space.search_space import SearchSpace
 from tests.families import build
 
@@ -151,71 +149,25 @@ def test_a_model_that_cannot_be_scanned_has_no_predictor(
     assert "GPTNeoForCausalLM: cannot be scanned" in capsys.readouterr().out
 
 
-SKIPPED = SkipMask.parse("layers:0", 2)
+def _continuation(length: int, new: int = 64) -> Continuation:
+    return Continuation("", "", (5,) * (length - new // 2), (5,) * new, new)
 
 
-def _continuation(length: int) -> Continuation:
-    return Continuation("", "", (5,) * (length - 32), (5,) * 64, 64)
-
-
-def _profile_at(context: int) -> CostProfile:
-    """Attention and verification have a fixed cost and one per position."""
-    each = context / 1000
-    verify = tuple(4.0 + 3 * each + drafted for drafted in range(4))
-    return CostProfile(context, 1.0, 0.5, (0.2 + each, 0.2 + each), (1.0, 1.0), 0.1, 0.25, verify)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "contexts"),
-    [
-        ([100, 200, 900], [384]),  # short
-        ([3000, 4000, 5900], [4288]),  # alike
-        ([200, 8000], [192, 8000]),
-        ([300, 2000, 8000], [320, 1984, 8000]),
-        ([300, 7000, 8000], [320, 8000]),
-    ],
-)
-def test_far_apart_contexts_are_timed_apart(lengths: list[int], contexts: list[int]) -> None:
-    assert spread_contexts(lengths) == contexts
-
-
-def test_a_speedup_sums_over_the_contexts_of_the_continuations() -> None:
-    continuations = [_continuation(length) for length in (1000, 2500, 4000)]
-    parts = [Counts(20, 40, 30, 50, (0, 0, 20)), Counts(30, 90, 5, 35, (0, 0, 0, 30)), Counts(10, 10, 8, 18, (0, 10))]
-    costs = ContextCosts(replace(_profile_at(1000), others=(_profile_at(4000),)), continuations)
-
-    def seconds(profile: CostProfile, counts: Counts) -> float:
-        return profile.seconds(counts, SKIPPED, StopRule())
-
-    drafting = plain = 0.0
-    for context, counts in zip((1000, 2500, 4000), parts, strict=True):
-        drafting += counts.drafted * (1.0 + 0.5 + 1.0 + 0.2 + context / 1000) + counts.rounds * 0.25
-        drafting += sum(times * (4.0 + 3 * context / 1000 + g) for g, times in enumerate(counts.verified))
-        plain += counts.tokens * (4.0 + 3 * context / 1000)
-    assert costs.speedup(parts, seconds) == pytest.approx(plain / drafting)
-    total = sum(parts, Counts())
-    one = ContextCosts(_profile_at(1000), continuations)
-    assert one.speedup(parts, seconds) == _profile_at(1000).speedup(total, SKIPPED, StopRule())
-    assert one.average is one.profile
-
-
-def test_a_profile_is_measured_at_the_contexts_of_the_prompts(
+def test_a_profile_is_measured_once_at_the_mean_context_of_all_tokens(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[int] = []
 
     def measured(target: Target, context: int, *_: Any, **options: Any) -> CostProfile:
         timed.append(context)
-        return _profile_at(context)
+        return replace(_profile(3), context=context)
 
     monkeypatch.setattr(preparation, "profile_costs", measured)
 
-    def profile(*lengths: int) -> CostProfile:
-        return Preparation(tiny_target, Sampling(), tmp_path).cost_profile([_continuation(each) for each in lengths], 3)
+    def context(*continuations: Continuation) -> int:
+        return Preparation(tiny_target, Sampling(), tmp_path).cost_profile(continuations, 3).context
 
     for _ in range(2):
-        assert profile(200, 300) == _profile_at(256)
-        assert profile(192, 1984, 8000) == replace(_profile_at(192), others=(_profile_at(1984), _profile_at(8000)))
-    assert timed == [256, 192, 1984, 8000]  # the second time, all are read from their files
-    stored = [json.loads(file.read_text(encoding="utf-8"))["asked"] for file in (tmp_path / "profiles").glob("*.json")]
-    assert sorted(asked["contexts"] for asked in stored) == [[192, 1984, 8000], [256]]
+        assert context(_continuation(200), _continuation(300)) == 256
+        assert context(_continuation(200), _continuation(2000, new=130)) == 1408
+    assert timed == [256, 1408]  # the second time, all are read from their files
