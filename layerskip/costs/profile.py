@@ -7,7 +7,6 @@ time of verification and is part of the cost of a round.
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,34 +36,11 @@ _TIMED_PARAMETERS = 2**25  # of timed bridges, so that those of a wide model tak
 _NARROW = 4  # a timed draft head has the vocabulary divided by this
 _TEXT_TOKENS = 16  # further tokens that a text adds to a timed draft head
 _WIDE = 2  # width of a timed MLP as a multiple of the hidden width
-_PATIENCE = 2  # the most repeats on a noisy machine, as a multiple of the requested ones
 MIN_REPEATS = 3
 """Fewest runs of every job, of which a median is the middle one."""
 
 _Job = tuple[str, int, int]
 """A timed job: its kind, the index of its draft, and the number of drafted tokens."""
-
-
-@dataclass(frozen=True)
-class Repeats:
-    """How often every job is timed.
-
-    Args:
-        count: runs of every job, after a warm-up.
-        error: runs continue, up to twice as many, while the standard error of a median exceeds this share of it.
-        on_repeat: called after every run of all jobs.
-        is_over: returns whether time has run out, after which no job runs more than ``MIN_REPEATS`` times.
-    """
-
-    count: int = 12
-    error: float = math.inf
-    on_repeat: Callable[[], object] = lambda: None
-    is_over: Callable[[], bool] = lambda: False
-
-    def enough(self, repeat: int, times: Mapping[_Job, Sequence[float]]) -> bool:
-        """Return whether a number of runs, without the warm-up, is enough."""
-        accurate = repeat > self.count and _largest_error(times) <= self.error
-        return accurate or (repeat > MIN_REPEATS and self.is_over())
 
 
 @torch.inference_mode()
@@ -73,13 +49,18 @@ def profile_costs(
     context: int,
     longest: int = 8,
     sampling: Sampling | None = None,
-    repeats: Repeats = Repeats(),
+    repeats: int = 12,
     bridged: bool = False,
+    on_repeat: Callable[[], object] = lambda: None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> CostProfile:
     """Measure a profile. All jobs run repeatedly in random order, and the time of each is its median.
 
     Args:
+        repeats: runs of every job, after a warm-up.
         bridged: whether to measure bridges and draft heads.
+        on_repeat: called after every run of all jobs.
+        is_over: returns whether time has run out, after which no job runs more than ``MIN_REPEATS`` times.
     """
     longest = max(longest, 2)  # one length would not separate the fixed cost of a round from that of its tokens
     drafts = _timed_drafts(target, bridged)
@@ -105,8 +86,8 @@ def profile_costs(
     jobs["confidence", 0, 0] = lambda: float(confidence(passes.logits))
     times: dict[_Job, list[float]] = {job: [] for job in jobs}
     order = random.Random(0)
-    for repeat in range(_PATIENCE * repeats.count + 1):
-        if repeats.enough(repeat, times):
+    for repeat in range(repeats + 1):
+        if repeat > MIN_REPEATS and is_over():
             break
         # Verifications twice: each is a single pass, yet part of every prediction.
         names = [*jobs, *(name for name in jobs if name[0] == "verify")]
@@ -114,7 +95,7 @@ def profile_costs(
         taken = [(name, seconds_of(target.device, jobs[name])) for name in names]
         for name, seconds in taken if repeat else ():  # the first repeat warms up
             times[name].append(seconds)
-        repeats.on_repeat()
+        on_repeat()
     median = {name: float(np.median(seconds)) for name, seconds in times.items()}
     return _solve(target, context, drafts, median)
 
@@ -145,19 +126,6 @@ def _solve(target: Target, context: int, drafts: Sequence[_TimedDraft], median: 
         token_seconds=min(token, head / target.vocabulary),  # few tokens cost at least their share of the head
         map_seconds=bridge_map,
     )
-
-
-def _largest_error(times: Mapping[_Job, Sequence[float]]) -> float:
-    """Return the largest relative standard error of the medians of rounds and verifications: 1.25 deviations / sqrt(n).
-
-    The deviation is estimated from the quartiles, which are robust against a few interruptions.
-    """
-    errors = [0.0]
-    for name, seconds in times.items():
-        low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
-        if name[0] != "confidence" and middle > 0:
-            errors.append(float(1.25 * (high - low) / 1.35 / math.sqrt(len(seconds)) / middle))
-    return max(errors)
 
 
 def _layer_kinds(target: Target, name: str) -> list[tuple[Any, ...]]:

@@ -5,7 +5,6 @@ All results are stored: continuations and cost profiles in the outputs folder fo
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
 from layerskip.costs.cost_model import CostProfile
-from layerskip.costs.profile import MIN_REPEATS, Repeats, profile_costs
+from layerskip.costs.profile import MIN_REPEATS, profile_costs
 from layerskip.device.memory import within_memory
 from layerskip.files import digest, read_json, write_json
 from layerskip.models.environment import machine
@@ -30,7 +29,6 @@ from searches.space.search_space import LOOKUP, SearchSpace
 from searches.workers.pool import ALONE, Workers
 
 PROFILE_REPEATS = 12  # runs of every part of a round, where the choice of masks depends on its time
-PROFILE_ERROR = 0.02  # timing goes on, up to twice as long, while the standard error of a median exceeds this share of it
 _SCAN_VERSION = 4  # of the counts; those of another version are scanned again
 _PROFILE_VERSION = 6  # of stored profiles and their measurement
 _CPU_ROWS, _GPU_ROWS = 256, 2048  # rows per pass, if memory suffices
@@ -184,8 +182,9 @@ class Preparation:
                 if stored["repeats"] < repeats and not (known and self.is_over()):
                     start = time.monotonic()
                     with counting(repeats + 1, "repeats", "cost profile") as count:
-                        often = Repeats(repeats, math.inf if rough else PROFILE_ERROR, count, self.is_over)
-                        profile = profile_costs(self.target, context, longest, self.sampling, often, fitted)
+                        profile = profile_costs(
+                            self.target, context, longest, self.sampling, repeats, fitted, count, self.is_over
+                        )
                     seconds = time.monotonic() - start
                     taken = stored.get("seconds", 0.0) + seconds
                     done = min(repeats, MIN_REPEATS) if self.is_over() else repeats  # with more time, it is measured again

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +14,7 @@ from layerskip.bridges.bridge import Bridge
 from layerskip.costs import profile as profiling
 from layerskip.costs import timing
 from layerskip.costs.cost_model import CostProfile, in_steps
-from layerskip.costs.profile import Repeats, profile_costs
+from layerskip.costs.profile import profile_costs
 from layerskip.costs.timing import time_verification
 from layerskip.decoding.decode import Stops, decode
 from layerskip.drafters import layer_skip
@@ -123,33 +121,19 @@ def test_a_profile_recovers_the_cost_of_every_part(
         round_seconds=ROUND,
         verify_seconds=tuple(plain + ROW * (1 + drafted) for drafted in range(LONGEST + 1)),
     )
-    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=Repeats(1)), expected)
+    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
     with_extras = replace(expected, module_seconds=BRIDGE, map_seconds=MAP, number_seconds=NUMBER, token_seconds=TOKEN)
-    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=Repeats(1), bridged=True), with_extras)
+    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), with_extras)
     # Fewer bridges, as for a wide model.
     monkeypatch.setattr(profiling, "_TIMED_PARAMETERS", 2 * target.hidden**2)
-    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=Repeats(1), bridged=True), with_extras)
-
-
-def test_a_noisy_machine_is_timed_until_its_medians_are_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
-    def repeats(noise: float, error: float) -> int:
-        """The number of times that every job was timed."""
-        clock, draws, done = Clock(monkeypatch), random.Random(0), []
-        target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
-        clock.charge(timing, "verify", lambda *_: noise * draws.random())
-        profile_costs(target, 12, LONGEST, repeats=Repeats(4, error, lambda: done.append(1)))
-        return len(done) - 1  # the first repeat warms up
-
-    assert repeats(0.0, 0.02) == repeats(60.0, math.inf) == 4
-    assert repeats(60.0, 0.02) == 2 * 4
-    assert 4 < repeats(60.0, 0.12) < 2 * 4
+    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), with_extras)
 
 
 def test_predicted_seconds_of_counts_equal_the_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafts are longer than the timed ones."""
     clock = Clock(monkeypatch)
     target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
-    profile, mask = profile_costs(target, 12, 6, repeats=Repeats(1)), SkipMask.parse("mlp:1", target.layers)
+    profile, mask = profile_costs(target, 12, 6, repeats=1), SkipMask.parse("mlp:1", target.layers)
     drafter = LayerSkip(skip_view(target.model, mask), 6, StopRule())
     began: list[float] = []
     found = decode(
