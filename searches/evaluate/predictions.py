@@ -46,7 +46,6 @@ def compare_predictions(config: DictConfig) -> None:
     predictor = preparation.predictor(parts.prompts, new, space, parts.scanning, outputs / "predictions", config.seed)
     if predictor is None:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
-    predictor.sharpen()
     masks = _masks(space, config.masks, config.seed)
     predictor.predict(masks)
     measure = partial(measure_lengths, parts.bench, parts.prompts, parts.measuring.repeats, config.seed)

@@ -75,11 +75,6 @@ class MaskSearch:
                     self._on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
         return [self.scores.get(mask, 0.0) for mask in masks]
 
-    def rescore(self) -> None:
-        """Compute the expected speedups again, after the costs were measured again."""
-        for mask, agreement in self.agreements.items():
-            self.scores[mask], _ = expected_speedup(self.predictor, mask, agreement, self._lengths)
-
     @property
     def best(self) -> SkipMask:
         """The screened mask with the greatest expected speedup."""

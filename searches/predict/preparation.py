@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from searches.results import exclusive
 from searches.space.search_space import LOOKUP, SearchSpace
 from searches.workers.pool import ALONE, Workers
 
-PROFILE_REPEATS = 12  # runs of every part of a round, where the choice of masks depends on its time
+PROFILE_REPEATS = 8  # runs of every part of a round
 _SCAN_VERSION = 4  # of the counts; those of another version are scanned again
 _PROFILE_VERSION = 6  # of stored profiles and their measurement
 _CPU_ROWS, _GPU_ROWS = 256, 2048  # rows per pass, if memory suffices
@@ -74,7 +73,7 @@ class Preparation:
     Args:
         outputs: folder of continuations and profiles.
         pool: the workers that share all of this.
-        is_over: returns whether time has run out: nothing more is measured than a rough profile needs.
+        is_over: returns whether time has run out: nothing more is measured than a profile needs.
     """
 
     target: Target
@@ -95,8 +94,7 @@ class Preparation:
     ) -> ScanPredictor | None:
         """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned.
 
-        Continuations have ``max_new_tokens`` per turn. ``folder`` takes the scans. The costs are measured roughly;
-        :meth:`ScanPredictor.sharpen` measures them well.
+        Continuations have ``max_new_tokens`` per turn. ``folder`` takes the scans.
         """
         (shortest, longest), stops = space.values("layer_skip", "num_speculative_tokens"), settings.stops(space)
         if not stops:
@@ -107,7 +105,7 @@ class Preparation:
             return None
         choices = [(length, stop) for length in range(shortest, longest + 1) for stop in stops]
         lookups = space.values(LOOKUP, "num_speculative_tokens")[1] if LOOKUP in space.available_methods else 0
-        measure = partial(self.cost_profile, scanner.continuations, max(longest, lookups), space.fitted)
+        profile = self.cost_profile(scanner.continuations, max(longest, lookups), space.fitted)
         identity = {
             "target": self.target.digest,
             "continuations": [astuple(continuation) for continuation in scanner.continuations],
@@ -117,7 +115,7 @@ class Preparation:
             "recipe": _SCAN_VERSION,
         }
         place = folder / f"scans-{digest(identity)[:16]}"
-        return ScanPredictor(scanner, measure(rough=True), choices, place, pool=self.pool, costs=measure)
+        return ScanPredictor(scanner, profile, choices, place, pool=self.pool)
 
     def scanner(self, prompts: PromptSet, max_new_tokens: int, space: SearchSpace, seed: int) -> Scanner | None:
         """Return a scanner of the target's continuations; print a line and return None if it cannot be scanned."""
@@ -148,19 +146,12 @@ class Preparation:
             say(f"scan: {error}")
             return None
 
-    def cost_profile(
-        self,
-        continuations: Sequence[Continuation],
-        longest: int,
-        fitted: bool = False,
-        rough: bool = False,
-    ) -> CostProfile:
+    def cost_profile(self, continuations: Sequence[Continuation], longest: int, fitted: bool = False) -> CostProfile:
         """Return the cost profile at the mean context of continuations; measure it if no such one is stored.
 
-        A stored profile will do if it was measured with as many repeats. It has the verification of up to ``longest``
-        drafted tokens, and fitted modules and draft heads if ``fitted``. A ``rough`` one has few repeats.
+        It has the verification of up to ``longest`` drafted tokens, and fitted modules and draft heads if ``fitted``. One
+        whose time ran out is measured again when there is more.
         """
-        repeats = min(MIN_REPEATS, PROFILE_REPEATS) if rough else PROFILE_REPEATS
         context = mean_context(continuations)
         identity = {
             "target": self.target.digest,
@@ -179,21 +170,21 @@ class Preparation:
                 seconds = 0.0
                 known: dict[str, Any] | None = read_json(file)
                 stored = known or {"repeats": 0}
-                if stored["repeats"] < repeats and not (known and self.is_over()):
+                if stored["repeats"] < PROFILE_REPEATS and not (known and self.is_over()):
                     start = time.monotonic()
-                    with counting(repeats + 1, "repeats", "cost profile") as count:
+                    with counting(PROFILE_REPEATS + 1, "repeats", "cost profile") as count:
                         profile = profile_costs(
-                            self.target, context, longest, self.sampling, repeats, fitted, count, self.is_over
+                            self.target, context, longest, self.sampling, PROFILE_REPEATS, fitted, count, self.is_over
                         )
                     seconds = time.monotonic() - start
                     taken = stored.get("seconds", 0.0) + seconds
-                    done = min(repeats, MIN_REPEATS) if self.is_over() else repeats  # with more time, it is measured again
+                    done = min(PROFILE_REPEATS, MIN_REPEATS) if self.is_over() else PROFILE_REPEATS
                     stored = {"asked": identity, "profile": profile.to_dict(), "seconds": taken, "repeats": done}
                     write_json(file, stored)
             self.report_cost(f"profile {name}", float(stored["seconds"]), seconds)
             return stored
 
-        return CostProfile.from_dict(self.pool.share(f"profile {name} {repeats}", measure)["profile"])
+        return CostProfile.from_dict(self.pool.share(f"profile {name}", measure)["profile"])
 
 
 def make_scanner(target: Target, continuations: Sequence[Continuation], sampling: Sampling, depth: int) -> Scanner | None:

@@ -80,7 +80,7 @@ def propose(
 
     Args:
         on_best: called with every configuration that screening expects to be the best so far.
-        limits: what ends the search early. The costs are measured well only if a mask may be of use.
+        limits: what ends the search early.
     """
 
     def may_win() -> bool:
@@ -100,9 +100,6 @@ def propose(
         limits.report(f"its share of the budget ended after {len(search.scores)} masks were screened")
         if not may_win():
             return []
-    else:
-        predictor.sharpen()
-        search.rescore()
     return _best_first(_scan_best(search, settings.scanned, limits), settings.enqueued)
 
 
@@ -152,7 +149,6 @@ def propose_runs(
     examined; for others, it screens later runs and single sub-layers far apart, too. Then it moves the ends of the best
     runs. The space's own masks are screened first.
     """
-    predictor.sharpen()
     search = MaskSearch(predictor, space, settings.budget(space), on_mask, is_over=limits.is_over)
     search.screen(SkipMask.parse(mask, space.layers) for mask in space.masks)
     end = space.skippable[-1] + 1

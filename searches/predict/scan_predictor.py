@@ -89,14 +89,11 @@ class ScanPredictor:
     """A :class:`~searches.predict.predictor.SpeedupPredictor` that scans masks.
 
     Args:
+        profile: the costs at the mean context of the continuations.
         choices: the draft lengths and stop rules that every mask is combined with.
         folder: for predictions; belongs to one target, prompt set, and these choices.
         drafts: what masks draft with.
         pool: the workers that share the predictions through their storage instead of the folder.
-        costs: measures the costs well; None if ``profile`` is good enough.
-
-    Attributes:
-        profile: the costs at the mean context of the continuations.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class ScanPredictor:
         folder: Path,
         drafts: EmptyDrafts | None = None,
         pool: Workers = ALONE,
-        costs: Callable[[], CostProfile] | None = None,
     ) -> None:
         self.drafts = drafts or EmptyDrafts()
         self._folder, self._pool = folder, pool
@@ -115,15 +111,10 @@ class ScanPredictor:
         self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), list(choices)
         thresholds = [stop.threshold for _, stop in choices if stop.method == "threshold"]
         self._floor = min(thresholds, default=None)
-        self.profile, self._measure_costs = profile, costs
+        self.profile = profile
         names = ("agreements", "counts", "trained")
         logs = (ResultLog(folder / f"{name}.jsonl" if pool.alone else None) for name in names)
         self._agreements, self._counts, self._trained = logs
-
-    def sharpen(self) -> None:
-        """Measure the costs well, where the choice of a mask depends on them."""
-        if self._measure_costs is not None:
-            self.profile, self._measure_costs = self._measure_costs(), None
 
     @property
     def scan_seconds(self) -> float | None:
@@ -224,9 +215,7 @@ class ScanPredictor:
 
     def with_drafts(self, drafts: EmptyDrafts, name: str) -> ScanPredictor:
         """Return a predictor for other drafts that shares the texts and their passes; ``name`` is that of its folder."""
-        return ScanPredictor(
-            self._scanner, self.profile, self._choices, self._folder / name, drafts, self._pool, self._measure_costs
-        )
+        return ScanPredictor(self._scanner, self.profile, self._choices, self._folder / name, drafts, self._pool)
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""

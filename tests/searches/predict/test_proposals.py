@@ -47,9 +47,6 @@ class Landscape:
         together = sum(mask.attention[i] and mask.mlp[i] and mask.attention[i + 1] for i in range(LAYERS - 1))
         return math.exp(-loss + 0.02 * together)
 
-    def sharpen(self) -> None:
-        pass
-
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         self.screened += masks
         return [self.agreement(mask) for mask in masks]

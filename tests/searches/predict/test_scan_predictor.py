@@ -48,7 +48,7 @@ def _seconds(profile: CostProfile, rounds: Iterable[Round], each: float) -> floa
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Target], ScanPredictor | None]:
-    """Prepares a predictor with a rough profile."""
+    """Prepares a predictor."""
     monkeypatch.setattr("searches.predict.preparation.PROFILE_REPEATS", 2)
 
     def prepare(target: Target) -> ScanPredictor | None:
