@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from layerskip.config import Costs, SpeculativeConfig
+from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
@@ -157,43 +157,3 @@ class _DiscardedDrafts(TimedDrafter):
         seconds = (self._ended - begun) / self.drafter.steps(draft)
         (self.drafts if draft.tokens.shape[0] else self.empty_drafts).append(seconds)
         return Draft.empty(context.last.device)
-
-
-def draft_costs(
-    target: Target,
-    members: Sequence[SpeculativeConfig],
-    contexts: Sequence[int],
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    known: MutableMapping[str, float] | None = None,
-) -> Costs:
-    """Measure the drafting cost of every member of a cascade with :func:`time_drafting`.
-
-    Args:
-        known: earlier measurements; new ones are added.
-
-    Returns:
-        A cost per member, 0.0 for lookups; at each context if there are several. Empty if all members are lookups.
-    """
-    if all(member.lookup for member in members):
-        return ()
-    known = {} if known is None else known
-
-    def cost(member: SpeculativeConfig, context: int) -> float:
-        if member.lookup:
-            return 0.0
-        key = _cost_key(member) + (f" context={context}" if len(contexts) > 1 else "")
-        if key not in known:
-            known[key] = time_drafting(target, member, context, sampling, seed=seed)
-        return known[key]
-
-    tables = [(context, tuple(cost(member, context) for member in members)) for context in contexts]
-    return tuple(tables) if len(tables) > 1 else tables[0][1]
-
-
-def _cost_key(member: SpeculativeConfig) -> str:
-    """Return the fields that a draft level's cost depends on; a chain's depends on neither draft length nor threshold."""
-    fields = member.to_dict()
-    if not member.head:
-        fields.pop("num_speculative_tokens", None)
-    return " ".join(f"{name}={value}" for name, value in (fields | {"stop": member.stop.method}).items() if value)

@@ -12,7 +12,7 @@ import optuna
 from layerskip import Sampling, SpeculativeConfig, Target
 from layerskip.config import Costs, as_lists, as_tuples
 from layerskip.costs.cost_model import in_steps
-from layerskip.costs.timing import draft_costs, time_verification
+from layerskip.costs.timing import time_drafting, time_verification
 from layerskip.device.memory import within_memory
 from searches.space.search_space import DraftCost
 
@@ -58,8 +58,26 @@ class CostTimer:
         return costs[0] if len(costs) == 1 else tuple(zip(self.contexts, costs, strict=True))
 
     def draft_costs(self, members: Configs, known: dict[str, float]) -> Costs:
-        """Return the cost of one drafted token for each member of a cascade; new measurements are added to ``known``."""
-        return draft_costs(self.target, members, self.contexts, self.sampling, self.seed, known)
+        """Return the cost of one drafted token for each member of a cascade, of each context if there are several.
+
+        Lookups cost 0.0; the result is empty if all members are lookups. New measurements are added to ``known``.
+        """
+        if all(member.lookup for member in members):
+            return ()
+        costs = [tuple(self._draft_cost(member, context, known) for member in members) for context in self.contexts]
+        return costs[0] if len(costs) == 1 else tuple(zip(self.contexts, costs, strict=True))
+
+    def _draft_cost(self, member: SpeculativeConfig, context: int, known: dict[str, float]) -> float:
+        if member.lookup:
+            return 0.0
+        fields = member.to_dict() | {"stop": member.stop.method}
+        if not member.head:  # the cost of a chain depends neither on its length nor on a threshold
+            fields.pop("num_speculative_tokens", None)
+        key = " ".join(f"{name}={value}" for name, value in fields.items() if value)
+        key += f" context={context}" if len(self.contexts) > 1 else ""
+        if key not in known:
+            known[key] = time_drafting(self.target, member, context, self.sampling, seed=self.seed)
+        return known[key]
 
 
 def verify_cost(study: optuna.Study, measure: Callable[[], Costs]) -> Costs:
