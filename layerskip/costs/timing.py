@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from layerskip.models.target import Target
 _WARMUP, _TIMED = 2, 12  # rounds of a timed drafter
 _ROOM = 32  # tokens
 _SHORT = 64  # tokens of a prompt so short that every drafter can draft after it
-Job = TypeVar("Job")
 
 
 class VerifyPass:
@@ -79,25 +77,22 @@ def seconds_of(device: torch.device, job: Callable[[], object]) -> float:
     return now(device) - start
 
 
-def _median_seconds(target: Target, jobs: Mapping[Job, Callable[[], object]], repeats: int, seed: int) -> dict[Job, float]:
-    """Run jobs repeatedly in random order, after a warm-up of each, and return the medians."""
-    order, times = random.Random(seed), {name: list[float]() for name in jobs}
-    for repeat in range(repeats + 1):
-        for name in order.sample(list(jobs), len(jobs)):
-            seconds = seconds_of(target.device, jobs[name])
-            if repeat:
-                times[name].append(seconds)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
 @torch.inference_mode()
 def time_verification(
     target: Target, context: int, longest: int = 16, sampling: Sampling | None = None, repeats: int = 12, seed: int = 0
 ) -> tuple[float, ...]:
-    """Return the median seconds of verifying chains of 0 to ``longest`` tokens; the first is a step of plain decoding."""
-    passes = VerifyPass(target, context, longest, sampling, seed)
-    jobs = {count: partial(passes.chain, count) for count in range(longest + 1)}
-    return tuple(_median_seconds(target, jobs, repeats, seed).values())
+    """Return the median seconds of verifying chains of 0 to ``longest`` tokens; the first is a step of plain decoding.
+
+    All lengths are timed repeatedly, in random order, after a warm-up of each.
+    """
+    passes, order = VerifyPass(target, context, longest, sampling, seed), random.Random(seed)
+    times: list[list[float]] = [[] for _ in range(longest + 1)]
+    for repeat in range(repeats + 1):
+        for count in order.sample(range(longest + 1), longest + 1):
+            seconds = seconds_of(target.device, partial(passes.chain, count))
+            if repeat:
+                times[count].append(seconds)
+    return tuple(map(statistics.median, times))
 
 
 def time_drafting(
