@@ -66,7 +66,7 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     """
     target = Target(build(family))
     source = random.Random(family)
-    prompts = [[source.randrange(3, 64) for _ in range(length)] for length in (5, 13, 9)]
+    prompts = [[source.randrange(3, 64) for _ in range(length)] for length in (5, 13)]
     continuations = [continuation_of(target, i, prompt, GREEDY, 20) for i, prompt in enumerate(prompts)]
     scanner = Scanner(target, continuations, GREEDY, depth=8, max_rows=40)
     scanner.check()
@@ -169,7 +169,7 @@ def test_smollm2_is_replayed(smollm2: Target) -> None:
 
     ``LAYERSKIP_ALL_PROMPTS=1`` tests 20 masks, each with all 32 pairs of length and stop rule, and so on all tuning prompts.
     """
-    count, new = (20, 16) if EXHAUSTIVE else (1, 12)
+    count, new = (20, 16) if EXHAUSTIVE else (1, 8)
     tune = PromptSet.packaged().split()[0]
     if not EXHAUSTIVE:
         tune = PromptSet((min(tune, key=lambda item: len(item.content())),))
@@ -183,7 +183,7 @@ def test_smollm2_is_replayed(smollm2: Target) -> None:
     turns = itertools.cycle(pairs)
     prompts = itertools.cycle(range(len(continuations)))
     for scan in scanner.scan(masks, floor=0.2):
-        for length, stop in itertools.islice(turns, len(pairs) if EXHAUSTIVE else 2):
+        for length, stop in itertools.islice(turns, len(pairs) if EXHAUSTIVE else 1):
             index = next(prompts)
             config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
             real = _rounds(smollm2, [continuations[index]], config, GREEDY)[0]
