@@ -119,8 +119,7 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
     layers, verify = tiny_target.layers, (8.0, 8.2, 8.4, 8.6, 8.8)
     profile = CostProfile(20, 0.05, 0.01, (0.01,) * layers, (0.01,) * layers, 0.01, 0.3, verify, 0.02, 1e-5)
     bridge_store = new_store(tiny_target, tmp_path)
-    # The draft is not among the choices that every mask is tried with.
-    fitted = replace(first_bridged(bridge_store), num_speculative_tokens=4, stop=StopRule("threshold", 0.3))
+    fitted = first_bridged(bridge_store)
     mask = SkipMask.parse(fitted.mask, layers)
     plain = new_predictor(tiny_target, tmp_path, profile, ("Say one.", "Say two."), 20)
     predictors = [bridge_store.predictor(plain, made) for made in (BridgeSpec("mean"), LINEAR)]
@@ -138,7 +137,7 @@ def test_the_draft_length_of_trained_bridges_is_predicted_again(
         monkeypatch.setattr(trainer, "train", lambda config, folder=folder: replace(config, bridge=str(folder)))
         (found,) = trainer.finalists([fitted] * 2, predictors)
         worth = {}
-        for choice in [*((length, StopRule()) for length in range(1, 5)), (fitted.num_speculative_tokens, fitted.stop)]:
+        for choice in [(length, StopRule()) for length in range(1, 5)]:
             asked, rounds = replace(fitted, bridge=str(folder), num_speculative_tokens=choice[0], stop=choice[1]), []
             for continuation in plain._scanner.continuations:
                 rounds += generate(tiny_target, list(continuation.prompt), asked, max_new_tokens=20).stats.rounds
