@@ -101,8 +101,8 @@ class Counts:
     @classmethod
     def from_list(cls, values: Sequence[Any]) -> Counts:
         """Return the counts of a list from :meth:`to_list`."""
-        *sums, verified = values
-        return cls(*sums, tuple(verified))
+        rounds, drafted, accepted, tokens, verified = values
+        return cls(rounds, drafted, accepted, tokens, tuple(verified))
 
 
 def replay(continuation: Continuation, trace: Trace, num_speculative_tokens: int, stop: StopRule) -> list[Round]:
