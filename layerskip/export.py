@@ -27,22 +27,6 @@ from layerskip.models.target import Target
 from layerskip.models.trained_module import check_trained, has_trained
 
 SCHEMA = "layerskip.export/2"
-_SCHEMA_1 = "layerskip.export/1"
-_RENAMED = {
-    "kind": "method",
-    "draft_length": "num_speculative_tokens",
-    "ngram_min": "prompt_lookup_min",
-    "ngram_max": "prompt_lookup_max",
-    "least_probability": "min_token_prob",
-    "candidates": "top_k",
-    "lookahead.candidates": "guess_set_size",
-    "draft": "draft_model",
-    "tokens_per_round": "mean_acceptance_length",
-    "tokens_per_round_by_category": "mean_acceptance_length_by_category",
-    "figures": "metrics",
-    "load": "workload",
-}
-"""Names of schema 1 with today's. A method precedes a name that changed otherwise for it."""
 PROVISIONAL = "provisional"
 """Field of ``search``: true until the search has confirmed the configuration on held-out prompts."""
 _SECTIONS = ("target", "config", "sampling", "evidence", "environment", "search", "engines")
@@ -120,9 +104,7 @@ class Export:
         except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             raise ExportError(f"export: {path} is not JSON: {error}") from None
         schema = fields.get("schema") if isinstance(fields, dict) else None
-        if schema == _SCHEMA_1:
-            fields = convert_schema_1(fields)
-        elif schema != SCHEMA:
+        if schema != SCHEMA:
             raise ExportError(f"schema: {path} has {schema!r}; this program reads {SCHEMA!r}")
         try:
             export = cls._from_dict(fields)
@@ -172,9 +154,7 @@ class Export:
             for name, folder in ((name, getattr(config, name)) for name in fields):
                 if folder and has_trained(Path(folder)):
                     try:
-                        mask = check_trained(Path(folder), target, name)["shape"].get("mask", config.mask)
-                        if mask != config.mask:
-                            raise ConfigError(f"{name}: {folder} is made for mask {mask!r}, not for {config.mask!r}")
+                        check_trained(Path(folder), target, name)
                     except ConfigError as error:
                         raise ExportError(f"config.{error}") from None
 
@@ -184,22 +164,6 @@ class Export:
         The method refuses a model that the export is not for. A draft model with another tokenizer needs the model's own.
         """
         return custom_generate(self.config, self.check, tokenizer)
-
-
-def convert_schema_1(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values of an export of schema 1 with today's names and schema."""
-
-    def rename(value: Any, method: str = "") -> Any:
-        if isinstance(value, list):
-            return [rename(part, method) for part in value]
-        if not isinstance(value, dict):
-            return value
-        method = str(value.get("kind", method))
-        names = {name: _RENAMED.get(f"{method}.{name}", _RENAMED.get(name, name)) for name in value}
-        return {names[name]: rename(part, method) for name, part in value.items()}
-
-    changed = {name: rename(fields[name]) for name in ("config", "evidence", "environment") if name in fields}
-    return {**fields, "schema": SCHEMA, **changed}
 
 
 def _copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:

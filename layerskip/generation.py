@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+from transformers import StopStringCriteria
+
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.decoding.decode import Stops, decode
@@ -76,19 +79,12 @@ def generate(
 
 def _stop_criterion(target: Target, strings: Sequence[str]) -> Callable[[list[int]], bool]:
     """Return whether the last token of a sequence completes one of some strings, as a function of the sequence."""
-    tokenizer = target.tokenizer
-    if tokenizer is None:
+    if target.tokenizer is None:
         raise ValueError("stop_strings: this target has no tokenizer")
     for string in strings:
         if not isinstance(string, str) or not string:
             raise ValueError(f"stop_strings: {string!r} is not a non-empty text")
+    criterion = StopStringCriteria(target.tokenizer, list(strings))
     # Every token has at least one byte, so a stop string spans no more tokens than this.
     window = max(len(string.encode()) for string in strings) + 1
-
-    def stops(tokens: list[int]) -> bool:
-        text = str(tokenizer.decode(tokens[-window:], clean_up_tokenization_spaces=False))
-        before = str(tokenizer.decode(tokens[-window:-1], clean_up_tokenization_spaces=False))
-        before = before.rstrip("\ufffd")  # an incomplete multi-token character decodes to a replacement character
-        return any(text.find(string, max(0, len(before) - len(string) + 1)) >= 0 for string in strings)
-
-    return stops
+    return lambda tokens: bool(criterion(torch.tensor([tokens[-window:]]), None))

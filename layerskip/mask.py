@@ -27,23 +27,6 @@ class MaskError(ValueError):
 
 
 @dataclass(frozen=True)
-class Gap:
-    """A gap of a mask: a run of wholly skipped layers, or one skipped sub-layer; ``first`` and ``last`` are inclusive.
-
-    Its ``kind`` is ``layers``, ``attention`` or ``mlp``.
-    """
-
-    kind: str
-    first: int
-    last: int
-
-    @property
-    def name(self) -> str:
-        """The name used in files, such as ``layers_2_16`` or ``mlp_20_20``."""
-        return f"{self.kind}_{self.first}_{self.last}"
-
-
-@dataclass(frozen=True)
 class SkipMask:
     """One flag per sub-layer of every decoder layer; True means skipped."""
 
@@ -82,20 +65,6 @@ class SkipMask:
     def skipped(self) -> int:
         """The number of skipped sub-layers, of ``2 * layers``."""
         return sum(self.attention) + sum(self.mlp)
-
-    @property
-    def gaps(self) -> tuple[Gap, ...]:
-        """The skipped runs of whole layers and single sub-layers, in the order of a forward pass."""
-        gaps: list[Gap] = []
-        for layer, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
-            if not (attention and mlp):
-                kinds = ["attention"] * attention + ["mlp"] * mlp
-                gaps += [Gap(kind, layer, layer) for kind in kinds]
-            elif gaps and gaps[-1].kind == "layers" and gaps[-1].last == layer - 1:
-                gaps[-1] = Gap("layers", gaps[-1].first, layer)
-            else:
-                gaps.append(Gap("layers", layer, layer))
-        return tuple(gaps)
 
     @property
     def is_whole_layers(self) -> bool:

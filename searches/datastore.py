@@ -4,13 +4,12 @@ Usage: ``python -m searches.datastore corpus=notes output=store``
 
 It reads every text in a folder, or one file. ``own=true`` adds the target's own continuations of prompts, which are stored
 and generated once. A datastore must not be measured on those prompts, because its drafts would be the answers.
-``inspect=store`` describes a datastore, and ``ngram="..."`` lists what follows a phrase in it.
+``inspect=store`` describes a datastore.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,15 +18,13 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from layerskip import PromptSet, Target
-from layerskip.drafters.datastore import Datastore
+from layerskip.drafters.retrieval import Datastore
 from layerskip.files import digest
 from layerskip.texts.continuations import continue_prompts
 from searches.app.application import run
 from searches.app.checks import InputError, check_flag, check_folder, check_seed, check_whole
 
 _SUFFIXES = (".txt", ".md", ".jsonl")
-_SHOWN = 5  # continuations of a phrase
-_LENGTH = 8  # tokens per continuation
 
 
 def datastore(config: DictConfig) -> Datastore:
@@ -41,8 +38,6 @@ def datastore(config: DictConfig) -> Datastore:
     target: Target = instantiate(config.target)
     store = Datastore.load(config.inspect, target) if config.inspect is not None else _build(config, target)
     print(_describe(store))
-    if config.ngram is not None:
-        print(_followers(store, str(config.ngram), target))
     return store
 
 
@@ -116,23 +111,6 @@ def _describe(store: Datastore) -> str:
     size = (store.tokens.nbytes + store.suffixes.nbytes) / 2**20
     about = store.about
     return f"{about['tokens']:,} tokens of {about['texts']:,} texts from {about['source']}, {size:,.1f} MiB"
-
-
-def _followers(store: Datastore, phrase: str, target: Target) -> str:
-    """Return a Markdown table of the most frequent continuations of a phrase."""
-    if target.tokenizer is None:
-        raise InputError("ngram: the target has no tokenizer to read it with")
-    # A word after a space is another token than at the beginning of a text.
-    readings = {tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (phrase, f" {phrase}")}
-    if () in readings:
-        raise InputError("ngram: has no tokens")
-    # If the space is a token of its own, one reading ends with the other and would count the same places again.
-    readings -= {one for one in readings for other in readings if one != other and one[-len(other) :] == other}
-    times = sum(len(store.places(ngram)) for ngram in readings)
-    counts = Counter(tuple(part) for ngram in readings for part in store.continuations(ngram, _LENGTH, 10_000))
-    lines = [f"{phrase!r} occurs {times} times", "", "| followed by | times |", "|---|---|"]
-    lines += [f"| {target.tokenizer.decode(list(part))!r} | {count} |" for part, count in counts.most_common(_SHOWN)]
-    return "\n".join(lines if times else lines[:1])
 
 
 if __name__ == "__main__":

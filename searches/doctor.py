@@ -10,6 +10,7 @@ Requests of others at the same time count, too. The exit code is 4 if speculatio
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -23,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from layerskip import Measurement, PromptSet
 from layerskip.decoding.stats import DecodeStats
 from layerskip.measure.measure import Task
-from layerskip.measure.measurement import MIN_RESAMPLED, Sample
+from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.prompts import PromptItem
 from searches.app.application import NOT_CONFIRMED, run
 from searches.app.checks import InputError, check_number, check_whole
@@ -44,15 +45,15 @@ class Findings:
 
     Args:
         prompts: that were answered.
+        rows: for each prompt the answers by server, and once more by the plain one.
         counters: drafts and accepted tokens of these prompts; None if the server publishes none.
-        answers: by server, prompt by prompt, and once more by the plain one.
-        rows: samples by server and prompt.
+        concurrency: requests that were in flight.
     """
 
-    prompts: int
+    prompts: Sequence[PromptItem]
+    rows: Sequence[Mapping[str, Completion]]
     counters: Counters | None
-    answers: Mapping[str, Sequence[Completion]]
-    rows: Sequence[Mapping[str, Sample]]
+    concurrency: int
 
     @property
     def is_on(self) -> bool | None:
@@ -60,33 +61,35 @@ class Findings:
         if self.counters is not None:
             return self.counters.drafts > 0
         # A last piece may hold tokens without a text of their own.
-        sizes = [size for answer in self.answers[_DRAFTING] for size in answer.piece_sizes[1:-1]]
+        sizes = [size for row in self.rows for size in row[_DRAFTING].piece_sizes[1:-1]]
         return True if any(size > 1 for size in sizes) else None
 
     @property
-    def tokens_per_round(self) -> float:
-        """Mean number of tokens that a round with a draft gave."""
-        return 1 + self.counters.accepted / self.counters.drafts if self.counters and self.counters.drafts else 1.0
-
-    @property
     def acceptance(self) -> list[float]:
-        """The share of rounds that accepted more than i tokens, for each i."""
+        """The share of rounds that accepted more than i tokens, for each i; empty if they are not counted."""
         counted = self.counters
         return [] if counted is None or not counted.drafts else [count / counted.drafts for count in counted.by_position]
 
-    @property
+    @functools.cached_property
     def speedup(self) -> tuple[float, float, float] | None:
         """Speed over the plain server with its interval; None without one, or with too few prompts."""
-        if not self.rows or _PLAIN not in self.rows[0]:
+        if _PLAIN not in self.rows[0]:
             return None
-        measured = Measurement.of(self.rows, _PLAIN, _DRAFTING)
-        if len(measured.decoded.candidate) < 2:
-            return None
-        return measured.speedup, *measured.interval()
+        rows = [
+            {name: Answer((), found, DecodeStats(()), self.concurrency).sample(item) for name, found in row.items()}
+            for item, row in zip(self.prompts, self.rows, strict=True)
+        ]
+        measured = Measurement.of(rows, _PLAIN, _DRAFTING)
+        return (measured.speedup, *measured.interval()) if len(measured.decoded.candidate) > 1 else None
+
+    @property
+    def cost(self) -> float | None:
+        """How many times as long as a step of the plain server a round takes; None if that is not known."""
+        return (1 + sum(self.acceptance)) / self.speedup[0] if self.acceptance and self.speedup else None
 
     def differing(self, one: str, other: str) -> int:
         """Return on how many prompts two servers, or two answers of one, differ."""
-        pairs = zip(self.answers[one], self.answers[other], strict=True)
+        pairs = [(row[one], row[other]) for row in self.rows]
         return sum((a.tokens or a.text) != (b.tokens or b.text) for a, b in pairs)
 
     @property
@@ -95,9 +98,9 @@ class Findings:
 
         In half precision, another number of rows in a pass rounds otherwise, which changes some outputs.
         """
-        if _PLAIN not in self.answers:
+        if _PLAIN not in self.rows[0]:
             return False
-        return self.differing(_DRAFTING, _PLAIN) - self.differing(_PLAIN, _AGAIN) > _ROUNDED * self.prompts
+        return self.differing(_DRAFTING, _PLAIN) - self.differing(_PLAIN, _AGAIN) > _ROUNDED * len(self.rows)
 
     @property
     def loses(self) -> bool:
@@ -126,14 +129,14 @@ def doctor(config: DictConfig) -> None:
         found = examine(servers, prompts.take(config.max_prompts), task, config.concurrency, config.max_seconds)
     except RequestFailed as error:  # it names the address
         raise InputError(f"url or plain: {error}") from None
-    print(report(found, servers[_DRAFTING], config.concurrency))
+    print(report(found, servers[_DRAFTING]))
     if found.loses:
         sys.exit(NOT_CONFIRMED)
 
 
 def _connect(field: str, url: str, limit_seconds: float) -> Client:
     try:
-        client = Client.with_key(url, limit_seconds)
+        client = Client(url, limit_seconds)
     except ValueError as error:
         raise InputError(f"{field}: {error}") from None
     if not client.ready():
@@ -152,35 +155,25 @@ def examine(servers: Mapping[str, Client], prompts: PromptSet, task: Task, concu
         max_seconds: after which no further prompt is sent.
     """
     start, order = time.monotonic(), random.Random(task.seed)
-    names = [*servers, *([_AGAIN] if _PLAIN in servers else [])]
-    client_of = {**servers, _AGAIN: servers.get(_PLAIN, servers[_DRAFTING])}
-    answers: dict[str, list[Completion]] = {name: [] for name in names}
-    rows: list[dict[str, Sample]] = []
-    encoded = {item.id: servers[_DRAFTING].encode(item.messages()) for item in prompts}
-    first = encoded[prompts.items[0].id]
+    clients = {**servers, **({_AGAIN: servers[_PLAIN]} if _PLAIN in servers else {})}
+    rows: list[dict[str, Completion]] = []
+    encoded = [servers[_DRAFTING].encode(item.messages()) for item in prompts]
     for client in servers.values():
-        client.complete(first, task)  # a warm-up
+        client.complete(encoded[0], task)  # a warm-up
     before = _counters(servers[_DRAFTING])
     for begin in range(0, len(prompts), concurrency):
         if rows and time.monotonic() - start > max_seconds:
             say(f"{len(rows)} of {len(prompts)} prompts were sent, because time ran out")
             break
-        items = prompts.items[begin : begin + concurrency]
-        sent = [encoded[item.id] for item in items]
-        parts: list[dict[str, Sample]] = [{} for _ in items]
-        for name in order.sample(names, len(names)):
-            found = client_of[name].complete_all(sent, [task] * len(sent), concurrency)
-            answers[name] += found
-            for item, part, completion in zip(items, parts, found, strict=True):
-                part[name] = _sample(item, completion, concurrency)
-        rows += parts
+        sent = encoded[begin : begin + concurrency]
+        rows += [{} for _ in sent]
+        for name in order.sample(list(clients), len(clients)):
+            found = clients[name].complete_all(sent, [task] * len(sent), concurrency)
+            for row, completion in zip(rows[begin:], found, strict=True):
+                row[name] = completion
     after = _counters(servers[_DRAFTING])
     counted = None if before is None or after is None else after.since(before)
-    return Findings(len(rows), counted, answers, rows)
-
-
-def _sample(item: PromptItem, completion: Completion, concurrency: int) -> Sample:
-    return Answer((), completion, DecodeStats(()), concurrency).sample(item)
+    return Findings(prompts.items[: len(rows)], rows, counted, concurrency)
 
 
 def _counters(client: Client) -> Counters | None:
@@ -192,31 +185,30 @@ def _counters(client: Client) -> Counters | None:
     return Counters.parse(page) or (Counters() if "vllm:" in page else None)
 
 
-def report(found: Findings, client: Client, concurrency: int) -> str:
+def report(found: Findings, client: Client) -> str:
     """Return a page on a server: what was found, and what to try."""
-    per_token = [s.decode_seconds / s.decoded_tokens for row in found.rows if (s := row[_DRAFTING]).decoded_tokens]
-    milliseconds = 1000 * sum(per_token) / len(per_token) if per_token else 0.0
-    lines = [f"server: {client.model} at {client.url}, {found.prompts} prompts, {concurrency} in flight"]
-    lines.append(f"speculation: {'it does not say' if found.is_on is None else 'on' if found.is_on else 'off'}")
-    if found.acceptance:
-        counted = found.counters
-        assert counted is not None
+    drafted, prompts = [row[_DRAFTING] for row in found.rows], len(found.rows)
+    per_token = [answer.decode_seconds / answer.decoded for answer in drafted if answer.decoded]
+    lines = [
+        f"server: {client.model} at {client.url}, {prompts} prompts, {found.concurrency} in flight",
+        f"speculation: {'it does not say' if found.is_on is None else 'on' if found.is_on else 'off'}",
+    ]
+    if found.acceptance and found.counters is not None:
         by_position = ", ".join(f"{share:.2f}" for share in found.acceptance)
-        rate = counted.accepted / counted.drafted if counted.drafted else 0.0
+        rate = found.counters.accepted / max(1, found.counters.drafted)
         lines.append(f"acceptance: {rate:.2f} of the drafted tokens; by position {by_position}")
-        lines.append(f"tokens per round: {found.tokens_per_round:.2f}")
-    lines.append(f"speed: {milliseconds:.1f} ms a token after the first")
-    if (speedup := found.speedup) is not None:
-        cost = found.tokens_per_round / speedup[0]
-        if found.acceptance:
-            lines.append(f"cost: a round takes {cost:.2f} times as long as a step of the plain server")
-        lines.append("against the plain server: {:.2f} x ({:.2f} to {:.2f})".format(*speedup))
-        if found.prompts < MIN_RESAMPLED:
+        lines.append(f"tokens per round: {1 + sum(found.acceptance):.2f}")
+    lines.append(f"speed: {1000 * sum(per_token) / max(1, len(per_token)):.1f} ms a token after the first")
+    if found.cost is not None:
+        lines.append(f"cost: a round takes {found.cost:.2f} times as long as a step of the plain server")
+    if found.speedup is not None:
+        lines.append("against the plain server: {:.2f} x ({:.2f} to {:.2f})".format(*found.speedup))
+        if prompts < MIN_RESAMPLED:
             lines.append(f"few prompts: {MIN_RESAMPLED} are the least for a conclusion about others")
-    if _PLAIN in found.answers:
+    if _PLAIN in found.rows[0]:
         changed, noise = found.differing(_DRAFTING, _PLAIN), found.differing(_PLAIN, _AGAIN)
         lines.append(
-            f"output: differs from the plain server's on {changed} of {found.prompts} prompts, and the plain server's from "
+            f"output: differs from the plain server's on {changed} of {prompts} prompts, and the plain server's from "
             f"itself on {noise}"
         )
     else:
@@ -226,14 +218,13 @@ def report(found: Findings, client: Client, concurrency: int) -> str:
 
 def _advice(found: Findings) -> list[str]:
     """Return what to try, the most urgent first; the names of settings are vLLM's."""
-    setting = "--speculative-config '{}'"
     if found.is_changed:
         return [
             "The output is not that of plain decoding. Leave out lossy rules of acceptance (rejection_sample_method other "
             "than strict, thresholds of typical acceptance), and compare again."
         ]
     if found.is_on is False:
-        return [f"No drafts were made. Try {setting.format(json.dumps(_LOOKUP))}."]
+        return [f"No drafts were made. Try --speculative-config '{json.dumps(_LOOKUP)}'."]
     if found.is_on is None:
         return ["The server does not publish vLLM's counters, so whether it drafts is not known."]
     if found.speedup is None:
@@ -244,27 +235,20 @@ def _advice(found: Findings) -> list[str]:
 
 
 def _length_advice(found: Findings) -> str:
-    best, length = best_length(found), len(found.acceptance)
-    if not length:
+    """Return which draft length, of at most the present one, should be fastest.
+
+    The cost of a round is taken to grow evenly with the draft, from one step of plain decoding to what was measured.
+    """
+    length = len(found.acceptance)
+    if found.cost is None:
         return _OFF if found.loses else "Without counters, the best draft length is not known."
+    speeds = [(1 + sum(found.acceptance[:k])) / (1 + (found.cost - 1) * k / length) for k in range(length + 1)]
+    best = max(range(length + 1), key=lambda k: speeds[k])
     if best == 0:
         return _OFF
     if best == length:
         return f"num_speculative_tokens of {length} is about right for these prompts."
     return f"Try num_speculative_tokens of {best} in place of {length}; longer drafts are rarely accepted."
-
-
-def best_length(found: Findings) -> int:
-    """Return the draft length that should be fastest, of at most the present one; 0 is no speculation.
-
-    The cost of a round is taken to grow evenly with the draft, from one step of plain decoding to what was measured.
-    """
-    length = len(found.acceptance)
-    if found.speedup is None or not length:
-        return length
-    cost = found.tokens_per_round / found.speedup[0]
-    speeds = [(1 + sum(found.acceptance[:k])) / (1 + (cost - 1) * k / length) for k in range(length + 1)]
-    return max(range(length + 1), key=lambda k: speeds[k])
 
 
 if __name__ == "__main__":

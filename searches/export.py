@@ -86,7 +86,7 @@ def script(name: str, entry: Mapping[str, Any]) -> str:
 def _save_draft(config: SpeculativeConfig, target: Target, folder: Path, engine: str) -> None:
     """Write what drafts, as an engine loads it; of a cascade, the member with a model of its own."""
     for part in (config, *config.members):
-        if part.method == "layer_skip" and not part.no_engine:
+        if part.method == "layer_skip":
             save_draft_checkpoint(target, SkipMask.parse(part.mask, target.layers), folder)
         elif part.draft_model:
             load_draft(target, part.draft_model, part.method != "cross_tokenizer").save(folder)

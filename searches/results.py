@@ -23,7 +23,7 @@ from layerskip import ConfigError, Export, Target
 from layerskip.files import beside, report_full_disk
 from layerskip.models.environment import environment
 
-RESULTS_VERSION = 4
+RESULTS_VERSION = 5
 """Version of what decodes, measures and predicts. It is part of what names stored results, which are made again once the
 author of a change after which they would be others has raised it."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -68,9 +68,9 @@ class ResultLog:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, name: str, value: Any, persist: bool = True) -> None:
-        """Add a value under a new name; with ``persist=False`` in memory only."""
-        if self._path is not None and persist:
+    def add(self, name: str, value: Any) -> None:
+        """Add a value under a new name."""
+        if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             line = f"{json.dumps([name, value])}\n".encode()
             # Unbuffered, because another process may append a line of its own.

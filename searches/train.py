@@ -1,17 +1,15 @@
-"""Training of heads and bridges that draft for a target, on texts that the target generates itself.
+"""Training of heads that draft for a target, on texts that the target generates itself.
 
 ``python -m searches.train drafter=eagle`` (or ``medusa``) generates prompts and answers with the target, stores its hidden
 states of them, trains the head, and prints how often its drafts are accepted on held-out prompts. Each stage is stored, and
-the same command resumes. The result is a head for ``method: eagle``. ``drafter=layer_skip mask=...`` fits and trains the
-bridges of that mask instead.
+the same command resumes. The result is a head for ``method: eagle``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from tqdm import tqdm
 from layerskip import PromptSet, Target
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.files import digest
-from layerskip.heads.eagle import MOST_BACK, EagleHead, EagleShape, read_modules
+from layerskip.heads.eagle import MOST_BACK, EagleHead, EagleShape
 from layerskip.heads.feature_store import FeatureStore, TextFeatures, check_readout, extract_features
 from layerskip.heads.induction import add_induction_heads
 from layerskip.heads.medusa import MedusaHeads, MedusaShape
@@ -37,15 +35,13 @@ from layerskip.heads.training import (
     fit_linear,
     head_loss,
     predict_tokens,
-    stored_modules,
 )
 from layerskip.models.environment import environment
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.continuations import Continuation, continue_prompts
 from layerskip.texts.training_texts import TrainingText
 from searches.app.application import run
-from searches.app.checks import InputError, check_flag, check_folder, check_number, check_seed, check_whole
-from searches.bridges.training import bridge_shape, format_rates, held_out_scanner, load_warm_start, train_bridges
+from searches.app.checks import InputError, check_folder, check_number, check_seed, check_whole
 from searches.results import exclusive
 from searches.tracking.tracker import Tracker
 from searches.training.texts import (
@@ -60,16 +56,12 @@ from searches.training.texts import (
 from searches.training.trainer import (
     Trainer,
     TrainingCheckpoint,
-    TrainingRun,
-    check_learning,
     check_training_folder,
-    disk_bytes,
 )
 
-_KINDS = ("eagle", "medusa", "layer_skip")
-_BUDGETS = ("feature_bytes", "calibration_bytes", "training_bytes", "remembered_bytes")
-_VERSION = 13  # of this module and layerskip.heads.training; a training resumes only with the same version
-_BRIDGE_SECONDS = 570.0  # default limit for bridges: ten minutes with the last step
+_KINDS = ("eagle", "medusa")
+_WHOLE = ("tokens", "max_new_tokens", "batch", "held_out_tokens", "feature_bytes", "steps", "texts_per_step", "unroll")
+_VERSION = 14  # of this module and layerskip.heads.training; a training resumes only with the same version
 _LEARNING = ("steps", "max_seconds", "texts_per_step", "learning_rate", "unroll")
 _SCALED = 32  # texts from which the scale of hidden states is estimated
 _VALIDATION = 32  # the most validation texts; one text in twenty is one
@@ -77,12 +69,10 @@ _VALIDATION = 32  # the most validation texts; one text in twenty is one
 _NEXT_ONLY = 0.6
 
 
-def train(config: DictConfig) -> Path | None:
-    """Train a head or bridges; return their folder, or None if bridges do not improve on empty skips."""
+def train(config: DictConfig) -> Path:
+    """Train a head; return its folder."""
     _check(config)
     kind, sampling = str(config.drafter.method), instantiate(config.sampling)
-    if kind == "layer_skip" and config.max_seconds is None:
-        config.max_seconds = _BRIDGE_SECONDS
     prompts: PromptSet = instantiate(config.prompts)
     held_out = prompts.split()[1].take(None)  # categories alternate, because memory may hold only the first prompts
     like = opening_texts("begin_like", config.begin_like, prompts)
@@ -91,15 +81,9 @@ def train(config: DictConfig) -> Path | None:
     outputs = Path(config.outputs)
     texts_id = digest(texts_identity(config, target, sampling, like))
     identity = {"kind": kind, "recipe": _VERSION, "texts": texts_id}
-    identity |= {name: config[name] for name in (*_LEARNING, "three_layers", "vocabulary", "feature_bytes")}
+    identity |= {name: config[name] for name in (*_LEARNING, "vocabulary", "feature_bytes")}
     if kind == "eagle":
         identity["lookback"] = int(config.lookback)
-    if kind == "layer_skip":
-        shape = bridge_shape(config, target)
-        identity |= {"bridges": shape.to_dict(), **{name: config[name] for name in ("calibration_bytes", "training_bytes")}}
-        warm_start = load_warm_start(config, target, shape)
-        if warm_start is not None:
-            identity["warm_start"] = digest([tensor.float().tolist() for tensor in warm_start.state_dict().values()])
     folder = Path(config.head or outputs / f"{kind}-{digest(identity)[:8]}")
     check_training_folder(folder, digest(identity))
     with exclusive(folder), _opened_run(config, target, folder, identity) as run:
@@ -113,22 +97,30 @@ def train(config: DictConfig) -> Path | None:
                 outputs / "continuations",
                 bar.update,
             )
-        # Targets that cannot be scanned, and full disks, are refused before the texts are written.
-        if kind == "layer_skip":
-            scanner = held_out_scanner(config, target, continuations)
-            texts = write_texts(config, target, sampling, like)
-            tokens = drafted_tokens(target, texts, config.vocabulary)
-            return train_bridges(run, shape, texts, scanner, tokens, warm_start)
+        # Targets whose output layer heads cannot use, and full disks, are refused before the texts are written.
         check_readout(target)
-        three_layers = kind == "eagle" and bool(config.three_layers)
-        modules = stored_modules(read_modules(target, three_layers), *read_modules(target))
-        states = outputs / "features" / digest([texts_settings(config, target, sampling, like), modules])[:16]
+        states = outputs / "features" / digest(texts_settings(config, target, sampling, like))[:16]
         with exclusive(states):
-            store = FeatureStore(states, modules)
+            store = FeatureStore(states)
             store.check_disk(int(config.feature_bytes))
-        seconds: list[float] = []
-        texts = write_texts(config, target, sampling, like, lambda _, total, __: seconds.append(total))
-        return _train_head(run, texts, sum(seconds), continuations, store)
+        texts, seconds = write_texts(config, target, sampling, like)
+        return _train_head(run, texts, seconds, continuations, store)
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One run of the program.
+
+    Args:
+        folder: for the checkpoint and the result.
+        identity: everything that the training depends on, except the texts.
+    """
+
+    config: DictConfig
+    target: Target
+    folder: Path
+    identity: dict[str, Any]
+    tracker: Tracker
 
 
 @contextlib.contextmanager
@@ -150,9 +142,10 @@ def _train_head(
 ) -> Path:
     config, target, folder, kind = run.config, run.target, run.folder, str(run.config.drafter.method)
     head = _new_head(config, kind, target, texts)
-    store = _fill_store(run, texts, head, store)
-    held_out = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt), store.modules) for p in continuations]
-    checkpoint = run.checkpoint([run.identity, head.shape.to_dict(), texts_digest(texts)])
+    store = _fill_store(run, texts, store)
+    held_out = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt)) for p in continuations]
+    whole = digest([run.identity, head.shape.to_dict(), texts_digest(texts)])
+    checkpoint = TrainingCheckpoint(folder / "training.pt", whole, digest(run.identity))
     trainer = HeadTrainer(config, head, target, store, held_out, checkpoint)
     trainer.train(run.tracker)
     trainer.unscale()
@@ -168,28 +161,23 @@ def _train_head(
     weights = head.weights() if isinstance(head, EagleHead) else dict(head.state_dict())
     save_trained(folder, kind, head.shape.to_dict(), weights, target, training)
     run.tracker.log_file(folder / "head.json")
-    print(f"accepted on held-out prompts, token by token: {format_rates(accepted)}")
+    print(f"accepted on held-out prompts, token by token: {_format_rates(accepted)}")
     if spared:
-        rates = format_rates(spared)
+        rates = _format_rates(spared)
         print(f"on texts like the training texts: {rates}; begin_like makes training texts like the prompts in use")
     print(f"wrote {folder}; decode with method={kind} head={folder}")
     return folder
 
 
-def _fill_store(
-    run: TrainingRun, texts: list[TrainingText], head: EagleHead | MedusaHeads, store: FeatureStore
-) -> FeatureStore:
-    """Store the hidden states of texts, within the budget; the disk must keep room for the training's own files."""
+def _format_rates(rates: list[float]) -> str:
+    return ", ".join(f"{rate:.3f}" for rate in rates)
+
+
+def _fill_store(run: TrainingRun, texts: list[TrainingText], store: FeatureStore) -> FeatureStore:
+    """Store the hidden states of texts, within the budget."""
     with exclusive(store.folder), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
-        store = FeatureStore(store.folder, store.modules)  # another training may have extended it
-        folder, checkpoint = run.folder, run.folder / "training.pt"
-        spare = max(0, disk_bytes(head) - (checkpoint.stat().st_size if checkpoint.exists() else 0))
-        place = folder if folder.exists() else folder.parent
-        if place.stat().st_dev != store.folder.stat().st_dev:
-            if spare > (free := shutil.disk_usage(place).free):
-                raise InputError(f"head: a training takes {spare:,} bytes, and {place} has {free:,}")
-            spare = 0
-        store.fill(run.target, texts, int(run.config.feature_bytes), bar.update, spare)
+        store = FeatureStore(store.folder)  # another training may have extended it
+        store.fill(run.target, texts, int(run.config.feature_bytes), bar.update)
     if len(store) < len(texts):
         print(f"feature_bytes: {run.config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
     if not len(store):
@@ -201,21 +189,18 @@ def _check(config: DictConfig) -> None:
     check_seed(config.seed)
     if config.drafter.get("method") not in _KINDS:
         raise InputError(f"drafter: {config.drafter.get('method')!r} is not trained; {' and '.join(_KINDS)} are")
-    for name in ("tokens", "max_new_tokens", "batch", "held_out_tokens", *_BUDGETS):
+    for name in _WHOLE:
         check_whole(name, config[name])
-    check_learning(config)
+    check_number("learning_rate", config.learning_rate, 1.0)
+    check_number("save_seconds", config.save_seconds)
     if config.vocabulary is not None:
         check_whole("vocabulary", config.vocabulary)
     if config.max_seconds is not None:
         check_number("max_seconds", config.max_seconds)
-    check_flag("three_layers", config.three_layers)
     check_whole("lookback", config.lookback, 0, MOST_BACK)
     if config.head is not None:
         config.head = str(config.head)  # YAML reads a folder name of digits as a number
         check_folder("head", config.head)
-    for name in ("bridge", "draft_head"):
-        if config.drafter.get(name):
-            raise InputError(f"drafter.{name}: this program makes it; warm_start names bridges to begin from")
 
 
 def _new_head(config: DictConfig, kind: str, target: Target, texts: list[TrainingText]) -> EagleHead | MedusaHeads:
@@ -223,8 +208,8 @@ def _new_head(config: DictConfig, kind: str, target: Target, texts: list[Trainin
     size = None if tokens is None else tokens.shape[0]
     torch.manual_seed(config.seed)
     if kind == "eagle":
-        return EagleHead(EagleShape.of(target, bool(config.three_layers), size, int(config.lookback)), tokens)
-    return MedusaHeads(MedusaShape(target.hidden, int(config.unroll), read_modules(target), size), tokens)
+        return EagleHead(EagleShape.of(target, size, int(config.lookback)), tokens)
+    return MedusaHeads(MedusaShape(target.hidden, int(config.unroll), size), tokens)
 
 
 class HeadTrainer(Trainer):
@@ -248,7 +233,7 @@ class HeadTrainer(Trainer):
         if isinstance(head, EagleHead):
             some = (store[index] for index in range(min(_SCALED, texts)))
             self._scaling = scaling = HeadScaling.of(head, self.embeddings, some)
-            identity = digest([checkpoint.identity, scaling.embeddings, scaling.inputs.tolist(), scaling.outputs])
+            identity = digest([checkpoint.identity, scaling.embeddings, scaling.states])
             checkpoint = replace(checkpoint, identity=identity)
             if checkpoint.path.exists():
                 scaling.apply(head)  # scales what the checkpoint does not hold; it holds scaled weights
@@ -268,7 +253,7 @@ class HeadTrainer(Trainer):
             self._scaling = UNSCALED
 
     def loss(self, indices: list[int]) -> Tensor:
-        batch = Batch.of([self.store[index] for index in indices], self.head, self._scaling, whole=True)
+        batch = Batch.of([self.store[index] for index in indices], self.device, self._scaling, whole=True)
         next_only = isinstance(self.head, EagleHead) and self.progress < _NEXT_ONLY
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             predictions = predict_tokens(self.head, self.embeddings, batch, 1 if next_only else self.config.unroll)

@@ -1,8 +1,14 @@
-"""No modules of the two packages import each other in a circle; contracts in pyproject.toml order the packages."""
+"""Public names, and no imports in a circle; contracts in pyproject.toml order the packages."""
 
 from __future__ import annotations
 
+import inspect
+
 import grimp
+
+import layerskip
+
+PUBLIC = {"load_target", "generate", "measure", "save_draft_checkpoint", "Sampling", "PromptSet", "Measurement"}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -15,3 +21,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             del imports[module]
     # Packages import their own modules: `import layerskip` runs its __init__.
     assert imports.keys() <= {*packages}
+
+
+def test_all_public_names_exist_and_are_documented_and_all_errors_are_value_errors() -> None:
+    """A program can catch ValueError for any invalid input."""
+    assert set(layerskip.__all__) >= PUBLIC
+    for name in layerskip.__all__:
+        value = getattr(layerskip, name)
+        assert inspect.getdoc(value), name
+        assert not (isinstance(value, type) and issubclass(value, Exception)) or issubclass(value, ValueError)

@@ -17,14 +17,12 @@ import pytest
 import torch
 
 from layerskip import Export, ExportError, Sampling, SpeculativeConfig, StopRule, Target
-from layerskip.export import convert_schema_1
 from layerskip.models.trained_module import save_trained
 from tests.families import build
 
 CONFIG = SpeculativeConfig(
     "layer_skip", mask="layers:1", num_speculative_tokens=5, stop=StopRule("threshold", threshold=0.4)
 )
-RECORD = Path(__file__).parents[1] / "notebooks" / "records" / "best-packed-smollm2-2-cores.json"
 SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 EVIDENCE = {"speedup": 1.25, "speedup_low": 1.1, "speedup_high": 1.4, "losslessness": {"verdict": "exact"}}
 
@@ -128,7 +126,7 @@ def test_a_killed_process_leaves_a_complete_file(export: Export, file: Path) -> 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"schema": None}, "schema: "),
-    ({"schema": "layerskip.export/3"}, r"schema: .*layerskip.export/3.*layerskip.export/2"),
+    ({"schema": "layerskip.export/1"}, r"schema: .*layerskip.export/1.*layerskip.export/2"),
     *(({name: None}, f"{name}: is missing") for name in ("target", "config")),
     *(({name: 3}, f"{name}: ") for name in ("target", "config", "evidence", "engines", "extra")),
     *(({f"target__{name}": None}, f"target.{name}: ") for name in ("name", "architecture", "layers", "dtype")),
@@ -150,46 +148,11 @@ def test_a_bad_field_is_refused_by_its_name(file: Path, changes: dict[str, Any],
     assert "\n" not in str(refusal.value)
 
 
-def test_an_export_of_schema_1_is_converted(tmp_path: Path) -> None:
-    stored = json.loads(RECORD.read_text(encoding="utf-8"))
-    assert stored["schema"] == "layerskip.export/1"
-    export, converted = Export.load(RECORD), convert_schema_1(stored)
-    assert (export.config.to_dict(), export.evidence) == (converted["config"], converted["evidence"])
-    export.save(tmp_path / "best.json")
-    assert json.loads((tmp_path / "best.json").read_text())["schema"] == "layerskip.export/2"
-    assert Export.load(tmp_path / "best.json") == export
-
-
-def test_a_conversion_renames_the_fields_of_members_and_of_one_method_alone() -> None:
-    members = [
-        {"kind": "lookahead", "draft_length": 2, "candidates": 3},
-        {"kind": "eagle", "head": "h", "candidates": 1, "least_probability": 0.1, "stop": {"kind": "length"}},
-    ]
-    fields = {
-        "schema": "layerskip.export/1",
-        "target": {"kind": "kept"},
-        "config": {"kind": "cascade", "members": members},
-        "evidence": {"tokens_per_round": 2.0, "figures": {"throughput": 1.0}},
-        "environment": {"backend": {"name": "vllm", "load": {"concurrency": 4}}},
-    }
-    parts = [
-        {"method": "lookahead", "num_speculative_tokens": 2, "guess_set_size": 3},
-        {"method": "eagle", "head": "h", "top_k": 1, "min_token_prob": 0.1, "stop": {"method": "length"}},
-    ]
-    assert convert_schema_1(fields) == {
-        "schema": "layerskip.export/2",
-        "target": {"kind": "kept"},
-        "config": {"method": "cascade", "members": parts},
-        "evidence": {"mean_acceptance_length": 2.0, "metrics": {"throughput": 1.0}},
-        "environment": {"backend": {"name": "vllm", "workload": {"concurrency": 4}}},
-    }
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        *((content, "^export: .*best.json") for content in (b"", b"{", b"\xff\xfe", b'{"schema": "layerskip.export/1"')),
-        *((content, "^schema: ") for content in (b"[]", b"null", b'"layerskip.export/1"', b"{}")),
+        *((content, "^export: .*best.json") for content in (b"", b"{", b"\xff\xfe", b'{"schema": "layerskip.export/2"')),
+        *((content, "^schema: ") for content in (b"[]", b"null", b'"layerskip.export/2"', b"{}")),
         (None, "^export: cannot read"),
     ],
 )
@@ -224,17 +187,24 @@ def test_an_export_with_a_missing_datastore_is_refused(tiny_target: Target, tmp_
             Export.load(tmp_path / "best.json", tiny_target)
 
 
-def test_a_bridge_of_another_mask_or_model_is_refused(tiny_target: Target, tmp_path: Path) -> None:
-    folder = tmp_path / "bridge"
-    save_trained(folder, "bridge", {"mask": "layers:1"}, {"weight": torch.zeros(1)}, tiny_target, {})
-    described, own = Export.describe(tiny_target), SpeculativeConfig("layer_skip", mask="layers:1", bridge=str(folder))
-    Export(described, own).check(tiny_target)
-    cascade = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), replace(own, mask="layers:2")))
-    with pytest.raises(ExportError, match=r"^config\.bridge: .* is made for mask 'layers:1', not for 'layers:2'"):
-        Export(described, cascade).check(tiny_target)
+def test_a_head_of_another_model_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    save_trained(tmp_path / "head", "medusa", {}, {"weight": torch.zeros(1)}, tiny_target, {})
+    own = SpeculativeConfig("medusa", head=str(tmp_path / "head"))
+    cascade = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), own))
     other = Target(build("llama", 1, num_hidden_layers=3))
-    with pytest.raises(ExportError, match=r"^config\.bridge: .* was made for another target, .*: its weights are not"):
-        Export(described, own).check(other)
+    for config in (own, cascade):
+        export = Export(Export.describe(tiny_target), config)
+        export.check(tiny_target)
+        with pytest.raises(ExportError, match=r"^config\.head: .* was made for another target, .*: its weights are not"):
+            export.check(other)
+
+
+def test_an_export_with_a_bridge_is_refused_in_one_line(file: Path) -> None:
+    stored = json.loads(file.read_text())
+    config = {"method": "layer_skip", "mask": "layers:1", "bridge": "best.bridge-1234"}
+    file.write_text(json.dumps(stored | {"config": config}))
+    with pytest.raises(ExportError, match=r"^config\.bridge: not a field of method layer_skip; it has [^\n]*best\.json\)$"):
+        Export.load(file)
 
 
 def test_a_provisional_export_says_so_when_it_is_loaded(

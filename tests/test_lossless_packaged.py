@@ -6,10 +6,8 @@ and takes more than an hour.
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ import pytest
 import torch
 
 from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
-from layerskip.bridges.bridge import BridgeShape, save_bridges
-from layerskip.bridges.fit import Calibration
 from layerskip.decoding.decode import decode
-from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
+from layerskip.drafters.retrieval import Datastore
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.feature_store import TextFeatures, read_features
 from layerskip.heads.induction import add_induction_heads
@@ -29,13 +25,12 @@ from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.readout import Readout, choose_tokens
 from layerskip.heads.training import fit_linear
 from layerskip.kernels.cpu import has_kernels
-from layerskip.models.compiled_layers import compiled_layers, set_compiling
+from layerskip.models.compiled_layers import compiled_layers
 from layerskip.models.draft_head import save_draft_tokens
 from layerskip.models.loading import WHEELS, load_draft
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.trained_module import save_trained
-from layerskip.texts.continuations import Continuation
-from tests.accelerator import DEVICE
+from tests.accelerator import DEVICE, compile_anywhere
 from tests.exhaustive import EXHAUSTIVE, representative
 
 NEW_TOKENS = 64 if EXHAUSTIVE else 16
@@ -63,7 +58,6 @@ def _few_bits(*configs: dict[str, Any]) -> list[dict[str, Any]]:
 _RECYCLING = _drafter("token_recycling", 6, tree_tokens=8, top_k=4)
 _THRESHOLD = {"method": "threshold", "threshold": 0.5}
 _ADAPTIVE = {"method": "adaptive", "threshold": 0.6}
-BRIDGES: dict[str, dict[str, int]] = {"mean": {}, "linear": {"rank": 64}, "mlp": {"rank": 16, "width": 32}}
 # Trained parts, datastores and draft models have the names of functions of Parts.
 CONFIGS: list[dict[str, Any]] = representative(
     [
@@ -80,8 +74,7 @@ CONFIGS: list[dict[str, Any]] = representative(
         _drafter("lookahead", 3, window=4),
         _drafter("token_recycling", 5, tree_tokens=12),
         _drafter("layer_skip", 6, mask="attention:0,7;mlp:7,12;layers:15", stop=_THRESHOLD),
-        _drafter("layer_skip", 4, mask="layers:2-11", bridge="linear", draft_head="common", stop=_ADAPTIVE),
-        _drafter("layer_skip", 3, mask="attention:3;layers:12-16;mlp:20", bridge="mlp", draft_head="common", siblings=2),
+        _drafter("layer_skip", 3, mask="attention:3;layers:12-16;mlp:20", draft_head="common", siblings=2, stop=_ADAPTIVE),
         _drafter("draft_model", 5, draft_model="cut", stop=_THRESHOLD),
         _drafter("draft_model", 5, draft_model="cut", draft_head="common", stop=_ADAPTIVE),
         _drafter("cross_tokenizer", 4, draft_model="cut", draft_head="common_of_cut"),
@@ -89,7 +82,7 @@ CONFIGS: list[dict[str, Any]] = representative(
         _drafter("retrieval", 16, tree_tokens=24),
         _drafter("retrieval", 6, tree_tokens=12, datastore="answers"),
         _drafter("medusa", 3, tree_tokens=8, min_token_prob=0.0, head="medusa"),
-        _cascade(_lookup(tokens=10), _drafter("layer_skip", 3, mask="layers:12-14", bridge="mean")),
+        _cascade(_lookup(tokens=10), _drafter("layer_skip", 3, mask="layers:12-14")),
         _cascade(_drafter("eagle", 4, top_k=1, head="eagle", stop=_THRESHOLD | {"threshold": 0.2}), _RECYCLING),
         _cascade(_lookup(1), _drafter("retrieval", 8, tree_tokens=16), _RECYCLING, verify_cost=[1.1, 1.15, 1.2, 1.25]),
         _cascade(
@@ -132,18 +125,17 @@ class Parts:
 
     def fill(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a configuration with folders in place of names."""
-        named = {"draft_model", "head", "draft_head", "datastore", "bridge"} & fields.keys()
-        filled = fields | {name: self.path(fields[name], fields.get("mask", "")) for name in named}
+        named = {"draft_model", "head", "draft_head", "datastore"} & fields.keys()
+        filled = fields | {name: self.path(fields[name]) for name in named}
         return filled | {"members": [self.fill(member) for member in fields["members"]]} if "members" in fields else filled
 
-    def path(self, name: str, mask: str = "") -> str:
+    def path(self, name: str) -> str:
         if name in WHEELS:
             pytest.importorskip(WHEELS[name].package)
             return name
-        folder = self.folder / f"{name}-{mask}"
+        folder = self.folder / name
         if not folder.exists():
-            make = functools.partial(self.bridge, name, mask) if name in BRIDGES else getattr(self, name)
-            make(folder)
+            getattr(self, name)(folder)
         return str(folder)
 
     def cut(self, folder: Path) -> None:
@@ -158,20 +150,11 @@ class Parts:
     def answers(self, folder: Path) -> None:
         Datastore.build([tokens for _, _, tokens in self.texts], self.target).save(folder)
 
-    @functools.cached_property
-    def calibration(self) -> Calibration:
-        texts = (Continuation(item.id, item.category, *text, NEW_TOKENS) for item, *text in self.texts)
-        return Calibration(self.target, list(texts), 2**30)
-
-    def bridge(self, kind: str, mask: str, folder: Path) -> None:
-        shape = BridgeShape.of(self.target, SkipMask.parse(mask, self.target.layers), kind, **BRIDGES[kind])
-        save_bridges(folder, self.calibration.fit(shape).bridges, self.target, {})
-
     def eagle(self, folder: Path) -> None:
         """Its linear map is fitted in closed form, and its attention copies earlier text."""
         head = EagleHead(EagleShape.of(self.target, vocabulary=512, lookback=2), self.common_tokens)
         texts = [prompt + output for _, prompt, output in self.texts[: 3 if EXHAUSTIVE else 1]]
-        read = [read_features(self.target, tokens, head.shape.modules) for tokens in texts]
+        read = [read_features(self.target, tokens) for tokens in texts]
         features = [TextFeatures(torch.tensor(tokens), states, 1) for tokens, states in zip(texts, read, strict=True)]
         embeddings, readout = self.target.model.get_input_embeddings(), Readout(self.target, self.common_tokens)
         fit_linear(head, embeddings, features)
@@ -180,8 +163,7 @@ class Parts:
 
     def medusa(self, folder: Path) -> None:
         """Its untrained heads predict alternatives to the last token."""
-        read = EagleShape.of(self.target).modules
-        heads = MedusaHeads(MedusaShape(self.target.hidden, 3, read, 512), self.common_tokens)
+        heads = MedusaHeads(MedusaShape(self.target.hidden, 3, 512), self.common_tokens)
         save_trained(folder, "medusa", heads.shape.to_dict(), heads.state_dict(), self.target, {})
 
 
@@ -210,18 +192,13 @@ def test_every_drafter_gives_the_output_of_transformers(
 @pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes a minute; run by make lossless")
 @pytest.mark.parametrize("fields", [CONFIGS[0], CONFIGS[1], CONFIGS[2]], ids=lambda fields: fields["method"])
 def test_compiled_layers_give_the_output_of_transformers(
-    smollm2: Target, reference: dict[str, list[int]], fields: dict[str, Any]
+    smollm2: Target, reference: dict[str, list[int]], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chains, trees and a self-draft; all of them run in the static shapes of captured passes."""
-    compiled = replace(smollm2, compile="on")
-    try:
-        drafter = build_drafter(SpeculativeConfig.from_dict(fields), compiled)
-        outputs = {
-            item.id: decode(compiled, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS).tokens
-            for item in PROMPTS
-        }
-        view = decoding_view(smollm2.model)
-        assert compiled_layers(view) is not None
-    finally:
-        set_compiling(smollm2.model, "auto")
+    compile_anywhere(monkeypatch)
+    drafter = build_drafter(SpeculativeConfig.from_dict(fields), smollm2)
+    outputs = {
+        item.id: decode(smollm2, drafter, smollm2.encode(item.messages()), Sampling(), NEW_TOKENS).tokens for item in PROMPTS
+    }
+    assert compiled_layers(decoding_view(smollm2.model)) is not None
     assert outputs == {item.id: reference[item.id] for item in PROMPTS}

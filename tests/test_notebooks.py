@@ -1,4 +1,4 @@
-"""The notebooks run on the output of the programs."""
+"""The notebook runs on the output of the programs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,3 @@ def test_the_study_notebook_reads_a_study(finished_study: Path, monkeypatch: pyt
     text = _run("study.ipynb")
     assert "one" in text
     assert "prompt lookup" in text
-
-
-def test_the_benchmark_notebook_reads_the_committed_records() -> None:
-    text = _run("benchmarks.ipynb")
-    assert "transformers_prompt_lookup" in text

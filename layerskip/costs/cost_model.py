@@ -18,27 +18,6 @@ from layerskip.scan.replay import Counts
 
 
 @dataclass(frozen=True)
-class DraftExtras:
-    """The modules that a draft pass runs in place of skipped sub-layers, and the output rows that it leaves out.
-
-    Args:
-        modules: in place of skipped sub-layers.
-        parameters: parameters of all modules together, which a pass reads.
-        left_out: tokens of the vocabulary that are never drafted.
-        maps: modules that depend on their input.
-    """
-
-    modules: int = 0
-    parameters: int = 0
-    left_out: int = 0
-    maps: int = 0
-
-
-NO_EXTRAS = DraftExtras()
-"""Empty skips, and the whole vocabulary."""
-
-
-@dataclass(frozen=True)
 class CostProfile:
     """Seconds of all parts of decoding, for one target on one device in one dtype.
 
@@ -51,10 +30,6 @@ class CostProfile:
         confidence_seconds: computing the draft's confidence in a token, for a stop rule.
         round_seconds: the fixed cost of drafting with a model in a round, in addition to its draft passes and verification.
         verify_seconds: entry g: verifying g drafted tokens; entry 0 is a step of plain decoding.
-        module_seconds: a module in place of skipped sub-layers, whatever its size.
-        number_seconds: each parameter that such modules read.
-        token_seconds: each token of the vocabulary in the output layer.
-        map_seconds: the extra cost of a module that depends on its input.
     """
 
     context: int
@@ -65,10 +40,6 @@ class CostProfile:
     confidence_seconds: float
     round_seconds: float
     verify_seconds: tuple[float, ...]
-    module_seconds: float = 0.0
-    number_seconds: float = 0.0
-    token_seconds: float = 0.0
-    map_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as a dictionary that JSON can hold."""
@@ -80,20 +51,17 @@ class CostProfile:
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in parts.items()}
         return cls(**values)
 
-    def draft_seconds(self, mask: SkipMask, extras: DraftExtras = NO_EXTRAS) -> float:
+    def draft_seconds(self, mask: SkipMask) -> float:
         """Return the seconds of a draft pass with a mask."""
         pairs = list(zip(mask.attention, mask.mlp, strict=True))
         return (
-            max(0.0, self.head_seconds - self.token_seconds * extras.left_out)
-            + self.module_seconds * extras.modules
-            + self.map_seconds * extras.maps
-            + self.number_seconds * extras.parameters
+            self.head_seconds
             + self.block_seconds * sum(not (attention and mlp) for attention, mlp in pairs)
             + sum(cost for cost, (skipped, _) in zip(self.attention_seconds, pairs, strict=True) if not skipped)
             + sum(cost for cost, (_, skipped) in zip(self.mlp_seconds, pairs, strict=True) if not skipped)
         )
 
-    def seconds(self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS) -> float:
+    def seconds(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
         """Return the seconds of a decoding with these counts. A stop rule other than ``length`` computes confidences.
 
         Raises:
@@ -101,12 +69,12 @@ class CostProfile:
         """
         if len(counts.verified) > len(self.verify_seconds):
             raise ValueError(f"verified: {len(counts.verified) - 1} tokens at once; the profile ends at {self.longest}")
-        each = self.draft_seconds(mask, extras) + (self.confidence_seconds if stop.method != "length" else 0.0)
+        each = self.draft_seconds(mask) + (self.confidence_seconds if stop.method != "length" else 0.0)
         return counts.drafted * each + sum(counts.verified[1:]) * self.round_seconds + self._verification(counts)
 
-    def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule, extras: DraftExtras = NO_EXTRAS) -> float:
+    def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
         """Return the predicted speedup over plain decoding."""
-        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop, extras)
+        return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop)
 
     def lookup_speedup(self, counts: Counts) -> float:
         """Return the predicted speedup of a drafter without a model, whose drafts cost next to nothing."""
@@ -115,18 +83,18 @@ class CostProfile:
     def _verification(self, counts: Counts) -> float:
         return sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
 
-    def round_cost(self, mask: SkipMask, num_speculative_tokens: int, extras: DraftExtras = NO_EXTRAS) -> float:
+    def round_cost(self, mask: SkipMask, num_speculative_tokens: int) -> float:
         """Return the seconds of a round that drafts ``num_speculative_tokens`` tokens with a mask and verifies them."""
         return (
-            num_speculative_tokens * self.draft_seconds(mask, extras)
+            num_speculative_tokens * self.draft_seconds(mask)
             + self.round_seconds
             + self.verify_seconds[num_speculative_tokens]
         )
 
-    def speedup_bound(self, mask: SkipMask, extras: DraftExtras = NO_EXTRAS) -> float:
+    def speedup_bound(self, mask: SkipMask) -> float:
         """Return the highest speedup of any draft length if every drafted token were accepted."""
         step, lengths = self.verify_seconds[0], range(1, self.longest + 1)
-        return max((1 + g) * step / self.round_cost(mask, g, extras) for g in lengths)
+        return max((1 + g) * step / self.round_cost(mask, g) for g in lengths)
 
     @property
     def longest(self) -> int:

@@ -6,10 +6,9 @@ time of verification and is part of the cost of a round.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,25 +16,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from layerskip.bridges.bridge import Bridges, BridgeShape
-from layerskip.config import ConfigError, StopRule
-from layerskip.costs.cost_model import CostProfile, DraftExtras
+from layerskip.config import StopRule
+from layerskip.costs.cost_model import CostProfile
 from layerskip.costs.timing import VerifyPass, seconds_of
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import Stopper, confidence
 from layerskip.drafters.chain import draft_chain
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import architecture
-from layerskip.models.draft_head import DraftHead
-from layerskip.models.packing import pack_matrices, uses_packing
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
-_TIMED_PARAMETERS = 2**25  # of timed bridges, so that those of a wide model take little memory
-_NARROW = 4  # a timed draft head has the vocabulary divided by this
-_TEXT_TOKENS = 16  # further tokens that a text adds to a timed draft head
-_WIDE = 2  # width of a timed MLP as a multiple of the hidden width
 MIN_REPEATS = 3
 """Fewest runs of every job, of which a median is the middle one."""
 
@@ -50,7 +42,6 @@ def profile_costs(
     longest: int = 8,
     sampling: Sampling | None = None,
     repeats: int = 12,
-    bridged: bool = False,
     on_repeat: Callable[[], object] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> CostProfile:
@@ -58,30 +49,24 @@ def profile_costs(
 
     Args:
         repeats: runs of every job, after a warm-up.
-        bridged: whether to measure bridges and draft heads.
         on_repeat: called after every run of all jobs.
         is_over: returns whether time has run out, after which no job runs more than ``MIN_REPEATS`` times.
     """
     longest = max(longest, 2)  # one length would not separate the fixed cost of a round from that of its tokens
-    drafts = _timed_drafts(target, bridged)
+    drafts = _timed_drafts(target)
     passes = VerifyPass(target, context, longest, sampling)
     context, cache, tokens, chooser = passes.context, passes.cache, passes.tokens, passes.chooser
     lengths = sorted({min(count, longest) for count in _DRAFTED})
 
-    def decode_round(timed: _TimedDraft, view: nn.Module, count: int) -> None:
-        drafted = None if timed.head is None else timed.head.tokens
-        draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()), vocabulary=drafted)
+    def decode_round(view: nn.Module, count: int) -> None:
+        draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()))
         cache.length = context
         passes.check(draft)
 
     jobs: dict[_Job, Callable[[], object]] = {}
     for number, timed in enumerate(drafts):
-        view = skip_view(target.model, timed.mask, timed.bridges)
-        if timed.head is not None:
-            timed.head.restrict(view)
-            first = timed.head.tokens.numel()  # most texts have some tokens outside a head, which are multiplied apart
-            timed.head.follow(range(first, first + _TEXT_TOKENS))
-        jobs |= {("round", number, count): partial(decode_round, timed, view, count) for count in lengths}
+        view = skip_view(target.model, timed.mask)
+        jobs |= {("round", number, count): partial(decode_round, view, count) for count in lengths}
     jobs |= {("verify", 0, count): partial(passes.chain, count) for count in range(longest + 1)}
     jobs["confidence", 0, 0] = lambda: float(confidence(passes.logits))
     times: dict[_Job, list[float]] = {job: [] for job in jobs}
@@ -108,7 +93,7 @@ def _solve(target: Target, context: int, drafts: Sequence[_TimedDraft], median: 
     drafting = np.array([median[name] - verifying[name[2]] for name in rounds])
     weights = 1 / np.array([median[name] for name in rounds])  # relative errors of short and long rounds count the same
     solved = np.linalg.lstsq(rows * weights[:, None], drafting * weights, rcond=None)[0]
-    head, block, bridge, bridge_map, parameter, token, *sublayers = np.maximum(solved[1:], 0.0).tolist()
+    head, block, *sublayers = np.maximum(solved[1:], 0.0).tolist()
     layer_kinds = [_layer_kinds(target, name) for name in ("attention", "mlp")]
     costs = dict(zip(dict.fromkeys(kind for kinds in layer_kinds for kind in kinds), sublayers, strict=True))
     attention, mlp = (tuple(costs[kind] for kind in kinds) for kinds in layer_kinds)
@@ -121,10 +106,6 @@ def _solve(target: Target, context: int, drafts: Sequence[_TimedDraft], median: 
         confidence_seconds=median["confidence", 0, 0],
         round_seconds=float(solved[0]),  # negative if drafting warms up what verification needs
         verify_seconds=tuple(verifying),
-        module_seconds=bridge,
-        number_seconds=parameter,
-        token_seconds=min(token, head / target.vocabulary),  # few tokens cost at least their share of the head
-        map_seconds=bridge_map,
     )
 
 
@@ -143,16 +124,13 @@ def _layer_kinds(target: Target, name: str) -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class _TimedDraft:
-    """A draft to time, with what a pass runs: 1 head, then the numbers of blocks, bridges, maps, bridge parameters, tokens
-    left out (negative), and sub-layers of each kind."""
+    """A draft to time, with what a pass runs: 1 head, then the numbers of blocks and of sub-layers of each kind."""
 
     mask: SkipMask
-    bridges: Bridges | None
-    head: DraftHead | None
     counts: list[float]
 
 
-def _timed_drafts(target: Target, bridged: bool) -> list[_TimedDraft]:
+def _timed_drafts(target: Target) -> list[_TimedDraft]:
     """Return drafts from whose times all costs can be solved. The second one skips everything."""
     attention, mlp = _layer_kinds(target, "attention"), _layer_kinds(target, "mlp")
     kinds = list(dict.fromkeys([*attention, *mlp]))
@@ -163,38 +141,9 @@ def _timed_drafts(target: Target, bridged: bool) -> list[_TimedDraft]:
         masks.append(SkipMask(*flags))
     # All attentions and all MLPs, which separate the cost of a block from that of its sub-layers.
     masks += [SkipMask(everything, nothing), SkipMask(nothing, everything)]
-    drafts: list[tuple[SkipMask, BridgeShape | None, DraftHead | None]]
-    drafts = [(mask, None, None) for mask in dict.fromkeys(masks)]
-    if bridged:
-        # Bridges in place of many attentions, whose cost stands out from the noise.
-        many = max(1, min(target.layers, _TIMED_PARAMETERS // target.hidden**2))
-        attentions = SkipMask.of(target.layers, set(range(many)), set())
-        drafts += [(attentions, None, None)] * (many < target.layers)
-        drafts += [(attentions, BridgeShape.of(target, attentions, kind), None) for kind in ("mean", "linear")]
-        wide = BridgeShape.of(target, SkipMask.of(target.layers, {0}, set()), "mlp", width=_WIDE * target.hidden)
-        maximum = max(1, min(target.layers, _TIMED_PARAMETERS // wide.parameter_count))
-        some = SkipMask.of(target.layers, set(range(maximum)), set())
-        drafts.append((some, replace(wide, mask=some.format()), None))
-        with contextlib.suppress(ConfigError):  # an output layer that cannot be cut has its full cost
-            common = torch.arange(max(1, target.vocabulary // _NARROW))
-            drafts.append((SkipMask(everything, everything), None, DraftHead(target.model, common, target.vocabulary)))
     timed = []
-    for mask, shape, head in drafts:
+    for mask in dict.fromkeys(masks):
         kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]
         blocks = sum(not (a and m) for a, m in zip(mask.attention, mask.mlp, strict=True))
-        left_out = 0 if head is None else target.vocabulary - head.tokens.numel()
-        extras = DraftExtras(**({} if shape is None else shape.size), left_out=left_out)
-        bridges = None if shape is None else _bridges(shape, target)
-        extra_counts = [float(extras.modules), float(extras.maps), float(extras.parameters), -float(extras.left_out)]
-        counts = [1.0, float(blocks), *extra_counts, *(float(kept.count(kind)) for kind in kinds)]
-        timed.append(_TimedDraft(mask, bridges, head, counts))
+        timed.append(_TimedDraft(mask, [1.0, float(blocks), *(float(kept.count(kind)) for kind in kinds)]))
     return timed
-
-
-@torch.inference_mode(False)  # packing needs tensors made outside inference mode
-def _bridges(shape: BridgeShape, target: Target) -> Bridges:
-    """Return untrained bridges in the form in which they decode."""
-    bridges = Bridges(shape).to(target.device, target.model.dtype).requires_grad_(False)
-    if uses_packing(target.model):
-        pack_matrices(bridges)
-    return bridges

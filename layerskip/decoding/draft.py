@@ -22,13 +22,11 @@ class DeviceTree:
         size: ``[1]`` int64: how many tokens count. The others come last, as children of the root, and are never accepted.
             They fill the tree up to a number of tokens that the host knows.
         depth: the most tokens of a branch.
-        width: the most children of a token.
     """
 
     parents: Tensor
     size: Tensor
     depth: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,14 @@ class Draft:
         tokens: ``[K]`` int64; K may be 0.
         parents: the parent of each token in a tree: the index of an earlier token, or -1 for the root. None for a chain, in
             which token i follows token i - 1. A :class:`DeviceTree` if only the device knows them.
-        probs: ``[K, V]`` float32, the distribution that each token was drawn from; in a tree, given its earlier siblings.
-            None for a deterministic draft, whose distributions are one-hot.
+        probs: ``[K, V]`` float32, the distribution that each token of a chain was drawn from. None for a deterministic
+            draft, whose distributions are one-hot; trees have no other tokens.
         match_length: how many tokens of the context precede the place in a text that the draft was copied from; 0 if it was
             not copied.
         lookup_tokens: the tokens once more, on the host, if no model ran for them. Such a draft is deterministic, and may be
             cut or declined at no loss. Empty for other drafts.
         path_probs: for each of the ``lookup_tokens``, the estimated probability that the target says it and all tokens
             before it on its branch, in [0, 1], not increasing; empty if unknown.
-        stopped_at_first: whether a stop rule ended the draft after its first token. It must not depend on the token drawn.
     """
 
     tokens: Tensor
@@ -56,7 +53,6 @@ class Draft:
     match_length: int = 0
     lookup_tokens: tuple[int, ...] = ()
     path_probs: tuple[float, ...] = ()
-    stopped_at_first: bool = False
 
     @classmethod
     def empty(cls, device: torch.device) -> Draft:
@@ -78,15 +74,8 @@ class Draft:
         path_probs: Sequence[float] = (),
     ) -> Draft:
         """Return a deterministic draft for which no model ran."""
-        if not tokens:
-            return cls.empty(device)
-        return cls(
-            copy_to_device(tokens, device),
-            chain_or_tree(parents),
-            match_length=match_length,
-            lookup_tokens=tuple(tokens),
-            path_probs=tuple(path_probs),
-        )
+        draft = cls.of_tree(tokens, parents, device)
+        return replace(draft, match_length=match_length, lookup_tokens=tuple(tokens), path_probs=tuple(path_probs))
 
     @property
     def known_parents(self) -> Sequence[int]:
@@ -99,8 +88,7 @@ class Draft:
         if not isinstance(self.parents, DeviceTree):
             return self
         (size,), parents = read_to_host(self.parents.size, self.parents.parents)
-        probs = None if self.probs is None else self.probs[:size]
-        return replace(self, tokens=self.tokens[:size], parents=chain_or_tree(parents[:size]), probs=probs)
+        return replace(self, tokens=self.tokens[:size], parents=chain_or_tree(parents[:size]))
 
     def truncate(self, size: int) -> Draft:
         """Return the first ``size`` tokens of a lookup draft, at least one; their parents are among them."""

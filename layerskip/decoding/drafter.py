@@ -75,7 +75,6 @@ class Drafter:
         modules: names of the target's sub-modules whose outputs it reads; empty if it reads no hidden states.
         lookup: whether it finds its drafts without running a model, so that requesting one costs next to nothing; as the
             method declares.
-        runs_model: whether it runs a model or a trained head for a draft.
         single_pass: whether it drafts all levels of a tree in one pass, so that depth does not add to its cost.
         never_drafts: whether it proposes nothing, so that the next pass of the target needs nothing from it.
     """
@@ -86,7 +85,6 @@ class Drafter:
     tree_tokens: int = 0
     modules: tuple[str, ...] = ()
     lookup: bool = False
-    runs_model: bool = False
     single_pass: bool = False
     never_drafts: bool = False
 
@@ -130,9 +128,6 @@ class Drafter:
     def draft(self, context: Context, limit: int) -> Draft:
         """Propose a chain of at most ``limit`` tokens, at least 1, or a tree of at most that depth; it may be empty."""
         raise NotImplementedError
-
-    def follow(self, context: Context) -> None:
-        """Learn from the text of a round in which another drafter may draft. Its list of tokens keeps growing."""
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Return what to read of the target's logits of the round, also if another drafter drafted; computed on the device.

@@ -76,7 +76,6 @@ class StopRuleDrafter(Drafter):
     """A drafter that runs a model, and whose drafts its ``stopper`` may end."""
 
     stopper: Stopper
-    runs_model = True
 
     @property
     def keeps_state(self) -> bool:

@@ -124,6 +124,6 @@ class LevelwiseTree:
         places = torch.full((self._count + 1,), -1, device=kept.device)
         places[kept] = torch.arange(kept.shape[0], device=kept.device)
         above = places[parents.index_select(0, kept)]  # the root, -1, is the last entry
-        shape = DeviceTree(torch.where(counts, above, -1), counts.sum()[None], len(self._levels), self._width)
+        shape = DeviceTree(torch.where(counts, above, -1), counts.sum()[None], len(self._levels))
         draft = Draft(torch.where(counts, tokens.index_select(0, kept), self._root), shape)
         return draft.read_shape() if self._reads else draft

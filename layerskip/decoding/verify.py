@@ -5,8 +5,7 @@ The exact rule is a pure function of distributions: Fast Inference from Transfor
 token is drawn from max(0, p - q), and after a fully accepted block from p. The result is distributed exactly as tokens
 drawn from p one by one. A deterministic draft is a one-hot q; if p is one-hot too, the rule reduces to comparing tokens.
 
-In a tree the children of a token are tried one after the other, each against the residual that the rejections of its
-siblings have left of p: SpecInfer (arXiv 2305.09781), algorithm 2.
+The tokens of a tree are deterministic: one that is drawn from p is accepted if it is a child of the token before it.
 """
 
 from __future__ import annotations
@@ -63,11 +62,10 @@ def verify(
 ) -> Verdict:
     """Accept the first tokens of a chain, or a branch of a tree from its root, and add one token.
 
-    The host waits for the device once. For a tree of drawn tokens whose shape the host knows, it waits once more for every
-    node that is tried.
+    The host waits for the device once.
 
     Args:
-        draft: K tokens, with their distributions ``[K, V]`` float32, or None if deterministic.
+        draft: K tokens; those of a chain with their distributions ``[K, V]`` float32, or None if deterministic.
         target_probs: ``[K + 1, V]`` float32 rows that sum to 1, or ``[K + 1]`` int64 if each row is one-hot. Row 0 is the
             target's distribution after the sequence, row i + 1 that after drafted token i and its ancestors, warped as the
             draft's distributions were.
@@ -76,11 +74,14 @@ def verify(
 
     Returns:
         The verdict; its ``committed`` tokens are distributed as the target's own.
+
+    Raises:
+        ValueError: the tokens of a tree were drawn.
     """
     if draft.parents is None:
         return _accept_chain(draft, target_probs, generator, late)
-    if draft.probs is not None and target_probs.dtype != torch.int64 and isinstance(draft.parents, tuple):
-        return _accept_drawn_on_host(draft, target_probs, generator, late)
+    if draft.probs is not None:
+        raise ValueError("draft.probs: the tokens of a tree are deterministic")
     return _accept_tree(draft, target_probs, generator, late)
 
 
@@ -113,99 +114,25 @@ def _accept_chain(draft: Draft, target_probs: Tensor, generator: torch.Generator
 
 def _accept_tree(draft: Draft, target_probs: Tensor, generator: torch.Generator | None, late: Sequence[Tensor]) -> Verdict:
     tree, count = draft.parents, draft.tokens.shape[0]
-    chosen: Sequence[Tensor] = ()  # the accepted child of each row's token, if tokens were drawn
-    if target_probs.dtype == torch.int64:
-        following = target_probs  # the token after each row, if no child of its token is accepted
-    elif draft.probs is not None:
-        following, *chosen = _decide_drawn(draft, target_probs, generator)
-    else:
-        # A deterministic token is accepted with probability p, which is how often a draw from p gives that token.
-        following = draw(target_probs, generator)
+    # A deterministic token is accepted with probability p, which is how often a draw from p gives that token.
+    following = target_probs if target_probs.dtype == torch.int64 else draw(target_probs, generator)
     shape = (tree.parents, tree.size) if isinstance(tree, DeviceTree) else ()
-    read, *values = read_to_host(torch.cat((draft.tokens, following, *shape, *chosen)), *late)
+    read, *values = read_to_host(torch.cat((draft.tokens, following, *shape)), *late)
     drafted, expected, rest = read[:count], read[count : 2 * count + 1], read[2 * count + 1 :]
     known: tuple[int, ...] | None
     if isinstance(tree, DeviceTree):
-        size, choices = rest[count], rest[count + 1 :]
+        size = rest[count]
         drafted, parents = drafted[:size], tuple(rest[:size])
         known = chain_or_tree(parents)
     else:
         parents = known = tuple(draft.known_parents)
-    path, row, children = list[int](), 0, _children(parents)
-    while True:
-        if chosen:
-            node = choices[row]
-        else:
-            node = next((child for child in children.get(row - 1, ()) if drafted[child] == expected[row]), -1)
-        if node < 0:
-            return Verdict(tuple(drafted), len(path), expected[row], following[row, None], tuple(path), known, values)
+    path, row, children = list[int](), 0, dict[tuple[int, int], int]()
+    for node, child in enumerate(zip(parents, drafted, strict=True)):
+        children.setdefault(child, node)
+    while (node := children.get((row - 1, expected[row]), -1)) >= 0:
         path.append(node)
         row = node + 1
-
-
-def _children(parents: Sequence[int]) -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    return children
-
-
-def _accept_drawn_on_host(
-    draft: Draft, target_probs: Tensor, generator: torch.Generator | None, late: Sequence[Tensor]
-) -> Verdict:
-    """Try one drawn token after the other on the host; on a CPU this is faster, because most tokens are not tried."""
-    assert draft.probs is not None
-    assert isinstance(draft.parents, tuple)
-    drafted, *values = read_to_host(draft.tokens, *late)
-    children = _children(draft.parents)
-    path: list[int] = []
-    while True:
-        node = path[-1] if path else -1
-        remaining = target_probs[node + 1]
-        for child in children.get(node, []):
-            token, row = drafted[child], draft.probs[child]
-            uniform = torch.rand((), device=remaining.device, generator=generator)
-            if bool(uniform * row[token] < remaining[token]):  # strict, as for a chain
-                path.append(child)
-                break
-            residual = (remaining - row).clamp_min(0.0)
-            total = residual.sum()
-            remaining = torch.where(total > 0, residual / total, remaining)
-        else:
-            last = draw(remaining[None], generator)
-            return Verdict(tuple(drafted), len(path), int(last), last, tuple(path), draft.parents, values)
-
-
-def _decide_drawn(draft: Draft, target_probs: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Decide on the device, for every row of the target, which child of its drawn token is accepted if it is reached.
-
-    All rows try their first child at once, then their second, and so on.
-
-    Returns:
-        ``[K + 1]`` int64: a token drawn from what the rejections have left of each row; ``[K + 1]`` int64: the accepted
-        child of each row's token, -1 for none.
-    """
-    tokens, draft_probs, tree, count = draft.tokens, draft.probs, draft.parents, draft.tokens.shape[0]
-    assert draft_probs is not None
-    assert isinstance(tree, DeviceTree)
-    node = torch.arange(count, device=tokens.device)
-    counts, above = node < tree.size, tree.parents + 1
-    rank = (above[:, None] == above).tril(-1).sum(1)  # the number of earlier siblings
-    uniform = torch.rand(count, device=tokens.device, generator=generator)
-    remaining, chosen = target_probs, above.new_full((count + 1,), -1)
-    for place in range(tree.width):
-        # The child of this rank of every row. Other nodes are written to a further row, which is dropped.
-        into = torch.where(counts & (rank == place), above, count + 1)
-        child = above.new_full((count + 2,), -1).scatter_(0, into, node)[:-1]
-        tried, child = (child >= 0) & (chosen < 0), child.clamp_min(0)
-        q, token = draft_probs.index_select(0, child), tokens.index_select(0, child)[:, None]
-        reach = uniform.index_select(0, child) * q.gather(1, token)[:, 0]
-        accepted = tried & (reach < remaining.gather(1, token)[:, 0])  # strict, as for a chain
-        chosen = torch.where(accepted, child, chosen)
-        residual = (remaining - q).clamp_min_(0.0)
-        total = residual.sum(1, keepdim=True)
-        remaining = torch.where((tried & ~accepted)[:, None] & (total > 0), residual / total, remaining)
-    return draw(remaining, generator), chosen
+    return Verdict(tuple(drafted), len(path), expected[row], following[row, None], tuple(path), known, values)
 
 
 def accept_lossy(

@@ -1,32 +1,30 @@
-"""Memory measurements: bytes that an object holds, peaks, and errors that mean "out of memory".
+"""Memory measurements: peaks, allocations, and errors that mean "out of memory".
 
-An object holds the tensors that can be reached from it, on any device; files mapped into memory are not counted. A peak is
-the device's own on CUDA, and that of the whole process on a CPU.
+A peak is the device's own on CUDA, and that of the whole process on a CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import resource
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import psutil
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _GROUPS = Path("/proc/self/cgroup")
-_LIMITS = {"": ("/sys/fs/cgroup", "memory.max"), "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")}
-"""Folder and file of the limits of a control group's memory, of version 2 and 1, cgroups(7)."""
+_LIMITS = Path("/sys/fs/cgroup")
 Result = TypeVar("Result")
 _releases: list[Callable[[], None]] = []
 
@@ -36,7 +34,6 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
@@ -50,17 +47,9 @@ class PeakMemory:
         try:
             lines = _STATUS.read_text().splitlines()
         except OSError:
-            if sys.platform == "win32":
-                return int(psutil.Process().memory_info().peak_wset)
-            import resource  # which Windows lacks
-
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-    def growth(self) -> int | None:
-        """Return the peak less the bytes allocated at creation; None on a CPU, where this cannot be measured."""
-        return None if self._allocated is None else self.read() - self._allocated
 
 
 class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,7 +61,7 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, existing: Iterable[object] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {address for thing in existing for address, _ in _storages(thing)}
+        self._known = {address for thing in existing for address in _storages(thing)}
         self._current = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,48 +81,21 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current -= size
 
 
-def tensor_bytes(thing: object, beside: Iterable[object] = ()) -> int:
-    """Return the bytes of the tensors that can be reached from an object but not from those ``beside`` it, each once."""
-    shared = {address for other in beside for address, _ in _storages(other)}
-    return sum(size for address, size in set(_storages(thing)) if address not in shared)
-
-
-def python_bytes(thing: object, beside: Iterable[object] = ()) -> int:
-    """Return the bytes of the Python objects that can be reached from an object, such as n-gram tables, each counted once.
-
-    Models, the closures of functions, and the objects ``beside`` it are not counted.
-    """
-    excluded = (FunctionType, MethodType, Module, Tensor)
-    return sum(map(sys.getsizeof, _reachable(thing, gc.get_referents, excluded, beside)))
-
-
-def _storages(thing: object) -> Iterator[tuple[int, int]]:
-    """Return address and bytes of every tensor storage that can be reached; of functions, only the closures are followed."""
-
-    def referents(obj: Any) -> Iterable[Any]:
-        if isinstance(obj, FunctionType):
-            return obj.__closure__, obj.__defaults__
-        return () if isinstance(obj, Tensor) else filter(gc.is_tracked, gc.get_referents(obj))
-
-    for obj in _reachable(thing, referents):
-        if isinstance(obj, Tensor):
-            strided = obj.layout == torch.strided  # oneDNN's layouts have no storage
-            yield (obj.untyped_storage().data_ptr(), obj.untyped_storage().nbytes()) if strided else (id(obj), obj.nbytes)
-
-
-def _reachable(
-    thing: object, referents: Callable[[Any], Iterable[Any]], excluded: tuple[type, ...] = (), beside: Iterable[object] = ()
-) -> Iterator[Any]:
-    """Return all objects that can be reached from one, each once, except types, modules and excluded types."""
+def _storages(thing: object) -> Iterator[int]:
+    """Return the address of every tensor storage that can be reached; of functions, only the closures are followed."""
     pending: list[Any] = [thing]
-    seen: dict[int, Any] = {id(other): other for other in beside}
+    seen: dict[int, Any] = {}
     while pending:
         obj = pending.pop()
-        if id(obj) in seen or isinstance(obj, (type, ModuleType, *excluded)):
+        if id(obj) in seen or isinstance(obj, (type, ModuleType)):
             continue
         seen[id(obj)] = obj  # kept alive, so that no other object gets the same id
-        yield obj
-        pending += referents(obj)
+        if isinstance(obj, FunctionType):
+            pending += obj.__closure__, obj.__defaults__
+        elif not isinstance(obj, Tensor):
+            pending += filter(gc.is_tracked, gc.get_referents(obj))
+        elif obj.layout == torch.strided:  # oneDNN's layouts have no storage
+            yield obj.untyped_storage().data_ptr()
 
 
 def total_bytes() -> int:
@@ -149,13 +111,11 @@ def device_bytes(device: torch.device) -> int:
 def _group_limits() -> Iterator[int]:
     with contextlib.suppress(OSError):
         for line in _GROUPS.read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            for controller in _LIMITS.keys() & controllers.split(","):
-                root, name = _LIMITS[controller]
-                path = Path(group.lstrip("/"))
-                for folder in (path, *path.parents):
-                    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                        yield int(Path(root, folder, name).read_text())
+            number, _, group = line.split(":", 2)
+            path = _LIMITS / group.lstrip("/")
+            for folder in (path, *path.parents) if number == "0" else ():  # the others are of cgroups version 1
+                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                    yield int((folder / "memory.max").read_text())
 
 
 def release_memory() -> None:

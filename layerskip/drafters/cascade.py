@@ -1,29 +1,25 @@
 """Cascades: each round is drafted by one of several drafters, and all of them learn from it. This follows no paper.
 
-**Without costs**, the first member with a worthwhile proposal drafts. Repeated text is copied by a lookup, which costs next
-to nothing; a more expensive drafter drafts the rest. Two kinds of drafts are provisional, which means that the other members
-draft before they are taken. One is a draft that a stop rule ended after its first token. The other is a lookup with a lower
-estimated acceptance than the recent drafts of a later member that runs no model. Of several lookups the one with the higher
-estimate is taken.
+A round is drafted by the member with the most expected tokens for the round's cost. Every lookup drafts, and as many tokens
+of its draft are kept as are worth their verification at the recent rate of tokens per step. A member that runs a model, or
+needs a pass of the target, is tried if its rounds promise more tokens per step than the best lookup and than plain decoding.
+The estimate is the mean of its recent rounds, those of earlier texts included. A member that was not tried for many rounds
+is tried again, because texts change. Rounds are compared by tokens per step, not by their gain over the recent rate: that
+rate includes rounds of lookups that accepted many tokens, and no such round can be had where nothing can be looked up.
 
-**With the costs of drafting and verification**, a round is drafted by the member with the most expected tokens for the
-round's cost. Every lookup drafts, and as many tokens of its draft are kept as are worth their verification at the recent
-rate of tokens per step. A member that runs a model, or needs a pass of the target, is tried if its rounds promise more
-tokens per step than the best lookup and than plain decoding. The estimate is the mean of its rounds in this text and earlier
-texts. A member that was not tried for many rounds is tried again, because texts change. Rounds are compared by tokens per
-step, not by their gain over the recent rate: that rate includes rounds of lookups that accepted many tokens, and no such
-round can be had where nothing can be looked up.
+Without the costs of verification, verifying counts as free. Without those of drafting, members that run a model draft where
+no lookup pays.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_costs, costs_at, shared, tables_of
+from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_costs, shared
 from layerskip.decoding.draft import MAX_MATCH, Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
@@ -32,10 +28,8 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 
-_LOOKUP_PRIOR = 8.0  # prior accepted tokens of a lookup
-_LATER_PRIOR = 1.0  # prior accepted tokens of a later member, so that it is tried if lookups are worth less
 _DECAY = 0.99  # per round, of the totals that give the recent rate
-_WINDOW = 128  # rounds, drafts, or tokens of one grade; older ones fade
+_WINDOW = 128  # rounds, or tokens of one grade; older ones fade
 _CONTINUES = 0.9  # prior probability of a token whose predecessor was accepted
 _MIN_PROB = 1e-6  # smaller probabilities count as this one
 _EARLIER_WEIGHT = 16  # rounds that the mean of earlier texts counts for in a new text
@@ -53,85 +47,65 @@ def _check(config: SpeculativeConfig) -> None:
     check_costs("draft_cost", config.draft_cost, 0.0)
     if config.draft_cost and not config.verify_cost:
         raise ConfigError("draft_cost: has no effect without verify_cost")
-    numbers = len(tables_of(config.draft_cost)[0])
-    if config.draft_cost and numbers != len(config.members):
-        raise ConfigError(f"draft_cost: {numbers} numbers for {len(config.members)} members")
+    if config.draft_cost and len(config.draft_cost) != len(config.members):
+        raise ConfigError(f"draft_cost: {len(config.draft_cost)} numbers for {len(config.members)} members")
 
 
-class AcceptanceEstimates:
-    """Estimates of how many tokens of a draft will be accepted: recent means, by group of drafts.
+class _Estimates:
+    """Estimates of how many tokens of a lookup will be accepted: how often the text took earlier tokens like its own.
 
     How much more a match of four tokens says about what follows than one of two depends on the text. So does the calibration
-    of a drafter's own probabilities. A deterministic draft is scored by the text as it goes on, whether it was taken or not,
-    so estimates also exist for declined drafts and for tokens that were cut off. All evidence is from earlier rounds;
-    nothing depends on the tokens being drafted.
-
-    Args:
-        by_token: whether each token of a draft is scored by how often the target says it and all tokens before it on its
-            branch, for drafts that are verified in part; else the number of accepted tokens of each draft is.
+    of a drafter's own probabilities. A lookup is scored by the text as it goes on, whether it was taken or not, so estimates
+    also exist for declined drafts and for tokens that were cut off. All evidence is from earlier rounds; nothing depends on
+    the tokens being drafted.
     """
 
-    def __init__(self, by_token: bool = False) -> None:
-        self._by_token = by_token
-        self.reset()
-
-    def reset(self) -> None:
-        """Drop all evidence."""
+    def __init__(self) -> None:
         self._means: dict[Hashable, tuple[int, float]] = {}
-        self.start_text()
+        self._open: list[tuple[int, Draft, int]] = []
 
     def start_text(self) -> None:
         """Begin a new text; the means stay, unscored drafts are dropped."""
-        self._open: list[tuple[Hashable, Draft, int]] = []
+        self._open.clear()
 
-    def mean(self, group: Hashable, prior: float = 0.0) -> float:
-        """Return the mean accepted tokens of a group, with one further observation of value ``prior``."""
-        count, mean = self._means.get(group, (0, 0.0))
-        return (count * mean + prior) / (count + 1)
+    def track(self, member: int, draft: Draft, start: int) -> None:
+        """Score a lookup of a member after ``start`` tokens of the text once the text has gone on."""
+        self._open.append((member, draft, start))
 
-    def prefix_means(self, group: Hashable, draft: Draft) -> Iterator[float]:
-        """Yield the estimated accepted tokens of the draft's first token alone, its first two, and so on, ``by_token``."""
+    def prefix_means(self, member: int, draft: Draft) -> Iterator[float]:
+        """Yield the estimated accepted tokens of the draft's first token alone, its first two, and so on."""
         total = 0.0
-        for grade, prior in _grades(draft):
-            total += self.mean((group, grade), prior)
+        for grade, prior in _grades(member, draft):
+            count, mean = self._means.get(grade, (0, 0.0))
+            total += (count * mean + prior) / (count + 1)
             yield total
-
-    def add(self, group: Hashable, accepted: int) -> None:
-        """Add the number of accepted tokens of one draft, or of one token of it."""
-        count, mean = self._means.get(group, (0, 0.0))
-        count = min(count + 1, _WINDOW)
-        self._means[group] = count, mean + (accepted - mean) / count
-
-    def track(self, group: Hashable, draft: Draft, start: int) -> None:
-        """Score a draft after ``start`` tokens of the text once it has gone on, as if the draft had been verified.
-
-        It must be a lookup draft: a drawn token may be rejected and said nonetheless, so the text could not score it.
-        """
-        self._open.append((group, draft, start))
 
     def update(self, text: Sequence[int]) -> None:
         """Score the tracked drafts that the text has decided; ``text`` continues that of the last call."""
         undecided = []
-        for group, draft, start in self._open:
+        for member, draft, start in self._open:
             path, complete = _match_text(draft, text[start:])
             if not complete and start + len(path) >= len(text):
-                undecided.append((group, draft, start))
-            elif self._by_token:
-                for node, (grade, _) in enumerate(_grades(draft)):
-                    self.add((group, grade), node in path)
-            else:
-                self.add(group, len(path))
+                undecided.append((member, draft, start))
+                continue
+            for node, (grade, _) in enumerate(_grades(member, draft)):
+                count, mean = self._means.get(grade, (0, 0.0))
+                count = min(count + 1, _WINDOW)
+                self._means[grade] = count, mean + ((node in path) - mean) / count
         self._open = undecided
 
 
-def _grades(draft: Draft) -> Iterator[tuple[Hashable, float]]:
-    """Yield, per token, the grade that it shares with tokens of similar probability, and its prior probability."""
+def _grades(member: int, draft: Draft) -> Iterator[tuple[Hashable, float]]:
+    """Yield, per token, the grade of the tokens whose acceptance it shares, and its prior probability.
+
+    They are tokens of the same member, length of match, depth and similar probability.
+    """
     depths: list[int] = []
     for node, parent in enumerate(draft.known_parents):
         depth = 1 if parent < 0 else depths[parent] + 1
         depths.append(depth)
         prob = draft.path_probs[node] if draft.path_probs else _CONTINUES**depth
-        yield (depth, round(-2 * math.log2(max(prob, _MIN_PROB)))), prob
+        yield (member, min(draft.match_length, MAX_MATCH), depth, round(-2 * math.log2(max(prob, _MIN_PROB)))), prob
 
 
 def _match_text(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
@@ -148,17 +122,30 @@ def _match_text(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
     return path, node not in children
 
 
-def _group(index: int, draft: Draft) -> tuple[int, int] | int:
-    """Return the group whose acceptance a draft shares: its member and, for a lookup, the length of its match."""
-    return (index, min(draft.match_length, MAX_MATCH)) if draft.match_length else index
+@dataclass
+class _RoundMeans:
+    """Means of the rounds in which a member was tried."""
+
+    rounds: int = _PRIOR_ROUNDS
+    accepted: float = 1.0  # tokens of its drafts
+    cost: float = 1.0  # of drafting and verification, in steps of plain decoding
+
+    def add(self, accepted: float, cost: float) -> None:
+        self.rounds = min(self.rounds + 1, _WINDOW)
+        self.accepted += (accepted - self.accepted) / self.rounds
+        self.cost += (cost - self.cost) / self.rounds
 
 
-class CascadeBase(Drafter):
-    """Several drafters, one of which drafts a round; all of them learn from it.
+class Cascade(Drafter):
+    """Several drafters; the one with the most expected tokens per step drafts. Estimates last from prompt to prompt.
 
     Args:
-        members: drafters. Which member has a proposal, whether a stop rule ended it, and the length of its match must depend
-            on the context only, not on drawn tokens.
+        members: drafters. Which member has a proposal, and the length of its match, must depend on the context only, not on
+            drawn tokens.
+        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding.
+        draft_cost: what each member needs to draft one token of a chain, one level of a tree, or all levels if it drafts
+            them in one pass, in such steps. Empty if unknown. A member that needs a whole step for every token is never
+            tried, as that cannot pay.
     """
 
     method = Method(
@@ -186,162 +173,48 @@ class CascadeBase(Drafter):
     )
     keeps_state = True
 
-    def __init__(self, members: Sequence[Drafter]) -> None:
+    def __init__(self, members: Sequence[Drafter], verify_cost: Costs = (), draft_cost: Costs = ()) -> None:
         self.members = tuple(members)
         self.tree_tokens = max(member.tree_tokens for member in members)
         self._readers = [member for member in members if member.modules]
         if len({reader.modules for reader in self._readers}) > 1:
             raise ConfigError("members: they read different hidden states")
         self.modules = self._readers[0].modules if self._readers else ()
+        self._priced, self._verify_costs = bool(draft_cost), verify_cost or (1.0,)
+        self._draft_cost = draft_cost or (0.0,) * len(self.members)
+        self._lookups = [index for index, member in enumerate(members) if member.lookup]
+        viable = [index for index, member in enumerate(members) if self._draft_cost[index] < 1 or member.single_pass]
+        self._others = [index for index in viable if index not in self._lookups]
         self._drafted: int | None = None  # the index of the member whose draft is verified
+        self._forget()
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, target: Target) -> CascadeBase:
+    def build(cls, config: SpeculativeConfig, target: Target) -> Cascade:
         members = [build_drafter(member, target) for member in config.members]
-        # A lossy rule accepts tokens that the text does not contain, so the text cannot score a declined draft.
-        if config.verify_cost and config.lossless:
-            return PricedCascade(members, config.verify_cost, config.draft_cost)
-        return Cascade(members)
+        return cls(members, config.verify_cost, config.draft_cost)
+
+    def _forget(self) -> None:
+        self._estimates = _Estimates()
+        self._tokens, self._steps = 1.0, 1.0  # of recent rounds
+        self._rounds = {index: _RoundMeans() for index in self._others}
+        self._skipped = dict.fromkeys(self._others, 0)  # rounds since each member was tried
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
+        """Start every member; what is known from earlier texts counts for few rounds of this one."""
         self._drafted = None
         for member in self.members:
             member.start(prompt, cache, chooser)
+        self._estimates.start_text()
+        for means in self._rounds.values():
+            means.rounds = min(means.rounds, _EARLIER_WEIGHT)
 
     def reset_state(self) -> None:
         for member in self.members:
             member.reset_state()
-
-    def observe_features(self, features: Tensor) -> None:
-        for reader in self._readers:
-            reader.observe_features(features)
-
-    def observe(self, verdict: Verdict) -> None:
-        if self._drafted is not None:
-            self.members[self._drafted].observe(verdict)
-
-    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
-        return [late for member in self.members for late in member.observe_logits(output)]
-
-    def follow(self, context: Context) -> None:
-        for member in self.members:
-            member.follow(context)
-
-
-class Cascade(CascadeBase):
-    """A cascade that tries its members in order. Its estimates of their acceptance last from prompt to prompt.
-
-    A tree whose shape only the device knows counts as a proposal, although it may turn out to be empty.
-    """
-
-    def __init__(self, members: Sequence[Drafter]) -> None:
-        super().__init__(members)
-        self._model_free = [index for index, member in enumerate(members) if not member.runs_model]
-        self._estimates = AcceptanceEstimates()
-        self._lookups: set[int] = set()  # the members that have made a lookup draft
-
-    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        super().start(prompt, cache, chooser)
-        self._estimates.start_text()
-
-    def draft(self, context: Context, limit: int) -> Draft:
-        """Return the first draft worth taking; members that do not draft follow the text, too."""
-        self.follow(context)
-        self._estimates.update(context.tokens)
-        self._drafted, best, provisional = None, Draft.empty(context.last.device), True
-        for index, member in enumerate(self.members):
-            if self._skips(index, best, provisional):
-                continue
-            draft = member.draft(context, limit)
-            if not draft.tokens.shape[0]:
-                continue
-            if draft.match_length:
-                self._lookups.add(index)
-                self._estimates.track(_group(index, draft), draft, len(context.tokens))
-            if provisional:
-                provisional = draft.stopped_at_first or (draft.match_length > 0 and self._is_outdone(index, draft))
-                taken = self._drafted is None or not provisional
-            else:
-                assert self._drafted is not None
-                own = self._estimates.mean(_group(index, draft))
-                taken = own > self._estimates.mean(_group(self._drafted, best), _LOOKUP_PRIOR)
-            if taken:
-                self._drafted, best = index, draft
-        return best
-
-    def _skips(self, index: int, best: Draft, provisional: bool) -> bool:
-        """Return whether a member need not draft, given the best draft of those before it."""
-        if best.match_length and index not in self._model_free:
-            return True  # a lookup yields only to members that run no model
-        return not provisional and not (best.match_length and index in self._lookups)
-
-    def _is_outdone(self, index: int, draft: Draft) -> bool:
-        """Return whether a later member that runs no model has a higher estimated acceptance than this draft.
-
-        With little evidence this is False, as the priors favour the earlier member.
-        """
-        own = self._estimates.mean(_group(index, draft), _LOOKUP_PRIOR)
-        return any(self._estimates.mean(other, _LATER_PRIOR) > own for other in self._model_free if other > index)
-
-    def reset_state(self) -> None:
-        super().reset_state()
-        self._estimates.reset()
-        self._lookups.clear()
-
-    def observe(self, verdict: Verdict) -> None:
-        super().observe(verdict)
-        if self._drafted is not None:
-            self._estimates.add(self._drafted, verdict.accepted)
-
-
-@dataclass
-class _RoundMeans:
-    """Means of the rounds in which a member was tried."""
-
-    rounds: int
-    accepted: float  # tokens of its drafts
-    cost: float  # of drafting and verification, in steps of plain decoding
-
-    def add(self, accepted: float, cost: float) -> None:
-        self.rounds = min(self.rounds + 1, _WINDOW)
-        self.accepted += (accepted - self.accepted) / self.rounds
-        self.cost += (cost - self.cost) / self.rounds
-
-
-class PricedCascade(CascadeBase):
-    """A cascade that tries the members with the most expected tokens per step. Estimates last from prompt to prompt.
-
-    Args:
-        members: as for any cascade.
-        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding. If it is known at several
-            contexts, that of a text is interpolated at the length of its prompt; so is ``draft_cost``.
-        draft_cost: what each member needs to draft one token of a chain, one level of a tree, or all levels if it drafts
-            them in one pass, in such steps. Empty if unknown: members that run a model are then tried if no lookup pays. A
-            member that needs a whole step for every token at every context is never tried, as that cannot pay.
-    """
-
-    def __init__(self, members: Sequence[Drafter], verify_cost: Costs, draft_cost: Costs = ()) -> None:
-        super().__init__(members)
-        self._priced, self._costs = bool(draft_cost), (verify_cost, draft_cost or (0.0,) * len(self.members))
-        minimum = list(map(min, zip(*tables_of(self._costs[1]), strict=True)))
-        self._lookups = [index for index, member in enumerate(members) if member.lookup]
-        viable = [index for index, member in enumerate(members) if minimum[index] < 1 or member.single_pass]
-        self._others = [index for index in viable if index not in self._lookups]
-        self._estimates = AcceptanceEstimates(by_token=True)
-        self._reset_rounds()
-
-    def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Start every member; what is known from earlier texts counts for few rounds of this one."""
-        super().start(prompt, cache, chooser)
-        self._verify_costs, self._draft_cost = (costs_at(costs, len(prompt)) for costs in self._costs)
-        self._estimates.start_text()
-        self._this_text = {
-            index: replace(means, rounds=min(means.rounds, _EARLIER_WEIGHT)) for index, means in self._all_texts.items()
-        }
+        self._forget()
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Return the lookup with the most tokens per step, or the draft of a member that promises more."""
-        self.follow(context)
         self._estimates.update(context.tokens)
         self._drafted = None
         self._asked: dict[int, float] = {}  # the members tried that run a model, and the costs of their drafts
@@ -349,22 +222,16 @@ class PricedCascade(CascadeBase):
         for index in self._lookups:
             draft = self.members[index].draft(context, limit)
             if draft.lookup_tokens:
-                self._estimates.track(_group(index, draft), draft, len(context.tokens))
+                self._estimates.track(index, draft, len(context.tokens))
                 size, rate = self._best_size(index, draft)
                 if rate > best_rate:
                     self._drafted, best, best_rate = index, draft.truncate(size), rate
-        fallback: tuple[int, Draft] | None = None
         for index in self._promising(max(best_rate, 1.0)):
             draft = self.members[index].draft(context, limit)
             self._asked[index] = self.members[index].steps(draft) * self._draft_cost[index]
-            if not draft.tokens.shape[0]:
-                continue
-            if not draft.stopped_at_first:
+            if draft.tokens.shape[0]:
                 self._drafted, best = index, draft
                 break
-            fallback = fallback or (index, draft)
-        if fallback is not None and self._drafted is None:
-            self._drafted, best = fallback
         for index in self._others:
             self._skipped[index] = 0 if index in self._asked else self._skipped[index] + 1
         self._size = best.tokens.shape[0]  # with those that only fill up a DeviceTree, as its pass computes them, too
@@ -377,12 +244,12 @@ class PricedCascade(CascadeBase):
         """
         if not self._priced:
             return self._others if self._drafted is None else []
-        rates = {index: (1 + means.accepted) / means.cost for index, means in self._this_text.items()}
+        rates = {index: (1 + means.accepted) / means.cost for index, means in self._rounds.items()}
         for index in self._others:
             if self._skipped[index] >= _PATIENCE:
                 rates[index] = math.inf
                 # The next rounds then weigh more than the old ones.
-                self._this_text[index].rounds = min(self._this_text[index].rounds, _PRIOR_ROUNDS)
+                self._rounds[index].rounds = min(self._rounds[index].rounds, _PRIOR_ROUNDS)
         return sorted((index for index in rates if rates[index] > rate), key=lambda index: -rates[index])
 
     def _best_size(self, index: int, draft: Draft) -> tuple[int, float]:
@@ -393,7 +260,7 @@ class PricedCascade(CascadeBase):
         """
         maximum, best = 0.0, (0, 0.0)
         recent_rate = self._tokens / self._steps
-        for size, accepted in enumerate(self._estimates.prefix_means(_group(index, draft), draft), 1):
+        for size, accepted in enumerate(self._estimates.prefix_means(index, draft), 1):
             cost = self._verify_cost(size)
             if (gain := accepted - recent_rate * (cost - 1)) > maximum:
                 maximum, best = gain, (size, (1 + accepted) / cost)
@@ -407,24 +274,21 @@ class PricedCascade(CascadeBase):
         slope = max(0.0, last - first) / max(1, count - 1)
         return self._verify_costs[size - 1] if size <= count else last + slope * (size - count)
 
-    def reset_state(self) -> None:
-        super().reset_state()
-        self._estimates.reset()
-        self._reset_rounds()
+    def observe_features(self, features: Tensor) -> None:
+        for reader in self._readers:
+            reader.observe_features(features)
 
-    def _reset_rounds(self) -> None:
-        self._tokens, self._steps = 1.0, 1.0  # of recent rounds
-        self._all_texts = {index: _RoundMeans(_PRIOR_ROUNDS, 1.0, 1.0) for index in self._others}
-        self._skipped = dict.fromkeys(self._others, 0)  # rounds since each member was tried
+    def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
+        return [late for member in self.members for late in member.observe_logits(output)]
 
     def observe(self, verdict: Verdict) -> None:
         """Pass the verdict to the member that drafted, and add the round to the estimates."""
-        super().observe(verdict)
+        if self._drafted is not None:
+            self.members[self._drafted].observe(verdict)
         verify_cost = self._verify_cost(self._size)
         if self._priced or not self._asked:  # else the cost of the round is unknown
             self._tokens = _DECAY * self._tokens + verdict.accepted + 1
             self._steps = _DECAY * self._steps + sum(self._asked.values()) + verify_cost
         for index, draft_cost in self._asked.items():  # a member whose draft was not verified gained nothing
             accepted, cost = (verdict.accepted, verify_cost) if index == self._drafted else (0, 1.0)
-            for means in (self._all_texts, self._this_text):
-                means[index].add(accepted, draft_cost + cost)
+            self._rounds[index].add(accepted, draft_cost + cost)

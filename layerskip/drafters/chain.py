@@ -2,14 +2,11 @@
 
 Siblings are likely alternatives to the tokens of a chain. SWIFT: On-the-Fly Self-Speculative Decoding for LLM Inference
 Acceleration (arXiv 2410.06916), section 4.3: the runners-up of every token of the chain are verified with it, more of them
-if the draft is less confident. Their number depends only on the draft's distribution. If tokens are drawn, siblings are
-drawn from the likely tokens without replacement, which recursive rejection over siblings requires (SpecInfer, arXiv
-2305.09781).
+if the draft is less confident. The tokens of such a tree are the most likely ones, also where the target draws its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import PurePath
 
 import torch
@@ -19,9 +16,8 @@ from transformers import PreTrainedModel
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.draft import DeviceTree, Draft
-from layerskip.decoding.sampling import Chooser, draw, to_full_vocabulary
+from layerskip.decoding.sampling import Chooser, most_likely, to_full_vocabulary
 from layerskip.decoding.stopping import Stopper, portions
-from layerskip.device.transfer import read_to_host
 from layerskip.models.architecture import UnsupportedModel, check_rewind
 from layerskip.models.cache import KVCache
 from layerskip.models.draft_head import DraftHead, load_draft_tokens
@@ -50,12 +46,11 @@ def draft_chain(
         limit: the most tokens to draft, at least 1.
         chooser: the target's chooser, whose warping the draft must share.
         stopper: decides when to stop before ``limit``.
-        siblings: adds siblings to the tokens, which makes the chain a tree; None for a chain.
+        siblings: adds siblings to the tokens, which makes the chain a deterministic tree; None for a chain.
         vocabulary: ``[v]`` int64, the tokens that the model computes logits of; None for the whole vocabulary.
     """
     tokens: list[Tensor] = []
     distributions: list[Tensor] = []
-    stopped = False
     block = fed = pending
     while True:
         logits = forward(model, fed, cache, last=1)
@@ -63,21 +58,24 @@ def draft_chain(
             # Models of one tokenizer pad their vocabularies differently.
             logits = pad(logits, (0, missing), value=-float("inf"))
         cache.length += fed.shape[0]
-        distribution = chooser.distribution(logits, block, tokens=vocabulary)
-        column = chooser.choose(distribution)
+        if siblings is None:
+            distribution = chooser.distribution(logits, block, tokens=vocabulary)
+            distributions.append(distribution)
+            column = chooser.choose(distribution)
+        else:
+            column = siblings.collect(chooser.penalise(logits, block, vocabulary))
         fed = column if vocabulary is None else vocabulary.index_select(0, column)
         tokens.append(fed)
-        distributions.append(distribution)
-        if siblings is not None:
-            siblings.collect(logits, block, distribution, column)
-        if len(tokens) == limit or (stopped := stopper.stops(logits)):
+        if len(tokens) == limit or stopper.stops(logits):
             break
         block = torch.cat((block, fed))
-    probs = None if chooser.sampling.greedy else torch.cat(distributions)
-    if probs is not None and vocabulary is not None:
-        probs = to_full_vocabulary(probs, vocabulary, chooser.vocabulary)
-    chain = Draft(torch.cat(tokens), probs=probs, stopped_at_first=stopped and len(tokens) == 1)
-    return chain if siblings is None else siblings.attach(chain)
+    drafted = torch.cat(tokens)
+    if siblings is not None:
+        return siblings.attach(drafted)
+    if chooser.sampling.greedy:
+        return Draft(drafted)
+    probs = torch.cat(distributions)
+    return Draft(drafted, probs=probs if vocabulary is None else to_full_vocabulary(probs, vocabulary, chooser.vocabulary))
 
 
 class SiblingCollector:
@@ -86,76 +84,47 @@ class SiblingCollector:
     Args:
         siblings: the most siblings of a token, at least 1.
         min_token_prob: the least probability of a sibling in the draft's distribution.
-        chooser: of the decoding.
         root: ``[1]`` int64: the token before the chain.
         reads: whether to read the shape of the tree at once, which costs nothing on a CPU.
         vocabulary: ``[v]`` int64, the tokens that the chain is drafted from; None for the whole vocabulary.
     """
 
     def __init__(
-        self,
-        siblings: int,
-        min_token_prob: float,
-        chooser: Chooser,
-        root: Tensor,
-        reads: bool,
-        vocabulary: Tensor | None = None,
+        self, siblings: int, min_token_prob: float, root: Tensor, reads: bool, vocabulary: Tensor | None = None
     ) -> None:
+        self.siblings, self.min_token_prob = siblings, min_token_prob
         self._root, self._reads, self._vocabulary = root, reads, vocabulary
-        self.siblings, self.min_token_prob, self.chooser = siblings, min_token_prob, chooser
         self._columns: list[Tensor] = []  # [siblings] for each token
-        self._widths: list[Tensor] = []  # [1] for each token: how many of them count
-        self._rows: list[Tensor] = []  # [siblings, v] for each token, if tokens are drawn
+        self._counts: list[Tensor] = []  # [siblings] bool for each token: which of them count
 
-    def collect(self, logits: Tensor, block: Tensor, distribution: Tensor, chosen: Tensor) -> None:
+    def collect(self, scores: Tensor) -> Tensor:
         """Choose the siblings of a token, without waiting for the device.
 
         Args:
-            logits: ``[1, v]`` after the block.
-            block: as for :meth:`Chooser.distribution`.
-            distribution: the chooser's distribution of the logits.
-            chosen: ``[1]`` int64, the column of the chosen token.
-        """
-        if self.chooser.sampling.greedy:
-            scores = self.chooser.penalise(logits, block, self._vocabulary)
-            probs, others = runners_up(scores, chosen, self.siblings)
-            self._widths.append(((probs >= self.min_token_prob) & (probs > 0)).sum(1))
-            self._columns.append(others[0])
-            return
-        probs = distribution[0]
-        likely = (probs >= self.min_token_prob) & (probs > 0)
-        self._widths.append((likely.sum() - 1).clamp(0, self.siblings)[None])
-        remaining = torch.where(likely, probs, 0.0).index_fill(0, chosen, 0.0)
-        columns, rows = [], []
-        for _ in range(self.siblings):
-            total = remaining.sum()
-            rows.append(torch.where(total > 0, remaining / total, probs))  # ``probs`` only beyond the width
-            columns.append(draw(rows[-1], self.chooser.generator)[None])
-            remaining = remaining.index_fill(0, columns[-1], 0.0)
-        self._columns.append(torch.cat(columns))
-        self._rows.append(torch.stack(rows))
+            scores: ``[1, v]`` float32: the penalised logits.
 
-    def attach(self, chain: Draft) -> Draft:
-        """Return the chain with its siblings after it."""
-        size, each = chain.tokens.shape[0], self._columns[0].shape[0]
-        counts = (torch.arange(each, device=chain.tokens.device) < torch.cat(self._widths)[:, None]).flatten()
+        Returns:
+            ``[1]`` int64, the column of the token itself, which is the most likely one.
+        """
+        column = most_likely(scores)
+        probs, others = runners_up(scores, column, self.siblings)
+        self._counts.append(((probs >= self.min_token_prob) & (probs > 0))[0])
+        self._columns.append(others[0])
+        return column
+
+    def attach(self, chain: Tensor) -> Draft:
+        """Return the tokens of a chain, ``[K]`` int64, with their siblings after them."""
+        size, each = chain.shape[0], self._columns[0].shape[0]
+        counts = torch.cat(self._counts)
         # Those that count come first, otherwise in order.
         chosen = counts.byte().sort(descending=True, stable=True).indices
-        if self._reads:
-            chosen = chosen[: read_to_host(counts.sum())[0]]
         counts = counts.index_select(0, chosen)
         others = torch.cat(self._columns).index_select(0, chosen)
         if self._vocabulary is not None:
             others = self._vocabulary.index_select(0, others)
         above = torch.cat((torch.arange(-1, size - 1, device=chosen.device), torch.where(counts, chosen // each - 1, -1)))
-        tree = DeviceTree(above, counts.sum()[None] + size, size, 1 + each)
-        probs = None
-        if chain.probs is not None:
-            rows = torch.cat(self._rows).index_select(0, chosen)
-            rows = rows if self._vocabulary is None else to_full_vocabulary(rows, self._vocabulary, self.chooser.vocabulary)
-            probs = torch.cat((chain.probs, rows))
-        tokens = torch.cat((chain.tokens, torch.where(counts, others, self._root)))
-        draft = replace(chain, tokens=tokens, parents=tree, probs=probs)
+        tree = DeviceTree(above, counts.sum()[None] + size, size)
+        draft = Draft(torch.cat((chain, torch.where(counts, others, self._root))), tree)
         return draft.read_shape() if self._reads else draft
 
 

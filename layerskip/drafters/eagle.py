@@ -2,8 +2,7 @@
 
 EAGLE (arXiv 2401.15077), algorithm 1, drafts chains. EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees
 (arXiv 2406.16858), section 4, grows trees level by level from the branches most likely to be accepted, and keeps the best
-tokens of all. The head has its own cache of one layer, which drops rejected tokens like the target's cache. Heads that read
-three layers, after EAGLE-3 (arXiv 2503.01840), draft in the same ways.
+tokens of all. The head has its own cache of one layer, which drops rejected tokens like the target's cache.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Eagle(StopRuleDrafter):
         tree_tokens: int = 8,
         min_token_prob: float = 0.0,
     ) -> None:
-        self.head, self.embeddings, self.readout, self.modules = head, embeddings, readout, head.shape.modules
+        self.head, self.embeddings, self.readout, self.modules = head, embeddings, readout, readout.modules
         self.num_speculative_tokens, self.top_k, self.min_token_prob = num_speculative_tokens, top_k, min_token_prob
         self.stopper, self.tree_tokens = Stopper(stop), tree_tokens if top_k > 1 else 0
         self._step = _Step(head, embeddings, readout)
@@ -118,7 +117,7 @@ class Eagle(StopRuleDrafter):
             self._cache.length = verified + count
 
     def _feed_early(self, text: Sequence[int], features: Tensor) -> Tensor:
-        """Feed all but the last part of the hidden states ``[n, F]`` before the last n tokens, and return that part, fused.
+        """Feed all but the last part of the hidden states ``[n, H]`` before the last n tokens, and return that part.
 
         Only a long prompt has more than one part.
         """
@@ -126,10 +125,9 @@ class Eagle(StopRuleDrafter):
         for part in parts:
             stop = len(text) - features.shape[0] + part.stop
             start = max(0, stop - (part.stop - part.start) - self.head.shape.lookback)
-            self._step.run(copy_to_device(text[start:stop], features.device), self.head.fuse(features[part]), self._cache)
+            self._step.run(copy_to_device(text[start:stop], features.device), features[part], self._cache)
             self._cache.length += part.stop - part.start
-        fused: Tensor = self.head.fuse(features[end])
-        return fused
+        return features[end]
 
     def _grow(self, last: Tensor, tokens: Tensor, count: int, depth: int) -> Draft:
         """Grow a tree level by level after the last ``tokens``, of which ``count`` are new to the head."""

@@ -13,7 +13,6 @@ from pathlib import PurePath
 
 from torch import nn
 
-from layerskip.bridges.bridge import load_bridges
 from layerskip.config import ConfigError, Method, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
@@ -29,14 +28,8 @@ from layerskip.models.skip_view import cached_skip_view, skip_view
 from layerskip.models.target import Target
 
 
-def _check(config: SpeculativeConfig) -> None:
-    if config.bridge and not config.mask:
-        raise ConfigError("bridge: the mask skips nothing that a bridge could stand in for")
-
-
 def _label(config: SpeculativeConfig) -> str:
     parts = [config.mask or "nothing skipped"]
-    parts += [f"bridged by {PurePath(config.bridge).name}"] if config.bridge else []
     parts += [PurePath(config.draft_head).name] if config.draft_head else []
     parts += [f"{config.siblings} siblings from {config.min_token_prob:g}"] if config.siblings else []
     return ", ".join(parts)
@@ -53,7 +46,6 @@ class LayerSkip(StopRuleDrafter):
         "layer_skip",
         (
             shared("mask"),
-            shared("bridge"),
             shared("draft_head"),
             shared("num_speculative_tokens", range=(1, 8)),
             shared("stop", first=StopRule("adaptive")),
@@ -69,7 +61,6 @@ class LayerSkip(StopRuleDrafter):
         rank=5,
         color="#1f77b4",
         label=_label,
-        check=_check,
         benchmark={"mask": "layers:15-29", "num_speculative_tokens": 1},
         engine_method="draft_model",
     )
@@ -94,9 +85,8 @@ class LayerSkip(StopRuleDrafter):
             mask = SkipMask.parse(config.mask, target.layers)
         except MaskError as error:
             raise ConfigError(str(error)) from None
-        bridges = load_bridges(config.bridge, target, mask) if config.bridge else None
-        own_view = bridges is not None or config.draft_head  # a view with another output layer is not shared
-        view = skip_view(target.model, mask, bridges) if own_view else cached_skip_view(target.model, mask)
+        # A view with another output layer is not shared.
+        view = (skip_view if config.draft_head else cached_skip_view)(target.model, mask)
         head = reduce_output(view, target.model, config, target)
         return cls(view, config.num_speculative_tokens, config.stop, config.siblings, config.min_token_prob, head)
 
@@ -113,7 +103,7 @@ class LayerSkip(StopRuleDrafter):
         siblings = None
         if self.siblings:
             reads = reads_while_growing(self._cache, context.last.device)
-            siblings = SiblingCollector(self.siblings, self.min_token_prob, self._chooser, context.last, reads, vocabulary)
+            siblings = SiblingCollector(self.siblings, self.min_token_prob, context.last, reads, vocabulary)
         limit = min(limit, self.num_speculative_tokens)
         try:
             return draft_chain(

@@ -44,7 +44,6 @@ class Medusa(Drafter):
         paired=True,
         engine_method="medusa",
     )
-    runs_model = True
     single_pass = True
 
     def __init__(
@@ -56,7 +55,7 @@ class Medusa(Drafter):
         tree_tokens: int,
         min_token_prob: float,
     ) -> None:
-        self.heads, self.readout, self.modules = heads, readout, heads.shape.modules
+        self.heads, self.readout, self.modules = heads, readout, readout.modules
         self.num_speculative_tokens, self.top_k = min(num_speculative_tokens, heads.shape.heads), top_k
         self.tree_tokens, self.min_token_prob = tree_tokens, min_token_prob
 

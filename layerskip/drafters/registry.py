@@ -13,11 +13,6 @@ from layerskip.models.architecture import UnsupportedModel, check_rewind
 from layerskip.models.target import Target
 
 
-def drafted_methods() -> tuple[str, ...]:
-    """Return the methods that have a drafter, plain decoding included."""
-    return tuple(drafter_classes())
-
-
 def load_drafters() -> None:
     """Import every file of the package, so that the kinds of all drafters are declared."""
     for module in pkgutil.iter_modules(drafters.__path__):
@@ -32,9 +27,9 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
         TargetError: the draft model cannot be loaded.
     """
     check_rewind(target.model)
-    if config.method not in drafter_classes():
+    drafter_class = drafter_classes().get(config.method)
+    if drafter_class is None:
         raise ConfigError(f"method: {config.method!r} has no drafter")
-    drafter_class = drafter_classes()[config.method]
     if reason := drafter_class.unsupported(target):
         raise UnsupportedModel(f"{config.method}: {reason}")
     drafter = drafter_class.build(config, target)

@@ -14,8 +14,7 @@ from typing import Any
 
 from layerskip.config import SpeculativeConfig, methods
 from layerskip.decoding.sampling import Sampling
-from layerskip.heads.portable import eagle_method, why_not_portable
-from layerskip.heads.published_eagle import is_published
+from layerskip.heads.portable import eagle_method, is_published, why_not_portable
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.loading import WHEELS
 
@@ -88,7 +87,7 @@ class Deployment:
         """
         if self.config.head and is_published(Path(self.config.head)):
             return self.config.head
-        if self.config.head and (reason := why_not_portable(Path(self.config.head), engine)) is not None:
+        if self.config.head and (reason := why_not_portable(Path(self.config.head))) is not None:
             raise Unsupported(f"config.head: {reason}")
         return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if self.config.head else [])
 
@@ -136,8 +135,6 @@ def _check_kept_layers(config: SpeculativeConfig, layers: int) -> None:
         mask = SkipMask.parse(config.mask, layers)
     except MaskError as error:
         raise Unsupported(f"config.{error}") from None
-    if config.no_engine:
-        raise Unsupported(f"config.{config.no_engine}")
     if not mask.is_whole_layers or not any(mask.attention):
         raise Unsupported("config.mask: no engine skips single sub-layers; whole layers left out are a draft model")
     if all(mask.attention):

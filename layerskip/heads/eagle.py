@@ -1,18 +1,11 @@
 """EAGLE heads: a one-layer model that predicts the target's next hidden state from its previous ones.
 
 EAGLE (arXiv 2401.15077), section 4.1: the embedding of a token and the hidden state before it pass through one linear map
-and one decoder layer; the target's own output layer reads the result. In EAGLE-3 (arXiv 2503.01840) the head reads three of
-the target's layers and its own outputs. The decoder layer is transformers' Llama layer, whatever the target's family.
+and one decoder layer; the target's own output layer reads the result. The decoder layer is transformers' Llama layer,
+whatever the target's family.
 
 With ``lookback`` the attention also reads the embeddings of a token and of those before it. It can then find earlier places
 where the text was the same, and copy what followed there (:mod:`layerskip.heads.induction`).
-
-A head with three layers and no lookback has EAGLE-3's form (``side_by_side``): the attention reads embedding and state side
-by side, each with a norm. It feeds back its output after the last norm, the published one before it, and the target's output
-layer reads the result; the published one has a trained one.
-
-Modules of this file take the place of the norm before the decoder layer's attention, and the attention's linear maps get
-further inputs for what they append.
 """
 
 from __future__ import annotations
@@ -25,12 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from layerskip.config import ConfigError, check_integer, check_number, check_type
-from layerskip.heads.medusa import check_modules
-from layerskip.heads.published_eagle import is_published, read_published
-from layerskip.models.architecture import architecture
+from layerskip.config import ConfigError, check_integer
 from layerskip.models.attention import PLAIN
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_like
@@ -40,54 +29,27 @@ from layerskip.models.trained_module import load_trained, restore_weights
 
 
 class AppendedEmbeddings(nn.Module):
-    """A layer that appends embeddings ``[B, n, E]`` to the attention's input, in place of a norm.
+    """A layer in place of the norm before attention, which appends embeddings ``[B, n, E]`` to the attention's input.
 
     The embeddings are set for one pass. Without them zeros are appended, to find out which maps read one input.
     """
 
     embeddings: Tensor | None = None
 
-    def __init__(self, width: int = 0) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return ``[B, n, H + E]`` from ``[B, n, H]``."""
-        if self.width == 0:
-            return hidden
         if self.embeddings is None:
             return pad(hidden, (0, self.width))
         return torch.cat((hidden, self.embeddings.to(hidden.dtype)), -1)
 
 
-class SideBySide(nn.Module):
-    """A layer that returns the normalised state and the normalised embedding of a token side by side, as in EAGLE-3."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.appended = AppendedEmbeddings(width)
-        self.state_norm, self.embedding_norm = LlamaRMSNorm(width, eps), LlamaRMSNorm(width, eps)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return ``[B, n, 2 H]`` from ``[B, n, H]``."""
-        state, embedding = self.appended(hidden).split(hidden.shape[-1], -1)
-        return torch.cat((self.state_norm(state), self.embedding_norm(embedding)), -1)
-
-
-def widened(part: nn.Linear, more: int) -> nn.Linear:
-    """Return the linear map with further inputs, whose weights are zero."""
-    wide = nn.Linear(part.in_features + more, part.out_features, bias=part.bias is not None)
-    wide.weight.data.zero_()[:, : part.in_features] = part.weight.data
-    if part.bias is not None:
-        wide.bias.data.copy_(part.bias.data)
-    return wide
-
-
 KIND = "eagle"
-_LATER = ("attention_bias", "lookback", "side_by_side")  # fields that the first heads did not have
 MOST_BACK = 64  # the largest lookback, in tokens
-# Rotary base of heads with lookback: most dimensions hardly rotate within a text, so that distant matches count, too.
-_LOOKBACK_BASE = 1e9
+RMS_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -100,15 +62,9 @@ class EagleShape:
         heads: number of attention heads.
         key_value_heads: number of key and value heads.
         head_dim: width of each head.
-        modules: names of the target's sub-modules whose outputs it reads; three are fused to H elements first.
         vocabulary: number of the target's tokens that it may draft; None for all.
-        bias: whether the linear map has a bias.
-        rope_theta: base of the rotary positions.
-        rms_norm_eps: epsilon of the layer's norms.
-        attention_bias: whether queries, keys and values have a bias, as in published heads for Qwen2.
         lookback: number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for
             EAGLE's own attention, which reads only the output of the linear map.
-        side_by_side: whether the attention reads embedding and state side by side, and no linear map joins them.
     """
 
     hidden: int
@@ -116,14 +72,8 @@ class EagleShape:
     heads: int
     key_value_heads: int
     head_dim: int
-    modules: tuple[str, ...]
     vocabulary: int | None = None
-    bias: bool = True
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-5
-    attention_bias: bool = False
     lookback: int = 0
-    side_by_side: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "heads", "key_value_heads", "head_dim"):
@@ -131,58 +81,32 @@ class EagleShape:
         if self.hidden % self.heads or self.heads % self.key_value_heads or self.head_dim % 2:
             sizes = f"{self.heads} heads of {self.head_dim}, {self.key_value_heads} of keys and values"
             raise ConfigError(f"heads: {sizes}, do not divide {self.hidden} elements")
-        if not self.modules or not all(isinstance(name, str) for name in self.modules):
-            raise ConfigError("modules: are not names of sub-modules")
         if self.vocabulary is not None:
             check_integer("vocabulary", self.vocabulary, 1)
         check_integer("lookback", self.lookback, 0, MOST_BACK)
-        for name in ("bias", "attention_bias", "side_by_side"):
-            check_type(name, getattr(self, name), bool)
-        if self.side_by_side and (self.bias or self.lookback or len(self.modules) == 1):
-            raise ConfigError("side_by_side: is for heads that read several layers, without bias and lookback")
-        check_number("rope_theta", self.rope_theta, 1.0, 1e12)
-        check_number("rms_norm_eps", self.rms_norm_eps, 0.0, 1.0)
 
     @classmethod
-    def of(cls, target: Target, three_layers: bool = False, vocabulary: int | None = None, lookback: int = 0) -> EagleShape:
+    def of(cls, target: Target, vocabulary: int | None = None, lookback: int = 0) -> EagleShape:
         """Return the shape of a head whose layer has the sizes of the target's own; see :class:`EagleShape`."""
         config = target.model.config.get_text_config(decoder=True)
         hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
-        side_by_side = three_layers and not lookback
         return cls(
             hidden,
             int(getattr(config, "intermediate_size", None) or 4 * hidden),
             heads,
             int(getattr(config, "num_key_value_heads", None) or heads),
             int(getattr(config, "head_dim", None) or hidden // heads),
-            read_modules(target, three_layers),
             vocabulary,
-            bias=not side_by_side,
-            rope_theta=_LOOKBACK_BASE if lookback else cls.rope_theta,
-            lookback=lookback,
-            side_by_side=side_by_side,
+            lookback,
         )
 
+    @property
+    def rope_theta(self) -> float:
+        """The rotary base. With lookback most dimensions hardly rotate within a text, so that distant matches count, too."""
+        return 1e9 if self.lookback else 10_000.0
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON can hold them, without unset ones that the first heads did not have."""
-        return {name: value for name, value in asdict(self).items() if name not in _LATER or value}
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> EagleShape:
-        return cls(**fields | {"modules": tuple(fields["modules"])})
-
-
-def read_modules(target: Target, three_layers: bool = False) -> tuple[str, ...]:
-    """Return the sub-modules that a head reads: the model without its output layer, or a low, a middle and a high layer."""
-    if not three_layers:
-        body = target.model.base_model_prefix
-        # Llama 4's text model names a body that only its multimodal version has.
-        return (body if hasattr(target.model, body) else architecture(target.model).path.rpartition(".")[0],)
-    path, layers = architecture(target.model).path, target.layers
-    chosen = (2, layers // 2, layers - 3) if layers >= 7 else (0, layers // 2, layers - 1)
-    if not chosen[0] < chosen[1] < chosen[2]:
-        raise ConfigError(f"three_layers: {target.name} has {layers} layers, which are too few for three apart")
-    return tuple(f"{path}.{index}" for index in chosen)
+        return asdict(self)
 
 
 class EagleHead(nn.Module):
@@ -192,7 +116,6 @@ class EagleHead(nn.Module):
         super().__init__()
         self.tokens: Tensor | None
         self.shape = shape
-        width = len(shape.modules)
         config = LlamaConfig(
             vocab_size=1,  # the embeddings are the target's
             bos_token_id=None,
@@ -205,28 +128,21 @@ class EagleHead(nn.Module):
             head_dim=shape.head_dim,
             max_position_embeddings=2**20,
             rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-            rms_norm_eps=shape.rms_norm_eps,
-            attention_bias=shape.attention_bias,
+            rms_norm_eps=RMS_NORM_EPS,
         )
         config._attn_implementation = PLAIN
-        self.fuse = nn.Linear(width * shape.hidden, shape.hidden, bias=False) if width > 1 else nn.Identity()
-        self.fc: nn.Linear = nn.Identity()  # type: ignore[assignment]
-        if not shape.side_by_side:
-            self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
+        self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
         self.body = LlamaModel(config)
         # EAGLE's published layer has no norm before its attention, and none after the layer.
         layer: Any = self.body.layers[0]
-        layer.self_attn.o_proj.bias = None  # with attention_bias Llama's has one
-        embeddings = 1 + shape.lookback if shape.lookback else int(shape.side_by_side)  # that the attention reads
-        read = embeddings * shape.hidden
-        appending = AppendedEmbeddings(read)
-        layer.input_layernorm = SideBySide(shape.hidden, shape.rms_norm_eps) if shape.side_by_side else appending
-        if embeddings:
+        layer.input_layernorm = nn.Identity()
+        self.body.norm = nn.Identity()  # type: ignore[assignment]
+        if shape.lookback:
+            read = (1 + shape.lookback) * shape.hidden
+            layer.input_layernorm = AppendedEmbeddings(read)
             for name in ("q_proj", "k_proj", "v_proj"):
-                setattr(layer.self_attn, name, widened(getattr(layer.self_attn, name), read))
-        if width == 1:
-            self.body.norm = nn.Identity()  # type: ignore[assignment]
-        # Untrained, the head is its linear map alone, which can be fitted in closed form; side by side, its norm alone.
+                setattr(layer.self_attn, name, _widened(getattr(layer.self_attn, name), read))
+        # Untrained, the head is its linear map alone, which can be fitted in closed form.
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
         self.register_buffer("tokens", tokens)
@@ -243,16 +159,14 @@ class EagleHead(nn.Module):
 
         Args:
             embeddings: ``[B, n, (1 + lookback) * H]``: of the tokens and those before each, see :meth:`with_lookback`.
-            features: ``[B, n, H]``: the hidden state before each token, either the target's, fused, or the head's own.
+            features: ``[B, n, H]``: the hidden state before each token, either the target's or the head's own.
             cache: keys and values of earlier tokens, extended after its ``length``; None if there are none.
             positions: ``[B, n]`` int64; None if consecutive.
             visible: ``[B, 1, n, keys]`` bool: the attention mask; None for causal attention.
         """
-        joined = features
-        if not self.shape.side_by_side:
-            joined = self.fc(torch.cat((embeddings[..., : self.shape.hidden], features), -1))
-        appended = self._appended
-        appended.embeddings = embeddings if self.shape.side_by_side or self.shape.lookback else None
+        joined = self.fc(torch.cat((embeddings[..., : self.shape.hidden], features), -1))
+        layer: Any = self.body.layers[0]
+        layer.input_layernorm.embeddings = embeddings if self.shape.lookback else None
         try:
             output = self.body(
                 inputs_embeds=joined,
@@ -262,7 +176,7 @@ class EagleHead(nn.Module):
                 use_cache=cache is not None,
             )
         finally:
-            appended.embeddings = None
+            layer.input_layernorm.embeddings = None
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def with_lookback(self, embedded: Tensor, count: int) -> Tensor:
@@ -279,33 +193,22 @@ class EagleHead(nn.Module):
         """Return the tensors to save."""
         return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("body.embed_tokens")}
 
-    @property
-    def _appended(self) -> AppendedEmbeddings:
-        layer: Any = self.body.layers[0]
-        part: Any = layer.input_layernorm
-        return part.appended if self.shape.side_by_side else part  # type: ignore[no-any-return]
+
+def _widened(part: nn.Linear, more: int) -> nn.Linear:
+    """Return the linear map with further inputs, whose weights are zero."""
+    wide = nn.Linear(part.in_features + more, part.out_features, bias=False)
+    wide.weight.data.zero_()[:, : part.in_features] = part.weight.data
+    return wide
 
 
 def load_eagle(folder: str | Path, target: Target) -> EagleHead:
-    """Load a head, also in its authors' published layout, in the target's dtype and on its device.
-
-    A head that is damaged or was made for another target is refused with a :class:`ConfigError`.
-    """
-    folder = Path(folder)
+    """Load a head in the target's dtype and on its device; refuse damaged ones and those of another target (ConfigError)."""
+    fields, weights = load_trained(folder, KIND, target)
     damaged = f"head: {folder} is damaged:"
-    if is_published(folder):
-        fields, weights = read_published(folder, target)
-        fields |= {"modules": read_modules(target)}
-    else:
-        fields, weights = load_trained(folder, KIND, target)
     try:
-        shape = EagleShape.from_dict(fields)
-    except (ConfigError, KeyError, TypeError) as error:
+        head = EagleHead(EagleShape(**fields), weights.pop("tokens", None))
+    except (ConfigError, TypeError) as error:
         raise ConfigError(f"{damaged} its shape: {error}") from error
-    if shape.hidden != target.hidden:
-        raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} elements per token")
-    check_modules(shape.modules, target, damaged)
-    head = EagleHead(shape, weights.pop("tokens", None))
     restore_weights(head, weights, damaged, ("tokens", "body.embed_tokens.weight"))
     rotary: Any = head.body.rotary_emb
     frequencies = rotary.inv_freq.clone()

@@ -1,4 +1,7 @@
-"""A store of the target's hidden states of many texts, which grows text by text up to a budget of bytes."""
+"""A store of the target's hidden states of many texts, which grows text by text up to a budget of bytes.
+
+The hidden states are those that the target's output layer reads.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from torch import Tensor
 from layerskip.config import ConfigError
 from layerskip.device.trial import nearly_equal
 from layerskip.files import atomic_write
-from layerskip.heads.eagle import read_modules
 from layerskip.heads.readout import Readout
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
@@ -28,12 +30,12 @@ from layerskip.texts.training_texts import TrainingText
 
 _BYTES = 2  # per element: bfloat16
 _PROBE = 8  # tokens of the check of the output layer
-_SPARE = 64 * 2**20  # bytes left free on the disk, in addition to what a training on the states needs
+_SPARE = 64 * 2**20  # bytes left free on the disk
 
 
 @dataclass(frozen=True)
 class TextFeatures:
-    """A text's tokens ``[n]`` int64, the target's hidden states at each ``[n, F]`` bfloat16, and where its answer begins."""
+    """A text's tokens ``[n]`` int64, the target's hidden states at each ``[n, H]`` bfloat16, and where its answer begins."""
 
     tokens: Tensor
     features: Tensor
@@ -45,12 +47,11 @@ class FeatureStore:
 
     Args:
         folder: of the files. Existing texts are kept.
-        modules: names of the target's sub-modules whose outputs are stored.
     """
 
-    def __init__(self, folder: Path, modules: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.modules = folder, modules
+        self.folder = folder
         self._texts: list[tuple[TrainingText, int]] = []  # with the bytes of their hidden states
         while self._file(len(self._texts)).exists():
             self._texts.append(self._read(len(self._texts)))
@@ -94,7 +95,6 @@ class FeatureStore:
         texts: Iterable[TrainingText],
         max_bytes: int,
         on_text: Callable[[], None] = lambda: None,
-        spare: int = 0,
     ) -> None:
         """Make the store hold texts, in order, up to the budget. Texts that it does not have yet are read.
 
@@ -104,10 +104,9 @@ class FeatureStore:
             texts: all texts; stored texts must be the first of them.
             max_bytes: budget for all hidden states.
             on_text: called after every stored text, read or found.
-            spare: bytes that the disk must have left afterwards, for the files of the training.
 
         Raises:
-            ConfigError: the disk has no room for the budget, or the store has other texts.
+            ConfigError: the store has other texts.
         """
         known, self._length = len(self._texts), 0
         for place, text in enumerate(texts):
@@ -117,9 +116,7 @@ class FeatureStore:
                 if self.nbytes + self._texts[place][1] > max_bytes:
                     return
             else:
-                if place == known:
-                    self.check_disk(max_bytes, spare)
-                features = read_features(target, text.tokens, self.modules)
+                features = read_features(target, text.tokens)
                 size = _BYTES * features.numel()
                 if self.nbytes + size > max_bytes:
                     return
@@ -130,22 +127,22 @@ class FeatureStore:
             self._length = place + 1
             on_text()
 
-    def check_disk(self, max_bytes: int, spare: int = 0) -> None:
-        """Check that the disk has room for a budget; for arguments and error see :meth:`fill`."""
-        free = shutil.disk_usage(self.folder).free - _SPARE - spare
+    def check_disk(self, max_bytes: int) -> None:
+        """Check that the disk has room for a budget of bytes; raises :class:`ConfigError` if not."""
+        free = shutil.disk_usage(self.folder).free - _SPARE
         if max_bytes - self.nbytes > free:
             raise ConfigError(f"feature_bytes: {max_bytes:,} do not fit; {self.folder} has {max(0, free):,} bytes for them")
 
 
 @torch.inference_mode()
-def read_features(target: Target, tokens: tuple[int, ...], modules: tuple[str, ...]) -> Tensor:
-    """Run the target over a text; return its hidden states at every token, ``[n, F]``."""
-    return _read(target, torch.tensor(tokens, device=target.device), modules, last=1)[0]
+def read_features(target: Target, tokens: tuple[int, ...]) -> Tensor:
+    """Run the target over a text; return its hidden states at every token, ``[n, H]``."""
+    return _read(Readout(target, None), target, torch.tensor(tokens, device=target.device), last=1)[0]
 
 
-def _read(target: Target, tokens: Tensor, modules: tuple[str, ...], last: int) -> tuple[Tensor, Tensor]:
+def _read(readout: Readout, target: Target, tokens: Tensor, last: int) -> tuple[Tensor, Tensor]:
     """Return the hidden states of tokens ``[n]`` int64, and the last logits ``[last, V]`` of the pass."""
-    features, cache = Features(modules), KVCache(target.layers, tokens.shape[0], device=target.device)
+    features, cache = Features(readout.modules), KVCache(target.layers, tokens.shape[0], device=target.device)
     logits = run_prefill(decoding_view(target.model), tokens, cache, last, features)
     return features.read(), logits
 
@@ -155,15 +152,15 @@ def check_readout(target: Target) -> None:
     """Raise :class:`UnsupportedModel` unless a target's logits are its output layer applied to its last hidden states."""
     # Tokens from the middle of the vocabulary: special tokens at its ends have large errors in half precision.
     tokens = (target.vocabulary // 3 + 17 * torch.arange(_PROBE, device=target.device)) % target.vocabulary
-    hidden, logits = _read(target, tokens, read_modules(target), last=_PROBE)
-    if not nearly_equal(Readout(target, None)(hidden), logits):
+    readout = Readout(target, None)
+    hidden, logits = _read(readout, target, tokens, last=_PROBE)
+    if not nearly_equal(readout(hidden), logits):
         raise UnsupportedModel(
             f"{target.architecture}: no head can be trained, as its logits are not its output layer applied to its last "
             "hidden states"
         )
 
 
-def extract_features(target: Target, tokens: Sequence[int], begin: int, modules: tuple[str, ...]) -> TextFeatures:
+def extract_features(target: Target, tokens: Sequence[int], begin: int) -> TextFeatures:
     """Run the target over a text; ``begin`` is the index of the answer's first token."""
-    features = read_features(target, tuple(tokens), modules)
-    return TextFeatures(torch.tensor(tokens), features.to(torch.bfloat16).cpu(), begin)
+    return TextFeatures(torch.tensor(tokens), read_features(target, tuple(tokens)).to(torch.bfloat16).cpu(), begin)

@@ -33,8 +33,7 @@ def add_induction_heads(head: EagleHead, embeddings: nn.Module, readout: Readout
     """Set some attention heads to copy what followed the last two tokens, or the last one, earlier in the text.
 
     In each of up to three groups of heads with shared keys, the first head searches for both tokens and the second for the
-    last one. If every head has its own keys, heads alternate between the two. A head without lookback stays as it is, and so
-    does one with three layers, because its own norm precedes the output layer.
+    last one. If every head has its own keys, heads alternate between the two. A head without lookback stays as it is.
 
     Args:
         head: in the target's scale.
@@ -48,7 +47,7 @@ def add_induction_heads(head: EagleHead, embeddings: nn.Module, readout: Readout
     slow = _slow_dimensions(shape.head_dim, shape.rope_theta)
     searched = min(2, shape.lookback)
     each = len(slow) // searched if searched else 0  # dimensions that encode one token
-    if not each or len(shape.modules) > 1:
+    if not each:
         return
     embedded, output_rows, weights = _common_tokens(embeddings, readout, text)
     whitening = _whitening(embedded, weights)
@@ -128,7 +127,5 @@ def _gain(values: Tensor, decoder: Tensor, rows: Tensor, weights: Tensor) -> flo
 def _set_rows(part: nn.Linear, rows: slice, blocks: list[tuple[list[int], slice, Tensor]]) -> None:
     """Set some outputs of a linear map to zero except for blocks: outputs among the rows, input columns, weights."""
     part.weight[rows] = 0
-    if part.bias is not None:
-        part.bias[rows] = 0
     for dims, columns, by in blocks:
         part.weight[[rows.start + dim for dim in dims], columns] = by.to(part.weight.dtype)

@@ -8,7 +8,6 @@ flexible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,29 +31,21 @@ class MedusaShape:
     Args:
         hidden: H, the width of the target's hidden states.
         heads: number of heads. Head i predicts the token i + 2 places after the hidden state's own.
-        modules: name of the target's sub-module whose output they read, as a tuple of one.
         vocabulary: number of the target's tokens that may be drafted; None for all.
     """
 
     hidden: int
     heads: int
-    modules: tuple[str, ...]
     vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "heads"):
             check_integer(name, getattr(self, name), 1)
-        if len(self.modules) != 1 or not isinstance(self.modules[0], str):
-            raise ConfigError("modules: are not the name of one sub-module")
         if self.vocabulary is not None:
             check_integer("vocabulary", self.vocabulary, 1)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> MedusaShape:
-        return cls(**fields | {"modules": tuple(fields["modules"])})
 
 
 class MedusaHeads(nn.Module):
@@ -80,22 +71,14 @@ class MedusaHeads(nn.Module):
         return torch.stack([hidden + nn.functional.silu(block(hidden)) for block in self.blocks], dim=-2)
 
 
-def check_modules(modules: Sequence[str], target: Target, damaged: str) -> None:
-    """Refuse a head that reads sub-modules that a target lacks, with an error that begins ``damaged``."""
-    if unread := set(modules) - {name for name, _ in target.model.named_modules()}:
-        raise ConfigError(f"{damaged} {target.name} has no sub-module {min(unread)}")
-
-
 def load_medusa(folder: str | Path, target: Target) -> MedusaHeads:
     """Load heads in the target's dtype and on its device; refuse damaged ones and those of another target (ConfigError)."""
     fields, weights = load_trained(folder, KIND, target)
     damaged = f"head: {folder} is damaged:"
     try:
-        shape = MedusaShape.from_dict(fields)
-    except (ConfigError, TypeError, KeyError) as error:
-        raise ConfigError(f"{damaged} {error}") from error
-    check_modules(shape.modules, target, damaged)
-    heads = MedusaHeads(shape, weights.pop("tokens", None))
+        heads = MedusaHeads(MedusaShape(**fields), weights.pop("tokens", None))
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{damaged} its shape: {error}") from error
     restore_weights(heads, weights, damaged, ("tokens",))
     heads = heads.to(target.device, target.model.dtype).eval()
     compile_like(target.model, heads)

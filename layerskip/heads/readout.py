@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from layerskip.models.architecture import architecture
 from layerskip.models.draft_head import OutputRows
 from layerskip.models.packing import multiply, uses_packing
 from layerskip.models.target import Target
@@ -27,6 +28,7 @@ class Readout:
         tokens: ``[v]`` int64; None for all.
 
     Attributes:
+        modules: name of the target's sub-module whose output the layer, and every head, reads; as a tuple of one.
         scale: factor of the logits.
 
     Raises:
@@ -34,6 +36,9 @@ class Readout:
     """
 
     def __init__(self, target: Target, tokens: Tensor | None) -> None:
+        body = target.model.base_model_prefix
+        # Llama 4's text model names a body that only its multimodal version has.
+        self.modules = (body if hasattr(target.model, body) else architecture(target.model).path.rpartition(".")[0],)
         layer: Any = target.model.get_output_embeddings()
         check_not_split(target.model, "heads")
         check_dense(layer, target.model, "heads")

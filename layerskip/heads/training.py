@@ -85,60 +85,41 @@ def _portions(readout: Readout, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @dataclass(frozen=True)
 class HeadScaling:
-    """Scales of the target's embeddings, and of the hidden states that a head reads (``[F]`` or a scalar) and returns."""
+    """Scales of the target's embeddings, and of the hidden states that a head reads and returns."""
 
-    embeddings: float
-    inputs: Tensor
-    outputs: float
+    embeddings: float = 1.0
+    states: float = 1.0
 
     @classmethod
     @torch.no_grad()
     def of(cls, head: EagleHead, embeddings: nn.Module, texts: Iterable[TextFeatures]) -> HeadScaling:
         """Measure root mean squares over answers, rounded to powers of two, which scale without rounding errors."""
-        width, device = head.shape.hidden, next(head.parameters()).device
-        answers = [(text.tokens[text.begin :].to(device), text.features[text.begin :].to(device).float()) for text in texts]
-        features = torch.cat([states for _, states in answers])
-        modules = features.view(features.shape[0], -1, width).square().mean((0, 2)).sqrt()
-        embedded = embeddings(torch.cat([tokens for tokens, _ in answers])).float().square().mean().sqrt()
-        inputs = modules[: len(head.shape.modules)].repeat_interleave(width)
-        return cls(float(_power_of_two(embedded)), _power_of_two(inputs), float(_power_of_two(modules[-1])))
+        device = next(head.parameters()).device
+        answers = [(text.tokens[text.begin :].to(device), text.features[text.begin :].to(device)) for text in texts]
+        tokens, states = (torch.cat(parts) for parts in zip(*answers, strict=True))
+        sizes = [float(part.float().square().mean().sqrt()) for part in (embeddings(tokens), states)]
+        return cls(*(2.0 ** round(math.log2(size)) if size else 1.0 for size in sizes))
 
     @property
     def inverse(self) -> HeadScaling:
         """The scales that undo these."""
-        return HeadScaling(1 / self.embeddings, 1 / self.inputs, 1 / self.outputs)
+        return HeadScaling(1 / self.embeddings, 1 / self.states)
 
     @torch.no_grad()
     def apply(self, head: EagleHead) -> None:
         """Make a head read and return values divided by these scales."""
-        embeddings, inputs, outputs = self.embeddings, self.inputs, self.outputs
         layer: Any = head.body.layers[0]
-        attention, mlp = layer.self_attn, layer.mlp
-        if isinstance(head.fuse, nn.Linear):
-            head.fuse.weight *= inputs / outputs
-            norm: Any = head.body.norm
-            norm.weight /= outputs
-            norm.variance_epsilon /= outputs**2
-        if head.shape.side_by_side:
-            layer.input_layernorm.state_norm.variance_epsilon /= outputs**2
-            layer.input_layernorm.embedding_norm.variance_epsilon /= embeddings**2
-        else:
-            head.fc.weight[:, : head.shape.hidden] *= embeddings / outputs
-            for part in (attention.q_proj, attention.k_proj, attention.v_proj):
-                part.weight[:, : head.shape.hidden] *= outputs  # no norm comes before them
-                part.weight[:, head.shape.hidden :] *= embeddings
-        if head.shape.bias:
-            head.fc.bias.mul_(1 / outputs)
-        for part in (attention.o_proj, mlp.down_proj):
-            part.weight /= outputs
-        layer.post_attention_layernorm.variance_epsilon /= outputs**2
+        attention, width = layer.self_attn, head.shape.hidden
+        head.fc.weight[:, :width] *= self.embeddings / self.states
+        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+            part.weight[:, :width] *= self.states  # no norm comes before them
+            part.weight[:, width:] *= self.embeddings
+        for part in (attention.o_proj, layer.mlp.down_proj):
+            part.weight /= self.states
+        layer.post_attention_layernorm.variance_epsilon /= self.states**2
 
 
-UNSCALED = HeadScaling(1.0, torch.ones(()), 1.0)  # the target's own scale
-
-
-def _power_of_two(sizes: Tensor) -> Tensor:
-    return sizes.where(sizes > 0, 1.0).log2().round().exp2()
+UNSCALED = HeadScaling()  # the target's own scale
 
 
 _DISCOUNT = 0.8  # weight of each further token of a draft, relative to the one before
@@ -151,15 +132,13 @@ class Batch:
 
     Args:
         tokens: ``[B, n]`` int64.
-        inputs: ``[B, n, F]``: the hidden states at each token that a head reads, in the head's scale.
-        outputs: ``[B, n, H]``: the hidden states at each token that the target's output layer reads.
+        states: ``[B, n, H]`` float32: the target's hidden states at each token.
         predicted: ``[B, n]`` bool: whether a token is to be predicted.
         scaling: the scales of the head that reads the batch.
     """
 
     tokens: Tensor
-    inputs: Tensor
-    outputs: Tensor
+    states: Tensor
     predicted: Tensor
     scaling: HeadScaling
 
@@ -167,31 +146,18 @@ class Batch:
     def of(
         cls,
         texts: Sequence[TextFeatures],
-        head: EagleHead | MedusaHeads,
+        device: torch.device | str,
         scaling: HeadScaling = UNSCALED,
         whole: bool = False,
     ) -> Batch:
         """Pad some texts; ``whole`` also predicts the tokens of prompts, whose distributions are as good to learn from."""
-        width = head.shape.hidden
-        longest = max(text.tokens.shape[0] for text in texts)
 
-        def pad(rows: list[Tensor]) -> Tensor:
-            return nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+        def padded(rows: Iterable[Tensor]) -> Tensor:
+            return nn.utils.rnn.pad_sequence(list(rows), batch_first=True).to(device)
 
-        device = next(head.parameters()).device
-        place = torch.arange(longest)
-        begins = [1 if whole else text.begin for text in texts]
-        ends = [text.tokens.shape[0] for text in texts]
-        predicted = torch.stack([(place >= begin) & (place < end) for begin, end in zip(begins, ends, strict=True)])
-        features = pad([text.features for text in texts]).float()
-        inputs = features[..., : width * len(head.shape.modules)]
-        tokens = pad([text.tokens for text in texts])
-        return cls(tokens, inputs / scaling.inputs, features[..., -width:], predicted.to(device), scaling)
-
-
-def stored_modules(modules: tuple[str, ...], final: str) -> tuple[str, ...]:
-    """Return the modules to store for a head: those that it reads, then the output layer's input if it is not the same."""
-    return modules if modules == (final,) else (*modules, final)
+        places = (torch.arange(len(text.tokens)) >= (1 if whole else text.begin) for text in texts)
+        tokens, states = padded(text.tokens for text in texts), padded(text.features for text in texts)
+        return cls(tokens, states.float(), padded(places), scaling)
 
 
 @dataclass(frozen=True)
@@ -218,48 +184,40 @@ def predict_tokens(head: EagleHead | MedusaHeads, embeddings: nn.Module, batch: 
     if rows < 1:
         return []
     if isinstance(head, EagleHead):
-        states, regressed = _unroll(head, embeddings, batch, rows, steps), len(head.shape.modules) == 1
+        states = _unroll(head, embeddings, batch, rows, steps)
     else:
-        states, regressed = list(head(batch.inputs[:, :rows]).unbind(-2)), False
+        states = list(head(batch.states[:, :rows]).unbind(-2))
     predictions = []
     for step in range(min(steps, len(states))):
         # Row i of a step predicts the hidden state at token i + step + 1, which predicts token i + step + 2.
         ahead = slice(step + 2, step + 2 + rows)
         mask = batch.predicted[:, ahead]
-        target_hidden = batch.outputs[:, step + 1 : step + 1 + rows][mask]
-        hidden = states[step][mask] * batch.scaling.outputs
-        predictions.append(HeadPrediction(hidden, target_hidden, batch.tokens[:, ahead][mask], mask, regressed))
+        target_hidden = batch.states[:, step + 1 : step + 1 + rows][mask]
+        hidden = states[step][mask] * batch.scaling.states
+        tokens = batch.tokens[:, ahead][mask]
+        predictions.append(HeadPrediction(hidden, target_hidden, tokens, mask, isinstance(head, EagleHead)))
     return predictions
 
 
 @torch.no_grad()
 def fit_linear(head: EagleHead, embeddings: nn.Module, texts: Iterable[TextFeatures], ridge: float = 1e-3) -> None:
-    """Set the linear map of a head that reads the output layer's input to the best predictor of the next hidden state.
+    """Set the linear map of a head to the best predictor of the next hidden state, from which training starts.
 
-    ``ridge`` is the penalty of large weights, as a share of each input's mean square. Training starts from this map.
+    ``ridge`` is the penalty of large weights, as a share of each input's mean square.
     """
-    if len(head.shape.modules) > 1:
-        return
-    width = 2 * head.shape.hidden + head.shape.bias
-    device = head.fc.weight.device
-    squares = torch.zeros(width, width, dtype=torch.float64, device=device)
-    products = torch.zeros(width, head.shape.hidden, dtype=torch.float64, device=device)
+    weight = head.fc.weight
+    squares = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64, device=weight.device)
+    products = torch.zeros(weight.shape[1], weight.shape[0], dtype=torch.float64, device=weight.device)
     for text in texts:
         # The first position's state is an outlier.
         first = max(1, text.begin - 1)
-        states = text.features[..., -head.shape.hidden :].to(device).float()
-        inputs = [embeddings(text.tokens.to(device))[first + 1 :].float(), states[first:-1]]
-        if head.shape.bias:
-            inputs.append(torch.ones_like(inputs[0][:, :1]))
-        rows = torch.cat(inputs, -1)
+        states = text.features.to(weight.device).float()
+        rows = torch.cat((embeddings(text.tokens.to(weight.device))[first + 1 :].float(), states[first:-1]), -1)
         squares += (rows.T @ rows).double()
         products += (rows.T @ states[first + 1 :]).double()
     # A share of each input's own mean square, because embeddings are a hundredth of hidden states.
     squares += torch.diag(ridge * squares.diagonal().clamp_min(1e-12))
-    solved = torch.linalg.solve(squares, products).T.to(head.fc.weight.dtype)
-    head.fc.weight.copy_(solved[:, : 2 * head.shape.hidden])
-    if head.shape.bias:
-        head.fc.bias.copy_(solved[:, -1])
+    weight.copy_(torch.linalg.solve(squares, products).T)
 
 
 def head_loss(predictions: Sequence[HeadPrediction], readout: Readout) -> Tensor:
@@ -275,20 +233,6 @@ def head_loss(predictions: Sequence[HeadPrediction], readout: Readout) -> Tensor
 
 
 @torch.no_grad()
-def acceptance_counts(predictions: Sequence[HeadPrediction], readout: Readout) -> list[tuple[int, int]]:
-    """Return, for each distance, the number of drafts right before it, and how many of these are right there, too."""
-    counts = []
-    right_so_far: Tensor | None = None
-    for prediction in predictions:
-        right = most_likely_tokens(readout, prediction.hidden) == prediction.tokens
-        right_here = torch.zeros_like(prediction.mask).masked_scatter(prediction.mask, right)
-        tried = prediction.mask if right_so_far is None else prediction.mask & right_so_far
-        right_so_far = tried & right_here
-        counts.append((int(tried.sum()), int(right_so_far.sum())))
-    return counts
-
-
-@torch.no_grad()
 def acceptance(
     head: EagleHead | MedusaHeads,
     embeddings: nn.Module,
@@ -301,24 +245,29 @@ def acceptance(
 
     The readout has the head's tokens. Decoding also drafts the tokens of the text, and accepts more.
     """
-    counts = [(0, 0)] * steps
+    tried, accepted = [0] * steps, [0] * steps
     for text in texts:
-        predictions = predict_tokens(head, embeddings, Batch.of([text], head, scaling), steps)
-        new = acceptance_counts(predictions, readout) or [(0, 0)] * len(counts)
-        counts = [(a + c, b + d) for (a, b), (c, d) in zip(counts, new, strict=True)]
-    return [right / tried if tried else 0.0 for tried, right in counts]
+        batch = Batch.of([text], readout.weight.device, scaling)
+        reached = batch.predicted.new_ones(())  # positions at which all drafts before are right
+        for step, prediction in enumerate(predict_tokens(head, embeddings, batch, steps)):
+            right = most_likely_tokens(readout, prediction.hidden) == prediction.tokens
+            reached = reached & prediction.mask
+            tried[step] += int(reached.sum())
+            reached = reached & torch.zeros_like(prediction.mask).masked_scatter(prediction.mask, right)
+            accepted[step] += int(reached.sum())
+    return [right / count if count else 0.0 for right, count in zip(accepted, tried, strict=True)]
 
 
 def _unroll(head: EagleHead, embeddings: nn.Module, batch: Batch, rows: int, steps: int) -> list[Tensor]:
     """Return the head's hidden states ``[B, rows, H]`` of every step."""
     device = batch.tokens.device
     with torch.no_grad():
-        embedded = embeddings(batch.tokens).to(batch.inputs.dtype) / batch.scaling.embeddings
+        embedded = embeddings(batch.tokens).float() / batch.scaling.embeddings
         embedded = head.with_lookback(embedded, embedded.shape[1])
     causal = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
     own = torch.eye(rows, dtype=torch.bool, device=device)
     cache = DynamicCache()
-    states, outputs = head.fuse(batch.inputs[:, :rows]), []
+    states, outputs = batch.states[:, :rows] / batch.scaling.states, []
     for step in range(steps):
         visible = torch.cat((causal, *[own] * step), dim=-1)[None, None].expand(embedded.shape[0], 1, -1, -1)
         positions = (torch.arange(rows, device=device) + step)[None].expand(embedded.shape[0], -1)

@@ -618,7 +618,7 @@ struct Layer {
   float epsilons[7];
   float scale;  // of the scores of attention
   int64_t width;
-  int32_t activation;
+  int32_t activation, has_attention, has_mlp;  // the last two are 0 where the sub-layer is skipped
 };
 
 // Adds what a sub-layer computes to the hidden states before it, in the share of a thread, after a norm if there is one. `own` is
@@ -657,41 +657,9 @@ void normalise(const float* rows, const float* scale, float* results, int64_t co
   for (int64_t row = 0; row < count; ++row) normalise_row(rows + row * width, scale, results + row * width, width, epsilon);
 }
 
-// down(activation(gate(x)) * up(x)) for rows [count, inputs]; hidden [2, count, inner] is memory to work in.
-void gated_mlp(const float* rows, const Weight* gate, const Weight* up, const Weight* down, float* hidden, float* results,
-               int64_t count, int activation, int threads) {
-  const int64_t inner = gate->outputs;
-  float* const factors = hidden + count * inner;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    const Share panels(panels_of(inner));
-    multiply_share(*gate, rows, hidden, count, panels);
-    multiply_share(*up, rows, factors, count, panels);
-    activate(hidden, factors, count, inner, panels, activation);
-#pragma omp barrier
-    multiply_share(*down, hidden, results, count, Share(panels_of(down->outputs)));
-  }
-}
-
-// Queries, keys and values of rows [count, inputs], by heads: [heads, count, width]; see Heads. products [count, outputs of all]
-// is memory to work in.
-void project(const float* rows, const Weight* const* weights, const float* const* biases, const float* const* norms,
-             const float* cosine, const float* sine, float* products, float* const* results, int64_t count, int64_t width,
-             int64_t rotated, float epsilon, int threads) {
-  const float epsilons[] = {epsilon, epsilon, epsilon};
-  const Heads heads{weights, biases, norms, cosine, sine, products, {results[0], results[1], results[2]},
-                    {count, count, count}, count, width, rotated, epsilons};
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    heads.multiply(rows);
-#pragma omp barrier
-    heads.place();
-  }
-}
-
 // Decoder layers of one shape, one after the other: hidden [count, inputs] to outputs [layers, count, inputs]. Keys and values of
-// each, [heads, capacity, width], have `start` positions and take the new ones. visible [count, visible_stride] says which
-// positions a row sees; null if there is one row, which sees all.
+// those with attention, [heads, capacity, width], have `start` positions and take the new ones. visible [count, visible_stride]
+// says which positions a row sees; null if there is one row, which sees all.
 void decode(const Layer* const* layers, int64_t number, const float* hidden, float* outputs, const float* cosine,
             const float* sine, float* const* keys, float* const* values, const uint8_t* visible, int64_t count,
             int64_t rotated, int64_t start, int64_t capacity, int64_t visible_stride, int threads) {
@@ -726,55 +694,60 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
       const Weight* const* const weights = layer.weights;
       const float* const before = place ? outputs + (place - 1) * count * inputs : hidden;
       float* const after = outputs + place * count * inputs;
-      const Heads heads{weights, layer.biases, layer.norms, cosine, sine, products,
-                        {queries, keys[place] + start * width, values[place] + start * width},
-                        {count, capacity, capacity}, count, width, rotated, layer.epsilons};
       const auto normalise = [&](const float* rows, int norm) {
         for (int64_t row = 0; row < count; ++row)
           normalise_row(rows + row * inputs, layer.norms[norm], own + row * inputs, inputs, layer.epsilons[norm]);
       };
-      normalise(before, 3);
-      heads.multiply(own);
+      if (layer.has_attention) {
+        const Heads heads{weights, layer.biases, layer.norms, cosine, sine, products,
+                          {queries, keys[place] + start * width, values[place] + start * width},
+                          {count, capacity, capacity}, count, width, rotated, layer.epsilons};
+        normalise(before, 3);
+        heads.multiply(own);
 #pragma omp barrier
-      heads.place();
+        heads.place();
 #pragma omp barrier
-      // The queries of a key's head, row by row. Four share the reading of a key, if that leaves work for every thread.
-      const int64_t wanted = members * count, size = groups * wanted >= 16 * threads ? 4 : 1;
-      const int64_t parts = (wanted + size - 1) / size;
-      const Share share(groups * parts);
-      for (int64_t item = share.begin; item < share.end; ++item) {
-        const int64_t group = item / parts, first = item % parts * size, together = std::min(size, wanted - first);
-        const float* const from = queries + (group * wanted + first) * width;
-        const float* const of_keys = keys[place] + group * capacity * width;
-        const float* const of_values = values[place] + group * capacity * width;
-        const Seen* see[4];
-        float* results[4];
-        bool alike = together == 4;
-        for (int64_t i = 0; i < together; ++i) {
-          const int64_t row = (first + i) % count;
-          see[i] = seen + row, alike = alike && see[i]->begin == see[0]->begin;
-          results[i] = attended + row * all + (group * members + (first + i) / count) * width;
+        // The queries of a key's head, row by row. Four share the reading of a key, if that leaves work for every thread.
+        const int64_t wanted = members * count, size = groups * wanted >= 16 * threads ? 4 : 1;
+        const int64_t parts = (wanted + size - 1) / size;
+        const Share share(groups * parts);
+        for (int64_t item = share.begin; item < share.end; ++item) {
+          const int64_t group = item / parts, first = item % parts * size, together = std::min(size, wanted - first);
+          const float* const from = queries + (group * wanted + first) * width;
+          const float* const of_keys = keys[place] + group * capacity * width;
+          const float* const of_values = values[place] + group * capacity * width;
+          const Seen* see[4];
+          float* results[4];
+          bool alike = together == 4;
+          for (int64_t i = 0; i < together; ++i) {
+            const int64_t row = (first + i) % count;
+            see[i] = seen + row, alike = alike && see[i]->begin == see[0]->begin;
+            results[i] = attended + row * all + (group * members + (first + i) / count) * width;
+          }
+          if (alike)
+            attend<4>(from, of_keys, of_values, see, width, layer.scale, scores, stride, results);
+          else
+            for (int64_t i = 0; i < together; ++i)
+              attend<1>(from + i * width, of_keys, of_values, see + i, width, layer.scale, scores, stride, results + i);
         }
-        if (alike)
-          attend<4>(from, of_keys, of_values, see, width, layer.scale, scores, stride, results);
-        else
-          for (int64_t i = 0; i < together; ++i)
-            attend<1>(from + i * width, of_keys, of_values, see + i, width, layer.scale, scores, stride, results + i);
+#pragma omp barrier
+        multiply_share(*weights[3], attended, added, count, panels);
+        if (layer.biases[3])
+          for (int64_t row = 0; row < count; ++row)
+            for (int64_t i = panels.begin * PANEL; i < std::min(inputs, panels.end * PANEL); ++i)
+              added[row * inputs + i] += layer.biases[3][i];
+        add_share(before, added, after, layer.norms[4], layer.epsilons[4], count, inputs, own);
       }
+      const float* const between = layer.has_attention ? after : before;
+      if (layer.has_mlp) {
+        normalise(between, 5);
+        multiply_share(*weights[4], own, gates, count, inners);
+        multiply_share(*weights[5], own, factors, count, inners);
+        activate(gates, factors, count, inner, inners, layer.activation);
 #pragma omp barrier
-      multiply_share(*weights[3], attended, added, count, panels);
-      if (layer.biases[3])
-        for (int64_t row = 0; row < count; ++row)
-          for (int64_t i = panels.begin * PANEL; i < std::min(inputs, panels.end * PANEL); ++i)
-            added[row * inputs + i] += layer.biases[3][i];
-      add_share(before, added, after, layer.norms[4], layer.epsilons[4], count, inputs, own);
-      normalise(after, 5);
-      multiply_share(*weights[4], own, gates, count, inners);
-      multiply_share(*weights[5], own, factors, count, inners);
-      activate(gates, factors, count, inner, inners, layer.activation);
-#pragma omp barrier
-      multiply_share(*weights[6], gates, added, count, panels);
-      add_share(after, added, after, layer.norms[6], layer.epsilons[6], count, inputs, own);
+        multiply_share(*weights[6], gates, added, count, panels);
+        add_share(between, added, after, layer.norms[6], layer.epsilons[6], count, inputs, own);
+      }
     }
   }
 }

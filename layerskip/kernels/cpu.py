@@ -37,7 +37,7 @@ from layerskip.files import atomic_write, digest
 MOST_ROWS = 24
 """With more rows, arithmetic takes longer than reading, and torch's products are as fast."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": functools.partial(gelu, approximate="tanh")}
-"""The activations of :func:`gated_mlp`, by their order."""
+"""The activations of gated MLPs, by their order."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = {
     "AVX2": ("-DLANES=8", "-mavx2", "-mfma", "-mf16c"),
@@ -312,59 +312,6 @@ def normalise(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     return output
 
 
-def gated_mlp(hidden: Tensor, gate: FewRowsWeight, up: FewRowsWeight, down: FewRowsWeight, activation: int) -> Tensor:
-    """Return ``down(activation(gate(x)) * up(x))`` for ``[..., H]``; the activation is its index in :data:`ACTIVATIONS`."""
-    rows = hidden.contiguous()
-    count = rows.numel() // gate.inputs
-    memory, output = rows.new_empty(2 * count * gate.outputs), rows.new_empty((*hidden.shape[:-1], down.outputs))
-    addresses = gate.address, up.address, down.address
-    places = memory.data_ptr(), output.data_ptr()
-    _library().gated_mlp(rows.data_ptr(), *addresses, *places, count, activation, _threads())
-    return output
-
-
-def project(
-    hidden: Tensor,
-    weights: Sequence[FewRowsWeight],
-    biases: Sequence[Tensor | None],
-    norms: Sequence[Tensor | None],
-    epsilon: float,
-    positions: tuple[Tensor, Tensor],
-    width: int,
-) -> list[Tensor]:
-    """Return queries, keys and values with rotary positions, each ``[1, its heads, n, width]`` float32.
-
-    Args:
-        hidden: ``[1, n, H]`` float32.
-        weights: of queries, keys and values.
-        biases: theirs, ``[heads * width]``.
-        norms: factors ``[width]`` of the norms of queries and of keys; empty without norms.
-        epsilon: theirs.
-        positions: cosine and sine, ``[1, n, rotated]`` float32; rotated is at most ``width``.
-        width: that of a head.
-    """
-    rows, (cosine, sine) = hidden.contiguous(), (part.contiguous() for part in positions)
-    count, heads = rows.shape[1], [weight.outputs // width for weight in weights]
-    results = [rows.new_empty(1, number, count, width) for number in heads]
-    memory = rows.new_empty(count * sum(heads) * width)
-    _library().project(
-        rows.data_ptr(),
-        _POINTERS(*(weight.address for weight in weights)),
-        _pointers(biases),
-        _pointers([*norms, None] if norms else [None] * 3),
-        cosine.data_ptr(),
-        sine.data_ptr(),
-        memory.data_ptr(),
-        _pointers(results),
-        count,
-        width,
-        cosine.shape[2],
-        epsilon,
-        _threads(),
-    )
-    return results
-
-
 class _Layer(ctypes.Structure):
     """``Layer`` of ``cpu.cpp``."""
 
@@ -376,6 +323,8 @@ class _Layer(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("width", ctypes.c_int64),
         ("activation", ctypes.c_int32),
+        ("has_attention", ctypes.c_int32),
+        ("has_mlp", ctypes.c_int32),
     ]
 
 
@@ -390,6 +339,8 @@ class DecoderLayer:
         scale: of the scores of attention.
         width: that of a head.
         activation: its index in :data:`ACTIVATIONS`.
+        has_attention: False if it is skipped.
+        has_mlp: False if it is skipped; not both are.
 
     Attributes:
         address: the address of its layout, for ``cpu.cpp``.
@@ -404,6 +355,8 @@ class DecoderLayer:
         scale: float,
         width: int,
         activation: int,
+        has_attention: bool = True,
+        has_mlp: bool = True,
     ) -> None:
         places = [*norms[:2], None, *norms[2:]]
         factors = [None if norm is None else norm[0] for norm in places]
@@ -416,8 +369,10 @@ class DecoderLayer:
             scale,
             width,
             activation,
+            has_attention,
+            has_mlp,
         )
-        self.address = ctypes.addressof(self._layout)
+        self.has_attention, self.address = has_attention, ctypes.addressof(self._layout)
         self.shape = width, *(weight.outputs for weight in weights)
 
 
@@ -426,12 +381,13 @@ class DecoderStack:
 
     Args:
         layers: one after the other.
-        buffers: keys and values of each, ``[1, key heads, capacity, width]`` float32. Their owner keeps them.
+        buffers: keys and values of each, ``[1, key heads, capacity, width]`` float32, or None without attention. Their owner
+            keeps them.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self.layers, (keys, values) = tuple(layers), zip(*buffers, strict=True)
-        self._capacity = keys[0].shape[2]
+    def __init__(self, layers: Sequence[DecoderLayer], buffers: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+        self.layers, (keys, values) = tuple(layers), zip(*(pair or (None, None) for pair in buffers), strict=True)
+        self._capacity = next((each.shape[2] for each in keys if each is not None), 0)
         self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
         self._keys, self._values, self._decode = _pointers(keys), _pointers(values), _library().decode
 
@@ -466,9 +422,6 @@ class DecoderStack:
             _threads(),
         )
         return outputs.unbind()
-
-
-_POINTERS = ctypes.c_void_p * 3
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> Any:
@@ -557,8 +510,6 @@ def _library() -> Any:
         "set_packed_rows": [number] * 2,
         "multiply": [pointer] * 3 + [size, number],
         "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
-        "gated_mlp": [pointer] * 6 + [size] + [number] * 2,
-        "project": [pointer] * 8 + [size] * 3 + [ctypes.c_float, number],
         "decode": [pointer, size] + [pointer] * 7 + [size] * 5 + [number],
     }.items():
         getattr(library, name).argtypes, getattr(library, name).restype = arguments, None

@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +26,13 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.verify import Verdict
-from layerskip.device.memory import PeakMemory, python_bytes, tensor_bytes
+from layerskip.device.memory import PeakMemory
 from layerskip.device.transfer import now
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.losslessness import Losslessness, find_divergence
 from layerskip.measure.measurement import Measurement, Sample, check_output
 from layerskip.models.cache import KVCache
 from layerskip.models.graph_capture import capture_seconds
-from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import NotFinite, Target
 from layerskip.prompts import PromptError, PromptItem, PromptSet
 
@@ -51,12 +49,6 @@ class TimedDrafter(Drafter):
         self.tree_tokens, self.accept = drafter.tree_tokens, drafter.accept
         self.modules, self.never_drafts = drafter.modules, drafter.never_drafts
         self._readings: list[tuple[Any, Any, float]] = []  # start, end, and seconds of capturing in between
-        self._given: tuple[weakref.ref[Any], ...] = ()
-
-    @property
-    def started_with(self) -> list[object]:
-        """The target's cache and the chooser of the last start, as far as they still exist."""
-        return [value for ref in self._given if (value := ref()) is not None]
 
     @property
     def seconds(self) -> float:
@@ -72,7 +64,6 @@ class TimedDrafter(Drafter):
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Start the drafter."""
-        self._given = weakref.ref(cache), weakref.ref(chooser)
         self.drafter.start(prompt, cache, chooser)
 
     def draft(self, context: Context, limit: int) -> Draft:
@@ -129,34 +120,18 @@ class Task:
     seed: int = 0
 
 
-class Contender(Protocol):
-    """A function that continues a prompt: the decoder of this library, or a peer."""
+Contender = Callable[[Sequence[int], Task, Callable[[int], None]], DecodeResult]
+"""A function that continues token ids: the decoder of this library, or a peer.
 
-    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
-        """Continue token ids. After prefill, call ``on_prefill`` once with the number of new tokens known by then."""
-        ...
+After prefill, it calls the function that it is given, once, with the number of new tokens known by then.
+"""
 
 
 class Decoder:
     """The decoding loop with one drafter, as a contender. The drafter's state lasts from prompt to prompt."""
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
-        self.target, self.drafter = target, TimedDrafter(drafter, target.device)
-
-    @property
-    def keeps_state(self) -> bool:
-        """True if the drafter keeps state from one prompt to the next."""
-        return self.drafter.drafter.keeps_state
-
-    def reset_state(self) -> None:
-        """Reset the drafter's state from earlier prompts."""
-        self.drafter.drafter.reset_state()
-
-    def memory_bytes(self) -> int:
-        """Return the bytes of the drafter's weights, caches and tables, without the target's own, after its last prompt."""
-        drafter, started_with = self.drafter.drafter, self.drafter.started_with
-        tensors = tensor_bytes(drafter, beside=(self.target.model, decoding_view(self.target.model), *started_with))
-        return tensors + python_bytes(drafter, beside=(self.target, *started_with))
+        self.target, self.drafter, self.timed = target, drafter, TimedDrafter(drafter, target.device)
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
@@ -164,16 +139,15 @@ class Decoder:
         return cls(target, build_drafter(config, target))
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
-        self.drafter.reset()  # here, as an output of one token starts no drafter
+        self.timed.reset()  # here, as an output of one token starts no drafter
         waiting = [on_prefill]
 
         def callback(tokens: list[int]) -> None:
             if waiting:
                 waiting.pop()(len(tokens))
 
-        return decode(
-            self.target, self.drafter, prompt, task.sampling, task.max_new_tokens, callback=callback, seed=task.seed
-        )
+        sampling, length = task.sampling, task.max_new_tokens
+        return decode(self.target, self.timed, prompt, sampling, length, callback=callback, seed=task.seed)
 
 
 def measure(
@@ -233,7 +207,7 @@ def interleave(
         # A contender that keeps state must not have decoded a prompt before, as it would not have in use.
         for contender in contenders.values():
             if isinstance(contender, Decoder):
-                contender.reset_state()
+                contender.drafter.reset_state()
         if before is not None:
             _restore_state(target, before, contenders, task)
         for index, item in enumerate(prompts):
@@ -247,7 +221,7 @@ def interleave(
 
 
 def _restore_state(target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task) -> None:
-    stateful = {name: each for name, each in contenders.items() if isinstance(each, Decoder) and each.keeps_state}
+    stateful = {name: each for name, each in contenders.items() if isinstance(each, Decoder) and each.drafter.keeps_state}
     for index, item in enumerate(prompts if stateful else ()):
         seeded, unchecked = replace(task, seed=task.seed + index), dict.fromkeys(stateful, Losslessness(0))
         _one_prompt(target, item, stateful, list(stateful), seeded, unchecked)
@@ -313,11 +287,11 @@ def _one_prompt(
             outputs[name] = continuation.tokens
             samples[name].append(sample)
         for name in contenders:
-            samples[name][-1] = samples[name][-1].with_losslessness(
-                (checks[name] if len(samples[name]) == 1 else Losslessness(0))  # the comparison counts once
-                if checks is not None
-                else _compare(target, item.id, prompt, outputs[reference], outputs[name], task)
-            )
+            if checks is None:
+                lossless = _compare(target, item.id, prompt, outputs[reference], outputs[name], task)
+            else:  # the comparison counts once
+                lossless = checks[name] if len(samples[name]) == 1 else Losslessness(0)
+            samples[name][-1] = replace(samples[name][-1], lossless=lossless)
         if followup is not None:
             messages.append({"role": "assistant", "content": target.decode(outputs[reference])})
             messages.append({"role": "user", "content": followup})
@@ -354,8 +328,7 @@ def _timed(
         prefill_seconds=prefilled - start,
         decode_seconds=end - prefilled,
         peak_memory_bytes=memory.read(),
-        decoding_bytes=memory.growth(),
         stats=continuation.stats,
-        draft_seconds=contender.drafter.seconds if isinstance(contender, Decoder) else 0.0,
+        draft_seconds=contender.timed.seconds if isinstance(contender, Decoder) else 0.0,
     )
     return continuation, sample

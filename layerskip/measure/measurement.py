@@ -86,8 +86,6 @@ class Sample:
         stats: the rounds.
         lossless: the comparison with the reference's output.
         draft_seconds: the part of ``decode_seconds`` spent on drafting; 0.0 for a peer, which does not report it.
-        decoding_bytes: how far device memory rose above what was allocated before, which leaves out reused caches; None on a
-            CPU, where it is unknown.
         requests: those of an engine; empty for decoding in this process.
     """
 
@@ -101,17 +99,12 @@ class Sample:
     stats: DecodeStats
     lossless: Losslessness = Losslessness(0)
     draft_seconds: float = 0.0
-    decoding_bytes: int | None = None
     requests: tuple[Request, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
         """Decoded tokens per second of decoding; 0.0 if nothing was decoded."""
         return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else 0.0
-
-    def with_losslessness(self, lossless: Losslessness) -> Sample:
-        """Return the sample with its comparison."""
-        return dataclasses.replace(self, lossless=lossless)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; :meth:`from_dict` reads them back to an equal sample."""
@@ -137,7 +130,6 @@ class Sample:
             peak_memory_bytes=max(p.peak_memory_bytes for p in parts),
             stats=DecodeStats.join(p.stats for p in parts),
             lossless=Losslessness.join(p.lossless for p in parts),
-            decoding_bytes=max((p.decoding_bytes for p in parts if p.decoding_bytes is not None), default=None),
             requests=tuple(request for p in parts for request in p.requests),
         )
 
@@ -227,11 +219,6 @@ class Measurement:
         seconds = sum(s.decode_seconds for s in self.candidate)
         return sum(s.draft_seconds for s in self.candidate) / seconds if seconds else 0.0
 
-    @property
-    def peak_memory_bytes(self) -> int:
-        """The candidate's peak memory."""
-        return max((s.peak_memory_bytes for s in self.candidate), default=0)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the metrics as plain values, for exports and logs.
 
@@ -262,7 +249,7 @@ class Measurement:
             "decode_seconds": sum(s.decode_seconds for s in self.candidate),
             "baseline_prefill_seconds": sum(s.prefill_seconds for s in self.baseline),
             "baseline_decode_seconds": sum(s.decode_seconds for s in self.baseline),
-            "peak_memory_bytes": self.peak_memory_bytes,
+            "peak_memory_bytes": max((s.peak_memory_bytes for s in self.candidate), default=0),
             "baseline_peak_memory_bytes": max((s.peak_memory_bytes for s in self.baseline), default=0),
             "losslessness": self.lossless.to_dict(),
         }

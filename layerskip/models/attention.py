@@ -2,8 +2,8 @@
 
 With grouped-query attention (arXiv 2305.13245), several heads share keys and values. Transformers repeats both for every
 head in a verification, and uses torch's grouped heads for a single query, which are slow on a CPU. Here, the heads of a
-group become further queries of their shared key head: the same kernel and the same sums, without the copy. Where gradients
-are needed, the sums are written out. Transformers calls this as a registered attention implementation.
+group become further queries of their shared key head: the same kernel and the same sums, without the copy. Transformers
+calls this as a registered attention implementation.
 """
 
 from __future__ import annotations
@@ -102,25 +102,17 @@ def attend(
             for first, end, runs, part in parts
         ]
         return torch.cat(outputs, 1), None
-    on_cpu = query.device.type == "cpu"
-    long = count > _MAX_QUERIES and heads > groups and on_cpu and not query.requires_grad
+    long = count > _MAX_QUERIES and heads > groups and query.device.type == "cpu" and not query.requires_grad
     if long and not biased and mask is not None:
         return _attend_by_member(query, key, value, mask, scale), None
     # A single query sees all keys and needs no mask; several without one are a prefill, causal from the first key on.
     few = (attention_mask is None and count == 1) or (mask is not None and count <= _MAX_QUERIES)
-    needs_gradient = mask is not None and query.requires_grad and query.dtype == torch.bfloat16 and on_cpu
-    if biased or not ((few and heads > groups) or needs_gradient):
+    if biased or not few or heads == groups:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return output, None
     packed = query.reshape(batch, groups, heads // groups * count, width)
     bias = None if mask is None else _group_bias(mask, heads // groups, query.dtype)
-    if needs_gradient:
-        # Written out, this is faster than torch's CPU kernel and its gradient. Scores are rounded to bfloat16, unlike in
-        # that kernel; gradients tolerate it.
-        scores = packed @ key.transpose(-1, -2) * (width**-0.5 if scale is None else scale) + bias
-        output = scores.softmax(-1) @ value
-    else:
-        output = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scale)
+    output = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scale)
     return output.reshape(batch, heads, count, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 

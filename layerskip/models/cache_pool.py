@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from layerskip.device.memory import device_bytes, on_memory_release
 from layerskip.models.cache import KVCache
-from layerskip.models.compiled_layers import compile_mode, prepare_compiling
+from layerskip.models.compiled_layers import prepare_compiling
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.positions import depends_on_positions_alone
 from layerskip.models.weights import is_split
@@ -59,15 +59,15 @@ def acquire_cache(
         layers: the number of layers that write to the cache.
         positions: the number of positions needed.
         device: where the cache is.
-        static_shapes: whether to capture passes if the cache is not too long for it; None: on CUDA, and where compiling was
-            requested. On a CPU, captured passes are recomputed in the same shapes.
+        static_shapes: whether to capture passes if the cache is not too long for it; None: on CUDA. On a CPU, captured
+            passes are recomputed in the same shapes.
         holder: keeps the cache until it acquires another or is garbage-collected; None: until :func:`release_cache`.
         reads: modules that captured passes read in addition to the model.
     """
     if holder in _held:
         _held.pop(holder)()  # a finalizer runs once, even if the holder is collected at this moment
     if static_shapes is None:
-        static_shapes = device.type == "cuda" or compile_mode(model) == "on"
+        static_shapes = device.type == "cuda"
     captures = static_shapes and positions <= _MAX_LENGTH
     if captures:
         prepare_compiling(model)

@@ -41,7 +41,7 @@ _OPTIONS: dict[str, Any] = {  # of the compiler; versions of it lack some
     "triton.cudagraphs": False,
     "triton.max_tiles": 1,  # kernels of several tiles are launched separately
 }
-COMPILE_MODES = ("auto", "on", "off")
+COMPILE_MODES = ("auto", "off")
 _EAGER_ONLY = "eager_only"
 
 MaskOf = Callable[[Any], Any]
@@ -58,10 +58,7 @@ _groups: Any = WeakIdKeyDictionary()  # a mark of the group for every weight tha
 
 
 def set_compiling(model: nn.Module, mode: str | None) -> None:
-    """Set whether a model's decoder layers are compiled in captured passes.
-
-    ``auto`` does so on CUDA, ``on`` on any device, whose passes are then captured, ``off`` nowhere. None changes nothing.
-    """
+    """Set whether the layers of captured passes are compiled: ``auto``, on CUDA, or ``off``. None changes nothing."""
     if mode is not None:
         _modes[model] = mode
 
@@ -100,10 +97,9 @@ def path_of_layers(model: nn.Module) -> str | None:
 
 def compiled_layers(model: nn.Module) -> CompiledLayers | None:
     """Return the compiled layers of a model; None where layers are not compiled, or cannot be."""
-    mode = compile_mode(model)
-    if model in _refused or mode == "off" or not (isinstance(model, PreTrainedModel) or model in _whole):
+    if model in _refused or compile_mode(model) == "off" or not (isinstance(model, PreTrainedModel) or model in _whole):
         return None
-    if mode == "auto" and next(model.parameters()).device.type != "cuda":
+    if not _on_gpu(next(model.parameters())):
         return None
     if model not in _compiled:
         path = path_of_layers(model)
@@ -206,19 +202,19 @@ def _is_plain(module: nn.Module) -> bool:
 class FusedLinear(nn.Module):
     """A linear layer in a compiled tree, or a group of parallel ones, whose products it computes together.
 
-    With ``single_rows``, a single row is multiplied by a small weight in a sum over the products, which the compiler fuses
-    with what surrounds it. Every output then computes the row's own operators again. With a large weight this takes longer
-    than reading the weight, so the kernel for few rows is used.
+    A single row is multiplied by a small weight in a sum over the products, which the compiler fuses with what surrounds it.
+    Every output then computes the row's own operators again. With a large weight this takes longer than reading the weight,
+    so the kernel for few rows is used.
     """
 
     weight: Tensor
     bias: Tensor | None
     outputs: list[Tensor] | None = None
 
-    def __init__(self, layers: Sequence[Any], single_rows: bool) -> None:
+    def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
         self.sizes: list[int] = [layer.weight.shape[0] for layer in layers]
-        self.single_rows, self.few_rows = single_rows, has_kernel(layers[0].weight)
+        self.few_rows = has_kernel(layers[0].weight)
         self.register_buffer("weight", _join_rows([layer.weight for layer in layers]))
         self.register_buffer("bias", None if layers[0].bias is None else _join_rows([layer.bias for layer in layers]))
 
@@ -228,7 +224,7 @@ class FusedLinear(nn.Module):
         if self.few_rows and rows <= MAX_ROWS and (rows > 1 or self.weight.numel() >= _LARGE):
             output = few_rows_linear(hidden.contiguous(), self.weight)
             output = output if self.bias is None else output + self.bias
-        elif not (self.single_rows and rows == 1):
+        elif rows != 1:
             output = linear(hidden, self.weight, self.bias)
         elif len(set(self.sizes)) > 1:
             output = self._sum(hidden, self.weight, self.bias)
@@ -268,7 +264,7 @@ class _FollowingLinear(nn.Module):
         return output
 
 
-def _fuse_parallel_layers(tree: nn.Module, single_rows: bool) -> None:
+def _fuse_parallel_layers(tree: nn.Module) -> None:
     """Replace the linear layers of a module tree, a second one over a model's tensors, by fused ones."""
     groups: dict[object, list[tuple[str, Any]]] = {}
     for name, layer in tree.named_modules():
@@ -279,12 +275,11 @@ def _fuse_parallel_layers(tree: nn.Module, single_rows: bool) -> None:
         # Weights are not moved here, because other captured passes may read them.
         adjacent = _adjacent([layer.weight for _, layer in together])
         for group in [together] if adjacent else [[part] for part in together]:
-            if len(group) > 1 or single_rows:
-                names, layers = zip(*group, strict=True)
-                first = FusedLinear(layers, single_rows)
-                tree.set_submodule(names[0], first)
-                for place, name in enumerate(names[1:]):
-                    tree.set_submodule(name, _FollowingLinear(first, place))
+            names, layers = zip(*group, strict=True)
+            first = FusedLinear(layers)
+            tree.set_submodule(names[0], first)
+            for place, name in enumerate(names[1:]):
+                tree.set_submodule(name, _FollowingLinear(first, place))
 
 
 class CompiledLayers:
@@ -302,7 +297,7 @@ class CompiledLayers:
         config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
         types = getattr(config, "layer_types", None) or ["" for _ in self._layers]
         self._first_of_type = [types.index(kind) for kind in types]
-        self.fuses = _on_gpu(next(model.parameters())) and _kind(model) not in _unfused
+        self.fuses = _kind(model) not in _unfused
         self._trees: dict[int, nn.Module] = {}
         self._addresses: tuple[int, ...] = ()  # of the weights that the trees read
         self._lock, self._thread = threading.RLock(), 0  # of the thread whose passes are compiled
@@ -343,7 +338,7 @@ class CompiledLayers:
         cache = kwargs.get("past_key_values")
         if index not in self._trees:
             self._trees[index] = self._tree(index)
-            _fuse_parallel_layers(self._trees[index], single_rows=_on_gpu(hidden))
+            _fuse_parallel_layers(self._trees[index])
         if cache is not None:
             assert isinstance(cache, KVCache)
             kwargs["attention_mask"] = mask = mask_of(kwargs["attention_mask"])

@@ -1,20 +1,19 @@
 """Decoder layers on a CPU, all in one call for the few rows of a decoding step.
 
-A step of a small model is hundreds of small operators: a norm is six, rotary positions are twelve. Here layers of the usual
-form, and norms, attention and MLPs of other layers, run through :mod:`layerskip.kernels.cpu`. No model code is copied and
-no family is named. A module has a usual form if its ``forward`` uses no other names than that form does, and if its first
-result equals that of its own ``forward`` up to rounding. Everything else runs as it is: other modules, many rows, batches,
-gradients and other caches.
+A step of a small model is hundreds of small operators: a norm is six, rotary positions are twelve. Here norms, and layers of
+the usual form without what a mask skips, run through :mod:`layerskip.kernels.cpu`. No model code is copied and no family is
+named. A module has the usual form if its ``forward`` uses no other names than that form does, and if a first result equals
+that of its own ``forward`` up to rounding. Everything else runs as it is: other modules, many rows, batches, gradients and
+other caches.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -22,36 +21,48 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from layerskip.device.trial import nearly_equal
-from layerskip.kernels.cpu import (
-    ACTIVATIONS,
-    MOST_ROWS,
-    DecoderLayer,
-    DecoderStack,
-    FewRowsWeight,
-    gated_mlp,
-    normalise,
-    project,
-)
-from layerskip.models.attention import NAME, attend
+from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, DecoderStack, FewRowsWeight, normalise
+from layerskip.models.architecture import is_skipped
+from layerskip.models.attention import NAME
 from layerskip.models.cache import KVCache
 from layerskip.models.packing import few_rows_weight, packed_weight
 
 Tree = TypeVar("Tree", bound=nn.Module)
-_UNKNOWN = -1
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS)
+_NORMED_ROWS = 64 * MOST_ROWS  # those of queries are rows of heads
 _SHOWN = 4  # times that a layer shows its result to layers that may follow
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_NORM = _words("mean pow rsqrt weight")
+_NORM_MAY_USE = _words("_norm dtype eps float float32 to torch type_as variance_epsilon")
+_ATTENTION = _words("apply_rotary_pos_emb config head_dim k_proj layer_idx o_proj q_proj scaling update v_proj")
+_ATTENTION_MAY_USE = _words(
+    "ALL_ATTENTION_FUNCTIONS _attn_implementation attention_dropout contiguous eager_attention_forward get_interface "
+    "getattr is_sliding k_norm q_norm reshape shape sliding_window training transpose view"
+)
+_MLP = _words("act_fn down_proj gate_proj up_proj")
+_LAYER = _words("input_layernorm mlp post_attention_layernorm self_attn")
+_LAYER_MAY_USE = _words("post_feedforward_layernorm pre_feedforward_layernorm")
 
 
 def fuse_layers(tree: Tree) -> Tree:
     """Let the modules of a tree that have a usual form run in few calls, if its weights are packed for few rows."""
     if all(few_rows_weight(layer) is None for layer in tree.modules()):
         return tree
+    module: Any
     for module in tree.modules():
         kind: Any = type(module)
-        form: Any = next((form for form in (_Norm, _GatedMLP, _Attention, _DecoderLayer) if form.matches(kind)), None)
-        if form is not None and "forward" not in module.__dict__:  # a replaced forward may do more
-            module.__class__ = _fused(form, kind)
+        if "forward" in module.__dict__ or isinstance(module, (_Norm, _DecoderLayer)):  # a replaced forward may do more
+            continue
+        if _uses(module, _NORM, _NORM_MAY_USE) and (offset := _norm_offset(module)) is not None:
+            module.__class__ = _fused(_Norm, kind)
+            module.offset = offset
+        elif _uses(module, _LAYER, _LAYER_MAY_USE):
+            module.__class__ = _fused(_DecoderLayer, kind)
     for parent in tree.modules():
         if type(parent) is nn.ModuleList and any(isinstance(layer, _DecoderLayer) for layer in parent):
             parent.__class__ = _Layers
@@ -62,9 +73,9 @@ def fuse_layers(tree: Tree) -> Tree:
     return tree
 
 
-def has_forms(tree: nn.Module) -> bool:
-    """Return whether modules of a tree may run in few calls, once a pass has shown that they have a usual form."""
-    return any(isinstance(module, _Form) for module in tree.modules())
+def has_layers(tree: nn.Module) -> bool:
+    """Return whether layers of a tree may run in few calls, once a pass has shown that they have the usual form."""
+    return any(map(is_whole_layer, tree.modules()))
 
 
 def is_whole_layer(module: nn.Module) -> bool:
@@ -72,255 +83,68 @@ def is_whole_layer(module: nn.Module) -> bool:
     return isinstance(module, _DecoderLayer)
 
 
-class _Form(nn.Module):
-    """A usual form of a module.
+class _Norm(nn.Module):
+    """A root-mean-square norm.
 
     Attributes:
-        names: all names that the ``forward`` of such a module uses.
-        needed: those that every one of them uses.
-        most_rows: the most rows of a step.
         own: the type of the module, whose ``forward`` computes everything else.
+        offset: what is added to the weight, 0 or 1.
     """
 
-    names: ClassVar[frozenset[str]]
-    needed: ClassVar[frozenset[str]]
-    most_rows: ClassVar[int] = MOST_ROWS
     own: ClassVar[type[nn.Module]]
-    _variant: int | None
+    offset: int
 
-    @classmethod
-    def matches(cls, module: Any) -> bool:
-        """Return whether modules of a type may have this form."""
-        used = _names(module)
-        return not issubclass(module, _Form) and cls.needed <= used <= cls.names
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        variant = self.variant
-        rows = args[0] if args else kwargs.get("hidden_states")
-        usual = variant is not None and len(args) < 2 and self._is_step(rows)
-        parts = self._prepare(*args, **kwargs) if usual else None
-        if parts is None:
-            return self.own.forward(self, *args, **kwargs)
-        if variant is not _UNKNOWN:
-            return self._compute(variant, parts, *args, **kwargs)
-        expected = self.own.forward(self, *args, **kwargs)
-        if not self._tells_variants(expected, *args, **kwargs):
-            return expected
-        same = (n for n in self._variants() if self._is_right(n, parts, expected, *args, **kwargs))
-        self._variant = next(same, None)
-        # Another computation may have left wrong keys in the cache.
-        return expected if self._variant is not None else self.own.forward(self, *args, **kwargs)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a result of this form was compared, and is right."""
-        return self.variant not in (_UNKNOWN, None)
-
-    @property
-    def variant(self) -> Any:
-        """The number of the variant that is right; None if none is."""
-        return self.__dict__.get("_variant", _UNKNOWN)
-
-    def _variants(self) -> Iterable[int]:
-        """Return the variants to try, as :meth:`_compute` numbers them."""
-        return (0,)
-
-    def _is_right(self, variant: int, parts: Any, expected: Any, *args: Any, **kwargs: Any) -> bool:
-        """Return whether a variant computes what is expected, up to rounding."""
-        return _equal(self._compute(variant, parts, *args, **kwargs), expected)
-
-    def _tells_variants(self, expected: Any, *args: Any, **kwargs: Any) -> bool:
-        """Return whether a result shows which variant is right.
-
-        Zeros are the same in all, and at the first position all forms of rotary positions are.
-        """
-        positions = kwargs.get("position_embeddings")
-        return (positions is None or bool(positions[1].any())) and bool(_hidden(expected).any())
-
-    def _is_step(self, rows: Any) -> bool:
-        """Return whether an input is that of a decoding step: a few rows without gradients."""
-        return (
-            isinstance(rows, Tensor)
-            and rows.dtype == torch.float32
-            and rows.device.type == "cpu"
-            and 0 < rows.numel() <= self.most_rows * rows.shape[-1]
-            and not (self.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
-            and not torch.is_autocast_enabled("cpu")
-            and not any(_GLOBAL_HOOKS)  # of the modules within
-        )
-
-    def _prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the weights for these inputs; None where :meth:`_compute` cannot compute them."""
-        raise NotImplementedError
-
-    def _compute(self, variant: int, parts: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-class _Norm(_Form):
-    """A root-mean-square norm, with factors ``weight`` or ``1 + weight``."""
-
-    names = frozenset(
-        (
-            "_norm",
-            "dtype",
-            "eps",
-            "float",
-            "float32",
-            "mean",
-            "pow",
-            "rsqrt",
-            "to",
-            "torch",
-            "type_as",
-            "variance_epsilon",
-            "weight",
-        )
-    )
-    needed = frozenset(("mean", "pow", "rsqrt", "weight"))
-    most_rows = 64 * MOST_ROWS  # those of queries are rows of heads
-
-    def _variants(self) -> Iterable[int]:
-        return 0, 1
+    def forward(self, hidden: Tensor) -> Any:
+        scale = self.scale_for(hidden.shape[-1]) if _is_step(self, hidden, _NORMED_ROWS) else None
+        return self.own.forward(self, hidden) if scale is None else normalise(hidden, scale, self.epsilon)
 
     @property
     def epsilon(self) -> float:
         """The number that is added to the mean of the squares."""
-        module: Any = self
-        return float(module.eps if hasattr(self, "eps") else module.variance_epsilon)
+        return _epsilon(self)
 
     def scale_for(self, width: int) -> Tensor | None:
-        """Return the factors ``[width]``; None where they are others, or this norm has not been compared yet."""
+        """Return the factors ``[width]``; None where the weight is another one."""
         weight = self.weight
-        if not self.is_known or not isinstance(weight, Tensor) or weight.shape != (width,):
+        if not isinstance(weight, Tensor) or weight.shape != (width,) or weight.dtype != torch.float32:
             return None
-        return 1 + weight if self._variant else weight
-
-    def _prepare(self, hidden: Tensor) -> Tensor | None:
-        weight = self.weight
-        if not isinstance(weight, Tensor) or weight.dtype != torch.float32 or weight.shape != hidden.shape[-1:]:
-            return None
-        return weight
-
-    def _compute(self, variant: int, weight: Tensor, hidden: Tensor) -> Tensor:
-        return normalise(hidden, 1 + weight if variant else weight, self.epsilon)
+        return 1 + weight if self.offset else weight
 
 
-class _GatedMLP(_Form):
-    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
-
-    names = needed = frozenset(("act_fn", "down_proj", "gate_proj", "up_proj"))
-
-    def _variants(self) -> Iterable[int]:
-        """Return the activation, which only all of its range tells from similar ones."""
-        module: Any = self
-        grid = torch.linspace(-8, 8, 1601)
-        own = module.act_fn(grid)
-        return (n for n, known in enumerate(ACTIVATIONS.values()) if torch.allclose(own, known(grid), rtol=0, atol=1e-6))
-
-    def _prepare(self, hidden: Tensor) -> list[FewRowsWeight] | None:
-        module: Any = self
-        weights = _few_rows_weights((module.gate_proj, module.up_proj, module.down_proj), biased=False)
-        if weights is None or _is_changed(module.act_fn):
-            return None
-        gate, up, down = weights
-        fit = hidden.shape[-1] == gate.inputs == up.inputs and gate.outputs == up.outputs == down.inputs
-        return weights if fit else None
-
-    def _compute(self, variant: int, weights: list[FewRowsWeight], hidden: Tensor) -> Tensor:
-        gate, up, down = weights
-        return gated_mlp(hidden, gate, up, down, variant)
+def _norm_offset(norm: Any) -> int | None:
+    """Return what a norm adds to its weight, 0 or 1; None if it computes something else."""
+    weight = norm.weight
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or not _is_plain(weight):
+        return None
+    with torch.no_grad():
+        rows = torch.linspace(-2, 3, weight.numel(), dtype=weight.dtype, device=weight.device)[None]
+        expected = type(norm).forward(norm, rows)
+        scales = enumerate((weight, 1 + weight))
+        return next((n for n, scale in scales if nearly_equal(normalise(rows, scale, _epsilon(norm)), expected)), None)
 
 
-class _Attention(_Form):
-    """Attention with rotary positions, and norms of queries and keys or none."""
+def _epsilon(norm: Any) -> float:
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
-    needed = frozenset(
-        (
-            "apply_rotary_pos_emb",
-            "config",
-            "head_dim",
-            "k_proj",
-            "layer_idx",
-            "o_proj",
-            "q_proj",
-            "scaling",
-            "update",
-            "v_proj",
-        )
+
+def _activation(function: Any) -> int | None:
+    """Return the index of an activation, which only all of its range tells from similar ones; None if it is another one."""
+    grid = torch.linspace(-8, 8, 1601)
+    own = function(grid)
+    known = enumerate(ACTIVATIONS.values())
+    return next((n for n, other in known if torch.allclose(own, other(grid), rtol=0, atol=1e-6)), None)
+
+
+def _is_step(module: nn.Module, rows: Any, most: int) -> bool:
+    """Return whether an input of a module is that of a decoding step: at most so many rows, without gradients."""
+    return (
+        isinstance(rows, Tensor)
+        and rows.dtype == torch.float32
+        and rows.device.type == "cpu"
+        and 0 < rows.numel() <= most * rows.shape[-1]
+        and not (module.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+        and not torch.is_autocast_enabled("cpu")
     )
-    names = needed | frozenset(
-        (
-            "ALL_ATTENTION_FUNCTIONS",
-            "_attn_implementation",
-            "attention_dropout",
-            "contiguous",
-            "eager_attention_forward",
-            "get_interface",
-            "getattr",
-            "is_sliding",
-            "k_norm",
-            "q_norm",
-            "reshape",
-            "shape",
-            "sliding_window",
-            "training",
-            "transpose",
-            "view",
-        )
-    )
-
-    def _prepare(
-        self,
-        hidden_states: Tensor,
-        *,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[list[FewRowsWeight], list[Tensor | None]] | None:
-        module: Any = self
-        width = module.head_dim
-        norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
-        if any(_is_changed(norm) for norm in norms):
-            return None
-        scales = [norm.scale_for(width) for norm in norms if isinstance(norm, _Norm)]
-        weights = _few_rows_weights((module.q_proj, module.k_proj, module.v_proj))
-        usual = (
-            module.config._attn_implementation == NAME
-            and hidden_states.dim() == 3
-            and hidden_states.shape[0] == 1
-            and type(past_key_values) in (KVCache, type(None))
-            and _are_positions(position_embeddings, hidden_states.shape[1], width)
-            and len([scale for scale in scales if scale is not None]) == len(norms) != 1
-        )
-        return (weights, scales) if usual and weights and all(weight.outputs % width == 0 for weight in weights) else None
-
-    def _compute(
-        self,
-        variant: int,
-        parts: tuple[list[FewRowsWeight], list[Tensor | None]],
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: KVCache | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        module: Any = self
-        weights, scales = parts
-        query, key, value = project(
-            hidden_states,
-            weights,
-            [module.q_proj.bias, module.k_proj.bias, module.v_proj.bias],
-            scales,
-            module.q_norm.epsilon if scales else 0.0,
-            position_embeddings,
-            module.head_dim,
-        )
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, module.layer_idx)
-        output, _ = attend(module, query, key, value, attention_mask, scaling=module.scaling, **kwargs)
-        return module.o_proj(output.reshape(*hidden_states.shape[:2], -1)), None
 
 
 class _Parts:
@@ -330,6 +154,7 @@ class _Parts:
         modules = list(module.modules())
         self._hooks = [hooks for each in modules[1:] for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._fields = [vars(each) for each in modules[1:]]
+        self._forwards = list(map(_forward, self._fields))
         self._children = [each._modules for each in modules if each._modules]
         self._children_before = list(map(dict, self._children))
         self._packed = [packed for each in modules if (packed := packed_weight(each)) is not None]
@@ -347,7 +172,7 @@ class _Parts:
         """Return whether all parts are the same and have the same values, no hooks and no other ``forward``."""
         return (
             not any(self._hooks)
-            and not any(map(dict.__contains__, self._fields, itertools.repeat("forward")))
+            and all(map(operator.is_, map(_forward, self._fields), self._forwards))
             and all(map(operator.is_, map(_copy, self._packed), self._copies))
             and self._children == self._children_before
             and all(map(operator.is_, map(dict.get, self._owners, self._names), self._parameters))
@@ -356,6 +181,10 @@ class _Parts:
 
 
 _version, _copy, _address = operator.attrgetter("_version"), operator.attrgetter("copy"), Tensor.data_ptr
+
+
+def _forward(fields: dict[str, Any]) -> Any:
+    return fields.get("forward")
 
 
 class _Inputs(NamedTuple):
@@ -438,15 +267,19 @@ class _Run:
         return known and self._last.is_settled and all(state.follows for state in self.followers)
 
 
-class _DecoderLayer(_Form):
-    """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none.
+class _DecoderLayer(nn.Module):
+    """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none; one may be skipped.
 
     Layers whose input is the result of another are computed by the call of the first. Each of them returns its result if its
     inputs are those of this call, and is computed again otherwise.
+
+    Attributes:
+        own: the type of the module, whose ``forward`` computes everything else.
+        is_right: whether a result was compared, and is right; None before.
     """
 
-    needed = frozenset(("input_layernorm", "mlp", "post_attention_layernorm", "self_attn"))
-    names = needed | frozenset(("post_feedforward_layernorm", "pre_feedforward_layernorm"))
+    own: ClassVar[type[nn.Module]]
+    is_right: bool | None = None
 
     @property
     def state(self) -> _LayerState:
@@ -462,7 +295,7 @@ class _DecoderLayer(_Form):
             return super().__call__(*args, **kwargs)
         called = _Inputs.of(args[0] if args else kwargs.get("hidden_states"), kwargs)
         own = self.__dict__
-        if any(_GLOBAL_HOOKS) or any(map(own.__getitem__, _HOOKS)) or "forward" in own or not called.are(ahead[0]):
+        if any(map(own.__getitem__, _HOOKS)) or "forward" in own or not called.are(ahead[0]):
             return super().__call__(*args, **kwargs)
         state.ahead = None
         return ahead[1]
@@ -471,20 +304,36 @@ class _DecoderLayer(_Form):
         state, inputs = self.state, _Inputs.of(args[0] if args else kwargs.get("hidden_states"), kwargs)
         ahead, state.ahead = state.ahead, None
         last, state.order.last = state.order.last, None
-        if state.follows is None and last is not None and self.is_known:
+        if state.follows is None and last is not None and self.is_right:
             before, expected, values = last
             state.follows = inputs.are(expected) and torch.equal(inputs.hidden, values)
             before.next = self if state.follows else before.next
-        # Global hooks may have changed the input in place.
-        if ahead is not None and inputs.are(ahead[0]) and not any(_GLOBAL_HOOKS):
+        if ahead is not None and inputs.are(ahead[0]):
             output: Any = ahead[1]
         else:
             state.follows = False if ahead is not None else state.follows
-            output = super().forward(*args, **kwargs)
-        if not state.is_settled and self.is_known and isinstance(output, Tensor):
+            output = self._run_alone(*args, **kwargs)
+        if not state.is_settled and self.is_right and isinstance(output, Tensor):
             state.shown += 1
             state.order.last = state, inputs._replace(hidden=output), output.clone()
         return output
+
+    def _run_alone(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the packed layer, and those that follow it, if it has the usual form and this is a step."""
+        rows: Any = args[0] if args else kwargs.get("hidden_states")
+        usual = self.is_right is not False and len(args) < 2 and _is_step(self, rows, MOST_ROWS)
+        parts = self._prepare(*args, **kwargs) if usual else None
+        if parts is None:
+            return self.own.forward(self, *args, **kwargs)
+        if self.is_right:
+            return self._compute(parts, *args, **kwargs)
+        expected = self.own.forward(self, *args, **kwargs)
+        # Zeros are the same in all forms, and at the first position all forms of rotary positions are.
+        if isinstance(expected, Tensor) and bool(expected.any()) and bool(kwargs["position_embeddings"][1].any()):
+            self.is_right = self._computes(expected, rows, parts, kwargs["past_key_values"])
+            if not self.is_right:  # it has left wrong keys in the cache
+                return self.own.forward(self, *args, **kwargs)
+        return expected
 
     def _prepare(
         self,
@@ -518,10 +367,10 @@ class _DecoderLayer(_Form):
         if own is None:
             return None
         layers, prepared = [self], [own]
-        while (following := layers[-1].state.next) is not None and following.state.follows and following.is_known:
+        while (following := layers[-1].state.next) is not None and following.state.follows:
             between = layers[-1]._forward_hooks or following._forward_pre_hooks  # which may change values in place
             next_own = None if between else following._prepare_own(cache, count)
-            if next_own is None or next_own[0].shape != own[0].shape:
+            if next_own is None or not following.is_right or next_own[0].shape != own[0].shape:
                 break
             layers.append(following)
             prepared.append(next_own)
@@ -529,24 +378,27 @@ class _DecoderLayer(_Form):
         state.run = _Run([layer.state for layer in layers], DecoderStack(packed, buffers), cache)
         return state.run
 
-    def _prepare_own(self, cache: KVCache, count: int) -> tuple[DecoderLayer, tuple[Tensor, Tensor]] | None:
-        """Return the packed layer and its keys and values; None where they have no room or another form."""
+    def _prepare_own(self, cache: KVCache, count: int) -> tuple[DecoderLayer, tuple[Tensor, Tensor] | None] | None:
+        """Return the packed layer and its keys and values, if it has attention; None without room or in another form."""
         attention: Any = self.self_attn
         layer = self._layer() if attention.config._attn_implementation == NAME else None
-        buffers = None if layer is None else cache.room(attention.layer_idx, count)
-        if layer is None or buffers is None:
+        if layer is None or not cache.buffers():  # before the first pass, none has buffers
             return None
+        if not layer.has_attention:
+            return layer, None
+        buffers = cache.room(attention.layer_idx, count)
         heads = 1, attention.k_proj.out_features // attention.head_dim
-        usual = all(each.shape[:2] == heads and each.shape[3] == attention.head_dim and _is_plain(each) for each in buffers)
+        usual = buffers is not None and all(
+            each.shape[:2] == heads and each.shape[3] == attention.head_dim and _is_plain(each) for each in buffers
+        )
         return (layer, buffers) if usual else None
 
     def _layer(self) -> DecoderLayer | None:
         """Return the packed layer, as its parameters are now; None if a part has another form or hooks."""
         state = self.state
         if state.parts is None or not state.parts.is_unchanged():
-            if state.parts is not None:  # other parts may have another variant
-                for part in self.modules():
-                    part.__dict__.pop("_variant", None)
+            if state.parts is not None:  # other parts may have another form
+                self.is_right = None
             state.layer = self._pack()
             state.parts = None if state.layer is None else _Parts(self)
         return state.layer
@@ -554,23 +406,22 @@ class _DecoderLayer(_Form):
     def _pack(self) -> DecoderLayer | None:
         module: Any = self
         attention, mlp, norms = module.self_attn, module.mlp, self._norms()
-        if not isinstance(attention, _Attention) or not isinstance(mlp, _GatedMLP):
+        kept = [part for part in (attention, mlp) if not is_skipped(part)]
+        if not _uses(attention, _ATTENTION, _ATTENTION_MAY_USE) or not _uses(mlp, _MLP):
             return None
-        parts = [attention, mlp, *(norm for norm in norms if norm is not None)]
-        known = all(isinstance(part, _Form) and part.is_known for part in parts)
-        changed = any(_is_changed(part) for part in self.modules() if part is not self)
+        known = all(isinstance(norm, _Norm) for norm in norms if norm is not None)
+        skipped = {id(part) for sublayer in (attention, mlp) if sublayer not in kept for part in sublayer.modules()}
+        changed = any(_is_changed(part) for part in self.modules() if part is not self and id(part) not in skipped)
         if not known or changed or not all(_is_plain(part) and not part.is_inference() for part in self.parameters()):
             return None
-        own: Any = attention
-        projections = own.q_proj, own.k_proj, own.v_proj, own.o_proj
-        weights, inner = (
-            _few_rows_weights(projections),
-            _few_rows_weights((mlp.gate_proj, mlp.up_proj, mlp.down_proj), False),
-        )
-        if weights is None or inner is None or not isinstance(own.scaling, float):
+        projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
+        weights = _few_rows_weights(projections)
+        inner = _few_rows_weights((mlp.gate_proj, mlp.up_proj, mlp.down_proj), biased=False)
+        activation = _activation(mlp.act_fn)
+        if weights is None or inner is None or activation is None or not isinstance(attention.scaling, float):
             return None
         (query, key, value, output), (gate, up, down) = weights, inner
-        hidden, width = query.inputs, own.head_dim
+        hidden, width = query.inputs, attention.head_dim
         fit = (
             hidden == key.inputs == value.inputs == output.outputs == gate.inputs == up.inputs == down.outputs
             and query.outputs == output.inputs
@@ -584,35 +435,34 @@ class _DecoderLayer(_Form):
             return None
         both = [None if scale is None else (scale, norm.epsilon) for norm, scale in zip(norms, scales, strict=True)]
         biases = [layer.bias for layer in projections]
-        return DecoderLayer([*weights, *inner], biases, both, own.scaling, width, mlp.variant)
+        has = attention in kept, mlp in kept
+        return DecoderLayer([*weights, *inner], biases, both, attention.scaling, width, activation, *has)
 
     def _norms(self) -> list[Any]:
-        """Return the norms of queries and keys, and those before and after attention and the MLP; None for a missing one."""
+        """Return the norms of queries and keys, and before and after attention and the MLP; None for one that is missing."""
         module: Any = self
         own = [getattr(module.self_attn, name, None) for name in ("q_norm", "k_norm")]
-        if not hasattr(self, "pre_feedforward_layernorm"):
-            return [*own, module.input_layernorm, None, module.post_attention_layernorm, None]
-        before, after = module.pre_feedforward_layernorm, module.post_feedforward_layernorm
-        return [*own, module.input_layernorm, module.post_attention_layernorm, before, after]
+        of_attention, of_mlp = [*own, module.input_layernorm, None], [module.post_attention_layernorm, None]
+        if hasattr(self, "pre_feedforward_layernorm"):
+            of_attention[3] = module.post_attention_layernorm
+            of_mlp = [module.pre_feedforward_layernorm, module.post_feedforward_layernorm]
+        of_attention = [None] * 4 if is_skipped(module.self_attn) else of_attention
+        return [*of_attention, *([None] * 2 if is_skipped(module.mlp) else of_mlp)]
 
-    def _is_right(self, variant: int, parts: Any, expected: Any, *args: Any, **kwargs: Any) -> bool:
-        """Compare what the layer adds to its input, and the keys and values that it writes."""
-        if not isinstance(expected, Tensor):
-            return False
+    def _computes(self, expected: Tensor, hidden: Tensor, parts: Any, cache: KVCache) -> bool:
+        """Compare what the packed layer adds to its input, and the keys and values that it writes, with those written."""
         _, positions, start, mask = parts
-        cache: KVCache = kwargs["past_key_values"]
-        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        buffers = cache.room(self.self_attn.layer_idx, hidden.shape[1])  # type: ignore[union-attr, arg-type]
-        assert buffers is not None
-        assert self.state.layer is not None
-        written = [each[:, :, start : start + hidden.shape[1]] for each in buffers]
+        own = self._prepare_own(cache, hidden.shape[1])
+        assert own is not None
+        layer, buffers = own
+        written = [each[:, :, start : start + hidden.shape[1]] for each in buffers or ()]
         before = [each.clone() for each in written]
-        (output,) = DecoderStack([self.state.layer], [buffers])(hidden, positions, start, mask)
+        (output,) = DecoderStack([layer], [buffers])(hidden, positions, start, mask)
         found, wanted = output - hidden, expected - hidden
         rounding = 1e-6 * float(hidden.abs().amax()) / max(float(wanted.abs().amax()), 1e-6)
         return nearly_equal(found, wanted, 1e-4 + rounding) and all(map(nearly_equal, written, before))
 
-    def _compute(self, variant: int, parts: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _compute(self, parts: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         run, positions, start, mask = parts
         outputs: tuple[Tensor, ...] = run.stack(hidden_states, positions, start, mask)
         cache = id(kwargs["past_key_values"])
@@ -643,18 +493,6 @@ def _are_positions(parts: Any, count: int, width: int) -> bool:
     return all(p.dtype == torch.float32 and p.shape[:-1] == (1, count) and p.shape[-1] <= width for p in parts)
 
 
-def _hidden(output: Any) -> Tensor:
-    """Return the hidden states of a module's result."""
-    states: Tensor = output[0] if isinstance(output, tuple) else output
-    return states
-
-
-def _equal(output: Any, expected: Any) -> bool:
-    """Return whether two results have one form and the same hidden states up to rounding."""
-    same_form = type(output) is type(expected) and (not isinstance(output, tuple) or len(output) == len(expected))
-    return same_form and nearly_equal(_hidden(output), _hidden(expected))
-
-
 def _is_changed(module: nn.Module | None) -> bool:
     """Return whether a module has hooks or another ``forward`` than its type's; None for a part that a model lacks."""
     return module is not None and bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
@@ -664,6 +502,12 @@ def _is_plain(tensor: Tensor) -> bool:
     """Return whether a kernel can read a tensor."""
     usual = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
     return usual and type(tensor) in (Tensor, nn.Parameter)
+
+
+def _uses(module: Any, needed: frozenset[str], possible: frozenset[str] = frozenset()) -> bool:
+    """Return whether the ``forward`` of a module uses all needed names, and others only as far as they are possible."""
+    kind: Any = type(module)
+    return needed <= _names(kind) <= needed | possible
 
 
 @functools.cache

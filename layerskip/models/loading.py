@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from layerskip.config import ConfigError
 from layerskip.kernels.cpu import has_kernels, processor_flags
 from layerskip.models.gguf_blocks import KINDS, keep_file_blocks
-from layerskip.models.packing import fits_packed, has_blocks, uses_packing
+from layerskip.models.packing import fits_packed, has_blocks
 from layerskip.models.target import Target, TargetError
 from layerskip.models.weights import as_recorded, is_dense, quantization_config
 
@@ -163,17 +163,14 @@ def load_target(
     finally:
         if not quiet:
             transformers.utils.logging.enable_progress_bar()
-    if dtype == "auto" and torch_dtype == torch.bfloat16 and dense and pack_weights is not False and prefers_mixed(model):
+    if dtype == MIXED or (dtype == "auto" and dense and pack_weights is not False and prefers_mixed(model)):
+        with torch.no_grad():
+            for weight in model.parameters():  # buffers keep their precision
+                weight.copy_(weight.bfloat16())
         model.float()
         for config in (model.config, model.config.get_text_config(decoder=True)):  # as of one that was loaded in float32
             config.dtype = torch.float32
     target = Target(model.eval(), tokenizer, name, revision, pack_weights, quantization, compile=compile)
-    # Rounded weights are read at half the bytes, where they are packed.
-    faster = dtype == "auto" and dense and torch_dtype == torch.float32 and has_kernels() and uses_packing(target.model)
-    if dtype == MIXED or faster:
-        with torch.no_grad():
-            for weight in target.model.parameters():
-                weight.copy_(weight.bfloat16())
     if dtype == NATIVE:
         kept, all_layers = keep_file_blocks(target.model, Path(source) / options["gguf_file"])
         if not kept or not has_blocks(target.model):
@@ -330,16 +327,17 @@ def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, "the processor has no bfloat16 arithmetic"
 
 
-def prefers_mixed(model: nn.Module) -> bool:
-    """Return whether a bfloat16 model decodes faster by our kernels, whose sums are in float32.
+def prefers_mixed(model: PreTrainedModel) -> bool:
+    """Return whether a model decodes faster by our kernels, which read weights in bfloat16 and add in float32.
 
-    Processors with matrix units decode faster without them. At least half of the weights must be those of linear layers; the
+    Bfloat16 decodes faster without them on matrix units. At least half of the weights must be those of linear layers; the
     experts of a mixture, for example, are not. So where packed linear layers fit, all weights do at twice their size.
     """
     linear = sum(layer.weight.numel() for layer in model.modules() if type(layer) is nn.Linear)
     mostly_linear = 2 * linear >= sum(weight.numel() for weight in model.parameters())
     fits = mostly_linear and fits_packed(model, torch.float32)
-    return fits and not processor_flags() & _MATRIX_UNITS and has_kernels()
+    has_units = model.dtype == torch.bfloat16 and processor_flags() & _MATRIX_UNITS
+    return fits and not has_units and has_kernels()
 
 
 def _processor_has_bfloat16() -> bool:

@@ -66,13 +66,6 @@ def pack_like(model: nn.Module, tree: Tree) -> Tree:
     return tree
 
 
-def pack_matrices(tree: nn.Module) -> None:
-    """Let :func:`multiply` pack the matrices of a module tree on first use."""
-    for weight in tree.parameters():
-        if weight.ndim == 2 and _is_packable(weight):
-            _packed.setdefault(weight, _PackedWeight())
-
-
 def drop_stale_packing(tree: nn.Module) -> None:
     """Drop packed copies of weights that were changed through ``.data``, as far as a sample of their values shows it."""
     for layer in tree.modules():
@@ -120,7 +113,7 @@ def quantize_like(tree: nn.Module, bits: int) -> None:
     """Let the packed layers of a module tree multiply by weights of 8 or 4 bits, of which all trees share one copy."""
     for layer in tree.modules():
         if type(layer) is _PackedLinear:
-            layer.packed = _quantized[bits].setdefault(layer.weight, _QuantizedWeight(bits))
+            layer.packed = _quantized[bits].setdefault(layer.weight, _PackedWeight(bits))
 
 
 def keep_blocks(weight: Tensor, blocks: Blocks) -> None:
@@ -153,13 +146,14 @@ def packed_weight(layer: nn.Module) -> _PackedWeight | None:
 
 
 class _PackedWeight:
-    """The packed copy of a weight, made on first use and again after the weight has changed.
+    """The packed copy of a weight, made on first use and again after the weight has changed; at fewer ``bits`` if given.
 
     Attributes:
         copy: None where there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int | None = None) -> None:
+        self._bits = bits
         self._state: tuple[int, int] | None = None
         self._sample: list[float] = []
         self.copy: Product | None = None
@@ -178,7 +172,7 @@ class _PackedWeight:
     def product(self, weight: Tensor) -> Product | None:
         """Return the product by the packed copy of a weight, as it is now; None where packing does not help."""
         if self._state != _state(weight):
-            self.keep(weight, pack_weight(weight))
+            self.keep(weight, pack_weight(weight) if self._bits is None else IntegerWeight(weight, self._bits))
         return self.copy
 
     def keep(self, weight: Tensor, copy: Product | None) -> None:
@@ -195,29 +189,10 @@ class _PackedWeight:
             self._state = self.copy = None
 
     def __deepcopy__(self, memo: Any) -> _PackedWeight:
-        return _PackedWeight()  # a copied weight is packed again
+        return _PackedWeight(self._bits)  # a copied weight is packed again
 
     def __reduce__(self) -> Any:
-        return _PackedWeight, ()
-
-
-class _QuantizedWeight(_PackedWeight):
-    """A copy of a weight at fewer bits."""
-
-    def __init__(self, bits: int) -> None:
-        super().__init__()
-        self._bits = bits
-
-    def product(self, weight: Tensor) -> Product | None:
-        if self._state != _state(weight):
-            self.keep(weight, IntegerWeight(weight, self._bits))
-        return self.copy
-
-    def __deepcopy__(self, memo: Any) -> _QuantizedWeight:
-        return _QuantizedWeight(self._bits)
-
-    def __reduce__(self) -> Any:
-        return _QuantizedWeight, (self._bits,)
+        return _PackedWeight, (self._bits,)
 
 
 class _PackedLinear(nn.Linear):

@@ -1,9 +1,8 @@
 """Views of a model with skipped sub-layers, without a copy of its weights or of its modelling code.
 
 A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with every parameter and buffer already in its
-memo. In the view, a skipped sub-layer returns zeros or the output of its replacement. A wholly skipped layer returns its
-input; the first layer of a replaced run adds the replacement's output. Nothing else changes, so layer indices, cache
-entries, and each model family's own masks and positions stay as they are.
+memo. In the view, a skipped sub-layer returns zeros, and a wholly skipped layer returns its input. Nothing else changes, so
+layer indices, cache entries, and each model family's own masks and positions stay as they are.
 
 A mask of whole layers can be exported as an ordinary checkpoint of the kept layers, a draft model for any inference engine.
 It is loaded again and compared with the view, because the code of a model family may depend on layer numbers.
@@ -12,25 +11,24 @@ It is loaded again and compared with the view, because the code of a model famil
 from __future__ import annotations
 
 import copy
-import functools
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.device.trial import nearly_equal
 from layerskip.files import atomic_folder
-from layerskip.mask import Gap, MaskError, SkipMask
+from layerskip.mask import MaskError, SkipMask
 from layerskip.models.architecture import UnsupportedModel, architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_like, compile_mode
-from layerskip.models.cpu_layers import fuse_layers, has_forms
+from layerskip.models.cpu_layers import fuse_layers, has_layers
 from layerskip.models.forward import forward
 from layerskip.models.packing import drop_stale_packing, pack_like, quantize_like, uses_packing
 from layerskip.models.target import Target
@@ -44,20 +42,12 @@ _STEPS = (2, 1, 1, 1)  # tokens: keys and values are allocated, then parts, laye
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
-class Replacements(Protocol):
-    """Modules in place of the skipped sub-layers of one mask."""
-
-    def items(self) -> Sequence[tuple[Gap, nn.Module]]:
-        """Return every replaced gap with its module: from hidden states ``[..., H]`` to what is added in its place."""
-
-
-def skip_view(model: PreTrainedModel, mask: SkipMask, replacements: Replacements | None = None) -> PreTrainedModel:
+def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     """Make a view of a model that skips the sub-layers of a mask. It shares every weight; the model does not change.
 
     Args:
         model: a decoder.
         mask: the sub-layers to skip.
-        replacements: of the mask; None for empty skips.
 
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped.
@@ -66,28 +56,21 @@ def skip_view(model: PreTrainedModel, mask: SkipMask, replacements: Replacements
     detected = architecture(model)
     if mask.layers != len(detected.blocks):
         raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
-    modules = dict(() if replacements is None else replacements.items())
-    spans = {(gap.kind, gap.first): module for gap, module in modules.items()}
-    if replacements is not None and list(modules) != list(mask.gaps):
-        raise MaskError(f"mask: the replacements are not those of {mask.format()}")
     view = _copied(model)
     layers = view.get_submodule(detected.path)
     for index, block in enumerate(detected.blocks):
         layer = layers.get_submodule(str(index))
         if mask.attention[index] and mask.mlp[index]:
-            replace_forward(layer, block.form, functools.partial(_skip_layer, spans.get(("layers", index))))
+            replace_forward(layer, block.form, _unchanged)
             continue
         for kind in ("attention", "mlp"):
-            names: tuple[str, ...] = getattr(block, kind) if getattr(mask, kind)[index] else ()
-            for place, name in enumerate(names):  # of several modules in a sub-layer, the first is replaced
-                span = spans.get((kind, index)) if place == 0 else None
-                replace_forward(layer.get_submodule(name), block.child_forms[name], span or torch.zeros_like)
+            for name in getattr(block, kind) if getattr(mask, kind)[index] else ():
+                replace_forward(layer.get_submodule(name), block.child_forms[name], torch.zeros_like)
     return _learned(view)
 
 
-def _skip_layer(module: nn.Module | None, hidden: Tensor) -> Tensor:
-    """Return the input, plus a module's output where a replaced run begins."""
-    return hidden if module is None else hidden + module(hidden)
+def _unchanged(hidden: Tensor) -> Tensor:
+    return hidden
 
 
 def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
@@ -159,8 +142,8 @@ def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
 
 
 def _learned(view: PreTrainedModel) -> PreTrainedModel:
-    """Run a few steps of a view whose modules may have usual forms, so that the first text is computed as later ones are."""
-    if has_forms(view) and not view.training:
+    """Run a few steps of a view whose layers may run in few calls, so that its first text is computed as later ones are."""
+    if has_layers(view) and not view.training:
         text = view.config.get_text_config(decoder=True)
         cache = KVCache(text.num_hidden_layers, sum(_STEPS))
         with torch.inference_mode():

@@ -76,8 +76,8 @@ class Target:
         quantization: how its weights were quantised on loading, as :func:`~layerskip.models.loading.load_target` accepts it;
             None if they were not.
         drafts: draft models that were loaded for it, by name.
-        compile: whether the layers of captured passes are compiled (:mod:`layerskip.models.compiled_layers`): ``on``,
-            ``off``, or ``auto``, on CUDA. With None, the model's setting is kept; without one, it is ``auto``.
+        compile: whether the layers of captured passes are compiled (:mod:`layerskip.models.compiled_layers`): ``auto``, on
+            CUDA, or ``off``. With None, the model's setting is kept; without one, it is ``auto``.
 
     Raises:
         TargetError: ``compile`` is another value.

@@ -37,7 +37,6 @@ def save_trained(
     weights: Mapping[str, Tensor],
     target: Target,
     training: Mapping[str, Any],
-    calibration: str | None = None,
 ) -> None:
     """Save a trained module. ``head.json`` is written last, so that an incomplete folder is not a trained module.
 
@@ -48,7 +47,6 @@ def save_trained(
         weights: the module's own tensors, without those of the target.
         target: the target whose hidden states it reads.
         training: a record of data and training for the reader, with the digest of the data.
-        calibration: the digest of the texts that it was fitted to.
     """
     metadata = {
         "schema": _SCHEMA,
@@ -57,7 +55,6 @@ def save_trained(
         "target": _identity(target),
         "training": dict(training),
     }
-    metadata |= {} if calibration is None else {"calibration": calibration}
     with atomic_write(folder / _METADATA) as partial_metadata, atomic_write(folder / _WEIGHTS) as partial:
         write_json(partial_metadata, metadata)
         save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, partial)

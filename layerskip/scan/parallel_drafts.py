@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +15,7 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.stopping import confidence, portions
-from layerskip.device.transfer import copy_to_device
 from layerskip.mask import SkipMask
-from layerskip.models.skip_view import Replacements
 from layerskip.scan.text_batch import Start, StartPack, TextBatch, runs_of
 
 Row = tuple[int, int, int]
@@ -39,20 +36,6 @@ class DraftedToken(NamedTuple):
     acceptance: float
 
 
-@dataclass(frozen=True)
-class Drafters:
-    """Self-drafts that share passes.
-
-    Args:
-        replacements: those of each mask, or None.
-        tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
-    """
-
-    masks: Sequence[SkipMask]
-    replacements: Sequence[Replacements | None]
-    tokens: Tensor | None = None
-
-
 class ParallelDrafts:
     """A drafter from many starts of texts at once.
 
@@ -64,7 +47,7 @@ class ParallelDrafts:
         self.texts, self.sampling, self.begin_late = texts, texts.sampling, False
 
     def draft(
-        self, pack: StartPack, drafters: Drafters, rows: list[Row], depth: int, floor: float | None
+        self, pack: StartPack, masks: Sequence[SkipMask], rows: list[Row], depth: int, floor: float | None
     ) -> Iterator[tuple[Row, int, DraftedToken]]:
         """Draft from starts of a pack.
 
@@ -78,9 +61,9 @@ class ParallelDrafts:
             The row, the place in its draft from 0, and the drafted token.
         """
         model, texts, cache = self.texts.model, self.texts.continuations, self.texts.load(pack)
-        excluded = None if drafters.tokens is None else self._excluded(drafters.tokens, rows)
-        skips = (gap.first for mask in drafters.masks for gap in mask.gaps)
-        first = min(skips, default=model.layers - 1) if self.begin_late and depth == 1 else 0
+        layers = range(model.layers)
+        skips = (layer for layer in layers if any(mask.attention[layer] or mask.mlp[layer] for mask in masks))
+        first = next(skips, model.layers - 1) if self.begin_late and depth == 1 else 0
         chain = self.texts.tokens([(p, s) for _, p, s in rows])[:, None]
         draft_ids = torch.arange(len(rows), device=chain.device)
         reach = np.ones(len(rows))
@@ -95,13 +78,11 @@ class ParallelDrafts:
                 visible, positions = self.texts.visible(pack, starts, draft_ids, passes, place)
                 mask_ids = torch.tensor([m for m, _, _ in live], device=chain.device)
                 parts = runs_of([p for p, _ in starts])
-                model.prepare(visible, drafters.masks, mask_ids, parts, drafters.replacements)
+                model.prepare(visible, masks, mask_ids, parts)
                 late = (first, self.texts.layer_input(first, starts)) if first else None
                 logits = model.run(chain[:, -1], positions, cache, late)
                 passes.append((draft_ids, place))
                 cache.length += len(live)
-                if excluded is not None:
-                    logits = logits.masked_fill(excluded[draft_ids], -float("inf"))
                 drafted, results = self._accept(logits, starts, chain, place)
                 for i, row, result in zip(here, live, results, strict=True):
                     reach[i] *= result.acceptance
@@ -155,22 +136,3 @@ class ParallelDrafts:
         """
         confidences, chosen = confidence(logits), self.sampling.distribution(logits, seen)
         return confidences, chosen if self.sampling.greedy else chosen.gather(1, text_tokens[:, None])[:, 0]
-
-    def _excluded(self, tokens: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return ``[R, V]`` bool: tokens that may not be drafted from a start, neither in ``tokens`` nor in the text."""
-        excluded = torch.ones(len(rows), self.texts.vocabulary, dtype=torch.bool, device=self.texts.model.device)
-        excluded[:, tokens.to(excluded.device)] = False
-        continuations, starts = torch.tensor([[p, s] for _, p, s in rows], device=excluded.device).T
-        for p in sorted({p for _, p, _ in rows}):
-            here = (continuations == p).nonzero()[:, 0]
-            excluded[here] &= self._first_occurrence(p, excluded.device) > starts[here, None]
-        return excluded
-
-    def _first_occurrence(self, continuation: int, device: torch.device) -> Tensor:
-        """Return ``[V]`` int64: each token's first index in a continuation; -1 if in the prompt, a huge number if absent."""
-        vocabulary, text = self.texts.vocabulary, self.texts.continuations[continuation]
-        occurrences = [(token, -1) for token in text.prompt] + [(token, place) for place, token in enumerate(text.tokens)]
-        first = {token: place for token, place in reversed(occurrences) if token < vocabulary}
-        result = torch.full((vocabulary,), torch.iinfo(torch.int64).max, device=device)
-        result[copy_to_device(list(first), device)] = copy_to_device(list(first.values()), device)
-        return result

@@ -12,16 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import Form, UnsupportedModel, architecture, as_output, hidden_states
 from layerskip.models.attention import attend_in_parts
-from layerskip.models.cache import KVCache
-from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import forward
-from layerskip.models.skip_view import Replacements, shared_copy
+from layerskip.models.skip_view import shared_copy
 from layerskip.models.weights import input_device, is_split
 
 
@@ -42,13 +40,8 @@ class RowModel:
         # Set by prepare():
         self._kept: dict[tuple[str, int], Tensor | bool] = {}  # rows that run a sub-layer, or True or False for all
         self._masks: list[Tensor] = []  # attention masks by layer
-        self._replacements: dict[tuple[str, int], list[tuple[Tensor | None, nn.Module]]] = {}  # with rows, None for all
         # Set for one pass:
         self._late: tuple[int, Tensor] | None = None  # the layer to begin at, and its input
-        self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]] | None = None  # arguments and output by layer
-        # Set by watch():
-        self._watched: tuple[str, int] | None = None
-        self._watched_states: tuple[Tensor, Tensor] | None = None
         self._replace_forwards()
 
     @property
@@ -62,8 +55,8 @@ class RowModel:
             layer.forward = self._layer(layer.forward, index, block.form)
             for kind, names in (("attention", block.attention), ("mlp", block.mlp)):
                 for name in names:
-                    child, leads = layer.get_submodule(name), name == names[0]
-                    child.forward = self._sublayer(child.forward, kind, index, block.child_forms[name], leads)
+                    child = layer.get_submodule(name)
+                    child.forward = self._sublayer(child.forward, kind, index, block.child_forms[name])
 
     def _layer(self, original: Callable[..., Any], index: int, form: Form) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -72,46 +65,27 @@ class RowModel:
             if self._late is not None and index == self._late[0]:
                 args, kwargs = _with_hidden(args, kwargs, self._late[1])
             if self._kept["attention", index] is False and self._kept["mlp", index] is False:
-                hidden = hidden_states(args, kwargs)
-                return as_output(self._replaced(hidden, ("layers", index), hidden), form)
-            output = original(*args, **kwargs)
-            if ("layers", index) in self._replacements:  # of some of the rows only
-                hidden = output if form is None else output[0]
-                replaced = self._replaced(hidden_states(args, kwargs), ("layers", index), hidden)
-                output = replaced if form is None else (replaced, *output[1:])
-            if self._calls is not None:
-                self._calls[index] = args, kwargs, output if form is None else output[0]
-            return output
+                return as_output(hidden_states(args, kwargs), form)
+            return original(*args, **kwargs)
 
         return forward
 
-    def _sublayer(self, original: Callable[..., Any], kind: str, index: int, form: Form, leads: bool) -> Callable[..., Any]:
+    def _sublayer(self, original: Callable[..., Any], kind: str, index: int, form: Form) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            kept, hidden = self._kept[kind, index], hidden_states(args, kwargs)
+            kept = self._kept[kind, index]
             if kept is False:
-                output = as_output(torch.zeros_like(hidden), form)
-            else:
-                if kind == "attention" and "attention_mask" in kwargs:
-                    kwargs["attention_mask"] = self._masks[index]
-                output = original(*args, **kwargs)
+                return as_output(torch.zeros_like(hidden_states(args, kwargs)), form)
+            if kind == "attention" and "attention_mask" in kwargs:
+                kwargs["attention_mask"] = self._masks[index]
+            output = original(*args, **kwargs)
+            if kept is True:
+                return output
             result = output if form is None else output[0]
-            if isinstance(kept, Tensor):
-                # torch.where instead of a product: the output of a skipped sub-layer may be infinite.
-                result = torch.where(kept, result, 0.0)
-            if leads:
-                result = self._replaced(hidden, (kind, index), result)
-                if self._watched == (kind, index):
-                    self._watched_states = hidden, result
+            # torch.where instead of a product: the output of a skipped sub-layer may be infinite.
+            result = torch.where(kept, result, 0.0)
             return result if form is None else (result, *output[1:])
 
         return forward
-
-    def _replaced(self, hidden: Tensor, place: tuple[str, int], output: Tensor) -> Tensor:
-        """Add the outputs of the replacements at a place, each to its own rows."""
-        for rows, module in self._replacements.get(place, ()):
-            added = module(hidden)
-            output = output + (added if rows is None else torch.where(rows, added, 0.0))
-        return output
 
     def prepare(
         self,
@@ -119,16 +93,14 @@ class RowModel:
         masks: Sequence[SkipMask],
         mask_ids: Tensor,
         parts: Sequence[tuple[int, int]] = (),
-        replacements: Sequence[Replacements | None] = (),
     ) -> None:
-        """Set attention masks, skips and replacements of the next passes.
+        """Set attention masks and skips of the next passes.
 
         Args:
             visible: per layer ``[R, cache.length + R]`` bool; equal layers share one tensor.
             mask_ids: ``[R]`` int64: the mask of each row.
             parts: runs of rows that attend to few of the others' keys, see
                 :func:`~layerskip.models.attention.attend_in_parts`.
-            replacements: those of every mask; empty for none.
         """
         dtype = self.model.dtype
         converted: dict[int, Tensor] = {}
@@ -146,11 +118,6 @@ class RowModel:
                     self._kept[kind, index] = kept[0]
                 else:
                     self._kept[kind, index] = torch.tensor(kept, device=mask_ids.device)[mask_ids][None, :, None]
-        self._replacements = {}
-        for number, own in enumerate(replacements):
-            rows = None if len(masks) == 1 else (mask_ids == number)[None, :, None]
-            for gap, module in () if own is None else own.items():
-                self._replacements.setdefault((gap.kind, gap.first), []).append((rows, module))
 
     def run(self, tokens: Tensor, positions: Tensor, cache: Cache, late: tuple[int, Tensor] | None = None) -> Tensor:
         """Run one pass. It writes the rows' keys and values after ``cache.length``, which stays as it is.
@@ -170,57 +137,9 @@ class RowModel:
         finally:
             self._late = None
 
-    def layer_functions(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache, visible: Sequence[Tensor]
-    ) -> tuple[list[Callable[[Tensor], Tensor]], list[Tensor]]:
-        """Return every layer as a function of the rows' hidden states ``[1, R, H]``, and the whole model's own states.
-
-        For the arguments see :meth:`run` and :meth:`prepare`. The functions work while the cache is unchanged.
-
-        Returns:
-            One function per layer, which skips what :meth:`prepare` set last; the states before the first layer, then after
-            each.
-        """
-        self.prepare(visible, [SkipMask.none(self.layers)], torch.zeros_like(tokens))
-        self._calls = {}
-        try:
-            self.run(tokens, positions, cache)
-            calls = [self._calls[index] for index in range(self.layers)]
-        finally:
-            self._calls = None
-
-        def layer_function(index: int) -> Callable[[Tensor], Tensor]:
-            args, kwargs, _ = calls[index]
-            layer = self._model_copy.get_submodule(f"{self.architecture.path}.{index}")
-            form = self.architecture.blocks[index].form
-
-            def function(hidden: Tensor) -> Tensor:
-                own_args, own_kwargs = _with_hidden(args, kwargs, hidden)
-                output: Any = layer(*own_args, **own_kwargs)
-                result: Tensor = output if form is None else output[0]
-                return result
-
-            return function
-
-        first = hidden_states(*calls[0][:2])
-        return [layer_function(index) for index in range(self.layers)], [first, *(output for _, _, output in calls)]
-
     def unsupported(self, reason: str) -> UnsupportedModel:
         """Return the error that the model cannot be scanned."""
         return UnsupportedModel(f"{type(self.model).__name__}: cannot be scanned: {reason}")
-
-    def restrict(self, head: DraftHead) -> None:
-        """Return logits ``[R, v]`` of a draft head's tokens alone from now on."""
-        head.restrict(self._model_copy)
-
-    def watch(self, kind: str, index: int) -> None:
-        """Record input and output of one sub-layer from now on, for :meth:`watched_states`."""
-        self._watched, self._watched_states = (kind, index), None
-
-    def watched_states(self) -> tuple[Tensor, Tensor]:
-        """Return the last input of the watched sub-layer, and its output or that of its replacement, ``[1, R, H]`` each."""
-        assert self._watched_states is not None
-        return self._watched_states
 
 
 def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:

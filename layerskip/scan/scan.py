@@ -21,16 +21,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from layerskip.config import StopRule
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
 from layerskip.device.memory import is_out_of_memory
 from layerskip.mask import SkipMask
-from layerskip.models.skip_view import Replacements
 from layerskip.models.target import Target
-from layerskip.scan.parallel_drafts import Drafters, ParallelDrafts
+from layerskip.scan.parallel_drafts import ParallelDrafts
 from layerskip.scan.replay import Counts, Trace, count, expected_counts, replay
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.text_batch import Start, StartPack, TextBatch
@@ -45,14 +43,10 @@ class Scan:
 
     Args:
         traces: the drafts along each continuation.
-        replacements: the mask's; None for none.
-        tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
     """
 
     mask: SkipMask
     traces: tuple[Trace, ...]
-    replacements: Replacements | None = None
-    tokens: Tensor | None = None
 
     @property
     def agreement(self) -> float:
@@ -89,7 +83,7 @@ class Scanner:
         self.target, self.sampling = target, sampling
         self.depth, self.max_rows = depth, max_rows
         model, vocabulary = RowModel(target.model), target.vocabulary
-        self._texts = TextBatch(model, vocabulary, continuations, sampling, layer_inputs=True, max_bytes=max_bytes)
+        self._texts = TextBatch(model, vocabulary, continuations, sampling, max_bytes)
         self.continuations = self._texts.continuations
         texts = enumerate(self.continuations)
         self._packs = self._pack([(p, s) for p, text in texts for s in range(text.starts) if text.limit(s) > 0])
@@ -137,36 +131,24 @@ class Scanner:
         return True
 
     @torch.inference_mode()
-    def scan(
-        self,
-        masks: Sequence[SkipMask],
-        depth: int | None = None,
-        floor: float | None = None,
-        replacements: Sequence[Replacements | None] | None = None,
-        tokens: Tensor | None = None,
-    ) -> list[Scan]:
+    def scan(self, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None) -> list[Scan]:
         """Scan masks, as many at once as ``max_rows`` allows.
 
         Args:
             depth: the longest draft; None for the scanner's.
             floor: greedy drafts are scanned past their first wrong token while their confidence is at least this: the lowest
                 threshold that will be replayed; None for none.
-            replacements: those of each mask; None for none at all.
-            tokens: ``[v]`` int64: the tokens that may be drafted, in addition to those earlier in the text; None for all.
         """
         if not self.sampling.greedy:
             floor = None
         depth = self.depth if depth is None else min(depth, self.depth)
-        scans = [
-            Scan(mask, tuple(Trace.empty(p.starts, depth) for p in self.continuations), own, tokens)
-            for mask, own in zip(masks, [None] * len(masks) if replacements is None else replacements, strict=True)
-        ]
+        scans = [Scan(mask, tuple(Trace.empty(p.starts, depth) for p in self.continuations)) for mask in masks]
         for pack in self._packs:
             at_once = max(1, self.max_rows // len(pack.rows))
             for first in range(0, len(scans), at_once):
                 some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
-                for (m, p, s), place, token in self._drafts.draft(pack, _drafters(some), rows, depth, floor):
+                for (m, p, s), place, token in self._drafts.draft(pack, [scan.mask for scan in some], rows, depth, floor):
                     some[m].traces[p].record(s, place, token.confidence, token.acceptance)
         return scans
 
@@ -194,7 +176,3 @@ class Scanner:
         if any(trace.depth < num_speculative_tokens for trace in scan.traces):
             raise ValueError(f"num_speculative_tokens: {num_speculative_tokens} exceeds the scan's depth")
         return list(zip(self.continuations, scan.traces, strict=True))
-
-
-def _drafters(scans: Sequence[Scan]) -> Drafters:
-    return Drafters([scan.mask for scan in scans], [scan.replacements for scan in scans], scans[0].tokens)

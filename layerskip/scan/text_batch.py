@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from layerskip.decoding.sampling import Sampling
-from layerskip.decoding.stopping import confidence, portions
+from layerskip.decoding.stopping import confidence
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.architecture import hidden_states
 from layerskip.models.cache import KVCache
@@ -28,13 +28,6 @@ from layerskip.models.forward import forward
 from layerskip.models.skip_view import decoding_view
 from layerskip.scan.row_model import RowModel
 from layerskip.texts.continuations import Continuation
-
-
-class TopTokens(NamedTuple):
-    """The most likely next tokens by the target, most likely first: ``[N, k]`` float32 and ``[N, k]`` int32."""
-
-    probs: Tensor
-    tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -47,9 +40,7 @@ class TextStates:
         visible: per layer ``[n, n]`` bool or None, as in :class:`TargetPass`.
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
         token_probs: ``[N]``: its probability of the token itself; empty for greedy decoding.
-        top_tokens: its most likely tokens after every token of the continuation; None if not requested.
-        layer_inputs: per layer the input hidden states ``[1, N, H]`` at every token of the continuation; empty if not
-            requested.
+        layer_inputs: per layer the input hidden states ``[1, N, H]`` at every token of the continuation.
     """
 
     tokens: Tensor
@@ -57,39 +48,15 @@ class TextStates:
     visible: list[Tensor | None]
     confidence: NDArray[np.float64]
     token_probs: NDArray[np.float64]
-    top_tokens: TopTokens | None = None
-    layer_inputs: tuple[Tensor, ...] = ()
+    layer_inputs: tuple[Tensor, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors. Layers may share a mask, which counts once."""
         masks = {id(mask): mask for mask in self.visible if mask is not None}
-        tensors = (self.tokens, *masks.values(), *(self.top_tokens or ()), *self.layer_inputs)
+        tensors = (self.tokens, *masks.values(), *self.layer_inputs)
         total: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return self.cache.nbytes + total
-
-
-class TextCache:
-    """The states of texts within a budget, kept because reading a text again takes longer than drafting along it.
-
-    Args:
-        top_k: how many of the target's most likely tokens to keep at every position. Tokens beyond the default have almost
-            no probability.
-    """
-
-    def __init__(self, max_bytes: int, top_k: int = 256) -> None:
-        self.max_bytes, self.top_k, self.nbytes = max_bytes, top_k, 0
-        self._texts: dict[Continuation, TextStates] = {}
-
-    def get(self, continuation: Continuation, read: Callable[[Continuation], TextStates]) -> TextStates:
-        """Return a continuation's states. Call ``read`` if they are missing, and keep its result if it fits the budget."""
-        text = self._texts.get(continuation)
-        if text is None:
-            text = read(continuation)
-            if self.nbytes + text.nbytes <= self.max_bytes:
-                self._texts[continuation] = text
-                self.nbytes += text.nbytes
-        return text
 
 
 class TargetPass(NamedTuple):
@@ -191,8 +158,6 @@ class TextBatch:
 
     Args:
         vocabulary: V, the width of its logits.
-        layer_inputs: whether to keep the input hidden states of every layer.
-        text_cache: states of texts read before. It also decides how many of the most likely tokens are kept.
         max_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
     """
 
@@ -203,17 +168,12 @@ class TextBatch:
         vocabulary: int,
         continuations: Sequence[Continuation],
         sampling: Sampling,
-        layer_inputs: bool = False,
-        text_cache: TextCache | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        self.model, self.vocabulary, self._layer_inputs = model, vocabulary, layer_inputs
-        self.sampling = sampling
-        text_cache = TextCache(0, top_k=0) if text_cache is None else text_cache
-        self._top_k = min(text_cache.top_k, vocabulary)
+        self.model, self.vocabulary, self.sampling = model, vocabulary, sampling
         self.texts: list[TextStates] = []
         for continuation in continuations:
-            text = text_cache.get(continuation, self._read)
+            text = self._read(continuation)
             if self.texts and max_bytes is not None and text.nbytes + sum(one.nbytes for one in self.texts) > max_bytes:
                 break
             self.texts.append(text)
@@ -249,9 +209,8 @@ class TextBatch:
             [*continuation.prompt, *continuation.tokens, *continuation.tokens[-1:] * missing], self.model.device
         )
         begin, end = len(continuation.prompt), len(continuation.prompt) + len(continuation.tokens)
-        logits, cache, visible, layer_inputs = run_target(
-            self.model, tokens, tokens.shape[0] - begin + 1, tokens.shape[0] - begin if self._layer_inputs else 0
-        )
+        new = tokens.shape[0] - begin
+        logits, cache, visible, layer_inputs = run_target(self.model, tokens, new + 1, new)
         logits = logits[: end - begin]
         token_probs = np.empty(0)
         if not self.sampling.greedy:
@@ -260,25 +219,10 @@ class TextBatch:
                 seen = torch.cat([self.seen(tokens[:place]) for place in range(begin, end)])
             probs = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
             token_probs = probs.double().cpu().numpy()
-        top_tokens = None
-        if self._top_k:
-            top = [some.float().softmax(-1).topk(self._top_k) for some in portions(logits)]
-            indices = torch.cat([some.indices for some in top]).to(torch.int32)
-            top_tokens = TopTokens(torch.cat([some.values for some in top]), indices)
         # Without padding there is nothing to cut off, and a copy would only take memory.
         kept = tuple(states[:, : end - begin].clone() if missing else states for states in layer_inputs)
         confidences = confidence(logits).double().cpu().numpy()
-        return TextStates(tokens, cache, visible, confidences, token_probs, top_tokens, kept)
-
-    def top_tokens(self, starts: Sequence[Start]) -> TopTokens:
-        """Return ``[R, k]``: the target's most likely tokens after the tokens at starts."""
-        probs, tokens = [], []
-        for continuation, place in starts:
-            top = self.texts[continuation].top_tokens
-            assert top is not None
-            probs.append(top.probs[place])
-            tokens.append(top.tokens[place])
-        return TopTokens(torch.stack(probs), torch.stack(tokens))
+        return TextStates(tokens, cache, visible, confidences, token_probs, kept)
 
     def layer_input(self, layer: int, starts: Sequence[Start]) -> Tensor:
         """Return ``[1, R, H]``: the target's input to a layer at the tokens of starts."""

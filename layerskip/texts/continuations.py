@@ -7,7 +7,7 @@ under a digest of everything that they depend on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,6 @@ class Continuation:
     def limit(self, start: int) -> int:
         """Return the most tokens that a round may draft if its last committed token is ``tokens[start]``."""
         return self.max_new_tokens - start - 2
-
-
-def continuations_digest(continuations: Iterable[Continuation]) -> str:
-    """Return a digest of the tokens of continuations."""
-    return digest([[list(continuation.prompt), list(continuation.tokens)] for continuation in continuations])
 
 
 def continue_prompts(

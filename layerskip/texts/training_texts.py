@@ -30,7 +30,6 @@ _PROMPT_SAMPLING = Sampling(1.0, min_p=0.05)  # top_p would sort the vocabulary,
 _PATIENCE = 8  # batches without a prompt
 _FIRST_SHARE = (0.1, 1.0)  # of the words of a given prompt, from and to
 _FIRST_TOKENS = 256  # of the first words, at most
-_MAX_PADDING = 2  # times the length of the shortest prompt of a batch
 
 
 @dataclass(frozen=True)
@@ -112,28 +111,9 @@ def _prompt(target: Target, opening: list[int], start: list[int], tokens: list[i
 
 @torch.inference_mode()
 def _generate(target: Target, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int) -> list[list[int]]:
-    """Return the new tokens of each prompt, including the end of sequence; prompts of similar length form a batch."""
-    written: list[list[int]] = [[] for _ in prompts]
-    for places in _similar_lengths(prompts):
-        rows = _generate_batch(target, [prompts[place] for place in places], sampling, max_new_tokens)
-        for place, tokens in zip(places, rows, strict=True):
-            written[place] = tokens
-    return written
-
-
-def _similar_lengths(prompts: list[list[int]]) -> list[list[int]]:
-    """Return batches of prompt indices: a prompt is at most twice as long as the shortest of its batch."""
-    batches: list[list[int]] = []
-    for place in sorted(range(len(prompts)), key=lambda place: len(prompts[place])):
-        if batches and len(prompts[place]) <= _MAX_PADDING * len(prompts[batches[-1][0]]):
-            batches[-1].append(place)
-        else:
-            batches.append([place])
-    return batches
-
-
-def _generate_batch(target: Target, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int) -> list[list[int]]:
-    """Return the new tokens of each prompt by one call of transformers' ``generate``."""
+    """Return the new tokens of each prompt, including the end of sequence, by one call of transformers' ``generate``."""
+    if not prompts:
+        return []
     longest = max(map(len, prompts))
     rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=target.device)
     seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=target.device)

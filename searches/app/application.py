@@ -12,16 +12,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import hydra
 import optuna
 from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
-from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -33,13 +30,12 @@ from layerskip.files import DISK_FULL, UNUSABLE
 from layerskip.models.cache import CacheOverflow
 from searches.app.checks import InputError, check_output_paths
 from searches.app.composition import CONF, fill_defaults, prepare_overrides, store_drafters
-from searches.app.interrupt import error_chain, guard_exit, interrupt_code, interruptible, is_interrupt, resend_interrupt
+from searches.app.interrupt import error_chain, guard_exit, interrupt_code, interruptible, is_interrupt
 from searches.app.streams import lost_output, tolerate_loss
 
 _NO_PRIMITIVE = "could not create a primitive"  # what oneDNN says where it gets no memory
 BAD_INPUT = 2
 NOT_CONFIRMED = 4
-FINISHED = "finished"
 _MILDEST = (0, 3, NOT_CONFIRMED, BAD_INPUT, 1)
 """Exit codes, worst last: success, weaker, refuted, bad input, unexpected error. Others, such as of signals, are worse."""
 _INPUT_ERRORS = (
@@ -68,12 +64,12 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         resumable: whether the same command continues after an interruption.
         is_printed: whether the result is what the program prints, which is then lost on a full disk.
     """
-    jobs: list[Job] = []
+    ended: list[tuple[str, int]] = []  # jobs of a multirun, with their exit codes
 
     def guarded(config: DictConfig) -> None:
         # Errors are handled in here, because Hydra prints its own message first. It lets SystemExit pass.
         _set_up()
-        code, line, interrupted = 0, FINISHED, False
+        code, line, interrupted = 0, "", False
         try:
             with interruptible():
                 check_output_paths(config)
@@ -90,46 +86,26 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
             if code:  # a launcher carries exceptions alone; with SystemExit, submitit waits and Ray starts again
                 raise JobFailed(code, line)
             return
-        jobs.append(Job(tuple(HydraConfig.get().overrides.task), code, line))
+        ended.append((" ".join(HydraConfig.get().overrides.task), code))
         if code and (interrupted or HydraConfig.get().mode != RunMode.MULTIRUN):
             sys.exit(code)
-
-    check_batch = Sweeper.validate_batch_is_legal
-
-    def keep_legal(sweeper: Any, batch: list[Sequence[str]]) -> None:
-        if type(sweeper).__name__ != "BasicSweeper":  # others relate jobs to what they return
-            check_batch(sweeper, batch)
-            return
-        # Hydra ends a multirun at the first job that cannot be composed. The others shall run.
-        refused: list[tuple[Sequence[str], HydraException]] = []
-        for overrides in batch:
-            try:
-                check_batch(sweeper, [overrides])
-            except HydraException as error:
-                refused.append((overrides, error))
-        for overrides, reason in refused:
-            jobs.append(Job(tuple(overrides), *_report(reason, resumable)))
-            batch.remove(overrides)
-        if not batch and sweeper.is_done():  # else later batches run
-            sys.exit(BAD_INPUT)
 
     _set_up()
     store_drafters()
     program = hydra.main(version_base="1.3", config_path=CONF, config_name=config_name)(guarded)
     code = 0
     try:
-        with interruptible(), patch.object(Sweeper, "validate_batch_is_legal", keep_legal):
+        with interruptible():
             sys.argv[1:] = prepare_overrides(config_name, sys.argv[1:])
             program()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except (Exception, KeyboardInterrupt) as error:
-        jobs += launched_jobs(error)
         code, _ = _report(error, resumable)
-    if len(jobs) > 1:
-        print(table(jobs))
-    code = worst([code, *(job.code for job in jobs)])
-    code = _with_output(code, is_printed or not jobs)  # without a job, Hydra printed its help
+    if len(ended) > 1:
+        print("\n".join(["| exit code | job |", "|---|---|", *(f"| {number} | {job} |" for job, number in ended)]))
+    code = worst([code, *(number for _, number in ended)])
+    code = _with_output(code, is_printed or not ended)  # without a job, Hydra printed its help
     guard_exit(code)
     sys.exit(code)
 
@@ -145,7 +121,7 @@ def _with_output(code: int, is_printed: bool) -> int:
 
 
 def _set_up() -> None:
-    """Set the filters and hooks of a process that runs a task, which a launcher may have started."""
+    """Set the filters of a process that runs a task, which a launcher may have started."""
     tolerate_loss()
     # Optuna marks grouped TPE and the Wilcoxon pruner as experimental.
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -154,9 +130,6 @@ def _set_up() -> None:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it logs the traceback of what it then raises
     logging.getLogger("alembic").setLevel(logging.WARNING)
-
-    if sys.unraisablehook is sys.__unraisablehook__:  # keep the hook of a test runner
-        sys.unraisablehook = resend_interrupt
 
 
 def _is_launched() -> bool:
@@ -215,15 +188,6 @@ def _one_line(error: BaseException) -> str:
     return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in line)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job that has ended: its overrides, the exit code that it would have as a program, and one line on its outcome."""
-
-    overrides: tuple[str, ...]
-    code: int
-    outcome: str
-
-
 class JobFailed(Exception):
     """The failure of a job that a launcher ran elsewhere, with its exit code and the last line that it printed."""
 
@@ -232,31 +196,6 @@ class JobFailed(Exception):
         self.code, self.line = code, line
 
 
-def launched_jobs(error: BaseException) -> list[Job]:
-    """Return the jobs that a launcher ran elsewhere, of which Hydra raises the first failure alone."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    sweep = next((frame.f_locals for frame in frames if frame.f_code.co_qualname == "BasicSweeper.sweep"), {})
-    jobs = []
-    for returned in sweep.get("results", ()):
-        code, outcome, failure = 0, FINISHED, returned._return_value
-        if isinstance(failure, JobFailed):
-            code, outcome = failure.code, failure.line
-        elif isinstance(failure, Exception):  # of the launcher, such as a job that was killed
-            code, outcome = 1, type(failure).__name__
-        jobs.append(Job(tuple(returned.overrides), code, outcome))
-    return jobs
-
-
 def worst(codes: Sequence[int]) -> int:
     """Return the worst of exit codes."""
     return max(codes, key=[*_MILDEST, *sorted(set(codes).difference(_MILDEST))].index)
-
-
-def table(jobs: Sequence[Job]) -> str:
-    """Return a table in Markdown with the overrides that differ between jobs and with the outcomes."""
-    common = set.intersection(*(set(job.overrides) for job in jobs))
-    rows = ["| job | exit code | outcome |", "|---|---|---|"]
-    for job in jobs:
-        cells = " ".join(each.lstrip("+") for each in job.overrides if each not in common), str(job.code), job.outcome
-        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(rows)

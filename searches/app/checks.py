@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -64,7 +65,8 @@ def check_output_paths(config: DictConfig) -> None:
         if not isinstance(config.outputs, (str, int)):  # YAML reads a folder name of digits as a number
             raise InputError(f"outputs: {config.outputs!r} is not the path of a folder")
         config.outputs = str(config.outputs)
-        if _free_bytes(check_folder("outputs", config.outputs)) < _MIN_FREE_BYTES:
+        usage = shutil.disk_usage(check_folder("outputs", config.outputs))
+        if usage.total and usage.free < _MIN_FREE_BYTES:  # a file system without an answer has a total of 0
             needed = _MIN_FREE_BYTES // 2**20
             raise InputError(f"outputs: {config.outputs} has no space left; {needed} MB are needed")
     if config.get("record") is not None:
@@ -87,19 +89,6 @@ def check_folder(name: str, folder: str) -> str:
     if not os.access(place, os.W_OK):
         raise InputError(f"{name}: {place} cannot be written to")
     for part in missing:
-        try:
-            os.lstat(os.path.join(place, part))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise InputError(f"{name}: {part!r} cannot be the name of a file: {error.strerror}") from error
+        if len(os.fsencode(part)) > os.pathconf(place, "PC_NAME_MAX"):
+            raise InputError(f"{name}: {part!r} cannot be the name of a file: {os.strerror(errno.ENAMETOOLONG)}")
     return place
-
-
-def _free_bytes(folder: str) -> float:
-    """Return the free space of a folder's file system; infinity if the system does not say."""
-    try:
-        usage = shutil.disk_usage(folder)
-    except (OSError, AttributeError):  # a platform without the call, or a file system without an answer
-        return math.inf
-    return usage.free if usage.total else math.inf

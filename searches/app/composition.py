@@ -12,13 +12,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from types import NoneType
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Sweep
 from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, open_dict
@@ -29,7 +26,7 @@ _OWN = ("layerskip.", "searches.")
 _OVERRIDE = re.compile(r"(?P<key>\w+(\.\w+)+)=")
 _CHOICE = re.compile(r"[+~]?\w+(@[\w.]+)?=[\w-]+$")
 _TEXT = re.compile(r"(?P<start>\+{0,2}(?P<field>[\w.]+)=)(?P<value>.+)", re.DOTALL)
-_ITEM = re.compile(r"""'(\\.|[^'\\])*'(?=,|$)|"(\\.|[^"\\])*"(?=,|$)|[^,]+""")  # of a list; commas in quotes belong to it
+_AS_HYDRA_READS = re.compile(r"""null|'(\\.|[^'\\])*'|"(\\.|[^"\\])*"|.*\$\{[^}]*\}.*""")
 _PATHS = (
     *("outputs", "record", "config", "export", "output", "inspect", "model", "corpus", "begin_like", "warm_start", "path"),
     *("url", "plain", "draft", "folder", "python", "draft_folder", "cross_draft"),
@@ -67,45 +64,23 @@ def literal(text: str) -> str:
 
 
 def _quote_path(override: str, several: bool) -> str:
-    """Return an override, its value quoted if that is a path, or paths, that Hydra would refuse or read as something else.
+    """Return an override, its value quoted if that is a path, which Hydra might refuse or read as something else.
 
-    With ``several``, commas separate the jobs of a multirun.
+    A value that is quoted, null or has an interpolation stays. With ``several``, commas separate the jobs of a multirun.
     """
     match = _TEXT.fullmatch(override)
-    if match is None:
+    if match is None or not _is_path(match["field"]):
         return override
-    start, field, value = match["start"], match["field"], match["value"]
-    last, read = field.rpartition(".")[2], _read(value)
+    check_text(match["field"], match["value"])
+    if _AS_HYDRA_READS.fullmatch(match["value"]) or (several and "," in match["value"]):
+        return override
+    return match["start"] + literal(match["value"])
+
+
+def _is_path(field: str) -> bool:
     declared = {each.name for method in methods().values() for each in method.fields if each.path}
-    if last == "paths" or (last in declared and field.startswith("space.ranges.")):
-        is_list = value[0] + value[-1] == "[]" and not all(isinstance(item, str) for item in read or [None])
-        return f"{start}[{_quoted_items(value[1:-1])}]" if is_list else override
-    if field in _PATHS or last in (*_PATHS, *declared):
-        check_text(field, value)
-        if several and not isinstance(read, Sweep):
-            return start + _quoted_items(value)
-        return start + (value if several else _quoted(value))
-    return override
-
-
-def _quoted_items(values: str) -> str:
-    return ",".join(_quoted(item[0]) for item in _ITEM.finditer(values))
-
-
-def _quoted(value: str) -> str:
-    read = _read(value)
-    is_kept = isinstance(read, (str, NoneType, dict)) or (type(read) is int and str(read) == value)
-    is_kept &= value == value.strip()  # Hydra drops spaces at the ends
-    return value if is_kept else literal(value)
-
-
-def _read(value: str) -> Any:
-    """Return what Hydra reads: a text, None for ``null``, a list, a sweep of several values, ...; False if it refuses it."""
-    try:
-        override = OverridesParser.create().parse_override(f"value={value}")
-        return override._value if override.is_sweep_override() else override.value()
-    except HydraException:
-        return False
+    last = field.rpartition(".")[2]
+    return field in _PATHS or last in _PATHS or (last in declared and not field.startswith("space.ranges."))  # a list
 
 
 @cache  # its types and names are the same for all registered drafters

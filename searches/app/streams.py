@@ -9,7 +9,6 @@ import contextlib
 import errno
 import io
 import os
-import select
 import sys
 from typing import TYPE_CHECKING
 
@@ -27,18 +26,13 @@ class _Lossy(io.FileIO):
     error: OSError | None = None
 
     def write(self, data: ReadableBuffer) -> int:
-        """Write or drop all of the data; return the number of bytes."""
-        rest = memoryview(data).cast("B")
+        """Write or drop the data; return the number of bytes."""
         try:
-            while rest:
-                count = super().write(rest)
-                if count is None:  # another program made the terminal or the pipe non-blocking
-                    select.select([], [self], [])
-                rest = rest[count or 0 :]
+            return super().write(data)
         except OSError as error:
             if error.errno != errno.EPIPE and self.error is None:
                 self.error = error
-        return memoryview(data).nbytes
+            return memoryview(data).nbytes
 
 
 def tolerate_loss() -> None:
@@ -48,20 +42,17 @@ def tolerate_loss() -> None:
         if stream is not getattr(sys, f"__{name}__") or _lossy(stream) is not None:  # someone else's, or done before
             continue
         if stream is None:  # it was closed before the program began
-            stream = io.TextIOWrapper(_Lossy(os.devnull, "w"), "utf-8", "backslashreplace")
+            raw, encoding, is_flushed = _Lossy(os.devnull, "w"), "utf-8", False
         else:
             with contextlib.suppress(OSError):
                 stream.flush()
-            raw = _Lossy(stream.fileno(), "w", closefd=False)
-            stream = io.TextIOWrapper(
-                raw if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(raw),
-                encoding=stream.encoding,
-                errors="backslashreplace",
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+            raw, encoding = _Lossy(stream.fileno(), "w", closefd=False), stream.encoding
+            os.set_blocking(stream.fileno(), True)  # another program may have made the terminal or the pipe non-blocking
+            is_flushed = stream.line_buffering or stream.write_through
+        buffer = io.BufferedWriter(raw)
+        wrapped = io.TextIOWrapper(buffer, encoding=encoding, errors="backslashreplace", line_buffering=is_flushed)
+        setattr(sys, name, wrapped)
+        setattr(sys, f"__{name}__", wrapped)
 
 
 def hold_descriptors() -> None:
@@ -79,6 +70,5 @@ def lost_output() -> OSError | None:
 
 
 def _lossy(stream: object) -> _Lossy | None:
-    buffer = getattr(stream, "buffer", None)
-    raw = getattr(buffer, "raw", buffer)
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
     return raw if isinstance(raw, _Lossy) else None

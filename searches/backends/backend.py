@@ -7,14 +7,14 @@ names the class. Its tests inherit those of ``tests/searches/backends/contract.p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
 from layerskip import PromptSet, SpeculativeConfig
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
-from searches.app.checks import InputError, check_list, check_whole
+from searches.app.checks import InputError, check_whole
 from searches.space.search_space import SearchSpace
 
 BASELINE = "baseline"
@@ -46,35 +46,22 @@ class Workload:
     """The requests that an engine serves while it is measured.
 
     Args:
-        concurrency: number of requests in flight, at least 1. The next one is sent as soon as one is finished. With several
-            numbers, such as ``[1,8]``, every prompt is decoded under each of them, and a speedup is that of all together.
+        concurrency: number of requests in flight, at least 1. The next one is sent as soon as one is finished.
         goal: what a speedup compares: ``decoding`` or ``throughput``. The first is the tokens per second of a request after
             its first token, the second those of the engine, prefill included.
     """
 
-    concurrency: int | Sequence[int] = 1
+    concurrency: int = 1
     goal: str = "decoding"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.concurrency, int):
-            check_list("workload.concurrency", self.concurrency, or_empty=False)
-            object.__setattr__(self, "concurrency", tuple(self.concurrency))
-        for level in self.levels:
-            check_whole("workload.concurrency", level)
-        if len(set(self.levels)) < len(self.levels):
-            raise InputError(f"workload.concurrency: {list(self.levels)} names a number twice")
+        check_whole("workload.concurrency", self.concurrency)
         if self.goal not in ("decoding", "throughput"):
             raise InputError(f"workload.goal: {self.goal!r} is neither decoding nor throughput")
 
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """The numbers of requests in flight."""
-        return (self.concurrency,) if isinstance(self.concurrency, int) else tuple(self.concurrency)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
-        one = isinstance(self.concurrency, int)
-        return {"concurrency": self.concurrency if one else list(self.levels), "goal": self.goal}
+        return asdict(self)
 
 
 class Backend(Protocol):

@@ -23,6 +23,8 @@ from layerskip.measure.measure import Task
 _USAGE = {"include_usage": True, "continuous_usage_stats": True}
 _SHOWN = 200  # characters of an unexpected answer in an error
 _NEUTRAL = Sampling().to_dict()
+_Piece = tuple[str, list[int], int | None, bool]
+"""The text and the token ids of an event, the number of tokens up to it, if stated, and whether the text ends."""
 
 
 class RequestFailed(RuntimeError):
@@ -54,29 +56,24 @@ class Completion:
 
 
 class Client:
-    """A client of one server. Threads may share it.
+    """A client of one server, which sends the API key in ``OPENAI_API_KEY``, if there is one. Threads may share it.
 
     Args:
         url: such as ``http://127.0.0.1:8000``; a final ``/v1`` is the same. Another form raises ``ValueError``.
         limit_seconds: for a whole request.
-        headers: sent with every request.
     """
 
-    def __init__(self, url: str, limit_seconds: float = 300.0, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, limit_seconds: float = 300.0) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
         self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self.url, self.limit_seconds, self._headers = url, limit_seconds, dict(headers or {})
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
+        self.url, self.limit_seconds = url, limit_seconds
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._extensions = True
         self._model: str | None = None
-
-    @classmethod
-    def with_key(cls, url: str, limit_seconds: float) -> Client:
-        """Return a client that sends the API key in ``OPENAI_API_KEY``, if there is one."""
-        key = os.environ.get("OPENAI_API_KEY")
-        return cls(url, limit_seconds, {"Authorization": f"Bearer {key}"} if key else None)
 
     def ready(self) -> bool:
         """Return whether the server answers and names a model."""
@@ -161,10 +158,8 @@ class Client:
             yield connection.getresponse()
         except TimeoutError:
             raise RequestFailed(f"{self.url}{path}: no answer within {limit_seconds:g} seconds") from None
-        except (http.client.RemoteDisconnected, http.client.IncompleteRead, ConnectionError) as error:
-            raise RequestFailed(f"{self.url}{path}: the connection broke ({type(error).__name__})") from None
         except (OSError, http.client.HTTPException) as error:
-            raise RequestFailed(f"{self.url}{path}: {type(error).__name__}: {error}".strip(": ")) from None
+            raise RequestFailed(f"{self.url}{path}: the connection broke ({type(error).__name__}: {error})") from None
         finally:
             connection.close()
 
@@ -175,29 +170,27 @@ class Client:
                 answer = " ".join(response.read(4096).decode(errors="replace").split())[:_SHOWN]
                 error = _Refused if response.status in (400, 422) else RequestFailed
                 raise error(f"status {response.status}: {answer}")
-            return _read(self._events(response, start), start, maximum)
+            return _read(self._pieces(response, start), start, maximum)
 
-    def _events(self, response: http.client.HTTPResponse, start: float) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream up to its end."""
+    def _pieces(self, response: http.client.HTTPResponse, start: float) -> Iterator[_Piece]:
+        """Yield the pieces of an answer up to its end."""
         while line := response.readline():
             if time.perf_counter() - start > self.limit_seconds:
                 raise RequestFailed(f"no end of the answer within {self.limit_seconds:g} seconds")
             name, _, data = line.strip().partition(b":")
             if data.strip() == b"[DONE]":
                 return
-            if name != b"data":
-                if line.strip() and name not in (b"", b"event", b"id", b"retry"):
-                    raise RequestFailed(f"not an event of a stream: {line.decode(errors='replace').strip()[:_SHOWN]!r}")
+            if name in (b"", b"event", b"id", b"retry"):
                 continue
             try:
-                event = json.loads(data)
-            except ValueError:
-                event = None
-            if not isinstance(event, dict):
-                raise RequestFailed(f"not JSON: {data.decode(errors='replace').strip()[:_SHOWN]!r}")
-            if "error" in event:
-                raise RequestFailed(f"the server reports {json.dumps(event['error'])[:_SHOWN]}")
-            yield event
+                event: Any = json.loads(data) if name == b"data" else None
+                if "error" in event:
+                    raise RequestFailed(f"the server reports {json.dumps(event['error'])[:_SHOWN]}")
+                piece = _piece(event)
+            except (LookupError, TypeError, ValueError, AttributeError):
+                shown = line.decode(errors="replace").strip()[:_SHOWN]
+                raise RequestFailed(f"not a piece of an answer: {shown!r}") from None
+            yield piece
         raise RequestFailed("the stream ended before the answer")
 
 
@@ -205,15 +198,14 @@ class _Refused(RequestFailed):
     """A request whose form the server refuses."""
 
 
-def _read(events: Iterator[dict[str, Any]], start: float, maximum: int) -> Completion:
+def _read(pieces: Iterator[_Piece], start: float, maximum: int) -> Completion:
     """Return the answer that a stream holds. One that the server ends before any text is a single token."""
     texts: list[str] = []
     tokens: list[int] = []
     sizes: list[int] = []
     total, counted, ended, first, last = 0, 0, False, start, start
-    for event in events:
+    for text, new, usage, stopped in pieces:
         now = time.perf_counter()
-        text, new, usage, stopped = _piece(event)
         texts.append(text)
         tokens += new
         counted, ended = max(counted, usage or 0), ended or stopped
@@ -235,13 +227,9 @@ def _read(events: Iterator[dict[str, Any]], start: float, maximum: int) -> Compl
     return Completion("".join(texts), ids, tuple(sizes), first - start, last - first)
 
 
-def _piece(event: dict[str, Any]) -> tuple[str, list[int], int | None, bool]:
-    """Return the text and the token ids of an event, the number of tokens up to it, if stated, and its end."""
-    try:
-        usage, choices = event.get("usage"), event.get("choices") or []
-        new = [int(token) for choice in choices[:1] for token in choice.get("token_ids") or ()]
-        text = "".join(choice.get("text") or "" for choice in choices[:1])
-        stopped = any(choice.get("finish_reason") == "stop" for choice in choices[:1])
-        return text, new, None if usage is None else int(usage["completion_tokens"]), stopped
-    except (LookupError, TypeError, ValueError, AttributeError):
-        raise RequestFailed(f"not a piece of an answer: {json.dumps(event)[:_SHOWN]}") from None
+def _piece(event: dict[str, Any]) -> _Piece:
+    usage, choices = event.get("usage"), event.get("choices") or []
+    new = [int(token) for choice in choices[:1] for token in choice.get("token_ids") or ()]
+    text = "".join(choice.get("text") or "" for choice in choices[:1])
+    stopped = any(choice.get("finish_reason") == "stop" for choice in choices[:1])
+    return text, new, None if usage is None else int(usage["completion_tokens"]), stopped

@@ -1,8 +1,8 @@
 """A small process between a program and an engine: it ends the engine with everything that the engine started.
 
 It is run as a script, with psutil and the standard library alone, and never imported by a program. It starts the command of
-its arguments and ends it when its standard input is closed, when its parent is gone or when it is terminated. The kernel
-closes the input of a guard whose program was killed, so that no engine outlives its search.
+its arguments, which gets its input and output, and ends it when the input is closed, when its parent is gone or when it is
+terminated. The kernel closes the input of a guard whose program was killed, so that no engine outlives its search.
 
 Exit code: the engine's own; 128 plus the number of a signal that ended the engine or this process.
 """
@@ -21,7 +21,7 @@ import time
 import psutil
 
 _SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36  # of linux/prctl.h
-_POLL_SECONDS = 0.2
+_POLL_MILLISECONDS = 200
 _KILL_SECONDS = 5.0
 
 
@@ -64,13 +64,11 @@ def main(arguments: list[str]) -> int:
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda received, _frame: signals.append(received))
-    engine = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    )
-    while engine.poll() is None and not signals and os.getppid() == parent:
-        readable, _, _ = select.select([0], [], [], _POLL_SECONDS)
-        if readable and not os.read(0, 1):
-            break
+    engine = subprocess.Popen(command, preexec_fn=lambda: _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL))
+    closed = select.poll()
+    closed.register(0, 0)  # what is written to the input is for the engine; its end is always reported
+    while engine.poll() is None and not signals and os.getppid() == parent and not closed.poll(_POLL_MILLISECONDS):
+        pass
     code = engine.poll()
     end_all(grace_seconds if code is None else 0.0)
     if code is None:

@@ -1,14 +1,12 @@
 """An engine that runs as a process of its own, and is ended with everything that it started, whatever happens.
 
-The mark of an engine's processes is the name of their log, by which they are found whatever became of their parents. A
-process inherits its standard output from the one that started it, even into a session of its own. It keeps it when it writes
-a title over its environment, as vLLM does. Linux shows the name of a removed file, too. The name states the program that
-started the engine, by number and start, and the namespace of the number, so that engines of other containers are left alone.
+A guard (:mod:`searches.backends.engine_guard`) stands between a program and its engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
@@ -16,82 +14,33 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
+from searches.app.composition import CONF
 from searches.backends.backend import BackendError
-from searches.workers.pool import start_of
 
-_PREFIX = "layerskip-engine"
-_ENDING_SECONDS = 5.0
+_INSTALLED = Path(CONF).parent / ".engines"
+"""Where ``make engines`` installs each engine, in an environment of its own; ``LAYERSKIP_ENGINES`` names another folder."""
 _GRACE_SECONDS = 5.0  # in which an engine that has to end frees what it holds; then it is killed
 _GUARD = Path(__file__).with_name("engine_guard.py")
 _TAIL_BYTES = 65536
 _SHOWN = 200  # characters of an error
-_ERROR = re.compile(r"(?:\(.*?\) )?(?:[A-Z]+ \S+ \S+ \[.*?\] )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt): .*)")
-"""A line that an exception ends with, behind vLLM's names of process and place. Advice may quote an error within a line."""
-_IGNORED = "Exception ignored"  # before what goes wrong while Python deletes objects
-_OUT_OF_MEMORY = re.compile(
-    r"MemoryError|bad_alloc|(?:error|exception|failed|fork)\b.*(?:out of memory|can(?:not|'t) allocate memory"
-    r"|no available memory for the cache blocks|larger than the available kv cache memory)",
-    re.IGNORECASE,
+_ERROR = re.compile(
+    r"^(?:\(.*?\) )?(?:[A-Z]+ \S+ \S+ \[.*?\] )?(?:\w+\.)*(\w*(?:Error|Exception|Interrupt): .*)", re.MULTILINE
 )
-"""What an engine without memory prints, in contrast to advice for the case."""
+"""A line that an exception ends with, behind vLLM's names of process and place. Advice may quote an error within a line."""
 _POLL_SECONDS = 0.1
 
 
-def _open_log() -> IO[bytes]:
-    """Return an empty file for an engine's output. It is removed already, and vanishes with the processes that hold it."""
-    program = os.getpid()
-    mark = f"{_PREFIX}.{_namespace()}.{program}.{start_of(program)}."
-    log = tempfile.NamedTemporaryFile(prefix=mark, delete=False)  # noqa: SIM115  # as long as the engine
-    os.unlink(log.name)
-    return log
-
-
-def _end_marked(log: IO[bytes]) -> None:
-    """Kill the processes that write to a log, until there are none."""
-    name, limit = os.path.basename(log.name), time.monotonic() + _ENDING_SECONDS
-    while (found := [process for process, mark in _marked() if mark == name]) and time.monotonic() < limit:
-        _kill(found)
-        time.sleep(0.02)
-
-
-def _end_orphans() -> None:
-    """Kill the engines of programs that have ended; their guards were killed, too, or would end them just now."""
-    orphans = []
-    for process, mark in _marked():
-        fields = mark.split(".")  # other programs may write to files of such a name
-        if len(fields) > 4 and fields[1] == _namespace() and fields[2].isdigit() and start_of(int(fields[2])) != fields[3]:
-            orphans.append(process)
-    _kill(orphans)
-
-
-def _marked() -> Iterator[tuple[int, str]]:
-    """Yield the processes whose output is an engine's log, with its name; none where there is no ``/proc``."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        for stream in ("1", "2"):
-            with contextlib.suppress(OSError):
-                name = os.path.basename(os.readlink(folder / "fd" / stream)).removesuffix(" (deleted)")
-                if name.startswith(_PREFIX) and start_of(int(folder.name)):
-                    yield int(folder.name), name
-                    break
-
-
-def _kill(processes: list[int]) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process, signal.SIGKILL)
-
-
-def _namespace() -> str:
-    """Return the identity of the namespace of process numbers; empty where there is none."""
-    try:
-        return str(os.stat("/proc/self/ns/pid").st_ino)
-    except OSError:
-        return ""
+def interpreter(engine: str, python: str | None = None) -> str | None:
+    """Return the interpreter in which an engine is installed, the given one if there is one; None if it is not installed."""
+    own = Path(os.environ.get("LAYERSKIP_ENGINES", _INSTALLED)) / engine / "bin" / "python"
+    if python is not None or own.exists():
+        return python or str(own)
+    return sys.executable if importlib.util.find_spec(engine) is not None else None
 
 
 def free_port() -> int:
@@ -101,43 +50,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@contextlib.contextmanager
-def held_port() -> Iterator[int]:
-    """Hold a port of this machine: until the block ends, only a server that gets its number can listen on it.
-
-    Seconds pass until an engine listens. Without this, an engine of another worker could get the port, and be measured.
-    """
-    with socket.socket() as holder:
-        if sys.platform == "linux":  # other systems let no second socket have a port
-            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-                holder.setsockopt(socket.SOL_SOCKET, option, 1)
-        holder.bind(("127.0.0.1", 0))
-        port = int(holder.getsockname()[1])
-        if sys.platform != "linux":
-            holder.close()
-        yield port
-
-
 class EngineProcess:
     """A running engine, with the last lines of its log.
 
-    A guard (:mod:`searches.backends.engine_guard`) starts it, and ends it at :meth:`stop` or when this process is gone.
-    If the guard is killed, the processes are found by their log, at :meth:`stop` or when another engine is started.
-    Reasons begin with its name. ``grace_seconds`` are those that it gets to end by itself.
+    Its guard starts it, and ends it at :meth:`stop` or when this process is gone. Reasons begin with its name.
+    ``grace_seconds`` are those that it gets to end by itself. With ``asked``, lines of its input and output are requests and
+    answers, and only its errors are its log.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], name: str, grace_seconds: float = _GRACE_SECONDS
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        name: str,
+        grace_seconds: float = _GRACE_SECONDS,
+        asked: bool = False,
     ) -> None:
         self.name, self._grace = name, grace_seconds
-        _end_orphans()
-        self._log = _open_log()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the engine
         self.started = time.monotonic()
         self._guard = subprocess.Popen(
             [sys.executable, "-P", str(_GUARD), str(grace_seconds), *command],
             stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE if asked else self._log,
+            stderr=self._log,
             env=dict(environment),
             start_new_session=True,  # a group of its own, which Ctrl-C in a terminal does not reach
         )
@@ -160,9 +96,7 @@ class EngineProcess:
             self._guard.wait(0.5)  # an engine that drops a connection is about to end
         code, tail = self._guard.poll(), self.log_tail()
         if code is not None:
-            reason = f"{_end(code, tail)}, {reason}{_cause(tail)}"
-        elif _OUT_OF_MEMORY.search(tail):
-            reason = f"out of memory, {reason}"
+            reason = f"{_end(code)}, {reason}{_cause(tail)}"
         return BackendError(f"{self.name}: {reason}", tail)
 
     def wait_until(self, ready: Callable[[], bool], limit_seconds: float) -> float:
@@ -171,16 +105,45 @@ class EngineProcess:
         One that has ended, or is not ready so many seconds after its start, is stopped, and a :class:`BackendError` raised.
         """
         try:
-            while not ready():
-                if not self.running:
-                    raise self.error("while it started")
+            while self.running and not ready():
                 if time.monotonic() - self.started > limit_seconds:
                     raise self.error(f"not ready after {limit_seconds:g} seconds")
                 time.sleep(_POLL_SECONDS)
+            if not self.running:
+                raise self.error("while it started")
         except BaseException:  # an interrupt, too, as nothing else refers to the engine yet
             self.stop()
             raise
         return time.monotonic() - self.started
+
+    def send(self, line: str) -> None:
+        """Write a line to the engine's input."""
+        assert self._guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # reading the answer reports it
+            self._guard.stdin.write(line.encode() + b"\n")
+            self._guard.stdin.flush()
+
+    def receive(self, limit_seconds: float) -> str:
+        """Return the next line of the engine's output.
+
+        An engine that ends, or gives no line within so many seconds, is stopped, and a :class:`BackendError` raised.
+        """
+        assert self._guard.stdout is not None
+        begun, watch = time.monotonic(), threading.Timer(limit_seconds, self._guard.terminate)
+        watch.daemon = True
+        watch.start()
+        try:
+            line = self._guard.stdout.readline()
+        finally:
+            watch.cancel()
+        if line:
+            return line.decode(errors="replace")
+        try:
+            if time.monotonic() - begun >= limit_seconds:
+                raise BackendError(f"{self.name}: no answer within {limit_seconds:g} seconds", self.log_tail())
+            raise self.error("before it answered")
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         """End the engine and everything that it started. May be called twice."""
@@ -195,15 +158,13 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._guard.pid, signal.SIGKILL)  # only what the guard could not end is still in its group
             self._guard.wait()
-            if not self._log.closed:
-                _end_marked(self._log)
-                self._log.close()
+            if self._guard.stdout is not None:
+                self._guard.stdout.close()
+            self._log.close()
 
 
-def _end(code: int, tail: str) -> str:
+def _end(code: int) -> str:
     """Return how an engine ended, in a few words."""
-    if _OUT_OF_MEMORY.search(tail):
-        return f"out of memory (exit code {code})"
     number = code - 128 if code > 128 else -code
     if number in (each.value for each in signal.Signals):
         hint = ", possibly for lack of memory" if number == signal.SIGKILL else ""
@@ -212,14 +173,6 @@ def _end(code: int, tail: str) -> str:
 
 
 def _cause(tail: str) -> str:
-    """Return the last error in a log, after a colon; empty if there is none.
-
-    Errors that point to another one do not count, nor do those that Python ignored.
-    """
-    ignored, found = False, ""
-    for line in tail.splitlines():
-        ignored = ignored or _IGNORED in line
-        if (error := _ERROR.match(line)) is not None:
-            found = found if ignored or "root cause" in error[1] else f": {' '.join(error[1].split())[:_SHOWN]}"
-            ignored = False
-    return found
+    """Return the first error in a log, which those that follow come from, after a colon; empty if there is none."""
+    found = _ERROR.search(tail)
+    return f": {' '.join(found[1].split())[:_SHOWN]}" if found is not None else ""

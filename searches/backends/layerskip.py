@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from layerskip import PromptSet, SpeculativeConfig, Target
-from layerskip.drafters.registry import drafted_methods
+from layerskip.decoding.drafter import drafter_classes
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
@@ -36,7 +36,7 @@ class LayerskipBackend(Backend):
         return {"target": self.target.digest, "machine": machine(self.target), "version": RESULTS_VERSION}
 
     def supports(self, method: str) -> str | None:
-        return None if method in drafted_methods() else "layerskip has no drafter of this method"
+        return None if method in drafter_classes() else "layerskip has no drafter of this method"
 
     def compare(
         self,
@@ -52,7 +52,7 @@ class LayerskipBackend(Backend):
 
         Errors are also those of :func:`~layerskip.build_drafter`, and :class:`NotFinite` of plain decoding.
         """
-        if workload.levels != (1,):
+        if workload.concurrency != 1:
             raise InputError("workload.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
         if self._compared.get("configs") != configs:
             self._compared.update(configs=dict(configs), before=capture_seconds())

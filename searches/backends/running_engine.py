@@ -5,8 +5,7 @@ vLLM 0.32, ``vllm/v1/spec_decode/metrics.py``. A step in which a request has no 
 from the number of tokens.
 
 Metrics: ``throughput`` is in tokens per second over all requests, ``ttft`` the seconds to the first token, ``tpot`` the
-seconds per token after it, at the median and the 95th percentile. Under several numbers of requests in flight, names end
-with the number, such as ``throughput_at_8``.
+seconds per token after it, at the median and the 95th percentile.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import heapq
 import itertools
 import random
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,14 +24,11 @@ from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Request, Sample
 from layerskip.prompts import PromptItem
-from searches.backends.backend import BASELINE, CANDIDATE, BackendError
 from searches.backends.client import Client, Completion, RequestFailed
-from searches.backends.engine_process import EngineProcess, free_port, held_port
-from searches.tracking.names import STARTUP_SECONDS
+from searches.backends.engine_process import EngineProcess
 
 _LINE = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
-_PORT_TAKEN = "ddress already in use"  # of Python and of other languages
 
 
 @dataclass(frozen=True)
@@ -128,12 +123,6 @@ class Answer:
     stats: DecodeStats
     concurrency: int = 1
 
-    @property
-    def request(self) -> Request:
-        """Its tokens and seconds."""
-        found = self.completion
-        return Request(self.concurrency, found.count, found.decoded, found.first_seconds, found.decode_seconds)
-
     def at_pace(self, factor: float) -> Answer:
         """Return the answer with its seconds of decoding multiplied, to state them at another speed of the machine."""
         seconds = self.completion.decode_seconds * factor
@@ -141,89 +130,42 @@ class Answer:
 
     def sample(self, item: PromptItem) -> Sample:
         """Return the answer as a sample without a comparison."""
+        found = self.completion
+        request = Request(self.concurrency, found.count, found.decoded, found.first_seconds, found.decode_seconds)
         return Sample(
             prompt_id=item.id,
             category=item.category,
-            tokens=self.request.tokens,
-            decoded_tokens=self.request.decoded_tokens,
-            prefill_seconds=self.request.first_seconds,
-            decode_seconds=self.request.decode_seconds,
+            tokens=found.count,
+            decoded_tokens=found.decoded,
+            prefill_seconds=found.first_seconds,
+            decode_seconds=found.decode_seconds,
             peak_memory_bytes=0,  # the engine's memory is not this process's
             stats=self.stats,
-            requests=(self.request,),
+            requests=(request,),
         )
 
 
+@dataclass(frozen=True)
 class RunningEngine:
-    """A server; ``process`` is None if the user started it."""
+    """A server that was started on this machine and is ready."""
 
-    def __init__(
-        self, name: str, client: Client, process: EngineProcess | None = None, startup_seconds: float = 0.0
-    ) -> None:
-        self.name, self.client, self.process, self.startup_seconds = name, client, process, startup_seconds
-
-    @classmethod
-    def started(
-        cls,
-        name: str,
-        command: Callable[[int], Sequence[str]],
-        environment: Mapping[str, str],
-        connect: Callable[[str], Client],
-        start_seconds: float,
-    ) -> RunningEngine:
-        """Return a server that was started on this machine, once it is ready.
-
-        Args:
-            name: of the engine, for errors.
-            command: starts a server on a port.
-            environment: of the server.
-            connect: returns a client of a URL.
-            start_seconds: until it is ready.
-
-        Raises:
-            BackendError: it does not start.
-        """
-
-        def start(port: int) -> RunningEngine:
-            process = EngineProcess(command(port), environment, name)
-            client = connect(f"http://127.0.0.1:{port}")
-            return cls(name, client, process, process.wait_until(client.ready, start_seconds))
-
-        with held_port() as port:
-            try:
-                return start(port)
-            except BackendError as error:
-                if _PORT_TAKEN not in f"{error} {error.log_tail}":
-                    raise
-        return start(free_port())  # this server, such as TensorRT-LLM's, shares its port with no socket
-
-    @property
-    def running(self) -> bool:
-        """False if its process has ended."""
-        return self.process is None or self.process.running
-
-    def stop(self) -> None:
-        """End the process, if there is one."""
-        if self.process is not None:
-            self.process.stop()
+    process: EngineProcess
+    client: Client
+    startup_seconds: float
 
     def answer(
         self, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], concurrency: int, config: SpeculativeConfig
-    ) -> tuple[list[Answer], float]:
-        """Return the answers of an engine of this configuration to prompts of token ids, and the seconds that all took.
+    ) -> list[Answer]:
+        """Return the answers of an engine of this configuration to prompts of token ids.
 
         Raises:
             BackendError: the engine ended, or a request failed.
         """
         try:
             before = self._counters(config)
-            start = time.perf_counter()
             completions = self.client.complete_all(prompts, tasks, concurrency)
-            seconds = time.perf_counter() - start
             after = self._counters(config)
         except RequestFailed as failure:
-            if self.process is None:
-                raise BackendError(f"{self.name}: {failure}") from None
             raise self.process.error(str(failure)) from None
         if before is None or after is None:
             stats = [_observed_rounds(completion, config) for completion in completions]
@@ -231,7 +173,7 @@ class RunningEngine:
             decoded = [completion.decoded for completion in completions]
             stats = spread(after.since(before).rounds(sum(decoded)), decoded)
         answers = zip(prompts, completions, stats, strict=True)
-        return [Answer(prompt, completion, rounds, concurrency) for prompt, completion, rounds in answers], seconds
+        return [Answer(prompt, completion, rounds, concurrency) for prompt, completion, rounds in answers]
 
     def _counters(self, config: SpeculativeConfig) -> Counters | None:
         """Return the counts of drafts so far; None if the server publishes none."""
@@ -254,29 +196,6 @@ def _observed_rounds(completion: Completion, config: SpeculativeConfig) -> Decod
     return DecodeStats(tuple(Round(max(config.num_speculative_tokens, size - 1), size - 1, size) for size in sizes))
 
 
-@dataclass
-class RequestMetrics:
-    """What a comparison decoded: by name the seconds of starting an engine, and requests with the real time they took."""
-
-    startup_seconds: dict[str, float] = field(default_factory=dict)
-    batches: dict[str, list[tuple[list[Request], float]]] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, float]:
-        """Return the metrics with flat names; those of a single configuration have no prefix."""
-        others = [name for name in self.startup_seconds if name != BASELINE]
-        found: dict[str, float] = {}
-        for name, seconds in self.startup_seconds.items():
-            seconds_of: dict[int, float] = {}
-            batches = self.batches.get(name, [])
-            for requests, taken in batches:
-                seconds_of[requests[0].concurrency] = seconds_of.get(requests[0].concurrency, 0.0) + taken
-            values = {STARTUP_SECONDS: seconds}
-            values |= _by_concurrency([each for requests, _ in batches for each in requests], seconds_of)
-            prefix = "" if name == CANDIDATE or others == [name] else f"{name}_"
-            found |= {f"{prefix}{key}": value for key, value in values.items()}
-        return found
-
-
 def sample_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     """Return the throughput and the latencies of the requests of samples; empty if they have none.
 
@@ -284,25 +203,15 @@ def sample_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     seconds (Little's law).
     """
     requests = [request for sample in samples for request in sample.requests]
-    seconds: dict[int, float] = {}
-    for each in requests:
-        taken = (each.first_seconds + each.decode_seconds) / each.concurrency
-        seconds[each.concurrency] = seconds.get(each.concurrency, 0.0) + taken
-    return _by_concurrency(requests, seconds)
-
-
-def _by_concurrency(requests: Sequence[Request], seconds: Mapping[int, float]) -> dict[str, float]:
-    """Return metrics of requests, which were served in so many seconds under each number of requests in flight."""
-    found: dict[str, float] = {}
-    for concurrency in seconds:
-        under = [request for request in requests if request.concurrency == concurrency]
-        suffix = f"_at_{concurrency}" if len(seconds) > 1 else ""
-        found[f"throughput{suffix}"] = sum(request.tokens for request in under) / seconds[concurrency]
-        latencies = {
-            "ttft": [request.first_seconds for request in under],
-            "tpot": [request.decode_seconds / request.decoded_tokens for request in under if request.decoded_tokens],
-        }
-        for name, values in latencies.items():
-            for percent in (50, 95) if values else ():
-                found[f"{name}_p{percent}{suffix}"] = float(np.percentile(values, percent))
+    if not requests:
+        return {}
+    seconds = sum((each.first_seconds + each.decode_seconds) / each.concurrency for each in requests)
+    found = {"throughput": sum(each.tokens for each in requests) / seconds}
+    latencies = {
+        "ttft": [each.first_seconds for each in requests],
+        "tpot": [each.decode_seconds / each.decoded_tokens for each in requests if each.decoded_tokens],
+    }
+    for name, values in latencies.items():
+        for percent in (50, 95) if values else ():
+            found[f"{name}_p{percent}"] = float(np.percentile(values, percent))
     return found

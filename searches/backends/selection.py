@@ -36,8 +36,7 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
     """Return the back end and the workload that an export was measured with.
 
     The export gives the names alone. Settings are those of the configuration, since a back end may start programs that they
-    name, and files of others must not choose these. An export of another engine may be measured on a server that runs this
-    engine, such as one that its command started.
+    name, and files of others must not choose these. An export of another engine may be measured on a server that runs it.
 
     Raises:
         InputError: the configuration has another back end or workload, or there is none of this name.
@@ -54,14 +53,12 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
         fill_defaults(config)
         backend, _ = make_backend(config, target)
         return backend, workload
-    if config.backend.get("candidate_url") and not config.backend.candidate:
-        config.backend.candidate = export.config.to_dict()  # what a server is taken to decode with
     backend, asked = make_backend(config, target)
     if backend.name != name and (backend.name != ServerBackend.name or name == _OWN):
         raise InputError(f"backend: the export was measured with {name}, not with {backend.name}")
     if asked not in (Workload(), workload):
-        stated = " and ".join(map(str, workload.levels))
-        raise InputError(f"workload: the export was measured with {stated} requests in flight, for {workload.goal}")
+        stated = f"{workload.concurrency} requests in flight, for {workload.goal}"
+        raise InputError(f"workload: the export was measured with {stated}")
     return backend, workload
 
 
@@ -76,7 +73,7 @@ def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
     """Return the space with what a back end supports; print which methods are left out, and why.
 
     Raises:
-        InputError: the back end has none of the methods, or the space has draft heads that it cannot run.
+        InputError: the back end has none of the methods.
     """
     reasons: dict[str, list[str]] = {}
     for method in space.available_methods:
@@ -89,8 +86,6 @@ def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
         if left == ["none"]:
             raise InputError(f"space.methods: backend={backend.name} drafts with none of them")
         space = dataclasses.replace(space, methods=left)
-    if backend.name != _OWN:
-        space.refuse_fitted(f"backend={backend.name} has none")
     return backend.restrict(space)
 
 

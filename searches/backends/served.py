@@ -8,23 +8,28 @@ Under load, all prompts are sent to one engine after the other, with so many req
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip import ConfigError, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.config import methods
+from layerskip.engines.deployment import Unsupported
 from layerskip.measure.losslessness import Losslessness, find_divergence
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from layerskip.prompts import PromptItem
 from searches.app.checks import check_number, check_whole
-from searches.backends.backend import BASELINE, Backend, BackendError, Workload
-from searches.backends.running_engine import Answer, RequestMetrics, RunningEngine
+from searches.backends.backend import BASELINE, CANDIDATE, Backend, BackendError, Workload
+from searches.backends.client import Client
+from searches.backends.engine_process import EngineProcess, free_port
+from searches.backends.running_engine import Answer, RunningEngine, sample_metrics
 from searches.space.search_space import SearchSpace
+from searches.tracking.names import STARTUP_SECONDS
 
 _PLAIN = SpeculativeConfig()
 _WARMUP_TOKENS = 16
@@ -66,11 +71,32 @@ class ServedBackend(Backend):
         check_number("backend.limit_seconds", self.limit_seconds)
         check_number("backend.start_seconds", self.start_seconds)
         self._running: dict[SpeculativeConfig, RunningEngine] = {}
-        self._metrics = RequestMetrics()
+        self._startup_seconds: dict[str, float] = {}  # of the names of the last comparison
+        self._samples: dict[str, list[Sample]] = {}
 
     @abstractmethod
+    def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
+        """Return the command that starts a server with a configuration.
+
+        Raises:
+            Unsupported: the engine cannot run it.
+            ConfigError: its head cannot be loaded.
+        """
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that servers get beside this program's own."""
+        return {}
+
     def _start(self, config: SpeculativeConfig) -> RunningEngine:
         """Return a new engine that drafts with a configuration; raise :class:`BackendError` if it does not start."""
+        port = free_port()
+        try:
+            command = self.arguments(config, port)
+        except (ConfigError, Unsupported) as error:
+            raise BackendError(f"{self.name}: {error}") from None
+        process = EngineProcess(command, os.environ | self.environment(), self.name)
+        client = Client(f"http://127.0.0.1:{port}", self.limit_seconds)
+        return RunningEngine(process, client, process.wait_until(client.ready, self.start_seconds))
 
     @property
     def exact(self) -> bool:
@@ -91,7 +117,13 @@ class ServedBackend(Backend):
         return found if trees else replace(found, trees=False)
 
     def metrics(self) -> dict[str, float]:
-        return self._metrics.to_dict()
+        others = [name for name in self._startup_seconds if name != BASELINE]
+        found: dict[str, float] = {}
+        for name, seconds in self._startup_seconds.items():
+            values = {STARTUP_SECONDS: seconds} | sample_metrics(self._samples.get(name, ()))
+            prefix = "" if name == CANDIDATE or others == [name] else f"{name}_"
+            found |= {f"{prefix}{key}": value for key, value in values.items()}
+        return found
 
     def close(self) -> None:
         for config in list(self._running):
@@ -112,24 +144,18 @@ class ServedBackend(Backend):
         If configurations take turns, their times are stated at the speed that plain decoding had beside the first ones.
         """
         entries = {BASELINE: _PLAIN, **configs}
-        asked = _Comparison(entries, prompts, task, 1, without, before, random.Random(task.seed))
+        order = random.Random(task.seed)
+        asked = _Comparison(entries, prompts, task, workload.concurrency, without, before, order)
         checks = None if task.sampling.greedy else self._greedy_checks(asked)
-        self._metrics = RequestMetrics()
+        self._startup_seconds, self._samples = {}, {name: [] for name in entries}
         for repeat in range(repeats):
             asked = replace(asked, task=replace(task, seed=task.seed + 1000 * repeat))
-            for item, answers in zip(prompts, self._rows_under(workload, asked), strict=True):
-                yield {name: self._sample(item, name, answers, task, checks) for name in entries if name in answers}
+            for item, answers in zip(prompts, self._rows(asked), strict=True):
+                row = {name: self._sample(item, name, answers, task, checks) for name in entries if name in answers}
+                for name, sample in row.items():
+                    self._samples[name].append(sample)
+                yield row
                 checks = checks and dict.fromkeys(checks, Losslessness(0))  # the comparison counts once
-
-    def _rows_under(self, workload: Workload, asked: _Comparison) -> Iterator[_Answers]:
-        """Yield the answers to each prompt; those under several numbers of requests in flight together, at the end."""
-        under = [self._rows(replace(asked, concurrency=level)) for level in workload.levels]
-        if len(under) == 1:
-            yield from under[0]
-            return
-        for rows in zip(*map(list, under), strict=True):
-            names = [name for name in rows[0] if all(name in row for row in rows)]
-            yield {name: [answer for row in rows for answer in row[name]] for name in names}
 
     def _rows(self, asked: _Comparison) -> Iterator[_Answers]:
         """Yield the answers to each prompt: at once, or at the end under load or if engines take turns."""
@@ -167,9 +193,9 @@ class ServedBackend(Backend):
         for name, config in entries.items():
             with self._ending(name, config):
                 engine = self._engine(config, entries.values(), backwards if name in learning else warmup)
-            self._metrics.startup_seconds[name] = engine.startup_seconds
+            self._startup_seconds[name] = engine.startup_seconds
         if learning and asked.before is not None and len(asked.before):
-            self._batch(replace(asked, entries=learning), asked.before.items, 0, {}, counted=False)
+            self._batch(replace(asked, entries=learning), asked.before.items, 0, {})
         size = 1 if asked.concurrency == 1 else len(prompts)
         for begin in range(0, len(prompts), size):
             left = {name: config for name, config in entries.items() if name not in asked.without}
@@ -182,11 +208,10 @@ class ServedBackend(Backend):
         items: Sequence[PromptItem],
         begin: int,
         reference: Mapping[str, Sequence[Answer]],
-        counted: bool = True,
     ) -> list[_Answers]:
         """Decode prompts turn by turn; all continue from the answers of plain decoding, or of the first entry without it.
 
-        ``begin`` is the place of the first prompt, which its seed depends on. Requests enter the metrics if they count.
+        ``begin`` is the place of the first prompt, which its seed depends on.
         """
         rows: list[_Answers] = [{name: [] for name in asked.entries} for _ in items]
         messages = [item.messages() for item in items]
@@ -197,9 +222,7 @@ class ServedBackend(Backend):
             for name in asked.order.sample(list(asked.entries), len(asked.entries)):
                 config = asked.entries[name]
                 with self._ending(name, config):
-                    answers, seconds = self._running[config].answer(prompts, tasks, asked.concurrency, config)
-                if counted:
-                    self._metrics.batches.setdefault(name, []).append(([answer.request for answer in answers], seconds))
+                    answers = self._running[config].answer(prompts, tasks, asked.concurrency, config)
                 for place, answer in zip(places, answers, strict=True):
                     rows[place][name].append(answer)
             for place in places:
@@ -212,7 +235,7 @@ class ServedBackend(Backend):
         self, config: SpeculativeConfig, kept: Collection[SpeculativeConfig], warmup: Sequence[Sequence[int]]
     ) -> RunningEngine:
         """Return the engine of a configuration, started and warm; others that may not run beside it are stopped."""
-        if config in self._running and not self._running[config].running:
+        if config in self._running and not self._running[config].process.running:
             self._forget(config)
         if config not in self._running:
             # Plain decoding is stopped last, as it takes part in every comparison.
@@ -238,7 +261,7 @@ class ServedBackend(Backend):
     def _forget(self, config: SpeculativeConfig) -> None:
         """Stop the engine of a configuration if it runs."""
         if config in self._running:
-            self._running.pop(config).stop()
+            self._running.pop(config).process.stop()
 
     def _sample(
         self, item: PromptItem, name: str, answers: _Answers, task: Task, checks: Mapping[str, Losslessness] | None
@@ -249,7 +272,7 @@ class ServedBackend(Backend):
                 lossless = self._compared(item.id, expected, answer, task)
             else:
                 lossless = checks[name] if turn == 0 else Losslessness(0)
-            parts.append(answer.sample(item).with_losslessness(lossless))
+            parts.append(replace(answer.sample(item), lossless=lossless))
         return Sample.join(parts)
 
     def _compared(self, prompt_id: str, expected: Answer, actual: Answer, task: Task) -> Losslessness:

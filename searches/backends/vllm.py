@@ -18,21 +18,17 @@ from typing import Any, ClassVar
 
 from huggingface_hub import snapshot_download
 
-from layerskip import ConfigError, Export, SpeculativeConfig, StopRule, Target
+from layerskip import Export, SpeculativeConfig, StopRule, Target
 from layerskip.config import methods
 from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
-from layerskip.engines.servers import API_SERVER, speculation
+from layerskip.engines.registry import API_SERVER, speculation
 from layerskip.export import attachment_digests
 from layerskip.files import atomic_folder, digest, short_name
-from layerskip.heads.portable import save_portable
-from layerskip.heads.published_eagle import is_published
+from layerskip.heads.portable import is_published, save_portable
 from layerskip.models.loading import WHEELS, load_draft
 from searches.app.checks import InputError, check_list
-from searches.backends.backend import BackendError
-from searches.backends.client import Client
-from searches.backends.running_engine import RunningEngine
+from searches.backends.engine_process import interpreter
 from searches.backends.served import ServedBackend
-from searches.engines.peer import interpreter
 
 
 def served_folder(target: Target, folder: Path) -> str:
@@ -105,7 +101,6 @@ def vllm_config(
     return speculation(way, config, lambda: folder(config))
 
 
-_SERVE = ("vllm.entrypoints.cli.main", "serve")
 _PROBE = """
 import importlib.metadata, importlib.util, json
 packages = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
@@ -139,7 +134,7 @@ class VllmBackend(ServedBackend):
         check_list("backend.args", self.args)
 
     def describe(self) -> dict[str, Any]:
-        given = {"args": [str(argument) for argument in self.args], "env": self._environment()}
+        given = {"args": [str(argument) for argument in self.args], "env": self._variables()}
         return {"versions": self._installed["versions"]} | given | super().describe()
 
     def supports(self, method: str) -> str | None:
@@ -147,32 +142,23 @@ class VllmBackend(ServedBackend):
             return "vLLM's suffix decoding needs arctic-inference, which is not installed in backend.python"
         return refusal(method)
 
-    def command(self, config: SpeculativeConfig, port: int) -> list[str]:
-        """Return the command that starts an engine; raise :class:`Unsupported`, or :class:`ConfigError` of its head."""
+    def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
         speculation = vllm_config(self.target, config, self._drafting_folder)
-        entry = _SERVE if "vllm" in self._installed["versions"] else (API_SERVER, "--model")
-        command = [self._python, "-m", *entry, self._model, "--host", "127.0.0.1", "--port", str(port)]
+        command = [self._python, "-m", API_SERVER, "--model", self._model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--speculative-config", json.dumps(speculation)] if speculation else []
         # Prompts must be read anew each time: some are measured twice.
         command += ["--dtype", self.target.dtype, "--seed", "0", "--no-enable-prefix-caching"]
         return [*command, *map(str, self.args)]
 
-    def _environment(self) -> dict[str, str]:
-        """Return the variables that engines get beside this program's own."""
+    def environment(self) -> dict[str, str]:
+        # The user's other servers may ask for a key, which this one need not.
+        return {"VLLM_API_KEY": ""} | self._variables()
+
+    def _variables(self) -> dict[str, str]:
         found = {"VLLM_NO_USAGE_STATS": "1"}
         if self.target.device.type == "cpu":
             found |= {name: os.environ.get(name, value) for name, value in _CPU_ENVIRONMENT.items()}
         return found | {name: str(value) for name, value in self.env.items()}
-
-    def _start(self, config: SpeculativeConfig) -> RunningEngine:
-        command = functools.partial(self.command, config)
-        connect = functools.partial(Client, limit_seconds=self.limit_seconds)
-        # The user's other servers may ask for a key, which this program does not send.
-        environment = os.environ | {"VLLM_API_KEY": ""} | self._environment()
-        try:
-            return RunningEngine.started(self.name, command, environment, connect, self.start_seconds)
-        except (ConfigError, Unsupported) as error:
-            raise BackendError(f"vllm: {error}") from None
 
     @property
     def _python(self) -> str:

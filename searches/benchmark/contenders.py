@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from layerskip import (
-    AcceptRule,
     Export,
     PromptSet,
     Sampling,
@@ -25,10 +24,10 @@ from layerskip import (
 from layerskip.config import Costs
 from layerskip.files import short_name
 from layerskip.measure.measure import Decoder
-from layerskip.models.target import described_precision
 from searches.app.checks import InputError
+from searches.backends.engine_process import interpreter
 from searches.benchmark.peers import Peer
-from searches.engines.peer import EnginePeer, interpreter
+from searches.engines.peer import EnginePeer
 from searches.space.search_space import DraftCost
 from searches.study.cascade_costs import CostTimer
 from searches.training.texts import refuse_answers_of
@@ -36,7 +35,6 @@ from searches.training.texts import refuse_answers_of
 BASELINE = "plain"
 CONTEXT = 256
 """Tokens before those by which the costs of cascades are measured."""
-_COSTS = ("verify_cost", "draft_cost")
 
 
 class Contenders(NamedTuple):
@@ -97,40 +95,31 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
         save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), Path(config.draft_folder))
     decoders: dict[str, Decoder | Peer | EnginePeer] = {}
     rivals, configs = {BASELINE: "transformers"}, {BASELINE: SpeculativeConfig()}
-    timer = CostTimer(target, sampling, [CONTEXT], config.seed)
+    timer = CostTimer(target, sampling, CONTEXT, config.seed)
     complete = partial(_with_costs, verify_costs=cache(timer.verify_costs), draft_costs=partial(timer.draft_costs, known={}))
-    incomplete: dict[str, Callable[[], SpeculativeConfig]] = {}
+    given: dict[str, Any] = {}
     for name, row in own.items():
-        fields: dict[str, Any] = dict(OmegaConf.to_container(row, resolve=True))  # type: ignore[arg-type]
+        fields: Any = OmegaConf.to_container(row, resolve=True)
+        given[name] = fields
         if (rival := fields.pop("rival", None)) is not None:
             if rival not in config.peers:
                 raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
             rivals[name] = rival
-        costs = {key: cost for key in _COSTS if (cost := fields.pop(key, None)) is not None}
-        configs[name] = SpeculativeConfig.from_dict(fields if "members" in fields else fields | costs)
-        if "members" in fields:
-            incomplete[name] = partial(complete, configs[name], costs)
+        configs[name] = SpeculativeConfig.from_dict(fields)
         refuse_answers_of(f"contenders.{name}", configs[name], target, prompts)
     if export is not None:
         configs["export"] = export.config
-        _report_differences(export, target, sampling)
         refuse_answers_of("config", export.config, target, prompts)
     for name in list(configs):
         try:
-            drafting = configs[name] = incomplete[name]() if name in incomplete else configs[name]
-            decoders[name] = Decoder.of(target, drafting)
+            if name in given:
+                configs[name] = complete(configs[name], given[name])
+            decoders[name] = Decoder.of(target, configs[name])
         except UnsupportedModel as error:
             if name == BASELINE:
                 raise
             print(f"contenders.{name}: left out: {error}")
             del configs[name]
-            continue
-        for rule in ("threshold", "typical") if config.allow_lossy and drafting.lossless and name != BASELINE else ():
-            lossy = f"{name}_{rule}"
-            if lossy in configs:
-                raise InputError(f"contenders.{lossy}: allow_lossy=true adds a row of that name for {name}")
-            configs[lossy] = dataclasses.replace(drafting, accept=AcceptRule(rule))
-            decoders[lossy] = Decoder.of(target, configs[lossy])
     try:
         for name, row in peers.items():
             fields = {str(field): value for field, value in row.items()}
@@ -173,26 +162,13 @@ def _present(group: DictConfig) -> dict[str, Any]:
     return present
 
 
-def _report_differences(export: Export, target: Target, sampling: Sampling) -> None:
-    """Print where the benchmark differs from the search that made the export."""
-    searched = {
-        "target": export.target["name"],
-        "dtype": described_precision(export.target),
-        "sampling": export.sampling.to_dict(),
-    }
-    measured = {"target": target.name, "dtype": target.precision, "sampling": sampling.to_dict()}
-    for name, value in searched.items():
-        if value != measured[name]:
-            print(f"config: was searched with {name} {value}, and is measured with {measured[name]}", flush=True)
-
-
 def _with_costs(
-    cascade: SpeculativeConfig, given: Mapping[str, Any], verify_costs: Callable[[], Costs], draft_costs: DraftCost
+    config: SpeculativeConfig, given: Mapping[str, Any], verify_costs: Callable[[], Costs], draft_costs: DraftCost
 ) -> SpeculativeConfig:
-    """Return a cascade with the costs of drafting and verification: the given ones, otherwise measured ones."""
-    costs = dict(given)
-    if "verify_cost" not in costs:
+    """Return a configuration; a cascade gets measured costs of drafting and verification where none are given."""
+    costs: dict[str, Any] = {}
+    if config.members and "verify_cost" not in given:
         costs["verify_cost"] = list(verify_costs())
-    if costs["verify_cost"] and cascade.lossless and "draft_cost" not in costs:
-        costs["draft_cost"] = list(draft_costs(cascade.members))
-    return SpeculativeConfig.from_dict(cascade.to_dict() | costs)
+    if costs.get("verify_cost", config.verify_cost) and config.members and config.lossless and "draft_cost" not in given:
+        costs["draft_cost"] = list(draft_costs(config.members))
+    return SpeculativeConfig.from_dict(config.to_dict() | costs) if costs else config

@@ -19,7 +19,6 @@ from transformers.generation import utils as generation
 
 from layerskip import DecodeStats, Round, Target, UnsupportedModel
 from layerskip.decoding.decode import DecodeResult
-from layerskip.device.memory import tensor_bytes
 from layerskip.measure.measure import Task
 from layerskip.models.loading import DTYPES, load_draft, load_target
 from searches.app.checks import check_list
@@ -97,11 +96,6 @@ class Peer:
             )
         tokens = output[0, len(prompt) :].tolist()
         return DecodeResult(tokens, DecodeStats(tuple(recorder.rounds())), "")
-
-    def memory_bytes(self) -> int:
-        """Return the bytes of the draft model that it does not share with the target; caches do not outlive ``generate``."""
-        with self._assistant() as options:
-            return tensor_bytes(options.get("assistant_model"), beside=(self.target.model,))
 
     @contextlib.contextmanager
     def _assistant(self) -> Iterator[dict[str, Any]]:

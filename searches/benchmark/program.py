@@ -2,7 +2,7 @@
 
 All contenders are measured in one run, interleaved prompt by prompt; OpenVINO GenAI, vLLM and llama.cpp are among them where
 they are installed. ``config=best.json`` adds an export and measures on held-out prompts only. Prints a table, writes JSON
-and logs to MLflow. An interrupted benchmark prints a table of the finished measurements and keeps nothing.
+and logs to MLflow. An interrupted benchmark keeps nothing.
 
 The memory of a drafter is that of its weights, caches and tables, without what it shares with the target. Memory-mapped
 files and the caches of transformers' methods are not counted; that of engines is unknown. On CUDA the table also has the
@@ -11,7 +11,7 @@ peak memory of decoding, beyond everything that is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from layerskip.costs.timing import seconds_of
 from layerskip.files import write_json
 from layerskip.measure.measure import Task, interleave
 from layerskip.measure.measurement import Sample, check_output
-from searches.app.checks import check_flag, check_seed
-from searches.app.interrupt import is_interrupt
+from searches.app.checks import check_seed
 from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, close_engines, fill_defaults
 from searches.engines.peer import EnginePeer
 from searches.report.tables import Row, as_markdown, conditions, empty_note, speedup_cells
@@ -47,7 +46,6 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         _, prompts = prompts.split()
     prompts = prompts.take(measuring.prompts)
     check_seed(config.seed)
-    check_flag("allow_lossy", config.allow_lossy)
     check_rows(config)
     target: Target = instantiate(config.target)
     check_prompts(prompts, target, measuring.max_new_tokens)
@@ -58,44 +56,29 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     reads = _read_gigabytes_per_second(target.device)
     task = Task(sampling, measuring.max_new_tokens, config.seed)
     rows: list[Mapping[str, Sample]] = []
-    memory: dict[str, int | None] = dict.fromkeys(decoders, 0)
     repeats = measuring.repeats
 
-    def record_of(repeats: int, count: int) -> dict[str, Any]:
-        return record_header("layerskip.benchmark/1", target) | {
-            "sampling": sampling.to_dict(),
-            "max_new_tokens": task.max_new_tokens,
-            "repeats": repeats,
-            "prompts": {"name": prompts.name, "count": count, "digest": prompts.digest},
-            "configs": {name: drafting.to_dict() for name, drafting in configs.items()},
-            "results": {
-                name: _result(rows, name, rivals.get(name), configs)
-                | {"lossless": name not in configs or configs[name].lossless, "drafter_bytes": memory[name]}
-                for name in decoders
-            },
-            "read_gigabytes_per_second": reads,
-            "engines": {peer.engine: peer.version for peer in engines.values()},
-            "engine_precision": {name: peer.precision for name, peer in engines.items()},
-        }
-
     try:
-        with tqdm(total=len(prompts) * repeats, unit="prompt", disable=None) as bar:
-            for row in interleave(target, prompts, decoders, task, repeats):
-                rows.append(row)
-                for name, decoder in decoders.items():
-                    held, now = memory[name], decoder.memory_bytes()
-                    memory[name] = None if held is None or now is None else max(held, now)
-                bar.update()
-    except BaseException as error:
-        if is_interrupt(error) and rows:
-            partial = record_of(-(-len(rows) // len(prompts)), min(len(rows), len(prompts)))
-            total = len(prompts) * repeats
-            print(f"{table(partial)}\n\nInterrupted after {len(rows)} of {total} measurements; no record is written.")
-        raise
+        for row in tqdm(interleave(target, prompts, decoders, task, repeats), total=len(prompts) * repeats, disable=None):
+            rows.append(row)
     finally:
         close_engines(decoders)
     check_output(row[BASELINE] for row in rows)
-    record = record_of(repeats, len(prompts))
+    record = record_header("layerskip.benchmark/1", target) | {
+        "sampling": sampling.to_dict(),
+        "max_new_tokens": task.max_new_tokens,
+        "repeats": repeats,
+        "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
+        "configs": {name: drafting.to_dict() for name, drafting in configs.items()},
+        "results": {
+            name: _result(rows, name, rivals.get(name), configs)
+            | {"lossless": name not in configs or configs[name].lossless}
+            for name in decoders
+        },
+        "read_gigabytes_per_second": reads,
+        "engines": {peer.engine: peer.version for peer in engines.values()},
+        "engine_precision": {name: peer.precision for name, peer in engines.items()},
+    }
     text = table(record)
     print(text)
     path = Path(config.record or Path(config.outputs) / "benchmark.json")
@@ -120,17 +103,12 @@ def _result(
     """Return the metrics of a contender, its speedup over a rival, and over members that are contenders themselves."""
     result = Measurement.of(rows, BASELINE, name).to_dict()
     result["end_to_end_tokens_per_second"] = result["tokens"] / (result["prefill_seconds"] + result["decode_seconds"])
-    peaks = [peak for row in rows if (peak := row[name].decoding_bytes) is not None]
-    result["decoding_bytes"] = max(peaks, default=None)
     if rival is not None:
         result["rival"] = {"name": rival} | _ratio(Measurement.of(rows, rival, name))
     members = configs[name].members if name in configs else ()
     against = {other: Measurement.of(rows, other, name) for other, config in configs.items() if config in members}
     if against:
-        result["members"] = {
-            other: _ratio(whole) | {"by_category": {category: _ratio(part) for category, part in whole.by_category.items()}}
-            for other, whole in against.items()
-        }
+        result["members"] = {other: _ratio(whole) for other, whole in against.items()}
     return result
 
 
@@ -144,23 +122,24 @@ def table(record: Mapping[str, Any]) -> str:
     results = record["results"]
     lines = as_markdown([_row(name, result, record["configs"].get(name)) for name, result in results.items()])
     categories = sorted({category for result in results.values() for category in result["speedup_by_category"]})
-    marked = {name if result["lossless"] else f"{name} (lossy)": result for name, result in results.items()}
-    speedups = {name: result["speedup_by_category"] for name, result in marked.items()}
-    drafting = {name: result for name, result in marked.items() if result["mean_acceptance_length"] > 1}
-    rounds = {name: result["mean_acceptance_length_by_category"] for name, result in drafting.items()}
-    lines += _by_category("speedup by category", categories, speedups)
-    lines += [line for result in list(results.values())[:1] for line in empty_note(result)]
-    lines += _near_ties(results)
-    lines += _by_category("tokens per round", categories, rounds)
-    lines += _cascades(results, categories)
+    by_category = []
+    for name, result in results.items():
+        speedups = {each: f"{speedup:.2f}" for each, speedup in result["speedup_by_category"].items()}
+        marked = name if result["lossless"] else f"{name} (lossy)"
+        by_category.append({"speedup by category": marked} | {each: speedups.get(each, "") for each in categories})
+    cascades = [
+        {"cascade": name, "member": member, "speedup over the member": _interval(ratio)}
+        for name, result in results.items()
+        for member, ratio in result.get("members", {}).items()
+    ]
+    lines += ["", *as_markdown(by_category), *empty_note(next(iter(results.values()))), *_near_ties(results)]
+    lines += ["", *as_markdown(cascades)] if cascades else []
     return "\n".join([*lines, "", conditions(record)])
 
 
 def _row(name: str, result: Mapping[str, Any], config: Mapping[str, Any] | None) -> Row:
     """Return the row of a contender in the table of all prompts."""
     drafts = config is not None and config["method"] != "none"
-    # The memory of the drafter without the target and, on CUDA, the further memory of decoding.
-    peak = "" if result["decoding_bytes"] is None else f", {result['decoding_bytes'] / 2**20:.0f} MB to decode"
     return {
         "decoding": name,
         "tokens/s": f"{result['tokens_per_second']:.1f}",
@@ -168,7 +147,6 @@ def _row(name: str, result: Mapping[str, Any], config: Mapping[str, Any] | None)
         "acceptance": f"{result['acceptance_rate']:.2f}" if drafts else "",
         "tokens/round": f"{result['mean_acceptance_length']:.2f}",
         "drafting": f"{result['draft_share']:.0%}" if drafts else "",
-        "drafter's memory": "" if result["drafter_bytes"] is None else f"+{result['drafter_bytes'] / 2**20:.0f} MB{peak}",
         "output": result["losslessness"]["verdict"].replace("_", "-") if result["lossless"] else "lossy",
         "speedup over transformers": _interval(result["rival"]) if "rival" in result else "",
     }
@@ -176,15 +154,6 @@ def _row(name: str, result: Mapping[str, Any], config: Mapping[str, Any] | None)
 
 def _interval(ratio: Mapping[str, float]) -> str:
     return f"{ratio['speedup']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-
-
-def _by_category(title: str, categories: Sequence[str], rows: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a table of one figure per category; nothing without rows."""
-    cells = [
-        {title: name} | {each: f"{row[each]:.2f}" if each in row else "" for each in categories}
-        for name, row in rows.items()
-    ]
-    return ["", *as_markdown(cells)] if cells else []
 
 
 def _near_ties(results: Mapping[str, Any]) -> list[str]:
@@ -196,14 +165,3 @@ def _near_ties(results: Mapping[str, Any]) -> list[str]:
     name, widest = max(ties.items(), key=lambda pair: float(pair[1]["largest_margin"]))
     margin = f"at most {widest['largest_margin']:.3g} of a logit ({name}); rounding explains {widest['tolerance']:.3g}"
     return ["", f"near-tie: outputs differ only where the target's best tokens are tied up to rounding, by {margin}."]
-
-
-def _cascades(results: Mapping[str, Any], categories: Sequence[str]) -> list[str]:
-    """Return a table of the paired speedup of each cascade over its members; nothing without cascades."""
-    cells = [
-        {"speedup of a cascade over its member": f"{name} / {member}", "all": _interval(ratio)}
-        | {category: _interval(ratio["by_category"][category]) for category in categories}
-        for name, result in results.items()
-        for member, ratio in result.get("members", {}).items()
-    ]
-    return ["", *as_markdown(cells)] if cells else []

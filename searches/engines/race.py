@@ -1,9 +1,8 @@
 """Inference engines against the winner of a study, on the same machine, prompts and clock.
 
 Plain decoding and prompt lookup of every engine are measured interleaved with our plain decoding and the study's winner,
-prompt by prompt. A contender that is significantly slower than the fastest decodes no more. An engine that crashes or hangs
-is left out from then on. Ours is compared token for token with our plain decoding; an engine rounds in its own way, so that
-its lookup is compared with its own plain decoding.
+prompt by prompt. An engine that crashes or hangs is left out from then on. Ours is compared token for token with our plain
+decoding; an engine rounds in its own way, so that its lookup is compared with its own plain decoding.
 """
 
 from __future__ import annotations
@@ -15,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
-from layerskip.decoding.decode import DecodeResult
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
-from layerskip.measure.measurement import MIN_RESAMPLED, Sample
+from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError, check_list
-from searches.engines.peer import ENGINES, EnginePeer, interpreter
+from searches.backends.engine_process import interpreter
+from searches.engines.peer import ENGINES, EnginePeer
 from searches.progress import say
 
 RACE_FILE = "engines.json"
 PLAIN, WINNER = "layerskip, plain", "layerskip, the winner"
 _METHODS = {"plain": "plain", "prompt_lookup": "prompt lookup"}
-_BLOCK = 3  # prompts between two tests for slower contenders
-_DROP_CONFIDENCE = 0.999  # as the test is repeated
 
 
 @dataclass(frozen=True)
@@ -41,13 +38,13 @@ class RaceRow:
         precision: of the engine's arithmetic and cache, as it states them.
         version: that of the engine.
         command: what decodes so without this program.
-        ended: why it was not measured to the end: ``slower`` significantly than the fastest, or the error that ended it.
+        ended: the error that ended it, if it was not measured to the end.
     """
 
     name: str
     measured: dict[str, Any]
-    own_speedup: tuple[float, float, float] | None
-    same_outputs: tuple[int, int]
+    own_speedup: Sequence[float] | None
+    same_outputs: Sequence[int]
     precision: dict[str, str] = field(default_factory=dict)
     version: str = ""
     command: str = ""
@@ -76,17 +73,9 @@ class Race:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Race:
+    def from_dict(cls, fields: dict[str, Any]) -> Race:
         """Return the race that :meth:`to_dict` described."""
-        rows = [
-            RaceRow(**row | {"same_outputs": tuple(row["same_outputs"]), "own_speedup": _triple(row["own_speedup"])})
-            for row in fields["rows"]
-        ]
-        return cls(tuple(rows), fields["fastest_plain"], fields["prompts"], tuple(fields["left_out"]))
-
-
-def _triple(values: Sequence[float] | None) -> tuple[float, float, float] | None:
-    return None if values is None else (values[0], values[1], values[2])
+        return cls(**fields | {"rows": tuple(RaceRow(**row) for row in fields["rows"])})
 
 
 def chosen_engines(names: Any) -> tuple[str, ...]:
@@ -143,38 +132,19 @@ def race(
                     left_out.append(str(error))
                     break  # its other methods load the same model
                 peers[f"{engine}, {label}"] = opened.enter_context(contextlib.closing(peer))
-        recorded = {name: _Recorded(contender) for name, contender in peers.items()}
         dropped: dict[str, str] = {}
         rows: list[Mapping[str, Sample]] = []
-        for row in _surviving_rows(target, prompts, {**own, **recorded}, peers, task, dropped):
+        for row in _surviving_rows(target, prompts, own, peers, task, dropped):
             rows.append(row)
             on_prompt()
-            if len(rows) % _BLOCK == 0 and len(rows) >= MIN_RESAMPLED:
-                best = _fastest(rows, row)
-                # The fastest plain decoding is what speedups are stated over.
-                kept = {PLAIN, best, _fastest(rows, [name for name in row if name.endswith("plain")])}
-                dropped |= {name: "slower" for name in row if name not in kept and _is_slower(rows, best, name)}
         left_out += [reason for name, reason in dropped.items() if not any(name in row for row in rows)]
-        return replace(_judged(rows, {**own, **recorded}, peers, dropped), left_out=tuple(dict.fromkeys(left_out)))
-
-
-class _Recorded:
-    """A contender that keeps its outputs."""
-
-    def __init__(self, peer: EnginePeer) -> None:
-        self._peer = peer
-        self.outputs: dict[tuple[int, ...], list[int]] = {}
-
-    def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
-        result = self._peer(prompt, task, on_prefill)
-        self.outputs[tuple(prompt)] = list(result.tokens)
-        return result
+        return replace(_judged(rows, peers, dropped), left_out=tuple(dict.fromkeys(left_out)))
 
 
 def _surviving_rows(
     target: Target,
     prompts: PromptSet,
-    contenders: Mapping[str, Contender],
+    own: Mapping[str, Contender],
     peers: Mapping[str, EnginePeer],
     task: Task,
     dropped: dict[str, str],
@@ -182,9 +152,9 @@ def _surviving_rows(
     """Yield one row per prompt; engines that end are left out from then on."""
     items = list(prompts)
     while items:
-        alive = {name: each for name, each in contenders.items() if name not in dropped}
+        alive = {**own, **{name: peer for name, peer in peers.items() if name not in dropped}}
         try:
-            for row in interleave(target, PromptSet(tuple(items)), alive, task, without=dropped):
+            for row in interleave(target, PromptSet(tuple(items)), alive, task):
                 items.pop(0)
                 yield row
         except UnsupportedModel as error:
@@ -204,16 +174,7 @@ def _fastest(rows: Sequence[Mapping[str, Sample]], names: Iterable[str]) -> str:
     return max(names, key=lambda name: _measured(rows, PLAIN, name).speedup)
 
 
-def _is_slower(rows: Sequence[Mapping[str, Sample]], than: str, name: str) -> bool:
-    return _measured(rows, than, name).interval(confidence=_DROP_CONFIDENCE)[1] < 1.0
-
-
-def _judged(
-    rows: Sequence[Mapping[str, Sample]],
-    contenders: Mapping[str, Contender],
-    peers: Mapping[str, EnginePeer],
-    dropped: Mapping[str, str],
-) -> Race:
+def _judged(rows: Sequence[Mapping[str, Sample]], peers: Mapping[str, EnginePeer], dropped: Mapping[str, str]) -> Race:
     """Return the results, contenders that decoded to the end first."""
     measured = list(dict.fromkeys(name for row in rows for name in row))
     plain = _fastest(rows, [name for name in rows[-1] if name.endswith("plain")])
@@ -224,15 +185,15 @@ def _judged(
         if name != base and any(base in row and name in row for row in rows):
             against = _measured(rows, base, name)
             own = against.speedup, *against.interval()
-        outputs, expected = (getattr(contenders[each], "outputs", {}) for each in (name, base))
-        common = outputs.keys() & expected.keys()
-        same = sum(outputs[prompt] == expected[prompt] for prompt in common), len(common)
-        if engine not in ENGINES:
+        row = RaceRow(name, _measured(rows, plain, name).to_dict(), own, (0, 0), ended=dropped.get(name, ""))
+        if (peer := peers.get(name)) is None:
             verdicts = _measured(rows, PLAIN, name).lossless
-            same = verdicts.compared - len(verdicts.divergences), verdicts.compared
-        row = RaceRow(name, _measured(rows, plain, name).to_dict(), own, same, ended=dropped.get(name, ""))
-        if (peer := peers.get(name)) is not None:
-            row = replace(row, precision=peer.precision, version=peer.version, command=peer.command())
+            row = replace(row, same_outputs=(verdicts.compared - len(verdicts.divergences), verdicts.compared))
+        else:
+            expected = peers[base].outputs if base in peers else {}
+            common = peer.outputs.keys() & expected.keys()
+            same = sum(peer.outputs[prompt] == expected[prompt] for prompt in common), len(common)
+            row = replace(row, same_outputs=same, precision=peer.precision, version=peer.version, command=peer.command())
         found.append(row)
     found.sort(key=lambda row: (bool(row.ended), -row.measured["speedup"]))
     return Race(tuple(found), plain, len(rows))

@@ -1,9 +1,8 @@
 """A process that decodes with an inference engine, under the interpreter in which the engine is installed.
 
-Usage: ``python worker.py PROGRAM``, the number of the process that uses it. It imports nothing of this project, so
-that the engine's packages and ours need not fit together. Requests and answers are lines of JSON on its standard input and
-output: first the settings, answered when the model is loaded; then one prompt a line, answered by a line when its first
-tokens are known and by another at the end. It ends with its input or with the program, and leads a process group of its own.
+It imports nothing of this project, so that the engine's packages and ours need not fit together. Requests and answers are
+lines of JSON on its standard input and output: first the settings, answered when the model is loaded. Each further line is a
+prompt, answered by a line when its first tokens are known and by another at the end. It ends with its input.
 """
 
 from __future__ import annotations
@@ -11,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
-import threading
-import time
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -38,11 +34,11 @@ class OpenVinoGenAi:
         schedule = openvino_genai.SchedulerConfig()
         schedule.enable_prefix_caching = False  # every prompt is read whole, as the others read it
         drafting: dict[str, Any] = {"scheduler_config": schedule}
-        self._assist = {} if settings["method"] == "plain" else {"num_assistant_tokens": settings["num_speculative_tokens"]}
-        if settings["method"] == "prompt_lookup":
-            drafting["prompt_lookup"], self._assist["max_ngram_size"] = True, settings["prompt_lookup_max"]
-        elif settings["method"] == "assistant":
-            drafting["draft_model"] = openvino_genai.draft_model(settings["draft_model"], "CPU", **options)
+        self._lengths: dict[str, int] = {}
+        if lookup := settings["speculative_config"]:
+            drafting["prompt_lookup"] = True
+            self._lengths["num_assistant_tokens"] = lookup["num_speculative_tokens"]
+            self._lengths["max_ngram_size"] = lookup["prompt_lookup_max"]
         self._pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", **drafting, **options)
         self.version = str(openvino_genai.__version__)
         # The pipeline does not show its model. Without AVX-512, a request for bfloat16 becomes float32.
@@ -66,7 +62,7 @@ class OpenVinoGenAi:
             def end(self) -> None:
                 pass
 
-        config = self._genai.GenerationConfig(max_new_tokens=request["max_new_tokens"], **self._assist)
+        config = self._genai.GenerationConfig(max_new_tokens=request["max_new_tokens"], **self._lengths)
         config.do_sample, config.apply_chat_template = False, False
         config.repetition_penalty = request["repetition_penalty"]
         config.stop_token_ids = set(request["eos"])
@@ -87,11 +83,6 @@ class Vllm:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        speculative: dict[str, Any] = {"num_speculative_tokens": settings["num_speculative_tokens"]}
-        if settings["method"] == "prompt_lookup":
-            speculative |= {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": settings["prompt_lookup_max"]}
-        elif settings["method"] == "assistant":
-            speculative |= {"method": "draft_model", "model": settings["draft_model"]}
         arguments = AsyncEngineArgs(
             model=settings["model"],
             dtype=settings["dtype"],
@@ -99,7 +90,7 @@ class Vllm:
             max_num_seqs=1,
             enable_prefix_caching=False,
             generation_config="vllm",
-            speculative_config=None if settings["method"] == "plain" else speculative,
+            speculative_config=settings["speculative_config"] or None,
         )
         self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._start(AsyncLLM, arguments))
@@ -144,12 +135,10 @@ class LlamaCpp:
         params = xllamacpp.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel = settings["model"], settings["max_length"], 1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
-        if settings["method"] == "prompt_lookup":
+        if lookup := settings["speculative_config"]:
             params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-            params.speculative.ngram_simple.size_n = settings["prompt_lookup_max"]
-            params.speculative.ngram_simple.size_m = settings["num_speculative_tokens"]
-        elif settings["method"] != "plain":
-            raise ValueError(f"{settings['method']} is not measured with it")
+            params.speculative.ngram_simple.size_n = lookup["prompt_lookup_max"]
+            params.speculative.ngram_simple.size_m = lookup["num_speculative_tokens"]
         self._server = xllamacpp.Server(params)
         self.version = str(xllamacpp.__version__)
         cache = getattr(params.cache_type_k, "name", params.cache_type_k)
@@ -187,19 +176,8 @@ class LlamaCpp:
 ENGINES: dict[str, Any] = {"openvino_genai": OpenVinoGenAi, "vllm": Vllm, "xllamacpp": LlamaCpp}
 
 
-def end_with(program: int) -> None:
-    """Kill this process and what it started as soon as the program that uses it has ended."""
-    while True:
-        try:
-            os.kill(program, 0)
-        except ProcessLookupError:
-            os.killpg(0, signal.SIGKILL)
-        time.sleep(0.5)
-
-
 def main() -> None:
     """Load the engine of the first line, and decode the prompts of the others."""
-    threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)  # what libraries print goes to the log
         _serve(sys.stdin, answers)
@@ -211,13 +189,8 @@ def _serve(requests: Iterable[str], answers: TextIO) -> None:
 
     lines = iter(requests)
     settings = json.loads(next(lines))
-    start = time.monotonic()
-    try:
-        engine = ENGINES[settings["engine"]](settings)
-    except Exception as error:
-        answer(error=" ".join(f"{type(error).__name__}: {error}".split())[:300])
-        raise
-    answer(version=engine.version, precision=engine.precision, seconds=time.monotonic() - start)
+    engine = ENGINES[settings["engine"]](settings)
+    answer(version=engine.version, precision=engine.precision)
     known: list[int] = []
 
     def on_first(count: int) -> None:

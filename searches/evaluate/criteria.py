@@ -62,7 +62,7 @@ class Count:
 
 
 class Parts:
-    """The parts of a configuration that measures layer skipping with empty skips on a real target."""
+    """The parts of a configuration that measures layer skipping on a real target."""
 
     def __init__(self, config: DictConfig) -> None:
         self.measuring: MeasureSettings = instantiate(config.measure)
@@ -73,7 +73,6 @@ class Parts:
         self.held_out: PromptSet = held_out.take(self.measuring.held_out_prompts)
         self.target: Target = instantiate(config.target)
         self.space: SearchSpace = instantiate(config.space, layers=self.target.layers)
-        self.space.refuse_fitted("only empty skips are compared")
         self.bench = ModelBench(LayerskipBackend(self.target), self.sampling, self.measuring.max_new_tokens)
         settings = [OmegaConf.to_container(config[part], resolve=True) for part in ("measure", "scan", "sampling", "space")]
         self.identity = [self.target.digest, machine(self.target), self.prompts.digest, self.held_out.digest, settings]

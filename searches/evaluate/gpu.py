@@ -32,7 +32,7 @@ from layerskip.files import write_json
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import check_output
 from layerskip.models.cache import KVCache
-from layerskip.models.compiled_layers import compile_mode, compiled_layers
+from layerskip.models.compiled_layers import compiled_layers
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import capture_seconds
 from layerskip.models.skip_view import decoding_view, shared_copy
@@ -134,13 +134,12 @@ def floor_tokens_per_second(target: Target, context: float, bandwidth: float) ->
     return float(bandwidth / (sum(weight.nbytes for weight in model.parameters()) - unread + cache.nbytes * context))
 
 
-def compare_compilation(rows: Rows, name: str, mode: str) -> Row:
-    """Return the row of plain decoding with its layers as they are if they are compiled, else with compiled ones."""
-    other = dataclasses.replace(rows.target, model=shared_copy(rows.target.model), compile=mode)
+def compare_compilation(rows: Rows, name: str) -> Row:
+    """Return the row of plain decoding with its layers as they are beside compiled ones."""
+    other = dataclasses.replace(rows.target, model=shared_copy(rows.target.model), compile="off")
     pair = {BASELINE: Decoder.of(rows.target, SpeculativeConfig()), name: Decoder.of(other, SpeculativeConfig())}
     row = rows.compare(rows.target, rows.prompts, pair)
-    compiled = other if mode == "on" else rows.target
-    failed = compiled_layers(decoding_view(compiled.model)) is None
+    failed = compiled_layers(decoding_view(rows.target.model)) is None
     return {"left_out": "its layers could not be compiled"} if failed else row
 
 
@@ -163,10 +162,8 @@ def measure_gpu(config: DictConfig) -> None:
     try:
         rows = Rows(config)
         target, shapes = rows.target, config.shapes or {}
-        if compile_mode(target.model) != "off":
-            compiled = compiled_layers(target.model) is not None
-            name, mode = ("plain_uncompiled", "off") if compiled else ("plain_compiled", "on")
-            rows.attempt(name, partial(compare_compilation, rows, name, mode))
+        if compiled_layers(target.model) is not None:
+            rows.attempt("plain_uncompiled", partial(compare_compilation, rows, "plain_uncompiled"))
         for peer in _PEERS:
             for name, shape in {"target": None, **shapes}.items():
                 if name == "target" or (shape is not None and target.device.type != "cpu"):

@@ -13,9 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from layerskip import Sampling, Target
+from layerskip import Sampling, SpeculativeConfig, Target, build_drafter
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import NoDraft
 from layerskip.device.memory import AllocationCounter, release_memory
 from layerskip.device.transfer import now
 from layerskip.models.prefill import Prefill
@@ -33,37 +32,29 @@ def measure_long_contexts(config: DictConfig) -> None:
         made = random_target(given["sizes"] | model, config.dtype, config.device, config.seed)
         targets.append(replace(made, name=name, pack_weights=True))
     rows = {target.name: [_measured(target, length, config) for length in sorted(config.lengths)] for target in targets}
-    record = record_header("layerskip.long_context/1", targets[0]) | {
-        "new_tokens": config.new_tokens,
-        "repeats": config.repeats,
-        "rows": rows,
-    }
+    sizes = {"new_tokens": config.new_tokens, "repeats": config.repeats}
+    record = record_header("layerskip.long_context/1", targets[0]) | sizes | {"rows": rows}
     conclude(config, "long-context.json", record, [])
-
-
-def _prompt(target: Target, length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, target.vocabulary), k=length)
 
 
 def _measured(target: Target, length: int, config: DictConfig) -> dict[str, Any]:
     """Return the seconds of reading a prompt and of a step after it, and the peak memory of both."""
-    prompt = _prompt(target, length, config.seed)
+    prompt = random.Random(config.seed).choices(range(3, target.vocabulary), k=length)
     release_memory()
     with AllocationCounter([target.model]) as counter:
         start = now(target.device)
         prefill = Prefill.of(target, prompt)
         seconds = now(target.device) - start
-    steps = [_decoding_seconds(target, prefill, config.new_tokens) for _ in range(config.repeats)]
-    step = statistics.median(steps) / config.new_tokens
+    step = statistics.median(_decode(target, prefill, config.new_tokens) for _ in range(config.repeats)) / config.new_tokens
     memory = f"{counter.peak / 2**20:.0f} MiB"
     print(f"{target.name}, {length} tokens: read in {seconds:.2f} s, then {step * 1000:.2f} ms per new token; {memory}")
     return {"tokens": length, "prefill_seconds": seconds, "step_seconds": step, "peak_bytes": counter.peak}
 
 
-def _decoding_seconds(target: Target, prefill: Prefill, tokens: int) -> float:
-    """Return the seconds of plainly decoding tokens after the first one, which belongs to the prompt."""
-    began: list[float] = []
-    decode(target, NoDraft(), prefill, Sampling(), tokens + 1, callback=lambda _: began.append(now(target.device)))
+def _decode(target: Target, prefill: Prefill, tokens: int) -> float:
+    """Return the seconds of decoding tokens after the first one, which belongs to the prompt."""
+    drafter, began = build_drafter(SpeculativeConfig(), target), list[float]()
+    decode(target, drafter, prefill, Sampling(), tokens + 1, callback=lambda _: began.append(now(target.device)))
     return now(target.device) - began[0]
 
 

@@ -164,22 +164,20 @@ def judge(name: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Count]:
     """Return the criteria of a scenario, by what was found in it and in the first one."""
     row = rows[name]
     scenario, trials, runs, ends = row["settings"], row["trials"], row["runs"], row["ends"]
-    finished, every = sum(trials.get(state, 0) for state in _FINISHED), sum(trials.values())
+    finished = sum(trials.get(state, 0) for state in _FINISHED)
+    running = {"trials": trials, "MLflow runs": runs, "rows of workers": row["rows"]}
     counts = [
         Count("trials finished, of those asked for", finished, scenario["n_trials"], minimum=1, maximum=1),
-        Count("trials left running", trials.get("RUNNING", 0), every, maximum=0),
         Count("finished trials with exactly one MLflow run", row["trials_with_one_run"], finished, minimum=1, maximum=1),
         Count("MLflow runs of trials, of those finished", row["trial_runs"], finished, maximum=1),
-        Count("MLflow runs left running", runs.get("RUNNING", 0), sum(runs.values()), maximum=0),
-        Count("rows of workers left live", row["rows"].get("RUNNING", 0), sum(row["rows"].values()), maximum=0),
+        *(Count(f"{what} left running", by.get("RUNNING", 0), sum(by.values()), maximum=0) for what, by in running.items()),
         Count("workers that ended with an error", sum(ends.values()) - ends.get("0", 0), sum(ends.values()), maximum=0),
         Count("kills that happened", row["faults"]["kills"], scenario["kills"], minimum=1 if scenario["kills"] else None),
     ]
     first = next(iter(rows))
     if name != first:
         speedups = [rows[each]["winner"]["true_speedup"] for each in (name, first)]
-        alike = min(speedups) >= CLOSE * max(speedups)
-        counts.append(Count(f"winner as fast as that of {first}", int(alike), minimum=1))
+        counts.append(Count(f"winner, of that of {first}", min(speedups), max(speedups), minimum=CLOSE))
         took, whole = round(row["seconds"]), round(rows[first]["seconds"])
         counts.append(Count(f"seconds, of those of {first}", took, whole, maximum=scenario["max_share"]))
     return [replace(count, name=f"{name}: {count.name}") for count in counts]

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip import ConfigError, DecodeStats, PromptSet, Round, Sampling, SkipMask, SpeculativeConfig
-from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
+from layerskip.costs.cost_model import CostProfile
 from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
@@ -347,11 +347,3 @@ class SimulatedPredictor:
     def can_predict(self, config: SpeculativeConfig) -> bool:
         """Return whether this is lossless layer skipping or prompt lookup without siblings."""
         return config.method in ("layer_skip", "prompt_lookup") and not config.siblings and config.lossless
-
-    def matches(self, config: SpeculativeConfig) -> bool:
-        """Return True: skips are empty."""
-        return True
-
-    def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return no extras: skips are empty."""
-        return NO_EXTRAS

@@ -224,12 +224,11 @@ def expected_speedup(
     Source: Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost
     of verification.
     """
-    profile, extras = predictor.profile, predictor.extras(mask)
-    shortest, longest = lengths
+    profile, (shortest, longest) = predictor.profile, lengths
     speedups = {}
     for length in range(shortest, min(longest, profile.longest) + 1):
         tokens = sum(agreement**accepted for accepted in range(length + 1))
-        speedups[length] = tokens * profile.verify_seconds[0] / profile.round_cost(mask, length, extras)
+        speedups[length] = tokens * profile.verify_seconds[0] / profile.round_cost(mask, length)
     best = max(speedups.values(), default=0.0)
     return best, min((length for length, speedup in speedups.items() if speedup >= _CLOSE * best), default=shortest)
 

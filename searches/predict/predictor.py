@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from layerskip import SkipMask, SpeculativeConfig
-from layerskip.costs.cost_model import CostProfile, DraftExtras
+from layerskip.costs.cost_model import CostProfile
 
 SCREENED_TOGETHER = 8  # by one process
 
@@ -57,9 +57,3 @@ class SpeedupPredictor(Protocol):
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict the speedup of a configuration for which :meth:`can_predict` is true."""
-
-    def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the extras of a mask's draft, as costs count them."""
-
-    def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft is one of those that are predicted."""

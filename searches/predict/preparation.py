@@ -105,7 +105,7 @@ class Preparation:
             return None
         choices = [(length, stop) for length in range(shortest, longest + 1) for stop in stops]
         lookups = space.values(LOOKUP, "num_speculative_tokens")[1] if LOOKUP in space.available_methods else 0
-        profile = self.cost_profile(scanner.continuations, max(longest, lookups), space.fitted)
+        profile = self.cost_profile(scanner.continuations, max(longest, lookups))
         identity = {
             "target": self.target.digest,
             "continuations": [astuple(continuation) for continuation in scanner.continuations],
@@ -146,11 +146,11 @@ class Preparation:
             say(f"scan: {error}")
             return None
 
-    def cost_profile(self, continuations: Sequence[Continuation], longest: int, fitted: bool = False) -> CostProfile:
+    def cost_profile(self, continuations: Sequence[Continuation], longest: int) -> CostProfile:
         """Return the cost profile at the mean context of continuations; measure it if no such one is stored.
 
-        It has the verification of up to ``longest`` drafted tokens, and fitted modules and draft heads if ``fitted``. One
-        whose time ran out is measured again when there is more.
+        It has the verification of up to ``longest`` drafted tokens. One whose time ran out is measured again when there is
+        more.
         """
         context = mean_context(continuations)
         identity = {
@@ -159,7 +159,6 @@ class Preparation:
             "longest": longest,
             "sampling": self.sampling.to_dict(),
             "machine": machine(self.target),
-            "fitted": fitted,
             "recipe": _PROFILE_VERSION,
         }
         name = digest(identity)[:16]
@@ -174,7 +173,7 @@ class Preparation:
                     start = time.monotonic()
                     with counting(PROFILE_REPEATS + 1, "repeats", "cost profile") as count:
                         profile = profile_costs(
-                            self.target, context, longest, self.sampling, PROFILE_REPEATS, fitted, count, self.is_over
+                            self.target, context, longest, self.sampling, PROFILE_REPEATS, count, self.is_over
                         )
                     seconds = time.monotonic() - start
                     taken = stored.get("seconds", 0.0) + seconds

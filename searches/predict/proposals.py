@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from layerskip import SkipMask, SpeculativeConfig
 from searches.app.checks import check_whole
@@ -18,12 +18,8 @@ from searches.space.search_space import SearchSpace
 
 _LOOKUPS = 3  # best prompt lookups that become trials
 _NEIGHBOURS = 4  # neighbours of the best mask that are scanned before its neighbours are listed again
-_EARLY_LAYERS = 2  # first layers of the runs that are replaced
-_STEPS = (8, 4, 2)  # between the lengths of those runs
-_SPACING = 6  # layers between the starts of other runs, and between single sub-layers
-_POWERS = range(8)  # of two: lengths of other runs, up to the last layer
 _MARGIN = 0.3
-"""Log speedup by which screening may underestimate the best mask: few positions, runs of agreement, siblings, stop rules."""
+"""Log speedup by which screening may underestimate the best mask: few positions, runs of agreement, stop rules."""
 
 
 @dataclass(frozen=True)
@@ -135,36 +131,6 @@ def _scan_best(search: MaskSearch, budget: int, limits: Limits) -> list[Predicti
     return list(found.values())
 
 
-def propose_runs(
-    predictor: SpeedupPredictor,
-    space: SearchSpace,
-    settings: ProposalSettings,
-    on_mask: Callable[[], object] = lambda: None,
-    limits: Limits = Limits(),
-) -> list[Prediction]:
-    """Propose the masks with the greatest predicted speedups when their skips are filled, best first.
-
-    One long early run with one replacement is faster than scattered skips, whatever these reach when empty. So the search
-    screens runs of every other length from the first layers that may be skipped. That held for the models that were
-    examined; for others, it screens later runs and single sub-layers far apart, too. Then it moves the ends of the best
-    runs. The space's own masks are screened first.
-    """
-    search = MaskSearch(predictor, space, settings.budget(space), on_mask, is_over=limits.is_over)
-    search.screen(SkipMask.parse(mask, space.layers) for mask in space.masks)
-    end = space.skippable[-1] + 1
-    # Lengths far apart come first, so that a small budget covers long runs, too.
-    lengths = dict.fromkeys(length for step in _STEPS for length in range(_STEPS[-1], end, step))
-    reserve = search.left // 2
-    search.screen_runs(((first, first + length) for length in lengths for first in space.skippable[:_EARLY_LAYERS]), reserve)
-    others = space.skippable[::_SPACING]
-    search.screen_runs(((first, min(end, first + 2**power)) for power in _POWERS for first in others), reserve // 2)
-    search.screen(search.single(sublayer, layer) for layer in others for sublayer in ("attention", "mlp"))
-    search.move_ends()
-    if limits.is_over():
-        limits.report(f"its share of the budget ended after {len(search.scores)} filled masks were screened")
-    return _best_first(predictor.predict(search.best_masks(settings.scanned)), settings.enqueued)
-
-
 def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace) -> list[Prediction]:
     """Propose the prompt lookups with the greatest predicted speedups, best first. Their drafts depend on the text alone."""
     configs = [config for config in space.lookups() if predictor.can_predict(config)]
@@ -176,32 +142,15 @@ def propose_all(
     space: SearchSpace,
     settings: ProposalSettings,
     on_mask: Callable[[], object] = lambda: None,
-    filled: Sequence[SpeedupPredictor] = (),
-    narrowed: Sequence[SpeedupPredictor] = (),
     limits: Limits = Limits(),
 ) -> list[SpeculativeConfig]:
     """Propose the configurations that a study tries first: lookups, then masks, best first.
 
-    Lookups come first because they are many times faster where the text repeats itself. Other arguments are those of
+    Lookups come first because they are many times faster where the text repeats itself. The arguments are those of
     :func:`propose`.
-
-    Args:
-        predictor: predicts masks with empty skips, and lookups.
-        filled: predictors of masks whose skips are not empty.
-        narrowed: predictors of masks with empty skips that draft from a reduced vocabulary.
     """
-    with_replacements = [found for other in filled for found in propose_runs(other, space, settings, on_mask, limits)]
-    with_head = [found for other in narrowed for found in propose(other, space, settings, on_mask, limits=limits)]
-    plain = propose(predictor, space, settings, on_mask, limits=limits)
-    # Equally many of each group, because prediction errors may differ between groups.
-    groups = [plain, *(_best_first(group, settings.enqueued) for group in (with_replacements, with_head))]
-    ranked = _best_first([found for group in groups for found in group])
-    configs = [prediction.config for prediction in (*propose_lookups(predictor, space), *ranked)]
-    siblings = space.values("layer_skip", "siblings")[1]
-    if plain and siblings:
-        # Trees are not predicted, so they are tried with the best mask.
-        configs.insert(configs.index(plain[0].config) + 1, replace(plain[0].config, siblings=siblings))
-    return configs
+    masks = propose(predictor, space, settings, on_mask, limits=limits)
+    return [prediction.config for prediction in (*propose_lookups(predictor, space), *masks)]
 
 
 def _best_first(predictions: Iterable[Prediction], maximum: int | None = None) -> list[Prediction]:

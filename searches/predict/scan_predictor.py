@@ -12,18 +12,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
-from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
+from layerskip.costs.cost_model import CostProfile
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
-from layerskip.models.skip_view import Replacements
 from layerskip.scan.replay import Counts, count, replay_lookup
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts.continuations import Continuation
@@ -53,38 +50,6 @@ def masks_at_once(rows: int) -> int:
     return max(1, rows // _ROWS_PER_MASK)
 
 
-class EmptyDrafts:
-    """Drafts of masks with empty skips and the whole vocabulary. A subclass fills the gaps, or reduces the vocabulary.
-
-    Attributes:
-        tokens: ``[K]`` int64, the tokens of the draft head; None for the whole vocabulary.
-        fills_gaps: whether anything replaces the skipped sub-layers.
-    """
-
-    tokens: Tensor | None = None
-    fills_gaps = False
-
-    def fields(self, mask: SkipMask) -> dict[str, Any]:
-        """Return the fields of a configuration that drafts so, in addition to the mask."""
-        return {}
-
-    def replacements(self, masks: Sequence[SkipMask]) -> Sequence[Replacements | None] | None:
-        """Return what replaces the skipped sub-layers of each mask; None for nothing at all."""
-        return None
-
-    def reproducible(self, mask: SkipMask) -> bool:
-        """Return whether another process would scan the mask alike, since nothing is missing for lack of memory."""
-        return True
-
-    def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the extras of a mask's draft, as costs count them."""
-        return NO_EXTRAS
-
-    def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft is one of these drafts."""
-        return not config.fitted
-
-
 class ScanPredictor:
     """A :class:`~searches.predict.predictor.SpeedupPredictor` that scans masks.
 
@@ -92,7 +57,6 @@ class ScanPredictor:
         profile: the costs at the mean context of the continuations.
         choices: the draft lengths and stop rules that every mask is combined with.
         folder: for predictions; belongs to one target, prompt set, and these choices.
-        drafts: what masks draft with.
         pool: the workers that share the predictions through their storage instead of the folder.
     """
 
@@ -102,19 +66,16 @@ class ScanPredictor:
         profile: CostProfile,
         choices: Sequence[DraftChoice],
         folder: Path,
-        drafts: EmptyDrafts | None = None,
         pool: Workers = ALONE,
     ) -> None:
-        self.drafts = drafts or EmptyDrafts()
         self._folder, self._pool = folder, pool
         self.screened_together = SCREENED_TOGETHER if pool.alone else _SHARED_TOGETHER
         self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), list(choices)
         thresholds = [stop.threshold for _, stop in choices if stop.method == "threshold"]
         self._floor = min(thresholds, default=None)
         self.profile = profile
-        names = ("agreements", "counts", "trained")
-        logs = (ResultLog(folder / f"{name}.jsonl" if pool.alone else None) for name in names)
-        self._agreements, self._counts, self._trained = logs
+        names = ("agreements", "counts")
+        self._agreements, self._counts = (ResultLog(folder / f"{name}.jsonl" if pool.alone else None) for name in names)
 
     @property
     def scan_seconds(self) -> float | None:
@@ -141,7 +102,7 @@ class ScanPredictor:
         """Return how often each mask's first drafted token is the target's; one pass over the screen for each new mask."""
 
         def scan(batch: Sequence[SkipMask]) -> dict[str, float]:
-            return {each.mask.format(): each.agreement for each in self._scan(self._screen, batch, depth=1)}
+            return {each.mask.format(): each.agreement for each in self._screen.scan(batch, depth=1)}
 
         self._share("agreements", masks, self._agreements, scan)
         return [float(self._agreements[mask.format()]) for mask in masks]
@@ -150,8 +111,8 @@ class ScanPredictor:
         """Scan new masks, and predict the speedup of each mask with its best draft length and stop rule."""
         masks, predictions = list(masks), []
         for mask, known in zip(masks, self._scanned(masks), strict=True):
-            (length, stop), speedup = self._fastest(known["counts"], mask, self.extras(mask))
-            config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop, **self.drafts.fields(mask))
+            (length, stop), speedup = self._fastest(known["counts"], mask)
+            config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop)
             predictions.append(Prediction(config, speedup, float(known["agreement"])))
         return predictions
 
@@ -160,7 +121,7 @@ class ScanPredictor:
 
         def scan(batch: Sequence[SkipMask]) -> dict[str, dict[str, Any]]:
             start = time.monotonic()
-            scans = self._scan(self._scanner, batch, floor=self._floor)
+            scans = self._scanner.scan(batch, floor=self._floor)
             found = {one.mask.format(): {"agreement": one.agreement, "counts": self._all_counts(one)} for one in scans}
             seconds = (time.monotonic() - start) / len(batch)
             return {text: {**each, "seconds": seconds} for text, each in found.items()}
@@ -173,7 +134,7 @@ class ScanPredictor:
         if config.method == "prompt_lookup":
             return config.lossless and config.num_speculative_tokens <= self.profile.longest
         scanned = (config.num_speculative_tokens, config.stop) in self._choices and not config.siblings
-        return config.method == "layer_skip" and scanned and config.lossless and self.matches(config)
+        return config.method == "layer_skip" and scanned and config.lossless
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict a configuration's speedup from the counts of its rounds; scans its mask if it is new."""
@@ -186,45 +147,13 @@ class ScanPredictor:
         mask, choice = SkipMask.parse(config.mask, self.layers), (config.num_speculative_tokens, config.stop)
         (known,) = self._scanned([mask])
         total = Counts.from_list(known["counts"][self._choices.index(choice)])
-        return self.profile.speedup(total, mask, config.stop, self.extras(mask))
-
-    def extras(self, mask: SkipMask) -> DraftExtras:
-        """Return the extras of a mask's draft, as costs count them."""
-        return self.drafts.extras(mask)
-
-    def matches(self, config: SpeculativeConfig) -> bool:
-        """Return whether a self-draft is one of those that are predicted."""
-        return self.drafts.matches(config)
-
-    def tuned(
-        self, config: SpeculativeConfig, name: str, replacements: Replacements, extras: DraftExtras
-    ) -> SpeculativeConfig:
-        """Return a predictable configuration with the best draft length and stop rule.
-
-        Args:
-            name: a digest of its replacements.
-            replacements: what it drafts with in place of those of this predictor's drafts.
-            extras: of its draft.
-        """
-        mask = SkipMask.parse(config.mask, self.layers)
-        if name not in self._trained:
-            (scan,) = self._scanner.scan([mask], floor=self._floor, replacements=[replacements], tokens=self.drafts.tokens)
-            self._trained.add(name, self._all_counts(scan))
-        (length, stop), _ = self._fastest(self._trained[name], mask, extras)
-        return replace(config, num_speculative_tokens=length, stop=stop, siblings=0)
-
-    def with_drafts(self, drafts: EmptyDrafts, name: str) -> ScanPredictor:
-        """Return a predictor for other drafts that shares the texts and their passes; ``name`` is that of its folder."""
-        return ScanPredictor(self._scanner, self.profile, self._choices, self._folder / name, drafts, self._pool)
+        return self.profile.speedup(total, mask, config.stop)
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""
         names = [[f"{kind}:{layer}" for layer in range(self.layers)] for kind in ("attention", "mlp")]
         known = {name: self._agreements[name] for name in self._agreements}
         return np.array([[known.get(name, math.nan) for name in row] for row in names])
-
-    def _scan(self, scanner: Scanner, masks: Sequence[SkipMask], **options: Any) -> list[Scan]:
-        return scanner.scan(masks, replacements=self.drafts.replacements(masks), tokens=self.drafts.tokens, **options)
 
     def _share(
         self, stage: str, masks: Sequence[SkipMask], log: ResultLog, scan: Callable[[Sequence[SkipMask]], Mapping[str, Any]]
@@ -236,14 +165,14 @@ class ScanPredictor:
         named = {digest([*identity, *(mask.format() for mask in batch)])[:32]: batch for batch in batches}
         for name, results in self._pool.share_all(named, lambda name: scan(named[name])):
             for mask in named[name]:
-                log.add(mask.format(), results[mask.format()], self.drafts.reproducible(mask))
+                log.add(mask.format(), results[mask.format()])
 
     def _all_counts(self, scan: Scan) -> list[list[Any]]:
         """Return the counts of all continuations together, as a list, for every choice."""
         return [sum(self._scanner.counts(scan, *choice), Counts()).to_list() for choice in self._choices]
 
-    def _fastest(self, rows: Sequence[Any], mask: SkipMask, extras: DraftExtras) -> tuple[DraftChoice, float]:
+    def _fastest(self, rows: Sequence[Any], mask: SkipMask) -> tuple[DraftChoice, float]:
         """Return the choice with the greatest predicted speedup, from the rows of :meth:`_all_counts`."""
         pairs = zip(self._choices, map(Counts.from_list, rows), strict=True)
-        speedups = {choice: self.profile.speedup(counts, mask, choice[1], extras) for choice, counts in pairs}
+        speedups = {choice: self.profile.speedup(counts, mask, choice[1]) for choice, counts in pairs}
         return max(speedups.items(), key=lambda pair: pair[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,28 +11,19 @@ from optuna.trial import FrozenTrial
 
 from layerskip.measure.measurement import MIN_RESAMPLED
 from searches.engines.race import Race
-from searches.predict.scan_predictor import SCANNED_MASKS
 from searches.report.tables import (
-    Row,
+    Tables,
     as_markdown,
-    best_trials,
     empty_note,
-    finals_requests,
-    finals_rows,
-    levels,
+    finals_tables,
     measured,
-    named_row,
     output_state,
-    pareto_front,
     race_rows,
-    trial_requests,
-    trial_rows,
-    with_requests,
+    trial_tables,
 )
-from searches.study.budget import FITS, KEPT_SECONDS, SHARED, left_out, recorded_seconds
+from searches.study.budget import left_out, recorded_seconds
 from searches.study.finals import Finalist, Finals, measured_prompts
-from searches.study.leaderboard import is_lossless
-from searches.study.objective import MEASURING_SECONDS, OUT_OF_MEMORY
+from searches.study.objective import OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
 from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, METRICS, STARTUP_SECONDS, WORKER
@@ -41,33 +31,24 @@ from searches.tracking.names import DRIFTED, ENGINE_FAILED, METRICS, STARTUP_SEC
 _MIN_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
 
 
-def summary(
-    study: optuna.Study,
-    finals: Finals | None,
-    scan_seconds: float | None = None,
-    race: Race | None = None,
-) -> str:
-    """Return the report: notes, verdict, finalists, best trials. The arguments are those of :func:`study_notes`.
+def summary(study: optuna.Study, finals: Finals | None, race: Race | None = None) -> str:
+    """Return the report: notes, verdict, finalists, best trials.
 
-    ``race`` are the results of engines; None if none was measured.
+    Args:
+        study: finished or running.
+        finals: the results on held-out prompts; None while the study runs.
+        race: the results of engines; None if none was measured.
     """
     trials = finished(study)
-    shown = [*study_notes(study, finals, scan_seconds), *([verdict(finals)] if finals is not None else [])]
+    shown = [*study_notes(study, finals), *([verdict(finals)] if finals is not None else [])]
     shown += [] if race is None else [race_verdict(race)]
     lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
     if finals is not None:
-        rows, loads = finals_rows(finals), finals_requests(finals)
-        lines += ["## Finalists (held-out prompts)", "", *as_markdown(rows), *empty_note(finals.baseline)]
-        names: list[Row] = [{"configuration": row["configuration"]} for row in rows]
-        for level in levels(loads):
-            lines += _request_table("held-out prompts", level, with_requests(names, loads, level))
-        lines += ["", *winner_notes(study, finals), ""]
+        lines += [*_tables(finals_tables(finals)), *empty_note(finals.baseline), "", *winner_notes(study, finals), ""]
     if race is not None:
-        lines += ["## Engines (held-out prompts)", "", *as_markdown(race_rows(race)), ""]
+        lines += [*_tables({"Engines (held-out prompts)": race_rows(race)}), ""]
         lines += [f"Left out: {reason}.\n" for reason in race.left_out]
-    best = trial_rows(best_trials(trials))
-    lines += ["## Best trials (tune prompts)", "", *(as_markdown(best) if best else ["None was measured to the end."])]
-    lines += request_tables(measured(trials))
+    lines += _tables(trial_tables(trials))
     changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
     if changed:
         lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
@@ -76,6 +57,13 @@ def summary(
     if failed:
         lines += ["", "## Failed trials", "", *failed]
     return "\n".join(lines) + "\n"
+
+
+def _tables(tables: Tables) -> list[str]:
+    """Return the lines of tables with their titles."""
+    none = ["None was measured to the end."]
+    parts = [[f"## {title}", "", *(as_markdown(rows) if rows else none)] for title, rows in tables.items()]
+    return [line for part in parts for line in ("", *part)][1:]
 
 
 def race_verdict(race: Race) -> str:
@@ -91,38 +79,16 @@ def race_verdict(race: Race) -> str:
     ).strip()
 
 
-def study_notes(
-    study: optuna.Study,
-    finals: Finals | None,
-    scan_seconds: float | None = None,
-) -> list[str]:
-    """Return sentences on the trials, costs and drift.
-
-    Args:
-        study: finished or running.
-        finals: the results on held-out prompts; None while the study runs.
-        scan_seconds: the mean time to scan a mask; None if none was scanned.
-    """
+def study_notes(study: optuna.Study, finals: Finals | None) -> list[str]:
+    """Return sentences on the trials, costs and drift of a study; ``finals`` is None while it runs."""
     trials = finished(study)
     notes = [_trial_counts(trials), *left_out(study)]
-    attributes = [trial.user_attrs for trial in measured(trials)]
-    seconds = [each[MEASURING_SECONDS] for each in attributes if MEASURING_SECONDS in each]
-    if scan_seconds is not None and seconds:
-        cost = SCANNED_MASKS * scan_seconds / statistics.fmean(seconds)
-        notes.append(
-            f"Scanning one skip mask took {scan_seconds:.1f} seconds; {SCANNED_MASKS} masks cost as much as "
-            f"{cost:.1f} full trials."
-        )
-    if fits := recorded_seconds(study, FITS):
-        notes.append(f"Fitting bridges took {sum(fits.values()):.0f} seconds, {len(fits)} times.")
     metrics = [trial.user_attrs.get(METRICS, {}) for trial in trials]
     if started := [found[STARTUP_SECONDS] for found in metrics if STARTUP_SECONDS in found]:
         notes.append(
             f"{len(started)} trials began with {statistics.fmean(started):.1f} seconds of compiling and capturing passes, "
             "or of starting an engine, on average. No speedup includes them."
         )
-    if len(trials) > 1:
-        notes.append(f"Optuna, MLflow and Hydra took {_overhead_seconds(trials):.2f} seconds per trial.")
     if drifted := sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials):
         notes.append(f"The machine's speed changed on {drifted} prompts, which were measured again.")
     if finals is not None and finals.left_out:
@@ -138,25 +104,12 @@ def study_notes(
 def search_seconds(study: optuna.Study, finals: Finals) -> float:
     """Return the seconds of the whole search.
 
-    They are those of predictions, of all fits and texts that the study used (also if an earlier study made them), of all
-    trials (interrupted ones included), of Optuna and MLflow between trials, and of the finals.
+    They are those of predictions, of all continuations and cost profiles that the study used (also if an earlier study made
+    them), of all trials (interrupted ones included), of Optuna and MLflow between trials, and of the finals.
     """
     attributes = [trial.user_attrs for trial in study.get_trials(deepcopy=False)]
-    trials = sum(
-        each.get("seconds", 0.0) + each.get(OVERHEAD_SECONDS, 0.0) - each.get(KEPT_SECONDS, 0.0) for each in attributes
-    )
-    shared = sum(sum(recorded_seconds(study, kind).values()) for kind in (FITS, SHARED))
-    return float(preparation_seconds(study) + shared + trials + finals.seconds)
-
-
-def _overhead_seconds(trials: Sequence[FrozenTrial]) -> float:
-    """Return the median time from the end of a trial to the start of the worker's next."""
-    gaps = []
-    started = [(str(t.user_attrs.get(WORKER)), t.datetime_start, t) for t in trials if t.datetime_start is not None]
-    for (worker, before, trial), (following, after, _) in itertools.pairwise(sorted(started, key=lambda each: each[:2])):
-        if worker == following:
-            gaps.append((after - before).total_seconds() - trial.user_attrs.get("seconds", 0.0))
-    return max(0.0, statistics.median(gaps)) if gaps else 0.0
+    trials = sum(each.get("seconds", 0.0) + each.get(OVERHEAD_SECONDS, 0.0) for each in attributes)
+    return float(preparation_seconds(study) + sum(recorded_seconds(study).values()) + trials + finals.seconds)
 
 
 def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
@@ -231,24 +184,3 @@ def verdict(finals: Finals) -> str:
         f"(95 % interval {held_out['speedup_low']:.2f} to {held_out['speedup_high']:.2f}{together}), "
         f"output {output_state(winner.config, held_out)}."
     )
-
-
-def request_tables(trials: Sequence[FrozenTrial]) -> list[str]:
-    """Return a table for each number of requests in flight, of the trials that none exceeds in throughput and latency.
-
-    There is none if the back end does not report these metrics. The given trials were measured to the end.
-    """
-    loads = {trial.number: trial_requests(trial) for trial in trials if is_lossless(trial.user_attrs["measurement"])}
-    names = {trial.number: named_row(trial) for trial in trials}
-    lines = []
-    for level in levels(loads.values()):
-        front = pareto_front({n: (x.get(f"throughput{level}"), x.get(f"tpot_p50{level}")) for n, x in loads.items()})
-        if front:
-            rows = with_requests([names[number] for number in front], [loads[number] for number in front], level)
-            lines += _request_table("Pareto front", level, rows)
-    return lines
-
-
-def _request_table(of: str, level: str, rows: Sequence[Row]) -> list[str]:
-    requests = f", {level.removeprefix('_at_')} requests in flight" if level else ""
-    return ["", f"## Throughput and latency{requests} ({of})", "", *as_markdown(rows)]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -26,15 +26,7 @@ from searches.app.checks import InputError
 from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.report import charts
 from searches.report.markdown import study_notes, verdict, winner_notes
-from searches.report.tables import (
-    as_html_with_requests,
-    best_trials,
-    finals_requests,
-    finals_rows,
-    levels,
-    trial_requests,
-    trial_rows,
-)
+from searches.report.tables import Tables, as_html, finals_tables, levels, trial_requests, trial_tables
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, ranking
 from searches.study.study import SETTINGS, finished
@@ -44,7 +36,6 @@ from searches.workers.pool import ALONE, Workers
 PAGE = "report.html"
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
 _SECONDS = 60.0  # between two writes; each takes a fraction of a second and writes five megabytes
-_LOAD = "Bar: from the median to the 95th percentile. Star: plain decoding. Dashed: the Pareto front of medians."
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,6 @@ class Page:
     """The content of a page, without the study.
 
     Args:
-        layers: the number of decoder layers of the target.
         trials: the number of finished trials at the end.
         notes: sentences on the study.
         state: ``running``, ``finished``, ``interrupted`` or ``failed``.
@@ -62,7 +52,6 @@ class Page:
         singles: ``[2, layers]``, the agreement with one attention or MLP sub-layer skipped, from scans; None without any.
     """
 
-    layers: int
     trials: int
     notes: Sequence[str] = ()
     state: str = RUNNING
@@ -85,12 +74,11 @@ class _Chart:
 
 def write_page(path: Path, study: optuna.Study, page: Page) -> None:
     """Write the page atomically, so that a reader never sees a part of it."""
-    written, done = datetime.now().astimezone(), finished(study)
-    settings, best = study.user_attrs.get(SETTINGS, {}), best_trials(done)
+    written, done, finals = datetime.now().astimezone(), finished(study), page.finals
+    settings = study.user_attrs.get(SETTINGS, {})
     drawn = list(_charts(study, page, written, settings.get("workload.concurrency", 1)))
     text = "Held-out prompts, 95 % intervals. A stroke is the speedup in the search. Dotted: plain decoding."
-    finalists = _Chart("held-out", charts.held_out(page.finals), "Finalists", text, "fitted wide")
-    wins = page.finals is not None and page.finals.winner.config.method != "none"
+    finalists = _Chart("held-out", charts.held_out(finals), "Finalists", text, "fitted wide")
     export = str(path.with_name("best.json"))
     target = str(settings.get("target.path") or settings.get("target.name") or "the searched model")
     names = {name: name.replace("_", " ") for name in charts.methods({configuration(trial).method for trial in done})}
@@ -103,15 +91,15 @@ def write_page(path: Path, study: optuna.Study, page: Page) -> None:
         "written": written,
         "notes": _notes(study, page),
         "finalists": finalists,
-        "finals_table": _finals_table(page.finals),
-        "winner": page.finals.winner.config.label() if page.finals is not None and wins else "",
+        "finals_tables": _html({} if finals is None else finals_tables(finals)),
+        "winner": "" if finals is None or finals.winner.config.method == "none" else finals.winner.config.label(),
         "engine": settings.get("backend.name"),
         "target": repr(target),
         "export": repr(export),
         "path": shlex.quote(export),
         "legend": [("no drafting" if name == "none" else text, charts.color_of(name)) for name, text in names.items()],
         "charts": [chart for chart in drawn if chart.figure is not None or chart.name == "history"],
-        "best_table": _best_table(best),
+        "trial_tables": _html(trial_tables(done)),
         "plotly": Markup(get_plotlyjs()),
         "figures": _as_json([*drawn, finalists]),
     }
@@ -130,30 +118,21 @@ def _progress(study: optuna.Study, page: Page, done: Sequence[FrozenTrial]) -> s
 
 def _charts(study: optuna.Study, page: Page, now: datetime, concurrency: int) -> Iterator[_Chart]:
     """Yield the charts in the order of the page."""
-    measured = charts.points(finished(study))
+    done = finished(study)
     text = "Tune prompts, 95 % intervals. Cross: stopped early. Line: the best so far."
-    yield _Chart("history", charts.history(measured), "Search history", text, "wide")
+    yield _Chart("history", charts.history(done), "Search history", text, "wide")
     text = "Dashed: the Pareto front of trials measured to the end."
-    yield _Chart("acceptance", charts.acceptance(measured), "Speedup against acceptance", text)
-    text = "Peak of the GPU, or of the process on a CPU. Dashed: the Pareto front."
-    yield _Chart("memory", charts.memory(measured), "Speedup against memory", text)
-    for latency, what in ((charts.TOKEN, "per token"), (charts.FIRST, "to the first token")):
-        for level in levels(point.requests for point in measured):
-            text = f"Requests in flight: {level.removeprefix('_at_') or concurrency}. {_LOAD}"
-            figure = charts.throughput(measured, latency, level)
-            yield _Chart(f"{latency}{level}", figure, f"Throughput against time {what}", text)
-    text = "Predictions were made before the trials ran. Dotted: equal."
-    yield _Chart("predictions", charts.predictions(measured), "Predicted against measured", text)
-    figure = charts.skipped_by_trials(measured, page.layers)
-    text = "By layer: the mean speedup of the trials that skipped a sub-layer. Grey: none did."
-    yield _Chart("skips", figure, "Skipped sub-layers", text, "low wide")
+    yield _Chart("acceptance", charts.acceptance(done), "Speedup against acceptance", text)
+    for level in levels(map(trial_requests, done)):
+        text = f"Requests in flight: {level.removeprefix('_at_') or concurrency}. Star: plain decoding. Dashed: the best."
+        yield _Chart(f"load{level}", charts.throughput(done, level), "Throughput against time per token", text)
     text = "By layer: how often the first drafted token is right with one skipped. Grey: unknown."
     yield _Chart("scans", charts.agreement_of_scans(page.singles), "Scanned sub-layers", text, "low wide")
-    figure, text = charts.timeline(study.get_trials(deepcopy=False), now)
-    yield _Chart("timeline", figure, "Timeline", text, "fitted wide")
+    text = "Faint: stopped early or not run. Grey: running or interrupted. Stroke: killed. Pauses are cut out."
+    yield _Chart("timeline", charts.timeline(study.get_trials(deepcopy=False), now), "Timeline", text, "fitted wide")
 
 
-def _as_json(drawn: Iterable[_Chart]) -> Markup:
+def _as_json(drawn: Sequence[_Chart]) -> Markup:
     """Return the figures as JSON in which no tag of the page ends; plotly writes null for NaN and infinities."""
     shown = ",".join(f"{json.dumps(each.name)}:{each.figure.to_json()}" for each in drawn if each.figure is not None)
     return Markup(f"{{{shown}}}".replace("<", "\\u003c"))
@@ -170,21 +149,8 @@ def _notes(study: optuna.Study, page: Page) -> list[str]:
     return [first, *page.notes, *(later if page.state == RUNNING else [])]
 
 
-def _finals_table(finals: Finals | None) -> Markup:
-    """Return the table of plain decoding and the finalists."""
-    if finals is None:
-        return Markup("")
-    rows = finals_rows(finals)
-    names = [{name: row[name] for name in ("configuration", "verdict")} for row in rows]
-    return Markup(as_html_with_requests(rows, names, finals_requests(finals)))
-
-
-def _best_table(trials: Sequence[FrozenTrial]) -> Markup:
-    """Return the table of the best trials, and one for each of several numbers of requests; empty if none was measured."""
-    rows = [{"configuration": row["configuration"]} | row for row in trial_rows(trials)]
-    names = [{name: row[name] for name in ("configuration", "trial")} for row in rows]
-    requests = [trial_requests(trial) for trial in trials]
-    return Markup(as_html_with_requests(rows, names, requests) if rows else "")
+def _html(tables: Tables) -> Markup:
+    return Markup("".join(as_html(title, rows) for title, rows in tables.items()))
 
 
 class LiveView:
@@ -196,8 +162,8 @@ class LiveView:
         singles: ``[2, layers]``, the agreement with one sub-layer skipped, once scans have found it.
     """
 
-    def __init__(self, study: optuna.Study, folder: Path, layers: int, trials: int, pool: Workers = ALONE) -> None:
-        self._study, self._path, self._layers, self._trials, self._pool = study, folder / PAGE, layers, trials, pool
+    def __init__(self, study: optuna.Study, folder: Path, trials: int, pool: Workers = ALONE) -> None:
+        self._study, self._path, self._trials, self._pool = study, folder / PAGE, trials, pool
         self._stage, self._written, self._writes = "", 0.0, False
         self.singles: NDArray[np.float64] | None = None
 
@@ -243,6 +209,6 @@ class LiveView:
         if not (self._writes or self._pool.leads()):
             return
         notes = study_notes(self._study, None)
-        page = Page(self._layers, self._trials, notes, state, self._stage, reason, singles=self.singles)
+        page = Page(self._trials, notes, state, self._stage, reason, singles=self.singles)
         with contextlib.suppress(OSError):
             write_page(self._path, self._study, page)

@@ -63,15 +63,13 @@ class Publisher:
         plan, study, folder, winner = self.plan, self.study, self.folder, finals.winner
         seconds = search_seconds(study, finals)
         self._export(winner.config, winner.held_out, held_out, seconds).save(folder / "best.json")
-        singles = scan_seconds = None
-        if predictor is not None:
-            singles, scan_seconds = predictor.single_agreements(), predictor.scan_seconds
-        text = summary(study, finals, scan_seconds, race)
+        singles = None if predictor is None else predictor.single_agreements()
+        text = summary(study, finals, race)
         (folder / "report.md").write_text(text, encoding="utf-8")
-        _draw(study, finals, plan.target.layers, folder / "report.png", singles)
-        notes = study_notes(study, finals, scan_seconds)
+        _draw(study, finals, folder / "report.png", singles)
+        notes = study_notes(study, finals)
         notes += [] if race is None else [race_verdict(race)]
-        page = Page(plan.target.layers, plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
+        page = Page(plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
         write_page(folder / PAGE, study, page)
         if log:
             self.log(finals)
@@ -120,30 +118,18 @@ class Publisher:
 
 
 def _winning_trial(study: optuna.Study, winner: SpeculativeConfig) -> int | None:
-    """Return the trial that stands for the winner: the fastest with its configuration.
-
-    Bridges that were trained for the finals were in no trial. The fastest with the same drafters and masks stands for them.
-    """
-    measured = [(trial.number, configuration(trial)) for trial in best_trials(finished(study), len(study.trials))]
-    same = [number for number, config in measured if config == winner]
-    alike = [number for number, config in measured if _drafts_with(config) == _drafts_with(winner)]
-    return next(iter(same or alike), None)
+    """Return the fastest trial with the winner's configuration, if it was in one."""
+    best = best_trials(finished(study), len(study.trials))
+    return next((trial.number for trial in best if configuration(trial) == winner), None)
 
 
-def _drafts_with(config: SpeculativeConfig) -> list[tuple[str, str]]:
-    return [(part.method, part.mask) for part in config.members or (config,)]
-
-
-def _draw(study: optuna.Study, finals: Finals, layers: int, path: Path, singles: np.ndarray | None) -> None:
-    """Save charts of ``report.html`` to one picture by matplotlib, because plotly needs a browser for a picture.
-
-    The agreements of scans, ``singles``, are drawn if no trial skipped anything.
-    """
-    measured = charts.points(finished(study))
+def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray | None) -> None:
+    """Save charts of ``report.html`` to one picture by matplotlib, because plotly needs a browser for a picture."""
+    trials = finished(study)
     drawn = {
-        "Search history (tune prompts)": charts.history(measured),
-        "Speedup against acceptance": charts.acceptance(measured),
-        "Skipped sub-layers, by layer": charts.skipped_by_trials(measured, layers) or charts.agreement_of_scans(singles),
+        "Search history (tune prompts)": charts.history(trials),
+        "Speedup against acceptance": charts.acceptance(trials),
+        "Skipped sub-layers, by layer": charts.agreement_of_scans(singles),
         "Held-out speedup, 95 % interval (bar: in the search)": charts.held_out(finals),
     }
     figure = Figure(figsize=(14, 9), layout="constrained")
@@ -151,8 +137,8 @@ def _draw(study: optuna.Study, finals: Finals, layers: int, path: Path, singles:
         axes.set_title(title)
         if chart is not None:
             _copy(chart, axes)
-    if measured:
-        figure.axes[0].legend(fontsize=8)
+    if drawn_history := figure.axes[0].get_legend_handles_labels()[0]:
+        figure.axes[0].legend(handles=drawn_history, fontsize=8)
     figure.suptitle(f"Study {study.study_name}")
     figure.savefig(path, dpi=110)
 

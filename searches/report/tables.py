@@ -17,6 +17,7 @@ from searches.study.leaderboard import configuration, is_lossless
 from searches.tracking.names import METRICS
 
 Row = dict[str, str]
+Tables = dict[str, list[Row]]  # by their titles
 
 _REQUEST_COLUMNS = {
     "throughput": ("throughput", "{:.1f}", 1.0),
@@ -70,12 +71,12 @@ def conditions(record: Mapping[str, Any]) -> str:
     )
 
 
-def finals_rows(finals: Finals) -> list[Row]:
-    """Return plain decoding and the finalists on held-out prompts."""
+def finals_tables(finals: Finals) -> Tables:
+    """Return plain decoding and the finalists on held-out prompts, and an engine's metrics of them."""
     plain = "wins" if finals.winner.config.method == "none" else "reference"
     rows = [("no drafting", plain, SpeculativeConfig(), finals.baseline, 1.0)]
     rows += [(f.config.label(), _outcome(finals, f), f.config, f.held_out, f.search_speedup) for f in finals.finalists]
-    return [
+    shown = [
         {"configuration": label, "verdict": outcome}
         | speedup_cells(metrics, 3)
         | {"in the search": f"{search_speedup:.3f}"}
@@ -83,6 +84,11 @@ def finals_rows(finals: Finals) -> list[Row]:
         | {"output": output_state(config, metrics)}
         for label, outcome, config, metrics, search_speedup in rows
     ]
+    tables = {"Finalists (held-out prompts)": shown}
+    loads = [metrics.get(METRICS, {}) for *_, metrics, _ in rows]
+    for level in levels(loads):
+        tables |= _load_table([{"configuration": row[0]} for row in rows], loads, level, "held-out prompts")
+    return tables
 
 
 def race_rows(race: Race) -> list[Row]:
@@ -99,11 +105,6 @@ def race_rows(race: Race) -> list[Row]:
         }
         for row in race.rows
     ]
-
-
-def finals_requests(finals: Finals) -> list[Mapping[str, float]]:
-    """Return an engine's metrics of each row of :func:`finals_rows`; empty ones if it reports none."""
-    return [held_out.get(METRICS, {}) for held_out in (finals.baseline, *(each.held_out for each in finals.finalists))]
 
 
 def _outcome(finals: Finals, finalist: Finalist) -> str:
@@ -132,16 +133,23 @@ def best_trials(trials: Iterable[FrozenTrial], maximum: int = 10) -> list[Frozen
     return sorted(kept, key=lambda t: -(t.value or 0.0))[:maximum]
 
 
-def trial_rows(trials: Iterable[FrozenTrial]) -> list[Row]:
-    """Return measured trials with their speedups on the tune prompts that every trial decodes."""
-    return [
-        named_row(trial) | {"speedup": f"{trial.value:.3f}"} | _rates(trial.user_attrs["measurement"]) for trial in trials
-    ]
+def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:
+    """Return the fastest trials, and those that none exceeds in throughput and latency, by number of requests in flight.
+
+    Speedups are those on the tune prompts that every trial decodes. There is one table if no engine reports these metrics.
+    """
+    best = [_named(t) | {"speedup": f"{t.value:.3f}"} | _rates(t.user_attrs["measurement"]) for t in best_trials(trials)]
+    tables = {"Best trials (tune prompts)": best}
+    kept = {t.number: t for t in measured(trials) if is_lossless(t.user_attrs["measurement"])}
+    loads = {number: trial_requests(trial) for number, trial in kept.items()}
+    for level in levels(loads.values()):
+        front = pareto_front({n: (x.get(f"throughput{level}"), x.get(f"tpot_p50{level}")) for n, x in loads.items()})
+        tables |= _load_table([_named(kept[n]) for n in front], [loads[n] for n in front], level, "Pareto front")
+    return tables
 
 
-def named_row(trial: FrozenTrial) -> Row:
-    """Return the number and the configuration of a trial."""
-    return {"trial": str(trial.number), "configuration": configuration(trial).label()}
+def _named(trial: FrozenTrial) -> Row:
+    return {"configuration": configuration(trial).label(), "trial": str(trial.number)}
 
 
 def trial_requests(trial: FrozenTrial) -> Mapping[str, float]:
@@ -164,17 +172,18 @@ def levels(loads: Iterable[Mapping[str, float]]) -> list[str]:
     return sorted(ends, key=lambda end: (len(end), end))
 
 
-def with_requests(rows: Sequence[Row], loads: Sequence[Mapping[str, float]], level: str) -> list[Row]:
-    """Return rows with an engine's metrics under one of :func:`levels`; a metric that no row has is no column."""
+def _load_table(names: Sequence[Row], loads: Sequence[Mapping[str, float]], level: str, of: str) -> Tables:
+    """Return the table of an engine's metrics under one of :func:`levels`; a metric that no row has is no column."""
     shown = {name: each for name, each in _REQUEST_COLUMNS.items() if any(name + level in load for load in loads)}
-    return [
-        row
-        | {
+    rows = []
+    for row, load in zip(names, loads, strict=True):
+        cells = {
             title: form.format(factor * load[name + level]) if name + level in load else ""
             for name, (title, form, factor) in shown.items()
         }
-        for row, load in zip(rows, loads, strict=True)
-    ]
+        rows.append(row | cells)
+    flight = f", {level.removeprefix('_at_')} requests in flight" if level else ""
+    return {f"Throughput and latency{flight} ({of})": rows} if rows else {}
 
 
 def pareto_front(points: Mapping[int, tuple[float | None, float | None]]) -> list[int]:
@@ -197,8 +206,10 @@ def as_markdown(rows: Sequence[Row]) -> list[str]:
     return [head, f"|{'---|' * len(rows[0])}", *lines]
 
 
-def as_html(rows: Sequence[Row]) -> str:
+def as_html(title: str, rows: Sequence[Row]) -> str:
     """Return a table, the row of the winner marked; on a narrow screen each row becomes a list of named values."""
+    if not rows:
+        return f'<h2>{title}</h2><p class="empty">None was measured to the end.</p>'
     kinds = {name: ' class="text"' if name in _LONG else "" for name in rows[0]}
     head = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in kinds.items())
     body = []
@@ -206,16 +217,4 @@ def as_html(rows: Sequence[Row]) -> str:
         cells = (f'<td{kinds[name]} data-name="{html.escape(name)}">{html.escape(cell)}</td>' for name, cell in row.items())
         start = '<tr class="best">' if row.get("verdict") == "wins" else "<tr>"
         body.append(f"{start}{''.join(cells)}</tr>")
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-
-
-def as_html_with_requests(rows: Sequence[Row], names: Sequence[Row], loads: Sequence[Mapping[str, float]]) -> str:
-    """Return a table with an engine's metrics as further columns; those of several numbers of requests in further tables.
-
-    ``names`` are the cells that name each row there, ``loads`` the metrics of each row, which are empty if there are none.
-    """
-    tables = [as_html(with_requests(rows, loads, ""))]
-    for level in filter(None, levels(loads)):
-        further = as_html(with_requests(names, loads, level))
-        tables.append(f"<p>Requests in flight: {level.removeprefix('_at_')}.</p>{further}")
-    return "".join(tables)
+    return f"<h2>{title}</h2><table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"

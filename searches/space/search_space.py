@@ -16,9 +16,8 @@ from typing import Any
 import optuna
 
 from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig, StopRule
-from layerskip.config import Costs, Field, Method, methods, tables_of
+from layerskip.config import Costs, Field, Method, methods
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_whole
-from searches.bridges.spec import BRIDGES, RANKED, BridgeSource, BridgeSpec
 
 Params = dict[str, int | float | str]
 _THRESHOLDS = (0.1, 0.9, 0.05)  # lowest, highest, step
@@ -94,19 +93,10 @@ def _may_be_chains(field: Field, values: Sequence[Any]) -> bool:
     return field.chains is not None and not values[0] <= field.chains <= values[1]
 
 
-PARTS = ("mask", "bridge", "draft_head")
-"""The fields that are chosen here."""
-
-
 def check_masks(space: SearchSpace) -> None:
-    """Check the fields of a space that masks, bridges and draft heads are chosen from."""
+    """Check the fields of a space that masks are chosen from."""
     for name in ("protect_first", "protect_last"):
         check_whole(f"space.{name}", getattr(space, name), 0)
-    check_list("space.bridges", space.bridges, BRIDGES, or_empty=False)
-    for name, minimum in (("ranks", 0), ("widths", 1), ("draft_heads", 0)):
-        check_list(f"space.{name}", getattr(space, name), or_empty=False)
-        for value in getattr(space, name):
-            check_whole(f"space.{name}", value, minimum)
     check_list("space.masks", space.masks)
     for mask in space.masks:
         try:
@@ -132,40 +122,6 @@ def mask_params(space: SearchSpace, text: str) -> Params:
     return found | {f"mlp_{i}": int(mask.mlp[i]) for i in space.skippable}
 
 
-def suggest_parts(space: SearchSpace, trial: optuna.trial.BaseTrial, config: SpeculativeConfig) -> SpeculativeConfig:
-    """Return a configuration with a trial's bridges and draft head, which are made now unless they exist."""
-    store, method = space.bridge_store, config.method
-    if store is None or "draft_head" not in methods()[method]:
-        return config
-    tokens = int(trial.suggest_categorical(f"{method}.draft_head", tuple(space.draft_heads)))
-    if "mask" in methods()[method]:
-        bridge = str(trial.suggest_categorical(f"{method}.bridge", tuple(space.bridges)))
-        rank = int(trial.suggest_categorical(f"{method}.bridge.rank", tuple(space.ranks))) if bridge in RANKED else 0
-        width = int(trial.suggest_categorical(f"{method}.bridge.width", tuple(space.widths))) if bridge == "mlp" else 0
-        mask = SkipMask.parse(config.mask, space.layers)
-        config = replace(config, bridge=store.bridge(mask, BridgeSpec(bridge, rank, tokens, width)))
-    own_tokens = method != "cross_tokenizer"
-    return replace(
-        config, draft_head=store.head(tokens) if own_tokens else store.draft_model_head(config.draft_model, tokens)
-    )
-
-
-def parts_params(space: SearchSpace, config: SpeculativeConfig) -> Params:
-    """Return the parameters that lead to a configuration's bridges and draft head."""
-    method = config.method
-    if space.bridge_store is None or "draft_head" not in methods()[method]:
-        return {}
-    spec = space.bridge_store.bridge_spec(config)
-    found: Params = {f"{method}.draft_head": spec.tokens}
-    if "mask" in methods()[method]:
-        found[f"{method}.bridge"] = spec.bridge
-        if spec.bridge in RANKED:
-            found[f"{method}.bridge.rank"] = spec.rank
-        if spec.bridge == "mlp":
-            found[f"{method}.bridge.width"] = spec.width
-    return found
-
-
 def structured_masks(space: SearchSpace) -> Iterable[str]:
     """Yield early single skips, early contiguous runs, and masks of every third or fourth sub-layer."""
     bits, count = space.skippable, len(space.skippable)
@@ -189,7 +145,7 @@ _RUNTIME = {"runtime": True}  # measured or made by the program, not configured
 
 def searched_fields(method: Method) -> list[Field]:
     """Return the fields of a method that a study chooses within their declared ranges, choices or paths."""
-    return [each for each in method.fields if each.name not in PARTS and (each.range or each.choices or each.path)]
+    return [each for each in method.fields if each.range or each.choices or each.path]
 
 
 @dataclass(frozen=True)
@@ -204,15 +160,10 @@ class SearchSpace:
         ranges: what a study chooses a field from, by method and field, in place of its declared range or choices. Methods
             that need a head, a draft model or a datastore are left out where none is named.
         masks: further masks to try first, in text form.
-        bridges: what may stand in for skipped sub-layers: ``none``, ``mean``, ``linear``, ``mlp``.
-        ranks: the ranks of the maps of ``linear`` and ``mlp`` bridges; 0 is a full-rank map.
-        widths: the widths of the MLPs of ``mlp`` bridges.
-        draft_heads: sizes of the vocabulary that self-drafts and draft models choose from; 0 is all of it.
         allow_lossy: whether acceptance rules that change the output are searched and may win.
         trees: whether the target can verify trees.
         verify_cost: the cost of verification in cascades; empty if it was not measured.
         draft_cost: the cost of drafting by members of cascades; None if it is not measured.
-        bridge_store: the source of bridges and draft heads; without it there are none.
     """
 
     layers: int = field(metadata=_RUNTIME)
@@ -221,15 +172,10 @@ class SearchSpace:
     protect_last: int = 2
     ranges: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
     masks: Sequence[str] = ()
-    bridges: Sequence[str] = ("none",)
-    ranks: Sequence[int] = (0,)
-    widths: Sequence[int] = (512,)
-    draft_heads: Sequence[int] = (0,)
     allow_lossy: bool = field(default=False, metadata=_RUNTIME)
     trees: bool = field(default=True, metadata=_RUNTIME)
     verify_cost: Costs = field(default=(), metadata=_RUNTIME)
     draft_cost: DraftCost | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
-    bridge_store: BridgeSource | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
 
     def __post_init__(self) -> None:
         check_flag("allow_lossy", self.allow_lossy)
@@ -254,8 +200,6 @@ class SearchSpace:
                 if each.at_least and self.values(method, each.name)[1] < self.values(method, each.at_least)[0]:
                     raise InputError(f"space.ranges.{method}.{each.name}: ends below {each.at_least}, which is not above it")
         check_masks(self)
-        for part, plain in (("bridges", "none"), ("draft_heads", 0)):  # the plain choice is always there
-            object.__setattr__(self, part, tuple(dict.fromkeys([plain, *getattr(self, part)])))
         if not self.skippable and any("mask" in known[method] for method in self.available_methods):
             raise InputError(f"space.protect_first, space.protect_last: leave none of {self.layers} layers to skip")
 
@@ -283,18 +227,6 @@ class SearchSpace:
     def second_methods(self) -> tuple[str, ...]:
         """The methods that may follow the lookup of a cascade."""
         return tuple(method for method in self.available_methods if methods()[method].second)
-
-    @property
-    def fitted(self) -> bool:
-        """True if drafts may have bridges or a reduced vocabulary."""
-        chosen = [methods()[method] for method in self.available_methods]
-        reduced = any(self.draft_heads) and any("draft_head" in method for method in chosen)
-        return reduced or (set(self.bridges) != {"none"} and any("bridge" in method for method in chosen))
-
-    def refuse_fitted(self, reason: str) -> None:
-        """Refuse a space whose drafts may have bridges or a reduced vocabulary, for a reason."""
-        if self.fitted:
-            raise InputError(f"space.bridges, space.draft_heads: {reason}")
 
     def values(self, method: str, name: str) -> tuple[Any, ...]:
         """Return what a field of a method is chosen from: the lowest and highest value of a number, or all choices."""
@@ -356,7 +288,7 @@ class SearchSpace:
         def choose(each: Field) -> Any:
             return suggest_value(trial, f"{method}.{each.name}", each, self._values(declared, each))
 
-        return suggest_parts(self, trial, _fill(declared, values, choose))
+        return _fill(declared, values, choose)
 
     def _params(self, config: SpeculativeConfig) -> Params:
         method = methods()[config.method]
@@ -365,7 +297,7 @@ class SearchSpace:
             if each.used(config):
                 name, value = f"{method.name}.{each.name}", config.value(each.name)
                 found |= value_params(name, each, self.values(method.name, each.name), value)
-        return found | parts_params(self, config)
+        return found
 
     def nearest(self, method: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
         """Return the configuration of a method with the wanted values, or the nearest ones of the space."""
@@ -373,7 +305,7 @@ class SearchSpace:
         def choose(each: Field) -> Any:
             return nearest_value(each, self.values(method, each.name), wanted.get(each.name, each.default))
 
-        return _fill(methods()[method], {name: wanted[name] for name in PARTS if name in wanted}, choose)
+        return _fill(methods()[method], {"mask": wanted["mask"]} if "mask" in wanted else {}, choose)
 
     def starts(self, method: str) -> list[SpeculativeConfig]:
         """Return the configurations of a method to try first, with each head, model or datastore.
@@ -393,7 +325,7 @@ class SearchSpace:
         """Return values with drafts of at most the length that gives the most tokens per time at the usual acceptance."""
         if not self.verify_cost:
             return dict(wanted)
-        costs = tables_of(self.verify_cost)[0]
+        costs = self.verify_cost
         best = max(range(len(costs)), key=lambda drafted: (1 - _ACCEPTED ** (drafted + 2)) / costs[drafted]) + 1
         lengths = {name: wanted.get(name, method[name].default) for name in _LENGTHS if name in method}
         # Beyond the measured lengths, costs grow on; where they hardly grow at all, the declared length is as good.

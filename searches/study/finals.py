@@ -82,13 +82,12 @@ class Finalist:
         return self.stayed and self.keeps_output and enough and self.low > 1.0
 
     @property
-    def complexity(self) -> tuple[int, int, bool, int, int, int]:
+    def complexity(self) -> tuple[int, int, int, int, int]:
         """Sort key that decides ties: the simplest comes first."""
         parts = self.config.members or (self.config,)
         return (
             max(methods()[part.method].rank for part in parts),
             len(parts),
-            any(part.fitted for part in parts),
             sum(sum(mask.count_skipped(part.mask)) for part in parts),
             max(part.siblings for part in parts),
             max(part.num_speculative_tokens for part in parts),
@@ -153,14 +152,12 @@ def measure_finals(
     settings: MeasureSettings,
     seed: int,
     control: RunControl = RunControl(),
-    also: Sequence[LeaderboardEntry] = (),
 ) -> Finals:
-    """Measure the contenders of a study, and further ones, on held-out prompts; see :func:`measure_held_out`.
+    """Measure the contenders of a study on held-out prompts; see :func:`measure_held_out`.
 
-    If few seconds are left, fewer configurations are measured. ``also`` are further entries, with the speedups of the
-    configurations that they were made from.
+    If few seconds are left, fewer configurations are measured.
     """
-    chosen, left_out = [*contenders(study, settings.finalists), *also], ""
+    chosen, left_out = contenders(study, settings.finalists), ""
     name = _AFFORDABLE.format(len(study.get_trials(deepcopy=False, states=FINISHED)))
     if name not in study.user_attrs:  # an interrupted call resumes with the same finalists
         study.set_user_attr(name, _affordable(chosen, control.seconds_left()))

@@ -127,7 +127,7 @@ class Objective:
             BackendError: the engine has run no trial so far.
             OutputChanged, PromptError: a float32 output differs from the baseline's; every output ends with its first token.
         """
-        start = time.monotonic()  # the space fits parts of a suggestion, unless they exist
+        start = time.monotonic()
         config = self.space.suggest(trial)
         trial.set_user_attr("config", config.to_dict())
         refuse(trial, config)

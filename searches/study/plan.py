@@ -18,8 +18,8 @@ from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.decoding.drafter import drafter_classes
 from layerskip.decoding.tree import tree_model
 from layerskip.device.memory import within_memory
-from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
+from layerskip.drafters.retrieval import Datastore
 from layerskip.files import digest, short_name
 from layerskip.models.loading import WHEELS, load_draft
 from layerskip.models.packing import uses_packing
@@ -28,15 +28,13 @@ from searches.app.checks import InputError, check_list, check_seed
 from searches.backends.backend import Backend, Workload
 from searches.backends.layerskip import LayerskipBackend
 from searches.backends.selection import make_backend, supported_space
-from searches.bridges.store import BridgeStore, BridgingSettings
 from searches.engines.race import chosen_engines
 from searches.predict.preparation import ScanSettings
 from searches.space.search_space import SearchSpace
 from searches.study.objective import MeasureSettings
 from searches.study.study import StudySettings
-from searches.training.texts import check_draft_vocabulary, opening_texts, refuse_answers
+from searches.training.texts import refuse_answers
 
-_FITTED = ("space.bridges", "space.ranks", "space.draft_heads", "space.widths")
 _WITHOUT_EFFECT = ("outputs", "study", "tracking", "backend", "workload", "worker", "engines")
 """Parts of the configuration that do not change the results of trials, or that :func:`describe` describes itself."""
 
@@ -54,7 +52,6 @@ class Plan:
     workload: Workload
     prompts: PromptSet
     space: SearchSpace
-    bridge_store: BridgeStore | None
     seed: int
     outputs: Path
     engines: tuple[str, ...] = ()
@@ -75,7 +72,7 @@ class Plan:
         backend, workload = make_backend(config, target)
         if engines and not (isinstance(backend, LayerskipBackend) and target.device.type == "cpu"):
             raise InputError("engines: are measured beside backend=layerskip on a CPU")
-        if workload.levels != (1,):  # one prompt measured again would be alone in the engine
+        if workload.concurrency != 1:  # one prompt measured again would be alone in the engine
             measuring = replace(measuring, drift=math.inf)
         check_prompts(prompts, target, measuring.max_new_tokens)
         _resolve(config)
@@ -85,14 +82,6 @@ class Plan:
             space = drop_unsupported(space, target)
             _check_drafters(space, target)
         space = supported_space(space, backend)
-        bridging: BridgingSettings = instantiate(config.bridging)  # refuses bad fields even if the space has no bridges
-        like = opening_texts("bridging.begin_like", bridging.begin_like, prompts)
-        store: BridgeStore | None = None
-        if space.fitted:
-            _check_fitted(space, target)
-            width = max(space.widths, default=0) if "mlp" in space.bridges else 0
-            store = BridgeStore(target, sampling, bridging, Path(config.outputs), config.seed, like, width)
-            space = replace(space, bridge_store=store)
         for method, field, names in _given_paths(config):
             for name in names if field == "datastore" else ():
                 refuse_answers(f"space.ranges.{method}.{field}", str(name), target, prompts)
@@ -106,7 +95,6 @@ class Plan:
             workload=workload,
             prompts=prompts,
             space=space,
-            bridge_store=store,
             seed=config.seed,
             outputs=Path(config.outputs),
             engines=engines,
@@ -203,32 +191,16 @@ def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
     return space
 
 
-def _check_fitted(space: SearchSpace, target: Target) -> None:
-    """Check the sizes of bridges and draft heads against the models."""
-    for rank in space.ranks:
-        if rank > target.hidden:
-            raise InputError(f"space.ranks: {rank} is not between 0 (full rank) and {target.hidden}")
-    others = space.values("cross_tokenizer", "draft_model") if "cross_tokenizer" in space.available_methods else ()
-    for owner in (target, *(load_draft(target, name, same_tokenizer=False) for name in others)):
-        for size in filter(None, space.draft_heads):
-            check_draft_vocabulary("space.draft_heads", size, owner)
-
-
-def describe(
-    config: DictConfig, target: Target, prompts: PromptSet, fitted: bool = False, backend: Backend | None = None
-) -> dict[str, Any]:
+def describe(config: DictConfig, target: Target, prompts: PromptSet, backend: Backend | None = None) -> dict[str, Any]:
     """Return everything that changes the measurements of a trial, flat and with plain values.
 
-    ``prompts`` are all prompts of the study. ``fitted`` tells whether drafts may have bridges or draft heads. Without a
-    back end, this library's decoder is described.
+    ``prompts`` are all prompts of the study. Without a back end, this library's decoder is described.
     """
     engine = None if isinstance(backend, LayerskipBackend) else backend
     parts = {k: v for k, v in _plain(config).items() if k not in _WITHOUT_EFFECT}
     if engine is not None:
         parts |= {"backend": {"name": engine.name, **engine.describe()}, "workload": _plain(config.get("workload"))}
     flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
-    if not fitted:  # what has no effect
-        flat = {key: value for key, value in flat.items() if not key.startswith(("bridging.", *_FITTED))}
     flat.pop("target.pack_weights", None)  # what came of it counts
     if uses_packing(target.model):
         flat["target.packed_weights"] = True

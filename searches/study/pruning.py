@@ -7,7 +7,7 @@ the speedup that a scan of the mask predicts, widened by the errors of earlier p
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,10 +49,10 @@ class SpeedupBound:
 
 
 class BoundEstimator:
-    """Estimator of the highest speedup of a suggestion; ``others`` predict other drafts of masks."""
+    """Estimator of the highest speedup of a suggestion."""
 
-    def __init__(self, predictor: SpeedupPredictor, others: Sequence[SpeedupPredictor] = ()) -> None:
-        self._predictors = (predictor, *others)
+    def __init__(self, predictor: SpeedupPredictor) -> None:
+        self._predictor = predictor
 
     def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
         """Bound the speedup of a suggestion; return None if nothing is predicted for its drafter.
@@ -61,9 +61,9 @@ class BoundEstimator:
         configurations do. Predictions are therefore compared with measurements on the same prompts, as far as trials decode
         them.
         """
-        predictor = next((predictor for predictor in self._predictors if predictor.matches(config)), None)
-        predictable = predictor is not None and predictor.can_predict(config)
-        if predictor is None or not (predictable or config.method == "layer_skip"):
+        predictor = self._predictor
+        predictable = predictor.can_predict(config)
+        if config.draft_head or not (predictable or config.method == "layer_skip"):
             return None
         board = leaderboard(study)
         to_beat = board.to_beat(predictor.prompts)
@@ -72,7 +72,7 @@ class BoundEstimator:
             predicted = predictor.speedup(config)
             return SpeedupBound(predicted, predicted * math.exp(error), to_beat)
         mask = SkipMask.parse(config.mask, predictor.layers)
-        by_cost = predictor.profile.speedup_bound(mask, predictor.extras(mask))
+        by_cost = predictor.profile.speedup_bound(mask)
         if by_cost * math.exp(error) < to_beat or not config.lossless:  # a lossy rule may accept more than a scan counts
             return SpeedupBound(None, by_cost * math.exp(error), to_beat)
         if predictable:

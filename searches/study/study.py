@@ -29,7 +29,7 @@ from layerskip import SpeculativeConfig
 from searches.app.checks import InputError, check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.space.search_space import SearchSpace
-from searches.study.budget import TimeLedger, record_shared_seconds, total_seconds_here
+from searches.study.budget import TimeLedger
 from searches.study.leaderboard import FINISHED, leaderboard
 from searches.study.objective import MEASURING_SECONDS, Objective
 from searches.tracking.names import RETRY_OF
@@ -134,20 +134,20 @@ def with_stored_methods(space: SearchSpace, study: optuna.Study) -> SearchSpace:
 
 
 @contextlib.contextmanager
-def counting_preparation(study: optuna.Study, ledgers: Sequence[TimeLedger] = (), pool: Workers = ALONE) -> Iterator[None]:
+def counting_preparation(study: optuna.Study, ledger: TimeLedger, pool: Workers = ALONE) -> Iterator[None]:
     """Add the seconds of a block outside trials to the search's, even if the block is interrupted.
 
-    The seconds of shared artifacts, which the ledgers count, are left out, and those of waiting for other workers. Each
+    The seconds of shared artifacts, which the ledger counts, are left out, and those of waiting for other workers. Each
     worker adds up its own.
     """
     name = PREPARATION_SECONDS if not isinstance(pool, WorkerPool) else f"{PREPARATION_SECONDS}:{pool.name}"
-    start, before, waited = time.monotonic(), total_seconds_here(ledgers), pool.waited_seconds
+    start, before, waited = time.monotonic(), ledger.seconds_here, pool.waited_seconds
     try:
         yield
     finally:
         with defer_interrupt():
             earlier = study.user_attrs.get(name, 0.0)
-            others = total_seconds_here(ledgers) - before + pool.waited_seconds - waited
+            others = ledger.seconds_here - before + pool.waited_seconds - waited
             study.set_user_attr(name, earlier + max(0.0, time.monotonic() - start - others))
 
 
@@ -167,7 +167,6 @@ def run_trials(
     settings: StudySettings,
     on_trial: Callable[[FrozenTrial], None],
     starts: Sequence[SpeculativeConfig] = (),
-    ledgers: Sequence[TimeLedger] = (),
     pool: Workers = ALONE,
     seconds_left: Callable[[], float] = lambda: math.inf,
 ) -> None:
@@ -180,7 +179,6 @@ def run_trials(
     on_trial: called after each finished trial.
     starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
         that measurements of the leader come in between.
-    ledgers: count shared artifacts that trials make.
     pool: the workers of the study.
     seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
     """
@@ -206,8 +204,7 @@ def run_trials(
                 pool.sign(trial)
                 trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
                 slot.begin(trial)
-            with record_shared_seconds(trial, ledgers):
-                value = objective(trial, _refuse_duplicate) if duplicates < _DUPLICATES else objective(trial)
+            value = objective(trial, _refuse_duplicate) if duplicates < _DUPLICATES else objective(trial)
             state = TrialState.COMPLETE
         except optuna.TrialPruned:
             state = TrialState.PRUNED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,6 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_SOURCE_NAME, MLFL
 from omegaconf import DictConfig
 
 from layerskip import SpeculativeConfig, UnsupportedModel
-from layerskip.config import contexts_of
 from layerskip.device.memory import within_memory
 from layerskip.device.trial import first_line
 from layerskip.export import attachment_digests
@@ -31,8 +31,6 @@ from searches.app.checks import InputError
 from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
-from searches.bridges.finalists import TrainedBridges
-from searches.bridges.spec import bridge_specs
 from searches.engines.race import RACE_FILE, Race, race
 from searches.predict.preparation import Preparation
 from searches.predict.proposals import Limits, propose_all
@@ -41,10 +39,10 @@ from searches.progress import Progress, say
 from searches.space.search_space import SearchSpace
 from searches.study import machine
 from searches.study.bench import ModelBench
-from searches.study.budget import FINALS, FITS, OPENING, PREDICTIONS, SHARED, TRIALS, Budget, TimeLedger, recorded_seconds
-from searches.study.cascade_costs import CostTimer, draft_cost, spread_contexts, verify_cost
+from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget, TimeLedger
+from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, RunControl, measure_finals
-from searches.study.leaderboard import LeaderboardEntry, contenders, leader_line, ranking, trial_line
+from searches.study.leaderboard import leader_line, ranking, trial_line
 from searches.study.objective import Objective
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
@@ -89,7 +87,7 @@ def search(config: DictConfig, reports: Reports) -> Finals:
     2. Compare the drafters that need no preparation, and export the fastest provisionally.
     3. Predict the speedups of many skip masks from scans, without decoding.
     4. Run trials, each of which decodes some tune prompts with one configuration.
-    5. Train the bridges of the best configurations, if asked for, and measure all finalists on held-out prompts.
+    5. Measure the best configurations on held-out prompts.
     6. Write the export and the report.
 
     Each stage ends at its share of ``study.max_seconds``. Ctrl-C prints a summary of the finished trials, and the same
@@ -102,7 +100,7 @@ def search(config: DictConfig, reports: Reports) -> Finals:
             sweep.compare_arms()
             predictions = sweep.predict()
             sweep.run_trials(predictions)
-            return sweep.finish(predictions)
+            return sweep.finish(predictions.predictor)
         except BaseException as error:
             if is_interrupt(error):
                 say(reports.summary(sweep.study, None))
@@ -116,7 +114,7 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
     pruner = instantiate_part(config, "pruner")
     instantiate_part(config, "sampler", seed=0)  # refuse a bad one before anything is written
     plan = Plan.of(config)
-    settings = describe(config, plan.target, plan.prompts, plan.space.fitted, plan.backend)
+    settings = describe(config, plan.target, plan.prompts, plan.backend)
     device, name = device_type(plan.target), plan.settings.name or default_name(config, settings)
     shared = is_shared(plan.settings, config.get("worker"), plan.outputs / name)
     name, folder = place(plan.outputs, name, plan.settings, device, shared)
@@ -151,10 +149,9 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
 
 @dataclass(frozen=True)
 class Predictions:
-    """What is known before the first trial: predictors of masks, if layer skipping is scanned, and what to try first."""
+    """What is known before the first trial: a predictor of masks, if layer skipping is scanned, and what to try first."""
 
     predictor: ScanPredictor | None
-    bridged: Sequence[ScanPredictor]
     starts: Sequence[SpeculativeConfig]
 
 
@@ -179,11 +176,9 @@ class Sweep:
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
-        self.view = reports.view(study, folder, plan.target.layers, plan.settings.n_trials, pool)
+        self.view = reports.view(study, folder, plan.settings.n_trials, pool)
         self.publisher = reports.publisher(plan, study, tracker, folder)
-        self.ledgers = TimeLedger(study, FITS), TimeLedger(study, SHARED)
-        if plan.bridge_store is not None:
-            plan.bridge_store.report_cost, plan.bridge_store.report_texts_cost = (ledger.use for ledger in self.ledgers)
+        self.ledger = TimeLedger(study)
 
     def compare_arms(self) -> None:
         """Compare the drafters that need no preparation, whose trials are the study's first."""
@@ -198,7 +193,7 @@ class Sweep:
                 f"{MIN_RESAMPLED} are the least"
             )
         self._begin(OPENING)
-        with counting_preparation(study, self.ledgers, self.pool):
+        with counting_preparation(study, self.ledger, self.pool):
             self.space = self._space_with_costs() if "cascade" in plan.space.available_methods else plan.space
             self.arms = cheap_arms(self.space)[: plan.settings.n_trials]
             objective = self._objective(None)
@@ -223,23 +218,20 @@ class Sweep:
         """Scan masks, measure costs, and choose the configurations to try first."""
         self._begin(PREDICTIONS)
         self.budget.begin(PREDICTIONS)
-        with counting_preparation(self.study, self.ledgers, self.pool):
+        with counting_preparation(self.study, self.ledger, self.pool):
             predictor = self._prepare_predictor()
-            bridged = self._bridged_predictors(predictor)
-            proposed = self._propose(predictor, bridged)
+            proposed = self._propose(predictor)
             starts = [*self.arms, *starting_points(self.space, proposed, predictor is not None)]
         self.budget.save()
-        if self.pool.leads():
-            self._log_fits()
         self.view.singles = None if predictor is None else predictor.single_agreements()
-        return Predictions(predictor, bridged, starts)
+        return Predictions(predictor, starts)
 
     def run_trials(self, predictions: Predictions) -> None:
         """Run trials until the study has enough, or its share of the budget ends."""
         self._begin(TRIALS)
         self.budget.begin(TRIALS)
         predictor, wanted = predictions.predictor, self.plan.settings.n_trials
-        bounds = None if predictor is None else BoundEstimator(predictor, predictions.bridged)
+        bounds = None if predictor is None else BoundEstimator(predictor)
         self._run_trials(self._objective(bounds), wanted, predictions.starts, partial(self.budget.left, TRIALS))
         if (done := len(finished(self.study))) < wanted:
             self.budget.leave_out(TRIALS, f"{done} of {wanted} ran in the budget")
@@ -269,7 +261,7 @@ class Sweep:
                 self.budget.save()
 
             if wanted:
-                run_trials(study, objective, settings, on_trial, starts, self.ledgers, self.pool, seconds_left)
+                run_trials(study, objective, settings, on_trial, starts, self.pool, seconds_left)
 
     def _export_leader(self) -> None:
         """Export the leader provisionally, and name it in the progress."""
@@ -281,17 +273,17 @@ class Sweep:
         self.progress.begin(stage)
         self.view.begin(stage, is_alone)
 
-    def finish(self, predictions: Predictions) -> Finals:
+    def finish(self, predictor: ScanPredictor | None) -> Finals:
         """Measure the finalists and publish the results, which one of the workers does; return the results."""
         study, pool = self.study, self.pool
         wait_for_slots(pool)
         fail_orphans(study, pool.orphans(study.get_trials(deepcopy=False), is_idle=True))
         trials = finished(study)
-        publish = partial(self.publisher.publish, predictor=predictions.predictor, held_out=self.held_out)
+        publish = partial(self.publisher.publish, predictor=predictor, held_out=self.held_out)
 
         def work(check: Callable[[], None]) -> Finals:
             self.tracker.reconcile(trials)
-            finals = self._measure_finalists(predictions, check)
+            finals = self._measure_finalists(check)
             publish(finals)
             return finals
 
@@ -305,13 +297,10 @@ class Sweep:
             self.publisher.log(finals, again=False)
         return finals
 
-    def _measure_finalists(self, predictions: Predictions, check: Callable[[], None]) -> Finals:
-        """Train the bridges of the best configurations, and measure all finalists on held-out prompts."""
+    def _measure_finalists(self, check: Callable[[], None]) -> Finals:
+        """Measure the finalists on held-out prompts."""
         measuring = self.plan.measuring
         self._begin(FINALS, is_alone=True)
-        with counting_preparation(self.study, self.ledgers, self.pool):
-            trained = self._train_bridges(predictions)
-        self._log_fits()
         maximum = len(self.held_out) * measuring.held_out_repeats
         with self.progress.counting(maximum, "held-out prompts") as count:
 
@@ -322,7 +311,7 @@ class Sweep:
                 self.budget.save()
 
             control = RunControl(self.folder, on_prompt, partial(self.budget.left, FINALS))
-            return measure_finals(self.study, self.bench, self.held_out, measuring, self.plan.seed, control, trained)
+            return measure_finals(self.study, self.bench, self.held_out, measuring, self.plan.seed, control)
 
     def _race_engines(self, finals: Finals) -> Race | None:
         """Measure inference engines beside the winner, if any are asked for, which one of the workers does.
@@ -355,67 +344,41 @@ class Sweep:
             return None
 
     def _prepare_predictor(self) -> ScanPredictor | None:
-        """Return the predictor of masks without bridges, if layer skipping is searched and scanned."""
+        """Return the predictor of masks, if layer skipping is searched and scanned."""
         plan = self.plan
         if not plan.scanning.enabled or "layer_skip" not in plan.space.available_methods:
             return None
         prompts = self.tune.take(plan.scanning.prompts, self.first_prompt)
         is_over = partial(self.budget.is_over, PREDICTIONS)
-        preparation = Preparation(plan.target, plan.sampling, plan.outputs, self.ledgers[1].use, self.pool, is_over)
+        preparation = Preparation(plan.target, plan.sampling, plan.outputs, self.ledger.use, self.pool, is_over)
         new_tokens = plan.measuring.max_new_tokens
         predictor = preparation.predictor(prompts, new_tokens, plan.space, plan.scanning, self.folder, plan.seed)
         if predictor is None:
             say("scan: no predictions; every trial is decoded")
         return predictor
 
-    def _bridged_predictors(self, predictor: ScanPredictor | None) -> list[ScanPredictor]:
-        """Return a predictor for each bridge spec of the space. The first spec has no bridges: ``predictor`` itself."""
-        space, store = self.plan.space, self.plan.bridge_store
-        if predictor is None or store is None:
-            return []
-        specs = bridge_specs(space.bridges, space.ranks, space.draft_heads, space.widths)
-        return [store.predictor(predictor, spec) for spec in specs[1:]]
-
-    def _propose(self, predictor: ScanPredictor | None, bridged: Sequence[ScanPredictor]) -> list[SpeculativeConfig]:
+    def _propose(self, predictor: ScanPredictor | None) -> list[SpeculativeConfig]:
         """Propose configurations from scans, fastest first."""
         if predictor is None:
             return []
         plan, settings = self.plan, self.plan.scanning.proposals
-        masks = settings.budget(plan.space) * (1 + len(bridged))
         leaders = ranking(self.study)[:1]
         limits = Limits(
             partial(self.budget.is_over, PREDICTIONS),
             max(1.0, leaders[0].speedup) if leaders else 0.0,
             partial(self.budget.leave_out, PREDICTIONS),
         )
-        with self.progress.counting(masks, "masks") as count:
-            empty, filled = ([other for other in bridged if other.drafts.fills_gaps == fills] for fills in (False, True))
-            return propose_all(predictor, plan.space, settings, self.view.after(count), filled, empty, limits)
+        with self.progress.counting(settings.budget(plan.space), "masks") as count:
+            return propose_all(predictor, plan.space, settings, self.view.after(count), limits)
 
     def _space_with_costs(self) -> SearchSpace:
         """Return the space with the costs of verification and drafting, by which cascades choose."""
         plan, study = self.plan, self.study
         lengths = (len(plan.target.encode(item.messages())) for item in self.tune)
-        contexts = spread_contexts([length + plan.measuring.max_new_tokens / 2 for length in lengths])
-        timer = CostTimer(plan.target, plan.sampling, contexts, plan.seed)
+        context = round(statistics.median(lengths) + plan.measuring.max_new_tokens / 2)
+        timer = CostTimer(plan.target, plan.sampling, context, plan.seed)
         claim = partial(self.pool.claim, "costs")
         with claim():
             costs = verify_cost(study, timer.verify_costs)
-            timer = dataclasses.replace(timer, contexts=contexts_of(costs) or timer.contexts)
             drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
         return dataclasses.replace(plan.space, verify_cost=costs, draft_cost=drafting)
-
-    def _train_bridges(self, predictions: Predictions) -> list[LeaderboardEntry]:
-        """Return the bridged contenders once more, with trained bridges, if the study trains any."""
-        store = self.plan.bridge_store
-        if store is None or not store.trains:
-            return []
-        entries = {entry.config: entry for entry in contenders(self.study, self.plan.measuring.finalists)}
-        trained = TrainedBridges(store, self.tracker, self.space.draft_cost).finalists(list(entries), predictions.bridged)
-        return [dataclasses.replace(entries[config], config=own) for own, config in trained.items()]
-
-    def _log_fits(self) -> None:
-        """Log the bridges that were fitted for the study so far."""
-        store = self.plan.bridge_store
-        if store is not None:
-            self.tracker.log_fits([store.fit_record(name) for name in recorded_seconds(self.study, FITS)])

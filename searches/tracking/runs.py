@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ MEASURED = (
 )
 NOT_MEASURED = dict.fromkeys((*MEASURED, PREDICTED), math.nan)
 """Metrics of a run without metrics. MLflow's parallel coordinates omit NaN, and draw a missing metric as the largest."""
-_METRICS = 999  # metrics per batch: a store takes at most 1000, and this divides into whole fits
+_METRICS = 1000  # metrics per batch: a store takes no more
 _PARAMS = 100  # parameters per batch: a store takes no more
 _NAME = 250  # characters of a run's name: a store takes no more
 _DIGEST = 36  # characters of a dataset's digest: a store takes no more
@@ -76,12 +76,6 @@ class Store:
             self.client.log_batch(run_id, metrics=metrics[:_METRICS], params=given[:_PARAMS])
             metrics, given = metrics[_METRICS:], given[_PARAMS:]
 
-    def left(self, study: str) -> Iterator[dict[str, Any]]:
-        """Yield the fields of nested runs of a study with metrics that an earlier process could not log."""
-        for path in sorted(self.folder.glob("*.json")):
-            if (fields := read_json(path)) is not None and fields["parent"] == study:
-                yield fields
-
 
 def metrics_now(metrics: Mapping[str, float], step: int = 0) -> list[Metric]:
     """Return metrics of this moment. Infinite values, which stores turn into numbers, become NaN."""
@@ -97,7 +91,7 @@ def dataset_of(prompts: PromptSet) -> DatasetInput:
 
 
 class StudyRun:
-    """The run of a study, or of a part of one. It is found, or made again after it was deleted, when it is written to.
+    """The run of a study or a training. It is found, or made again after it was deleted, when it is written to.
 
     ``identity`` and ``role`` distinguish it from others of its name.
 
@@ -117,7 +111,6 @@ class StudyRun:
         role: str,
         params: Mapping[str, str],
         tags: Mapping[str, str],
-        parent: StudyRun | None = None,
     ) -> None:
         self.id: str | None = None
         self.texts: dict[str, str] = {}
@@ -126,7 +119,7 @@ class StudyRun:
         self._file = store.folder / f"{role}-{identity}.json"
         stored = read_json(self._file) or {"metrics": []}
         self.left = [Metric(*fields) for fields in stored["metrics"]]
-        self.name, self.identity, self.role, self.params, self.parent = name, identity, role, params, parent
+        self.name, self.identity, self.role, self.params = name, identity, role, params
         self._store, self._is_checked = store, False
         self._logged: tuple[str, dict[str, str]] | None = None  # the run that has texts, and which
         self._tags = {"study": name, "study_id": identity, "role": role} | dict(tags)
@@ -135,14 +128,11 @@ class StudyRun:
     def check_again(self) -> None:
         """Look for the run before the next write."""
         self._is_checked = False
-        if self.parent is not None:
-            self.parent.check_again()
 
     def current(self) -> str:
         """Return the identifier of the run, which is made again if it was deleted."""
         if self.id is None or not self._is_checked:
-            tags = self._tags if self.parent is None else self._tags | {PARENT: self.parent.current()}
-            self.id, self._is_checked = self._find(tags), True
+            self.id, self._is_checked = self._find(), True
         return self.id
 
     def log_dataset(self, run_id: str) -> None:
@@ -170,17 +160,15 @@ class StudyRun:
     def keep_left(self) -> None:
         """Write the metrics that the store has not taken to a file, for the next start."""
         if self.left:
-            fields: dict[str, Any] = {name: getattr(self, name) for name in ("name", "identity", "role", "params")}
-            fields["parent"] = None if self.parent is None else self.parent.identity
-            fields["metrics"] = [(metric.key, metric.value, metric.timestamp, metric.step) for metric in self.left]
+            left = [(metric.key, metric.value, metric.timestamp, metric.step) for metric in self.left]
             with atomic_write(self._file) as partial:
-                partial.write_text(json.dumps(fields), encoding="utf-8")
+                partial.write_text(json.dumps({"metrics": left}), encoding="utf-8")
 
     def doubled(self) -> list[str]:
         """Return the further runs of the study, which processes made that missed a deleted one at the same time."""
         return [run.info.run_id for run in self._store.search(self._query)[:-1]]
 
-    def _find(self, tags: Mapping[str, str]) -> str:
+    def _find(self) -> str:
         client, found = self._store.client, self._store.search(self._query)
         if self.id is not None and self.id in [run.info.run_id for run in found[-1:]]:
             return self.id
@@ -189,7 +177,7 @@ class StudyRun:
             run_id = str(found[-1].info.run_id)
             client.update_run(run_id, status="RUNNING")
         else:
-            run_id = self._store.create(self.name, tags)
+            run_id = self._store.create(self.name, self._tags)
             if deleted:
                 print(f"tracking.uri: the run of {self.name} was deleted; it is made again", flush=True)
         if not found or not found[-1].data.params:  # a failure may have come before them

@@ -7,8 +7,6 @@ opened, none of its errors ends a program: what a store does not take is written
 from __future__ import annotations
 
 import contextlib
-import copy
-import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,6 @@ from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, dataset_of, metrics_now
 from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
 
-_FIT_SECONDS, _AGREEMENT = "fit_seconds", "agreement_"  # the metrics of a fit, the second one a prefix
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
 _BEST = "best"
 _TRIALS = "trials"  # the metric of the study's run that is written last
@@ -56,7 +53,6 @@ class Tracker:
         params: Mapping[str, Any],
         tags: Mapping[str, Any],
         role: str = "study",
-        parent: StudyRun | None = None,
         prompts: PromptSet | None = None,
     ) -> None:
         """Create the run of a study, or resume it.
@@ -67,23 +63,14 @@ class Tracker:
             params: flat settings; repeated on every trial's run, because MLflow's filters drop parent runs.
             tags: the tags of the study's run only.
             role: the tag of the run's purpose, if it is not a study.
-            parent: the run that this one is nested below.
             prompts: those of the study, which become its dataset; None without any.
         """
         given = {key: str(value)[:500] for key, value in params.items()}
         own = {key: str(value) for key, value in tags.items()}
-        self._run = StudyRun(self._store, name, identity, role, given, own, parent)
+        self._run = StudyRun(self._store, name, identity, role, given, own)
         self._run.dataset = None if prompts is None else dataset_of(prompts)
         self._trials = TrialRuns(self._store, self._run)
         self._send({"metrics": self._run.log_left} if self._run.left else {})
-        for left in self._store.left(identity):
-            self.nested(left["name"], left["identity"], left["params"], left["role"]).finish()
-
-    def nested(self, name: str, identity: str, params: Mapping[str, Any], role: str) -> Tracker:
-        """Open a nested run for a part of the study; the arguments are those of :meth:`open_study`."""
-        child = copy.copy(self)
-        child.open_study(name, identity, params, {}, role, self._run)
-        return child
 
     def reconcile(self, trials: Sequence[FrozenTrial]) -> None:
         """Delete incomplete and doubled runs of trials, and write those that are missing; nobody else may write any."""
@@ -99,30 +86,6 @@ class Tracker:
         self._run.left += metrics_now(metrics, step)
         self._send({"metrics": self._run.log_left})
         self._run.keep_left()  # for the next start, because the training that they are of may have ended by then
-
-    def log_fits(self, fits: Sequence[Mapping[str, Any]]) -> None:
-        """Log fits: metrics with one step per fit, and a table of the fits in ``fits.json``.
-
-        Args:
-            fits: all fits so far, always in the same order: ``fit_seconds``, fields that begin with ``agreement_``, and
-                others that describe the fit. Logged fits are not logged again. An empty one keeps its step.
-        """
-        run, client = self._run, self._store.client
-
-        def write() -> None:
-            run_id = run.current()
-            logged = {metric.step for metric in client.get_metric_history(run_id, _FIT_SECONDS)}
-            new = [(step, fit) for step, fit in enumerate(fits) if fit and step not in logged]
-            measured = [
-                {name: value for name, value in fit.items() if name == _FIT_SECONDS or name.startswith(_AGREEMENT)}
-                for _, fit in new
-            ]
-            values = [each for (step, _), fit in zip(new, measured, strict=True) for each in metrics_now(fit, step)]
-            if new:
-                client.log_text(run_id, json.dumps(fits, indent=1), "fits.json")  # first, as logged fits are left out
-            self._store.log(run_id, values)
-
-        self._send({"fits": write})
 
     def conclude(
         self,
@@ -182,7 +145,7 @@ class Tracker:
                 if not leave():
                     self.finish("KILLED" if is_interrupt(error) else "FAILED")
             raise
-        self.finish(patience=PATIENCE if self._run.parent is None else None)
+        self.finish(patience=PATIENCE)
 
     def finish(self, status: str = "FINISHED", patience: float | None = None) -> None:
         """Close the study's run as ``FINISHED``, ``KILLED`` or ``FAILED``; wait ``patience`` seconds for an outage's end."""
@@ -193,7 +156,7 @@ class Tracker:
         """Write to the study's run, after it was found or made."""
         self._run.check_again()
         for key, write in {"run": self._run.log_texts, **writes}.items():
-            self._outbox.put((self._run.identity, key), write)
+            self._outbox.put(key, write)
         self._outbox.send(patience)
 
     @defer_interrupt()
@@ -206,7 +169,7 @@ class Tracker:
             run_id = store.create("benchmark", tags)
             for name, result in record["results"].items():
                 child = store.create(name, {PARENT: run_id, "role": "contender", "contender": name})
-                metrics = {key: result[key] for key in (*MEASURED, "drafter_bytes") if result[key] is not None}
+                metrics = {key: result[key] for key in MEASURED}
                 store.log(child, metrics_now(metrics), params | {"lossless": str(result["lossless"])})
                 client.set_terminated(child)
             for name, text in texts.items():

@@ -1,13 +1,13 @@
 """Training texts, which the target generates once, and the tokens that it generates most.
 
-Training and fitting use the same texts. In one outputs folder, equal settings give equal texts, and a request for more texts
-extends those that exist. Neither texts nor datastores may hold the prompts that are measured.
+In one outputs folder, equal settings give equal texts, and a request for more texts extends those that exist. Neither texts
+nor datastores may hold the prompts that are measured.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,17 @@ from tqdm import tqdm
 
 from layerskip import PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.config import check_type
-from layerskip.drafters.cross_tokenizer import Translation
-from layerskip.drafters.datastore import Datastore
+from layerskip.drafters.retrieval import Datastore
 from layerskip.files import digest
 from layerskip.heads.readout import choose_tokens
 from layerskip.prompts import PromptItem
 from layerskip.texts import training_texts
-from layerskip.texts.continuations import Continuation, ReportCost
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
 from searches.results import ResultLog, exclusive
 
 _FIELDS = ("max_new_tokens", "batch", "seed")
-_VERSION = 4  # of layerskip.texts.training_texts; texts of another version are written again
+_VERSION = 5  # of layerskip.texts.training_texts; texts of another version are written again
 
 
 def texts_identity(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
@@ -52,23 +50,20 @@ def texts_settings(config: DictConfig, target: Target, sampling: Sampling, like:
 
 
 def write_texts(
-    config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str], report_cost: ReportCost = lambda *_: None
-) -> list[TrainingText]:
+    config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]
+) -> tuple[list[TrainingText], float]:
     """Write the first training texts that together have as many tokens as the configuration asks for, or a few more.
 
-    Texts that are in the outputs folder are not written again. The name and the seconds of the texts are reported, also if
-    writing is interrupted. For the other arguments see :func:`texts_settings`.
+    Texts that are in the outputs folder are not written again. For the arguments see :func:`texts_settings`.
+
+    Returns:
+        The texts, and the seconds that writing them took, whenever that was.
     """
     file = Path(config.outputs) / "texts" / f"{digest(texts_settings(config, target, sampling, like))[:16]}.jsonl"
     with exclusive(file):
-        log, texts = ResultLog(file), list[TrainingText]()
-        existing = len(log)
-        try:
-            texts = _write(config, target, sampling, like, log)
-        finally:
-            seconds = [log[str(index)][2] for index in range(len(texts) or len(log))]
-            report_cost(f"texts {file.stem}", sum(seconds), sum(seconds[existing:]))
-        return texts
+        log = ResultLog(file)
+        texts = _write(config, target, sampling, like, log)
+        return texts, sum(log[str(index)][2] for index in range(len(texts)))
 
 
 def _write(
@@ -150,36 +145,14 @@ def check_draft_vocabulary(name: str, size: int | None, target: Target) -> None:
 
 def drafted_tokens(target: Target, texts: list[TrainingText], size: int | None) -> Tensor | None:
     """Return the draft vocabulary, ``[size]`` int64: the target's most frequent tokens; None for the whole vocabulary."""
-    return _most_frequent(target, (text.tokens[text.begin :] for text in texts), size)
-
-
-def translated_tokens(draft: Target, target: Target, texts: list[TrainingText], size: int) -> Tensor | None:
-    """Return the tokens of a draft model of another tokenizer for :func:`drafted_tokens`, from the translated answers."""
-    assert target.tokenizer is not None
-    assert draft.tokenizer is not None
-    translation = Translation(target.tokenizer, draft.tokenizer)
-    return _most_frequent(draft, (translation.to_draft(text.tokens[text.begin :]) for text in texts), size)
-
-
-def _most_frequent(owner: Target, answers: Iterable[Sequence[int]], size: int | None) -> Tensor | None:
-    if size is None or size >= owner.vocabulary:
+    if size is None or size >= target.vocabulary:
         return None
-    tokens = torch.tensor([token for answer in answers for token in answer if token < owner.vocabulary], dtype=torch.int64)
-    counts = torch.bincount(tokens, minlength=owner.vocabulary)
-    return choose_tokens(counts, size, _special_tokens(owner))
+    answered = (token for text in texts for token in text.tokens[text.begin :])
+    tokens = torch.tensor([token for token in answered if token < target.vocabulary], dtype=torch.int64)
+    return choose_tokens(torch.bincount(tokens, minlength=target.vocabulary), size, _special_tokens(target))
 
 
 def _special_tokens(target: Target) -> list[int]:
     """Return the tokens that are in every draft vocabulary."""
     special = [] if target.tokenizer is None else target.tokenizer.all_special_ids
     return sorted({token for token in (*target.eos_ids, *special) if token < target.vocabulary})
-
-
-def continuations_of(texts: list[TrainingText]) -> list[Continuation]:
-    """Return the training texts of at least two answer tokens as continuations."""
-    continuations = []
-    for index, text in enumerate(texts):
-        answer = text.tokens[text.begin :]
-        if len(answer) > 1:
-            continuations.append(Continuation(str(index), "own", text.tokens[: text.begin], answer, len(answer)))
-    return continuations

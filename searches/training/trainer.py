@@ -15,29 +15,20 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from layerskip import Target
 from layerskip.device.memory import is_out_of_memory
 from layerskip.device.transfer import now
 from layerskip.device.trial import first_line
-from layerskip.files import atomic_write, digest
-from layerskip.heads.published_eagle import is_published
+from layerskip.files import atomic_write
+from layerskip.heads.portable import is_published
 from layerskip.heads.training import rate_factor
 from layerskip.models.trained_module import has_trained
-from searches.app.checks import InputError, check_number, check_whole
+from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
 
 _WARMUP = 0.03  # share of the training during which the learning rate rises
 _CLIP = 1.0
 _MIN_SECONDS = 1e-3  # of training, if initialisation took all the time
 _LOSSES = 50  # steps over which the loss is averaged
-
-
-def check_learning(config: DictConfig) -> None:
-    """Check the fields of every training; each program checks its limit of seconds itself."""
-    for name in ("steps", "texts_per_step", "unroll"):
-        check_whole(name, config[name])
-    check_number("learning_rate", config.learning_rate, 1.0)
-    check_number("save_seconds", config.save_seconds)
 
 
 @dataclass(frozen=True)
@@ -52,26 +43,6 @@ class TrainingCheckpoint:
     path: Path
     identity: str
     settings_digest: str = ""
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """One run of the program ``train``.
-
-    Args:
-        folder: for the checkpoint and the result.
-        identity: everything that the training depends on, except the texts.
-    """
-
-    config: DictConfig
-    target: Target
-    folder: Path
-    identity: dict[str, Any]
-    tracker: Tracker
-
-    def checkpoint(self, identity: object) -> TrainingCheckpoint:
-        """Return the checkpoint of a training with an identity that includes the texts."""
-        return TrainingCheckpoint(self.folder / "training.pt", digest(identity), digest(self.identity))
 
 
 def check_training_folder(folder: Path, settings_digest: str) -> None:
@@ -95,22 +66,12 @@ def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def disk_bytes(module: nn.Module) -> int:
-    """Return the bytes on disk that a module's training needs: two checkpoints while one is replaced, and the result."""
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    numbers = 1 + 2  # the optimiser has two moments of every parameter
-    return 4 * parameters * (2 * numbers + 1)
-
-
 class Trainer(ABC):
     """Trainer of a module, which resumes from its checkpoint.
 
     Attributes:
         seconds: that initialisation and steps took.
-        earlier_seconds: the part of them that other processes spent.
-        saved_seconds: the part of them whose steps are in the checkpoint.
         evaluation_seconds: further seconds that evaluation took.
-        start_metrics: metrics of the initial state by name; saved, because only the process that made that state knows them.
     """
 
     def __init__(self, config: DictConfig, module: nn.Module, texts: int, checkpoint: TrainingCheckpoint) -> None:
@@ -119,8 +80,7 @@ class Trainer(ABC):
         self.texts_per_step = min(int(config.texts_per_step), texts)
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds, self._start_seconds = 0, 0.0, 0.0
-        self.earlier_seconds = self.saved_seconds = self.evaluation_seconds = 0.0
-        self.start_metrics: dict[str, float] = {}
+        self.evaluation_seconds = 0.0
         if checkpoint.path.exists():
             state = _read(checkpoint.path)
             if state.get("identity") != checkpoint.identity:
@@ -129,8 +89,7 @@ class Trainer(ABC):
             module.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds, self._start_seconds = state["step"], state["seconds"], state["begun"]
-            self.earlier_seconds = self.saved_seconds = self.seconds
-            self.evaluation_seconds, self.start_metrics = state["judging"], state["begun_as"]
+            self.evaluation_seconds = state["judging"]
         else:
             start = time.monotonic()
             self.initialise()
@@ -165,19 +124,16 @@ class Trainer(ABC):
         for group in self.optimiser.param_groups:
             group["lr"] = self.config.learning_rate * rate_factor(self.progress, _WARMUP)
         loss = self.loss(self._next_texts())
-        norm = loss.new_zeros(())
-        if loss.requires_grad:
-            self.optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP)
+        self.optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP)
         values = torch.stack((loss.detach().float(), norm.float())).tolist()  # both in one synchronisation with the device
         if not all(map(math.isfinite, values)):
             raise InputError(
                 f"learning_rate: the loss is {values[0]}, its gradient's norm {values[1]} at step {self.step}; "
                 f"{self.config.learning_rate} may be too large; the last checkpoint stays"
             )
-        if loss.requires_grad:
-            self.optimiser.step()
+        self.optimiser.step()
         self.step += 1
         self.seconds += now(self.device) - start
         return float(values[0])
@@ -212,11 +168,10 @@ class Trainer(ABC):
         """Write the checkpoint, completely or not at all."""
         state: dict[str, Any] = {"head": self.module.state_dict(), "optimiser": self.optimiser.state_dict()}
         state |= {"step": self.step, "seconds": self.seconds, "begun": self._start_seconds}
-        state |= {"judging": self.evaluation_seconds, "begun_as": self.start_metrics}
+        state |= {"judging": self.evaluation_seconds}
         state |= {"identity": self.checkpoint.identity, "asked": self.checkpoint.settings_digest}
         with atomic_write(self.checkpoint.path) as partial:
             torch.save(state, partial)
-        self.saved_seconds = self.seconds
 
     def _next_texts(self) -> list[int]:
         """Return the texts of this step: the next ones in a random order of all, which changes after each pass."""

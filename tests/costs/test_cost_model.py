@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from layerskip import SkipMask, StopRule
-from layerskip.bridges.bridge import BridgeShape
-from layerskip.costs.cost_model import CostProfile, DraftExtras, in_steps
+from layerskip.costs.cost_model import CostProfile, in_steps
 from layerskip.scan.replay import Counts
 
 PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, 0.5, (20.0, 21.0, 24.0))
@@ -21,20 +19,6 @@ PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, 0.5, (20.0, 21
 )
 def test_a_draft_pass_costs_what_it_keeps(mask: str, seconds: float) -> None:
     assert PROFILE.draft_seconds(SkipMask.parse(mask, 2)) == seconds
-
-
-def test_bridges_and_a_draft_head_change_the_cost() -> None:
-    profile = replace(PROFILE, module_seconds=0.5, map_seconds=0.25, number_seconds=0.01, token_seconds=0.002)
-    mask = SkipMask.parse("layers:0", 2)
-    extras = DraftExtras(**BridgeShape("layers:0", 2, 4, "linear").size, left_out=100)
-    assert extras == DraftExtras(1, 20, 100, 1)
-    assert profile.draft_seconds(mask, extras) == pytest.approx(9.5 + 0.5 + 0.25 + 0.2 - 0.2)
-    mean = DraftExtras(**BridgeShape("layers:0", 2, 4, "mean").size)
-    assert profile.draft_seconds(mask, mean) == pytest.approx(9.5 + 0.5 + 0.04)
-    counts = Counts(rounds=4, drafted=5, accepted=3, tokens=7, verified=(1, 1, 2))
-    assert profile.seconds(counts, mask, StopRule(), extras) - profile.seconds(counts, mask, StopRule()) == pytest.approx(
-        5 * 0.75
-    )
 
 
 def test_seconds_follow_from_counts() -> None:

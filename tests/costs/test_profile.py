@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
 from layerskip import Sampling, SkipMask, StopRule, Target
-from layerskip.bridges.bridge import Bridge
 from layerskip.costs import profile as profiling
 from layerskip.costs import timing
 from layerskip.costs.cost_model import CostProfile, in_steps
@@ -20,17 +19,15 @@ from layerskip.decoding.decode import Stops, decode
 from layerskip.drafters import layer_skip
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.models.architecture import architecture
-from layerskip.models.draft_head import OutputRows
 from layerskip.models.skip_view import skip_view
 from layerskip.scan.replay import count
 from tests.families import build
 
 LONGEST = 4
 WINDOWS = ("sliding_attention", "sliding_attention", "full_attention")
-VOCABULARY = 100  # no layer but the output layer is as wide, nor as a quarter of it
+VOCABULARY = 100  # no layer but the output layer is as wide
 PASS, TOKEN, ROW = 7.0, 0.02, 0.5  # of the output layer: fixed, per token of the vocabulary, per row
 BLOCK, ROUND, CONFIDENCE = 1.0, 4.0, 0.25
-BRIDGE, MAP, NUMBER = 2.0, 0.75, 1e-3
 FULL, KEYS = ("full_attention",), 0.5
 
 
@@ -70,22 +67,14 @@ def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[
     for each in classes:
         clock.charge(each, "forward", lambda module, *_: getattr(module, "price", 0.0))
     clock.charge(nn.Linear, "forward", lambda layer, rows: _output_price(layer.out_features, rows))
-    clock.charge(OutputRows, "multiply", lambda cut, rows: _output_price(len(cut._in_common), rows))
-    clock.charge(Bridge, "forward", _bridge_price)
     for module in (profiling, layer_skip):
         clock.charge(module, "draft_chain", lambda *_: ROUND)
     clock.charge(profiling, "confidence", lambda _: CONFIDENCE)
     return Target(model, pack_weights=False)  # packed layers would bypass the charged forward
 
 
-def _bridge_price(bridge: Bridge, _: Tensor) -> float:
-    looks = bridge.shape.kind != "mean"
-    return BRIDGE + MAP * looks + NUMBER * bridge.shape.parameter_count / bridge.shape.size["modules"]
-
-
 def _output_price(width: int, rows: Tensor) -> float:
-    wide = width in (VOCABULARY, VOCABULARY // profiling._NARROW)
-    return PASS + TOKEN * width + ROW * rows.shape[-2] if wide else 0.0
+    return PASS + TOKEN * width + ROW * rows.shape[-2] if width == VOCABULARY else 0.0
 
 
 def _assert_close(found: CostProfile, expected: CostProfile) -> None:
@@ -122,11 +111,6 @@ def test_a_profile_recovers_the_cost_of_every_part(
         verify_seconds=tuple(plain + ROW * (1 + drafted) for drafted in range(LONGEST + 1)),
     )
     _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
-    with_extras = replace(expected, module_seconds=BRIDGE, map_seconds=MAP, number_seconds=NUMBER, token_seconds=TOKEN)
-    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), with_extras)
-    # Fewer bridges, as for a wide model.
-    monkeypatch.setattr(profiling, "_TIMED_PARAMETERS", 2 * target.hidden**2)
-    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1, bridged=True), with_extras)
 
 
 def test_predicted_seconds_of_counts_equal_the_decodings(monkeypatch: pytest.MonkeyPatch) -> None:

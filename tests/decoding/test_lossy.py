@@ -8,7 +8,7 @@ import optuna
 import pytest
 import torch
 
-from layerskip.config import AcceptRule, ConfigError, SpeculativeConfig
+from layerskip.config import AcceptRule, SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.decoding.verify import accept_lossy
@@ -46,7 +46,7 @@ def test_the_deepest_branch_of_a_tree_is_accepted() -> None:
     verdict = accept_lossy(tree, rows.argmax(-1), rows.log(), AcceptRule("threshold", 0.2))
     assert (verdict.path, verdict.committed[:2]) == ((1, 4), [1, 2])
     # The same with a shape on the device, filled up with a likely token that does not count.
-    shape = DeviceTree(torch.tensor([-1, -1, 0, 1, 1, -1]), torch.tensor([5]), 2, 2)
+    shape = DeviceTree(torch.tensor([-1, -1, 0, 1, 1, -1]), torch.tensor([5]), 2)
     filled, more = Draft(torch.tensor([0, 1, 0, 3, 2, 0]), shape), torch.cat((rows, rows[:1]))
     late = [torch.tensor([7])]
     again = accept_lossy(filled, more.argmax(-1), more.log(), AcceptRule("threshold", 0.2), late=late)
@@ -74,24 +74,6 @@ def test_a_lossy_configuration_is_marked_as_lossy() -> None:
     assert "LOSSY" in config.label()
     assert SpeculativeConfig.from_dict(config.to_dict()) == config
     assert "lossless" not in SpeculativeConfig("layer_skip").to_dict()
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"method": "none", "accept": "typical"}, "accept"),
-        ({"method": "layer_skip", "accept": {"method": "typical", "threshold": 0.5}}, "accept.threshold"),
-        ({"method": "layer_skip", "accept": {"method": "threshold"}, "lossless": True}, "lossless"),
-        ({"method": "layer_skip", "lossless": False}, "lossless"),
-        (
-            {"method": "cascade", "members": [{"method": "prompt_lookup"}, {"method": "layer_skip", "accept": "typical"}]},
-            "members",
-        ),
-    ],
-)
-def test_contradictory_configurations_are_refused(fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{named}"):
-        SpeculativeConfig.from_dict(fields)
 
 
 def test_a_space_has_lossy_rules_only_if_they_are_allowed() -> None:

@@ -21,7 +21,7 @@ from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host, waiting
-from layerskip.drafters.cascade import Cascade, PricedCascade
+from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.registry import build_drafter
@@ -131,10 +131,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     **{method: partial(member_of, method) for method in (*METHODS, "cascade")},
     "siblings": lambda target: build_drafter(SpeculativeConfig.from_dict(SKIP | {"siblings": 2}), target),
     "eagle trees": _eagle_trees,
-    "priced cascade": lambda target: PricedCascade(
-        [member_of("prompt_lookup", target), member_of("layer_skip", target)], (1.1, 1.2)
-    ),
-    "cascade that learns": lambda target: Cascade(
+    "cascade with trees": lambda target: Cascade(
         [member_of("prompt_lookup", target), member_of("token_recycling", target), _eagle_trees(target)]
     ),
 }

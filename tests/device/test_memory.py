@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-import tracemalloc
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +11,7 @@ import pytest
 import torch
 
 from layerskip.device import memory
-from layerskip.device.memory import AllocationCounter, PeakMemory, python_bytes, tensor_bytes, within_memory
+from layerskip.device.memory import AllocationCounter, PeakMemory, within_memory
 from tests.searches.programs import fork
 
 MEBIBYTE = 2**20
@@ -55,39 +52,6 @@ def test_on_cuda_the_device_memory_is_measured() -> None:
     torch.ones(64 * MEBIBYTE, dtype=torch.uint8, device="cuda")
     assert memory.read() == before + 64 * MEBIBYTE
     assert before >= kept.numel()
-    assert memory.growth() == 64 * MEBIBYTE
-
-
-def test_python_bytes_are_those_that_python_allocates() -> None:
-    """Dictionaries of lists of integers, as in drafters."""
-    linear, shared = torch.nn.Linear(4, 4), {number: str(number) for number in range(1000, 3000)}
-    gc.collect()
-    tracemalloc.start()
-    try:
-        table = {(number, number + 1): [number * 3, number * 5] for number in range(1000, 3000)}
-        allocated = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-    thing = [table, table, linear, shared]
-    assert abs(python_bytes(thing, beside=[shared]) - allocated) < 0.1 * allocated
-    assert python_bytes(thing) > python_bytes(thing, beside=[shared]) + sys.getsizeof(shared)
-
-
-def test_tensors_are_counted_once_and_without_excluded_ones() -> None:
-    class Slotted:
-        __slots__ = ("inside",)
-
-    weight, shared = torch.zeros(1000), torch.zeros(500)
-    slotted = Slotted()
-    slotted.inside = [weight[10:20], {"same": (weight.view(10, 100),)}]  # type: ignore[attr-defined]
-    module = torch.nn.Linear(4, 2)
-    module.forward = lambda x: x + shared.sum()  # type: ignore[method-assign, assignment, misc]
-    thing = [slotted, module, partial(torch.add, torch.ones(7))]
-    thing.append(thing)  # type: ignore[arg-type]
-    own = 4 * (1000 + 4 * 2 + 2 + 7)
-    assert tensor_bytes(thing) == own + 4 * 500
-    assert tensor_bytes(thing, beside=[{"there": shared}]) == own
-    assert tensor_bytes(None) == 0
 
 
 def test_tensors_are_counted_while_they_are_alive_gradients_included() -> None:
@@ -131,20 +95,12 @@ def test_other_errors_and_results_are_passed_on() -> None:
         within_memory(lambda: torch.ones(2) @ torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    ("groups", "file"),
-    [("0::/jobs/mine\n", "memory.max"), ("5:cpu:/\n4:memory,other:/jobs/mine\n", "memory.limit_in_bytes")],
-)
-def test_the_lowest_limit_of_the_control_groups_counts(
-    groups: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lowest_limit_of_the_control_groups_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "root" / "jobs" / "mine"
     own.mkdir(parents=True)
-    (tmp_path / "cgroup").write_text(groups)
-    (own / file).write_text("max\n")
-    (own.parent / file).write_text("4096\n")
+    (tmp_path / "cgroup").write_text("0::/jobs/mine\n")
+    (own / "memory.max").write_text("max\n")
+    (own.parent / "memory.max").write_text("4096\n")
     monkeypatch.setattr(memory, "_GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(
-        memory, "_LIMITS", {name: (str(tmp_path / "root"), each) for name, (_, each) in memory._LIMITS.items()}
-    )
+    monkeypatch.setattr(memory, "_LIMITS", tmp_path / "root")
     assert memory.total_bytes() == 4096

@@ -120,19 +120,6 @@ def test_every_module_and_folder_of_a_package_is_in_the_picture(package: str) ->
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
 
 
-def test_the_files_that_commands_read_exist() -> None:
-    """They are in the repository, or a block of the same page or an earlier command writes them."""
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for command in _commands(page):
-            for word in command:
-                name, _, value = word.partition("=")
-                if name in ("corpus", "begin_like") or (name == "prompts.path" and value.startswith("outputs/")):
-                    assert (REPOSITORY / value).exists() or f"cat > {value} <<" in text, (page.name, word)
-                elif name == "inspect":
-                    assert f"output={value}" in text, (page.name, word)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with everything that commands read, whose outputs are its own."""
@@ -157,6 +144,7 @@ def _run_python(folder: Path, program: str) -> str:
     return done.stdout
 
 
+@pytest.mark.system
 def test_the_program_of_the_worked_example_prints_its_table(folder: Path) -> None:
     scans = REPOSITORY / "docs" / "scans.md"
     (block,) = _blocks(scans, "python")
@@ -177,12 +165,14 @@ def _replace_model(program: str, stand_in: Path) -> str:
     return program.replace('load_target("smollm2")', f"load_target({str(stand_in)!r}, dtype='float32')")
 
 
+@pytest.mark.system
 def test_the_example_of_the_front_page_runs(folder: Path, stand_in: Path) -> None:
     """With the export of the front page, which is valid for all Llamas of 30 layers."""
     (block,) = _blocks(REPOSITORY / "README.md", "python")
     assert len(_run_python(folder, _replace_model(block, stand_in)).splitlines()) >= 3
 
 
+@pytest.mark.system
 def test_the_examples_of_the_drafters_run(folder: Path, stand_in: Path) -> None:
     """One after the other in one process, the new drafter included, which then decodes."""
     blocks = _blocks(REPOSITORY / "docs" / "drafters.md", "python")
@@ -194,6 +184,7 @@ def test_the_examples_of_the_drafters_run(folder: Path, stand_in: Path) -> None:
     assert Path(printed[-2], "config.json").exists()
 
 
+@pytest.mark.system
 def test_the_quick_steps_of_the_tutorial_run(folder: Path, stand_in: Path) -> None:
     """The model, the prompts, the datastore and the printed configuration; searches and trainings are left out."""
     tutorial = REPOSITORY / "docs" / "tutorial.md"

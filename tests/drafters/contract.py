@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip.decoding.decode import DecodeResult, decode
+from layerskip.decoding.decode import DecodeResult, Stops, decode
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import DecodeStats
@@ -50,10 +50,10 @@ ONE_PROMPT = representative(PROMPTS[1:2], PROMPTS[2:3])  # where every round is 
 
 
 @functools.cache
-def target_of(family: str, eos_ids: Tokens = ()) -> Target:
+def target_of(family: str) -> Target:
     """A tiny target whose sliding window, if it has one, is much shorter than prompt and output together."""
     # With this seed, a draft sometimes gets the next tokens right.
-    return Target(build(family, 1, vocab_size=VOCABULARY, eos_token_id=list(eos_ids) or None))
+    return Target(build(family, 1, vocab_size=VOCABULARY, eos_token_id=None))
 
 
 @functools.cache
@@ -85,10 +85,9 @@ def greedy_tokens(target: Target, prompt: Sequence[int], **options: Any) -> list
 
 
 @functools.cache
-def generated(family: str, prompt: Tokens, length: int, penalty: float = 1.0, eos_ids: Tokens = ()) -> list[int]:
+def generated(family: str, prompt: Tokens, length: int, penalty: float = 1.0) -> list[int]:
     """The new tokens of transformers' own greedy ``generate``."""
-    options = {"max_new_tokens": length, "repetition_penalty": penalty, "eos_token_id": list(eos_ids) or None}
-    return greedy_tokens(target_of(family), prompt, **options)
+    return greedy_tokens(target_of(family), prompt, max_new_tokens=length, repetition_penalty=penalty, eos_token_id=None)
 
 
 @functools.cache
@@ -126,7 +125,6 @@ class DrafterContract:
     # Whether `make test` samples with it; `make lossless` also samples with drafters that verify like another one.
     samples_by_default = True
     toy = staticmethod(toy_target)  # the target of the exact law
-    toy_prompt = TOY_PROMPT
 
     def drafter(self, target: Target) -> Drafter:
         """A new drafter for ``target``, which is any target of this module."""
@@ -157,12 +155,14 @@ class DrafterContract:
     def test_output_ends_at_the_first_of_several_end_tokens(self) -> None:
         """Every token of an output becomes an end token in turn; some of them are inside a draft."""
         family, inside = "gemma3_text", False
+        target = target_of(family)
         for prompt in representative(PROMPTS[1:4], [PROMPTS[0], *PROMPTS[4:]]):
             plain = generated(family, prompt, NEW_TOKENS)
             for end in dict.fromkeys(plain):
                 eos_ids = (end, plain[-1])
-                result = self.decode(target_of(family, eos_ids), prompt)
-                assert result.tokens == generated(family, prompt, NEW_TOKENS, 1.0, eos_ids)
+                drafter, stops = self.drafter(target), Stops(frozenset(eos_ids))
+                result = decode(target, drafter, prompt, GREEDY, NEW_TOKENS, stops=stops)
+                assert result.tokens == plain[: min(map(plain.index, eos_ids)) + 1]
                 assert result.finish == "eos"
                 assert 1 + sum(round.committed for round in result.stats.rounds) == len(result.tokens)
                 # Tokens after the end do not count; a drafted end token is not followed by a token of the target.
@@ -234,7 +234,7 @@ class DrafterContract:
         """Four tokens: one from the prefill, then a draft of up to two and a bonus token; many sequences end before."""
         if not (self.samples_by_default or EXHAUSTIVE):
             pytest.skip("make lossless samples with it")
-        target, prompt = self.toy(), self.toy_prompt
+        target, prompt = self.toy(), TOY_PROMPT
         drafter, prefill = self.drafter(target), Prefill.of(target, prompt)
         torch.manual_seed(0)
         for sampling in self.samplings:

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import decoders
 from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter, NoDraft
 from layerskip.decoding.sampling import Sampling
-from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation, UnalignedTokenizers
+from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.draft_head import DraftHead, save_draft_tokens
 from layerskip.models.loading import load_target
@@ -47,7 +46,8 @@ def _reversed_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
     size, end = target.vocabulary, "b" if target is toy_target() else None
     letters = LETTERS[:size]
     pairs = (letters[3] + letters[4], letters[2] + letters[0])
-    model = _respelled(noisy_copy(target), [*reversed(range(size)), 4, 0])
+    noise = 0.0 if target is toy_target() else 0.06  # greedy drafts of the toy are seldom right
+    model = _respelled(noisy_copy(target, noise), [*reversed(range(size)), 4, 0])
     return model, Translation(spelling(letters, end=end), spelling(letters[::-1], pairs, end))
 
 
@@ -131,14 +131,9 @@ def test_a_reduced_vocabulary_belongs_to_the_draft_models_tokenizer(tmp_path: Pa
     result = decode(target, build_drafter(config, target), prompt, GREEDY, 12)
     assert result.tokens == decode(target, NoDraft(), prompt, GREEDY, 12).tokens
     assert result.stats.drafted > 0
-    special = torch.tensor([0])  # padding, which the tokenizers do not share
-    for name, tokens, owner, reason in (
-        ("targets", common, target, "made for another target, .*target, not for .*draft: its w"),
-        ("special", special, draft, "special shares no token with "),
-    ):
-        save_draft_tokens(tmp_path / name, tokens, owner, {})
-        with pytest.raises(ConfigError, match=f"^draft_head: .*{reason}"):
-            build_drafter(replace(config, draft_head=str(tmp_path / name)), target)
+    save_draft_tokens(tmp_path / "targets", common, target, {})
+    with pytest.raises(ConfigError, match="^draft_head: .*made for another target, .*target, not for .*draft: its w"):
+        build_drafter(replace(config, draft_head=str(tmp_path / "targets")), target)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -156,12 +151,8 @@ def test_models_without_a_tokenizer_are_refused(tmp_path: Path, family: str) -> 
     assert build_drafter(SpeculativeConfig("draft_model", draft_model=draft), target)  # they cannot be compared
 
 
-def test_tokenizers_that_do_not_match_are_refused(tmp_path: Path) -> None:
-    lossy = spelling("abcdef")
-    lossy.backend_tokenizer.decoder = decoders.Replace("a", "b")
-    with pytest.raises(UnalignedTokenizers, match="does not reproduce"):
-        Translation(spelling("a"), lossy)
+def test_a_tokenizer_that_does_not_match_is_refused(tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target")), dtype="float32", device=DEVICE)
     target.drafts["greek"] = Target(target.model, spelling("αβγδ"), "greek")
-    with pytest.raises(ConfigError, match="^draft_model: greek cannot draft for .*share no token"):
+    with pytest.raises(ConfigError, match="^draft_model: its tokenizer does not reproduce the target's text"):
         build_drafter(SpeculativeConfig("cross_tokenizer", draft_model="greek"), target)

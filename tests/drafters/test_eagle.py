@@ -8,19 +8,17 @@ import torch
 from layerskip.config import StopRule
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
-from layerskip.drafters.cascade import PricedCascade
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.medusa import Medusa
-from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import TextFeatures, extract_features, read_features
 from layerskip.heads.readout import Readout
-from layerskip.heads.training import Batch, acceptance, predict_tokens, stored_modules
+from layerskip.heads.training import Batch, acceptance, predict_tokens
 from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, Tokens, contract, deep_toy, generated, target_of
-from tests.drafters.heads import UNROLL, eagle_head, family_of, tiny
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Tokens, contract, generated, target_of
+from tests.drafters.heads import UNROLL, eagle_head, family_of
 from tests.drafters.members import member_of
 from tests.drafters.recorder import Recorder
 from tests.exhaustive import representative
@@ -35,48 +33,31 @@ def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | No
 TestChain = contract(lambda target: _eagle(target, eagle_head(family_of(target))))
 
 _TREE = {"top_k": 3, "tree_tokens": 7, "min_token_prob": 0.01}
-TestTree = contract(lambda target: _eagle(target, eagle_head(family_of(target)), **_TREE), trees=True)
-
-
-# It reads three layers, and drafts from a part of the vocabulary.
-TestThreeLayersOfFewTokens = contract(
-    lambda target: _eagle(target, eagle_head(family_of(target), True, target.vocabulary - 1), 4, StopRule("threshold", 0.2)),
+# It drafts from a part of the vocabulary.
+TestFewTokens = contract(
+    lambda target: _eagle(target, eagle_head(family_of(target), target.vocabulary - 1), 4, StopRule("threshold", 0.2)),
     samples_by_default=False,
-    toy=staticmethod(deep_toy),
 )
 # It looks further back than prompts reach.
 TestTreesLookingBack = contract(
-    lambda target: _eagle(target, eagle_head(family_of(target), True, lookback=9), **_TREE),
+    lambda target: _eagle(target, eagle_head(family_of(target), lookback=9), **_TREE),
     samples_by_default=False,
     trees=True,
-    toy=staticmethod(deep_toy),
-)
-# Trees of unknown cost after lookups whose every token has to pay for its verification.
-TestTreesBehindLookup = contract(
-    lambda target: PricedCascade(
-        [PromptLookup(1, 3, "last", 3), _eagle(target, eagle_head(family_of(target)), top_k=3, tree_tokens=6)], (1.25, 1.3)
-    ),
-    samples_by_default=False,
-    trees=True,
-    history_dependent=True,
-    keeps_state=True,
-    samplings=SAMPLINGS[:1],
 )
 
 
-@pytest.mark.parametrize(("three_layers", "lookback"), [(False, 0), (False, 2), (False, 9), (True, 0)])
-def test_drafts_equal_the_predictions_of_training(three_layers: bool, lookback: int) -> None:
+@pytest.mark.parametrize("lookback", [0, 9])
+def test_drafts_equal_the_predictions_of_training(lookback: int) -> None:
     """One unrolled pass over a whole text, against token-by-token drafting on a cache that is rewound."""
-    target, head = target_of("llama"), eagle_head("llama", three_layers, lookback=lookback)
-    modules = stored_modules(head.shape.modules, target.model.base_model_prefix)
+    target, head = target_of("llama"), eagle_head("llama", lookback=lookback)
     checked = 0
     for prompt in PROMPTS[1:]:
         recorder = Recorder(_eagle(target, head))
         tokens = (*prompt, *decode(target, recorder, prompt, GREEDY, LENGTH).tokens)
-        text = TextFeatures(torch.tensor(tokens), read_features(target, tokens, modules), 0)
+        text = TextFeatures(torch.tensor(tokens), read_features(target, tokens), 0)
         readout = Readout(target, head.tokens)
         with torch.no_grad():
-            predictions = predict_tokens(head, target.model.get_input_embeddings(), Batch.of([text], head), UNROLL)
+            predictions = predict_tokens(head, target.model.get_input_embeddings(), Batch.of([text], DEVICE), UNROLL)
         for context, branches in recorder.drafts:
             row, begin = len(context) - 2, len(context)
             for step, token in enumerate(branches[-1]):
@@ -100,12 +81,11 @@ def test_a_round_without_a_likely_token_drafts_nothing() -> None:
 def test_training_acceptance_equals_that_of_drafts_at_every_position() -> None:
     """One pass over each text, against a real decoding from each of its positions."""
     target, head, steps = target_of("llama"), eagle_head("llama"), 2
-    modules = stored_modules(head.shape.modules, target.model.base_model_prefix)
     texts, right, tried = [], [0] * steps, [0] * steps
     for prompt in PROMPTS[1:]:
         tokens = (*prompt, *decode(target, NoDraft(), prompt, GREEDY, 24).tokens)
         # The first new token comes from the prefill, before any draft.
-        texts.append(extract_features(target, tokens, len(prompt) + 1, modules))
+        texts.append(extract_features(target, tokens, len(prompt) + 1))
         for end in range(len(prompt), len(tokens) - steps):
             drafted = decode(target, _eagle(target, head, steps), tokens[:end], GREEDY, steps + 2).stats.rounds[0].accepted
             for step in range(min(drafted + 1, steps)):
@@ -119,7 +99,7 @@ def test_training_acceptance_equals_that_of_drafts_at_every_position() -> None:
 def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth: int) -> dict[Tokens, float]:
     """Returns the probabilities of all branches after a context, from whole passes of target and head without a cache."""
     embeddings, readout = target.model.get_input_embeddings(), Readout(target, head.tokens)
-    known = head.fuse(read_features(target, context[:-1], head.shape.modules))
+    known = read_features(target, context[:-1])
     readout.follow(context)
 
     def think_of(branch: Tokens) -> torch.Tensor:
@@ -143,18 +123,17 @@ def _rebuilt(target: Target, head: EagleHead, context: Tokens, width: int, depth
 
 
 @pytest.mark.parametrize(
-    ("family", "few", "back", "width", "size"),
+    ("few", "back", "width", "size"),
     representative(
-        [("llama", 0, 0, 3, 12), ("llama", 3, 2, 2, 6), ("deep", 0, 0, 2, 6)],
-        [("llama", 0, 9, 2, 6), ("llama", 3, 2, 3, 12), ("llama", 0, 9, 3, 12), ("deep", 0, 0, 3, 12)],
+        [(0, 0, 3, 12), (3, 2, 2, 6)],
+        [(0, 9, 2, 6), (3, 2, 3, 12), (0, 9, 3, 12)],
     ),
 )
-def test_trees_equal_those_computed_without_a_cache(family: str, few: int, back: int, width: int, size: int) -> None:
+def test_trees_equal_those_computed_without_a_cache(few: int, back: int, width: int, size: int) -> None:
     """At every level, after prompts and after rejected tokens."""
-    target, deepest = tiny(family), 0
-    head = eagle_head(family, family == "deep", target.vocabulary - few if few else None, back)
+    target, deepest = target_of("llama"), 0
+    head = eagle_head("llama", target.vocabulary - few if few else None, back)
     for prompt in PROMPTS[1:4]:
-        prompt = tuple(token % target.vocabulary for token in prompt)
         recorder = Recorder(_eagle(target, head, 4, top_k=width, tree_tokens=size))
         decode(target, recorder, prompt, GREEDY, LENGTH, stops=Stops(frozenset()))
         for context, branches in recorder.drafts[:4]:
@@ -169,9 +148,10 @@ def test_trees_equal_those_computed_without_a_cache(family: str, few: int, back:
 @pytest.mark.parametrize("method", ["eagle", "medusa"])
 def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("llama")
+    set_compiling(target.model, "off")
     graphs = rewrite_only(monkeypatch)
     found = []
-    for mode in ("off", "on"):
+    for mode in ("off", "auto"):
         drafter = member_of(method, target)
         assert isinstance(drafter, Eagle | Medusa)
         module = drafter.head.body if isinstance(drafter, Eagle) else drafter.heads
@@ -182,5 +162,6 @@ def test_compiled_heads_draft_the_same(method: str, monkeypatch: pytest.MonkeyPa
             assert tokens == generated("llama", prompt, LENGTH)
         found.append(recorder.drafts)
         set_compiling(module, "auto")
-        assert bool(graphs) == (mode == "on")
+        assert bool(graphs) == (mode == "auto")
+    set_compiling(target.model, "auto")
     assert found[0] == found[1]

@@ -15,9 +15,7 @@ from layerskip.drafters import layer_skip
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
-from tests.drafters.bridges import bridge_folder, head_folder
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, contract, deep_toy, generated, target_of, toy_target
-from tests.drafters.heads import family_of
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, contract, generated, target_of, toy_target
 from tests.drafters.recorder import Recorder
 
 
@@ -28,58 +26,23 @@ def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter
 
 # transformers reads a cache's length from attention 0, which the draft skips here.
 TestSkippedAttention = contract(
-    lambda target: _drafter(target, "attention:0", "attention:0", num_speculative_tokens=3), samplings=SAMPLINGS
-)
-
-_ADAPTIVE = {"method": "adaptive", "threshold": 0.5, "step": 0.5, "threshold_decay": 0.5}
-TestAdaptive = contract(
-    lambda target: _drafter(target, "attention:1", "attention:0", num_speculative_tokens=4, stop=_ADAPTIVE),
-    keeps_state=True,
-    samples_by_default=False,
-    samplings=SAMPLINGS[2:],
+    lambda target: _drafter(target, "attention:0", "attention:0", num_speculative_tokens=3), samplings=SAMPLINGS[::2]
 )
 
 _SIBLINGS: dict[str, Any] = {"num_speculative_tokens": 3, "siblings": 2, "min_token_prob": 0.05}
-TestSiblings = contract(lambda target: _drafter(target, "attention:1;mlp:2", "mlp:0", **_SIBLINGS), trees=True)
+TestSiblings = contract(
+    lambda target: _drafter(target, "attention:1;mlp:2", "mlp:0", **_SIBLINGS), trees=True, samples_by_default=False
+)
 
 
 class TestSiblingsOnTheDevice(TestSiblings):  # type: ignore[misc, valid-type]
     """Trees whose shape the host reads with the verdict, as on a GPU."""
 
+    samples_by_default = True
+
     @pytest.fixture(autouse=True)
     def on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(layer_skip, "reads_while_growing", lambda cache, device: False)
-
-
-def _bridged(target: Target, mask: str, method: str, rank: int = 0, width: int = 0, **fields: Any) -> Drafter:
-    family = family_of(target)
-    mask = {"toy": "attention:0", "deep": "layers:1;mlp:2"}.get(family, mask)
-    fields["bridge"] = bridge_folder(family, mask, method, rank, width)
-    return _drafter(target, mask, mask, **fields)
-
-
-# A run of layers and single sub-layers.
-TestBridgedByMaps = contract(
-    lambda target: _bridged(target, "layers:1;attention:2;mlp:3", "linear", num_speculative_tokens=3),
-    samples_by_default=False,
-)
-# Bridges replace a run of layers and a single MLP, also if tokens are drawn.
-TestBridgedByMLPs = contract(
-    lambda target: _bridged(target, "layers:1-2", "mlp", 4, 8, **_SIBLINGS),
-    trees=True,
-    samples_by_default=False,
-    toy=staticmethod(deep_toy),
-)
-
-
-def _three_tokens(target: Target) -> Drafter:
-    """Much of the target's output cannot be drafted; the output is complete nonetheless."""
-    # After the prompt, two of the toy's tokens are drafted only once the text has them.
-    head = head_folder(family_of(target), (1, 2, 3) if target is toy_target() else (3, 5, 7))
-    return _drafter(target, "attention:1", "mlp:0", num_speculative_tokens=3, draft_head=head)
-
-
-TestThreeTokens = contract(_three_tokens, toy_prompt=(3,))
 
 
 @pytest.mark.parametrize("mask", ["", "layers:0-3", "layers:0,3", "attention:0-3", "mlp:0-3"])

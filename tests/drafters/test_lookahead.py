@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 # It learns from the target's logits, within a prompt.
-TestLookahead = contract(lambda target: Lookahead(2, 3, 2), trees=True, history_dependent=True)
+TestLookahead = contract(lambda target: Lookahead(2, 3, 2), trees=True, history_dependent=True, samples_by_default=False)
 
 
 def _context(*tokens: int) -> Context:

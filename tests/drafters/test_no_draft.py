@@ -17,14 +17,13 @@ from layerskip.decoding.stats import Round
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.target import Target
 from tests.accelerator import decode_static
-from tests.drafters.contract import GREEDY, PROMPTS, SAMPLINGS, DrafterContract, target_of
+from tests.drafters.contract import GREEDY, PROMPTS, DrafterContract, target_of
 
 PROMPT = PROMPTS[2]
 
 
 class TestNoDraft(DrafterContract):
     drafts = False
-    samplings = SAMPLINGS
 
     def drafter(self, target: Target) -> Drafter:
         return build_drafter(SpeculativeConfig(), target)

@@ -20,7 +20,7 @@ from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
 from searches.study.plan import drop_unsupported
 from tests.accelerator import DEVICE
-from tests.drafters.contract import SAMPLINGS, contract
+from tests.drafters.contract import contract
 from tests.families import build
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu" or not has_kernels(), reason="needs a C++ compiler and AVX2 or AVX-512")
@@ -40,7 +40,7 @@ def _drafter(target: Target, weights: str = "int4", **fields: object) -> Drafter
     return build_drafter(SpeculativeConfig.from_dict(given | fields), target)
 
 
-TestInt4 = contract(_drafter, samplings=SAMPLINGS)
+TestInt4 = contract(_drafter, samples_by_default=False)
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.2), (4, 0.8)])

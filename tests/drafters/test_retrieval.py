@@ -14,9 +14,8 @@ import torch
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.tree import path_to
-from layerskip.drafters.datastore import Datastore
 from layerskip.drafters.registry import build_drafter
-from layerskip.drafters.retrieval import Retrieval
+from layerskip.drafters.retrieval import Datastore, Retrieval
 from tests.drafters.contract import contract, target_of, toy_target
 
 SHAPE = {
@@ -39,6 +38,7 @@ TestOwnTexts = contract(
     trees=True,
     history_dependent=True,
     keeps_state=True,
+    samples_by_default=False,
 )
 
 

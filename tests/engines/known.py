@@ -27,7 +27,6 @@ CONFIGS = {
     "kept layers": KEPT,
     "sub-layers": SpeculativeConfig("layer_skip", 3, mask="mlp:2"),
     "all layers": SpeculativeConfig("layer_skip", 3, mask="layers:0-5"),
-    "bridge": SpeculativeConfig("layer_skip", 3, mask="layers:2-3", bridge="bridges"),
     "recycling": SpeculativeConfig("token_recycling", 3),
     "retrieval": SpeculativeConfig("retrieval", 3),
     "lookahead": SpeculativeConfig("lookahead", 3),

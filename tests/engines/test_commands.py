@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from layerskip import Sampling, SpeculativeConfig
+from layerskip import Export, Sampling, SpeculativeConfig, Target
 from layerskip.engines.registry import ENGINES, describe_engines
 from tests.engines.known import CONFIGS, KEPT, LOOKUP, deployment, interpreter
 
-CASES = [(engine, name) for engine in ENGINES for name in CONFIGS]
 RUNNABLE = {
     "vllm": {"none", "lookup", "last lookup", "model", "stopping model", "other tokenizer", "kept layers", "retrieval"},
     "sglang": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers"},
@@ -37,18 +36,17 @@ def _option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
-@pytest.mark.parametrize(("engine", "name"), CASES)
-def test_each_engine_has_a_command_or_a_reason(engine: str, name: str) -> None:
-    entry = _entry(engine, CONFIGS[name])
-    assert entry["version"]
-    assert json.loads(json.dumps(entry)) == entry
-    assert len({"command", "call", "reason"} & set(entry)) == 1
-    assert ("reason" not in entry) == (name in RUNNABLE[engine])
-    if "reason" in entry:
-        assert re.match(r"config\.\w+: .+[^.]$", entry["reason"])
-        assert "\n" not in entry["reason"]
-    for words in (*entry.get("prepare", ()), entry.get("command", [])):
-        assert all(isinstance(word, str) and word for word in words)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_engine_has_a_command_or_a_reason(engine: str) -> None:
+    entries = {name: _entry(engine, config) for name, config in CONFIGS.items()}
+    assert {name for name, entry in entries.items() if "reason" not in entry} == RUNNABLE[engine]
+    for entry in entries.values():
+        assert entry["version"]
+        assert json.loads(json.dumps(entry)) == entry
+        assert len({"command", "call", "reason"} & set(entry)) == 1
+        assert re.fullmatch(r"config\.\w+: .+[^.]", entry.get("reason", "config.method: none"))
+        for words in (*entry.get("prepare", ()), entry.get("command", [])):
+            assert all(isinstance(word, str) and word for word in words)
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "transformers"])
@@ -56,19 +54,16 @@ def test_weights_that_were_quantised_on_loading_are_refused(engine: str) -> None
     assert _entry(engine, LOOKUP, quantization="torchao-int8")["reason"].startswith("target.quantization: ")
 
 
-OPTIONS: list[tuple[str, str, dict[str, str]]] = [
-    ("vllm", "lookup", {"--revision": "abc", "--dtype": "float32"}),
-    # SGLang counts the last token of the text, too.
-    ("sglang", "model", {"--speculative-num-steps": "3", "--speculative-num-draft-tokens": "4"}),
-    ("llama_cpp", "lookup then model", {"--spec-type": "ngram-simple,draft-simple", "--spec-draft-n-max": "3"}),
-    ("llama_cpp", "stopping model", {"--spec-draft-p-min": "0.4"}),
-]
-
-
-@pytest.mark.parametrize(("engine", "name", "options"), OPTIONS)
-def test_a_command_has_the_values_of_the_configuration(engine: str, name: str, options: dict[str, str]) -> None:
-    command = _entry(engine, CONFIGS[name])["command"]
-    assert {option: _option(command, option) for option in options} == options
+def test_a_command_has_the_values_of_the_configuration() -> None:
+    for engine, name, options in (
+        ("vllm", "lookup", {"--revision": "abc", "--dtype": "float32"}),
+        # SGLang counts the last token of the text, too.
+        ("sglang", "model", {"--speculative-num-steps": "3", "--speculative-num-draft-tokens": "4"}),
+        ("llama_cpp", "lookup then model", {"--spec-type": "ngram-simple,draft-simple", "--spec-draft-n-max": "3"}),
+        ("llama_cpp", "stopping model", {"--spec-draft-p-min": "0.4"}),
+    ):
+        command = _entry(engine, CONFIGS[name])["command"]
+        assert {option: _option(command, option) for option in options} == options
 
 
 RETRIEVAL = SpeculativeConfig("retrieval", 6, prompt_lookup_min=1, prompt_lookup_max=4, tree_tokens=8, min_token_prob=0.1)
@@ -130,19 +125,31 @@ def test_what_engines_cannot_load_is_written_before() -> None:
     assert made == [_option(entry["command"], "--model"), _option(entry["command"], "--spec-draft-model")]
 
 
+def test_a_call_of_transformers_generates_the_text_of_plain_decoding(
+    tiny_target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "the cat in the hat, the cat in the"
+    cascade = SpeculativeConfig("cascade", members=(LOOKUP, SpeculativeConfig("token_recycling", 3)))
+    export = Export(Export.describe(tiny_target), cascade)
+    export.save(tmp_path / "best.json")
+    exec(export.engines(tmp_path / "best.json")["transformers"]["call"], {"prompt": prompt})
+    inputs = tiny_target.tokenizer(prompt, return_tensors="pt")
+    output = tiny_target.model.generate(**inputs, max_new_tokens=64, do_sample=False)
+    expected = tiny_target.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
 @pytest.mark.parametrize("engine", ["tensorrt_llm", "openvino_genai", "transformers"])
-@pytest.mark.parametrize("name", sorted(RUNNABLE["openvino_genai"]))
-def test_a_call_is_python_with_the_values_that_it_states(engine: str, name: str) -> None:
-    entry = _entry(engine, CONFIGS[name], sampling=NUCLEUS)
-    given: dict[str | None, Any] = {}
-    for node in ast.walk(ast.parse(entry["call"])):
-        if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
-            given[node.arg] = node.value.value
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            given |= {place.attr: node.value.value for place in node.targets if isinstance(place, ast.Attribute)}
-    stated = entry.get("arguments", {}) | entry["request"]
-    assert {key: given.get(key) for key in stated} == stated
-    assert (stated["temperature"], stated["top_p"]) == (0.7, 0.9)
+def test_a_call_is_python_with_the_values_that_it_states(engine: str) -> None:
+    for name in RUNNABLE["openvino_genai"]:
+        entry = _entry(engine, CONFIGS[name], sampling=NUCLEUS)
+        given: dict[str | None, Any] = {}
+        for node in ast.walk(ast.parse(entry["call"])):
+            if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+                given[node.arg] = node.value.value
+        stated = entry.get("arguments", {}) | entry["request"]
+        assert {key: given.get(key) for key in stated} == stated
+        assert (stated["temperature"], stated["top_p"]) == (0.7, 0.9)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llama_cpp"])

@@ -24,7 +24,6 @@ def _head(shape: EagleShape, tokens: torch.Tensor | None = None) -> EagleHead:
     torch.manual_seed(0)
     head = EagleHead(shape, tokens).eval()
     torch.nn.init.zeros_(head.fc.weight)
-    torch.nn.init.zeros_(head.fc.bias)
     return head
 
 
@@ -52,7 +51,6 @@ def _copied(head: EagleHead, drafted: torch.Tensor) -> float:
         ({"lookback": 4}, True),
         ({"key_value_heads": 4}, False),
         ({"key_value_heads": 1}, False),
-        ({"attention_bias": True}, False),
     ],
 )
 def test_what_followed_a_token_is_copied(changes: dict[str, int], few: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from torch.nn.functional import silu
 from layerskip import SpeculativeConfig
 from layerskip.config import ConfigError
 from layerskip.engines.registry import describe_engines
-from layerskip.heads.eagle import EagleHead, EagleShape, load_eagle, read_modules
-from layerskip.heads.feature_store import read_features
+from layerskip.heads.eagle import EagleHead, EagleShape, load_eagle
 from layerskip.heads.medusa import MedusaHeads, MedusaShape
 from layerskip.heads.portable import save_portable, why_not_portable
 from layerskip.heads.readout import Readout
@@ -26,108 +24,76 @@ from layerskip.models.loading import load_target
 from layerskip.models.target import Target
 from layerskip.models.trained_module import save_trained
 from tests.engines.known import deployment
-from tests.heads.test_published_eagle import eagle_reference, llama_layer, norm
 from tests.tiny import VOCABULARY, save_tiny
 
-LENGTH = 6
 FEW = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(3))[:40]
 """A part of the vocabulary, in any order."""
 
 
-@pytest.fixture
-def target(tiny_target: Target) -> Target:
-    return tiny_target
-
-
-def _eagle(target: Target, folder: Path, **shape: Any) -> EagleHead:
+def _eagle(target: Target, folder: Path, lookback: int = 0) -> EagleHead:
     torch.manual_seed(1)
-    tokens = shape.pop("tokens", None)
-    made = replace(EagleShape.of(target), **shape) if "modules" in shape else EagleShape.of(target, **shape)
-    head = EagleHead(made, tokens).eval()
+    head = EagleHead(EagleShape.of(target, lookback=lookback)).eval()
     with torch.no_grad():
         for name, weight in head.named_parameters():
-            if "self_attn" in name or "mlp" in name or "norm" in name or name == "fc.bias":  # zeros and ones in new heads
+            if "self_attn" in name or "mlp" in name or "norm" in name:  # zeros and ones in new heads
                 nn.init.normal_(weight, mean=float("norm" in name), std=0.2)
     save_trained(folder, "eagle", head.shape.to_dict(), head.weights(), target, {})
     return head
 
 
-def _states(target: Target) -> tuple[Tensor, Tensor]:
-    """Return random tokens ``[1, n]`` and hidden states ``[1, n, H]``."""
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=generator)
-    return tokens, torch.randn(1, LENGTH, target.hidden, generator=generator)
+def _eagle_reference(weights: dict[str, Tensor], shape: EagleShape, embedded: Tensor, states: Tensor) -> Tensor:
+    """EAGLE-1's model in plain torch (arXiv 2401.15077, section 4.1, and its authors' configuration).
+
+    A linear map of embeddings and states, in this order, and one Llama layer with a norm before its MLP alone.
+    """
+
+    def linear(name: str, of: Tensor) -> Tensor:
+        return nn.functional.linear(of, weights[f"layers.0.{name}_proj.weight"])
+
+    fused = nn.functional.linear(torch.cat((embedded, states), -1), weights["fc.weight"], weights.get("fc.bias"))
+    n, width = fused.shape[1], shape.head_dim
+    angles = torch.outer(torch.arange(n), shape.rope_theta ** -(torch.arange(0, width, 2) / width))
+    cos, sin = (torch.cat((f(angles), f(angles)), -1) for f in (torch.cos, torch.sin))
+
+    def heads(name: str, count: int, turned: bool) -> Tensor:
+        split = linear(f"self_attn.{name}", fused).view(1, n, count, width).transpose(1, 2)
+        half = torch.cat((-split[..., width // 2 :], split[..., : width // 2]), -1)
+        return (split * cos + half * sin if turned else split).repeat_interleave(shape.heads // count, 1)
+
+    query, key = heads("q", shape.heads, True), heads("k", shape.key_value_heads, True)
+    value = heads("v", shape.key_value_heads, False)
+    scores = query @ key.transpose(2, 3) / width**0.5 + torch.full((n, n), float("-inf")).triu(1)
+    mixed = (scores.softmax(-1) @ value).transpose(1, 2).reshape(1, n, shape.heads * width)
+    after = fused + linear("self_attn.o", mixed)
+    normed = after * (after.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    normed = normed * weights["layers.0.post_attention_layernorm.weight"]
+    return after + linear("mlp.down", silu(linear("mlp.gate", normed)) * linear("mlp.up", normed))
 
 
 @torch.inference_mode()
-def test_an_eagle_head_computes_the_same_from_vllms_layout(target: Target, tmp_path: Path) -> None:
-    """EAGLE-1's, without the bias and with embeddings of its own. SGLang's has both as this library does, and is loaded."""
-    head = _eagle(target, tmp_path / "head")
-    tokens, features = _states(target)
-    embedded = target.model.get_input_embeddings()(tokens)
-    folder = save_portable(tmp_path / "head", tmp_path / "vllm", target)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_eagle_head_computes_the_same_from_an_engines_layout(tiny_target: Target, tmp_path: Path, engine: str) -> None:
+    """vLLM's has embeddings of its own and no bias, SGLang's the target's embeddings and a bias."""
+    head = _eagle(tiny_target, tmp_path / "head")
+    tokens, features = torch.tensor([[3, 40, 41, 7, 3, 9]]), torch.randn(1, 6, tiny_target.hidden)
+    embedded = tiny_target.model.get_input_embeddings()(tokens)
+    folder = save_portable(tmp_path / "head", tmp_path / engine, tiny_target, engine)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    found = eagle_reference(weights, head.shape, weights["embed_tokens.weight"][tokens], features)
-    assert torch.allclose(found, head(embedded, features), atol=1e-4)
-    assert "fc.bias" not in weights
-    assert (config["architectures"], config["model_type"]) == (["LlamaForCausalLM"], "llama")
-    assert (config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]) == (VOCABULARY, target.hidden, 1)
-    folder = save_portable(tmp_path / "head", tmp_path / "sglang", target, "sglang")
-    assert torch.allclose(load_eagle(folder, target)(embedded, features), head(embedded, features), atol=1e-5)
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle"]
-    assert "embed_tokens.weight" not in load_file(folder / "model.safetensors")
-
-
-def _eagle_3_reference(folder: Path, shape: EagleShape, embedded: Tensor, states: Tensor) -> Tensor:
-    """The output of vLLM's Eagle3LlamaForCausalLM after its last norm, from its names."""
-    weights = load_file(folder / "model.safetensors")
-    normed = norm(embedded, weights["layers.0.input_layernorm.weight"]), norm(states, weights["layers.0.hidden_norm.weight"])
-    return norm(llama_layer(weights, shape, torch.cat(normed, -1), states), weights["norm.weight"])
-
-
-@torch.inference_mode()
-def test_a_head_in_eagle_3s_form_computes_the_same_from_vllms_layout(target: Target, tmp_path: Path) -> None:
-    """Two tokens in a row: from three layers of the target, then from its own states."""
-    head = _eagle(target, tmp_path / "head", three_layers=True, tokens=FEW, vocabulary=len(FEW))
-    tokens = _states(target)[0]
-    text = tuple(tokens[0].tolist())
-    embedded = target.model.get_input_embeddings()(tokens)
-    layers = target.model(tokens, output_hidden_states=True).hidden_states
-    folder = save_portable(tmp_path / "head", tmp_path / "vllm", target)
-    config = json.loads((folder / "config.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    # hidden_states[i] is what layer i reads, as in vLLM
-    read = torch.cat([layers[index] for index in config["eagle_aux_hidden_state_layer_ids"][:2]], -1)
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
-    features = torch.cat((read, read_features(target, text, ("model.layers.2",))[None]), -1)
-    assert torch.allclose(features[0], read_features(target, text, head.shape.modules), atol=1e-5)
-    expected, ours = features @ weights["fc.weight"].T, head.fuse(features)
-    for _ in range(2):
-        expected, ours = _eagle_3_reference(folder, head.shape, embedded, expected), head(embedded, ours)
-        assert torch.allclose(expected, ours, atol=1e-4)
-    logits = ours[0, -1] @ weights["lm_head.weight"].T
-    assert torch.allclose(logits, Readout(target, head.tokens)(ours)[0, -1], atol=1e-4)
-    assert config["draft_vocab_size"] == len(logits) == len(FEW)
-    assert (config["norm_output"], config["norm_before_residual"]) == (True, False)
-    assert "embed_tokens.weight" not in weights  # the target's own
-    assert torch.equal(weights["d2t"] + torch.arange(len(FEW)), FEW)
-    assert weights["t2d"].nonzero()[:, 0].tolist() == sorted(FEW.tolist())
-    engines = describe_engines(deployment(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1)))
-    assert engines["vllm"]["arguments"] == {"method": "eagle3", "num_speculative_tokens": 3, "model": "best.draft"}
-    for engine in ("sglang", "tensorrt_llm"):
-        assert re.match(f"config.head: .* {engine} feeds heads that before it$", engines[engine]["reason"])
-    with pytest.raises(ConfigError, match="^head: .* sglang feeds heads that before it$"):
-        save_portable(tmp_path / "head", tmp_path / "sglang", target, "sglang")
-    with pytest.raises(ConfigError, match="^head: .*EAGLE-3's"):
-        load_eagle(folder, target)
+    own = weights["embed_tokens.weight"][tokens] if engine == "vllm" else embedded
+    assert torch.allclose(_eagle_reference(weights, head.shape, own, features), head(embedded, features), atol=1e-4)
+    assert ("fc.bias" in weights, "embed_tokens.weight" in weights) == (engine == "sglang", engine == "vllm")
+    names = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
+    assert (config["architectures"], config["model_type"]) == ([names[engine]], "llama")
+    sizes = (config["vocab_size"], config["hidden_size"], config["num_hidden_layers"])
+    assert sizes == (VOCABULARY, tiny_target.hidden, 1)
 
 
 def test_embeddings_that_the_target_changes_are_stored(tmp_path: Path) -> None:
     """Gemma multiplies them after the table."""
     source = save_tiny(tmp_path / "gemma", "gemma3_text")
     scaled = load_target(str(source), dtype="float32", device="cpu")
-    _eagle(scaled, tmp_path / "head", three_layers=True)
+    _eagle(scaled, tmp_path / "head")
     folder = save_portable(tmp_path / "head", tmp_path / "vllm", scaled)
     stored = load_file(folder / "model.safetensors")["embed_tokens.weight"]
     table = scaled.model.get_input_embeddings().weight
@@ -135,16 +101,15 @@ def test_embeddings_that_the_target_changes_are_stored(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_medusa_heads_have_the_same_logits_in_vllms_layout(target: Target, tmp_path: Path) -> None:
-    heads = MedusaHeads(MedusaShape(target.hidden, 2, read_modules(target), len(FEW)), FEW)
+def test_medusa_heads_have_the_same_logits_in_vllms_layout(tiny_target: Target, tmp_path: Path) -> None:
+    heads = MedusaHeads(MedusaShape(tiny_target.hidden, 2, len(FEW)), FEW)
     for name, weight in heads.named_parameters():
         nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(len(name)))
-    save_trained(tmp_path / "head", "medusa", heads.shape.to_dict(), dict(heads.state_dict()), target, {})
-    folder = save_portable(tmp_path / "head", tmp_path / "vllm", target)
+    save_trained(tmp_path / "head", "medusa", heads.shape.to_dict(), dict(heads.state_dict()), tiny_target, {})
+    folder = save_portable(tmp_path / "head", tmp_path / "vllm", tiny_target)
     stored = load_file(folder / "model.safetensors")
-    _, features = _states(target)
-    hidden = features[0, -1]
-    expected = Readout(target, FEW)(heads(hidden[None])[0])
+    hidden = torch.randn(tiny_target.hidden)
+    expected = Readout(tiny_target, FEW)(heads(hidden[None])[0])
     for index in range(2):
         block = f"blocks.{index}.layers.0"
         moved = hidden + silu(stored[f"{block}.weight"] @ hidden + stored[f"{block}.bias"])
@@ -158,43 +123,27 @@ def test_medusa_heads_have_the_same_logits_in_vllms_layout(target: Target, tmp_p
         assert describe_engines(deployment(config))["vllm"]["arguments"]["num_speculative_tokens"] == 2
 
 
-_EARLIER = {"modules": ("model.layers.0", "model.layers.1", "model.layers.2")}  # a linear map joins embedding and state
-
-
-@pytest.mark.parametrize(("shape", "reason"), [({"lookback": 2}, "lookback=0"), (_EARLIER, "EAGLE-3")])
-def test_heads_that_no_layout_holds_are_refused_with_the_reason(
-    target: Target, shape: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    _eagle(target, tmp_path / "head", **shape)
-    with pytest.raises(ConfigError, match=f"^head: .*{reason}"):
-        save_portable(tmp_path / "head", tmp_path / "vllm", target)
+def test_heads_that_engines_do_not_load_are_refused_with_the_reason(tiny_target: Target, tmp_path: Path) -> None:
+    _eagle(tiny_target, tmp_path / "looking", lookback=2)
+    with pytest.raises(ConfigError, match="^head: .*lookback=0"):
+        save_portable(tmp_path / "looking", tmp_path / "vllm", tiny_target)
     assert not (tmp_path / "vllm").exists()
-    config = SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1)
-    assert reason in describe_engines(deployment(config))["vllm"]["reason"]
-
-
-def test_a_bias_that_rounding_would_lose_is_refused(target: Target, tmp_path: Path) -> None:
-    head = _eagle(target, tmp_path / "head")
-    with torch.no_grad():
-        head.fc.weight[:, : target.hidden] = 0.0  # no embedding can stand for the bias
-    save_trained(tmp_path / "head", "eagle", head.shape.to_dict(), head.weights(), target, {})
-    with pytest.raises(ConfigError, match="^head: the bias"):
-        save_portable(tmp_path / "head", tmp_path / "vllm", target)
-
-
-def test_published_heads_and_other_engines_are_refused(target: Target, tmp_path: Path) -> None:
-    _eagle(target, tmp_path / "head")
-    folder = save_portable(tmp_path / "head", tmp_path / "sglang", target, "sglang")
+    config = SpeculativeConfig("eagle", 3, head=str(tmp_path / "looking"), top_k=1)
+    assert "lookback=0" in describe_engines(deployment(config))["vllm"]["reason"]
+    _eagle(tiny_target, tmp_path / "head")
+    folder = save_portable(tmp_path / "head", tmp_path / "sglang", tiny_target, "sglang")
     with pytest.raises(ConfigError, match="^head: .*authors' layout already"):
-        save_portable(folder, tmp_path / "again", target)
+        save_portable(folder, tmp_path / "again", tiny_target)
     with pytest.raises(ConfigError, match="^engine: llama_cpp"):
-        save_portable(tmp_path / "head", tmp_path / "other", target, "llama_cpp")
+        save_portable(tmp_path / "head", tmp_path / "other", tiny_target, "llama_cpp")
+    with pytest.raises(ConfigError, match=f"^head: cannot read {folder}: "):
+        load_eagle(folder, tiny_target)
     assert why_not_portable(folder) is None
     assert "cannot read" in str(why_not_portable(tmp_path / "absent"))
 
 
-def test_commands_name_the_folder_of_a_head_and_its_layout(target: Target, tmp_path: Path) -> None:
-    _eagle(target, tmp_path / "head")
+def test_commands_name_the_folder_of_a_head_and_its_layout(tiny_target: Target, tmp_path: Path) -> None:
+    _eagle(tiny_target, tmp_path / "head")
     config = SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=4, tree_tokens=8)
     engines = describe_engines(deployment(config))
     for engine in ("vllm", "sglang"):
@@ -202,10 +151,9 @@ def test_commands_name_the_folder_of_a_head_and_its_layout(target: Target, tmp_p
             ["python", "-m", "searches.export", "best.json", "draft=best.draft", f"engine={engine}"]
         ]
     assert engines["vllm"]["arguments"] == {"method": "eagle", "num_speculative_tokens": 3, "model": "best.draft"}
-    values = engines["sglang"]["arguments"]
+    values: dict[str, Any] = engines["sglang"]["arguments"]
     assert (values["num-steps"], values["eagle-topk"], values["num-draft-tokens"]) == (3, 4, 9)
-    published = save_portable(tmp_path / "head", tmp_path / "sglang", target, "sglang")
-    config = SpeculativeConfig("eagle", 3, head=str(published), top_k=1)
-    entry = describe_engines(deployment(config))["vllm"]
+    published = save_portable(tmp_path / "head", tmp_path / "sglang", tiny_target, "sglang")
+    entry = describe_engines(deployment(replace(config, head=str(published))))["vllm"]
     assert "prepare" not in entry
     assert entry["arguments"]["model"] == str(published)

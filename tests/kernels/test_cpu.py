@@ -102,16 +102,6 @@ def test_weights_of_many_exponents_list_no_values() -> None:
     assert torch.allclose(product(rows), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_weights_without_12_bits_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix, rows = weight(97, 640) / 64, torch.randn(3, 640)
-    monkeypatch.setattr(cpu, "_packed_rows", dict.fromkeys(range(1, 9), 1))
-    packed = HalfWeight(matrix)
-    monkeypatch.setattr(cpu, "_packed_rows", dict.fromkeys(range(1, 9), 0))
-    halves = HalfWeight(matrix)
-    assert "packed" in packed._kept and "packed" not in halves._kept
-    assert torch.equal(packed(rows), halves(rows))
-
-
 def test_rows_are_measured_in_float32_on_the_processor_whatever_the_defaults_are() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -144,7 +134,7 @@ def test_as_many_rows_read_12_bits_as_is_faster(is_faster: bool, monkeypatch: py
     assert cpu._measure_packed_rows(threads) == chosen[-1] == (4 if is_faster else 0)
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "block"), [(1, 16, 16), (7, 32, 32), (63, 192, 32), (515, 96, 48)])
+@pytest.mark.parametrize(("outputs", "inputs", "block"), [(1, 16, 16), (63, 192, 32), (515, 96, 48)])
 @pytest.mark.parametrize("most", [15, 255])  # the largest code
 @pytest.mark.parametrize("halves", [True, False])  # whether float16 holds scales and offsets
 def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, most: int, halves: bool) -> None:
@@ -232,7 +222,7 @@ def _reference(
     return hidden + (update if last is None else _normed(update, last))
 
 
-@pytest.mark.parametrize("width", [12, 64, 80, 128])
+@pytest.mark.parametrize("width", [12, 80])
 @pytest.mark.parametrize("sandwich", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_layer_equals_its_formula_and_no_row_depends_on_others(width: int, sandwich: bool, threads: int) -> None:

@@ -38,7 +38,7 @@ def drawn(*shape: int) -> Tensor:
         [
             (4, 2, 1, 32, 200, 37),  # one tile in use
             (4, 1, 3, 96, 300, 300),  # neither the keys nor the width are a multiple of a tile
-            (2, 1, 3, 16, 4400, 900),  # long enough that tiles are left out, and programs take several
+            (2, 1, 3, 16, 1100, 700),  # long enough that tiles are left out, and programs take several
             (16, 2, 9, 32, 130, 120),  # rows of several programs
         ],
         [(9, 3, 5, 64, 512, 200), (4, 4, 16, 32, 2048, 900), (32, 8, 9, 128, 700, 650)],
@@ -56,8 +56,10 @@ def test_attention_to_a_cache_equals_torchs(
     window: int | None,
     biased: bool,
     dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if only some keys are seen, and twice in a row, as the kernel must leave its counters at 0."""
+    monkeypatch.setattr(attention, "_MAX_SPLITS", 5)
     query = drawn(1, count, heads, width).to(dtype).transpose(1, 2)
     key, value = drawn(1, shared, keys, width).to(dtype), drawn(1, shared, keys, width).to(dtype) + 1
     last = torch.arange(used - count, used, device=DEVICE)[:, None]

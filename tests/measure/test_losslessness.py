@@ -66,22 +66,9 @@ def test_the_margin_is_how_far_the_lower_token_lies_below_the_best(
         assert find_divergence(target, "p", PROMPT, actual, expected, sampling) == found
 
 
-def test_a_tie_is_a_near_tie_in_half_precision_only(target: Target) -> None:
-    best = _greedy(target)[0]
-    tied = Target(copy.deepcopy(target.model))
-    head = tied.model.get_output_embeddings().weight
-    with torch.no_grad():
-        head[0] = head[best]
-    found = find_divergence(tied, "p", PROMPT, [best, 9, 9], [0, 8], PLAIN)
-    assert found is not None
-    assert found.margin == 0.0
-    assert found.near_tie == (target.dtype != "float32")
-    assert Losslessness(1, (found,)).verdict == ("different" if target.dtype == "float32" else "near_tie")
-
-
-@pytest.mark.parametrize("steps", [1, 2, 32])
+@pytest.mark.parametrize("steps", [0, 2, 32])
 def test_rounding_explains_a_small_margin_in_half_precision_only(target: Target, steps: int) -> None:
-    """A token is made to lie a few steps of the dtype below the best one; rounding explains four."""
+    """A token is made to tie with the best one, or to lie some steps of the dtype below it; rounding explains four."""
     best, eps = _greedy(target)[0], torch.finfo(target.model.dtype).eps
     close = Target(copy.deepcopy(target.model))
     head = close.model.get_output_embeddings().weight
@@ -90,8 +77,9 @@ def test_rounding_explains_a_small_margin_in_half_precision_only(target: Target,
     scores = _scores(close, PROMPT)
     found = find_divergence(close, "p", PROMPT, [best, 9, 9], [0, 8], PLAIN)
     assert found is not None
-    assert 0 < found.margin / (eps * float(scores.abs().max())) < 2 * steps
-    assert found.near_tie == (target.dtype != "float32" and steps < 4)
+    assert steps / 2 <= found.margin / (eps * float(scores.abs().max())) <= 2 * steps
+    near = target.dtype != "float32" and steps < 4
+    assert (found.near_tie, Losslessness(1, (found,)).verdict) == (near, "near_tie" if near else "different")
 
 
 def test_an_output_that_ends_early_is_different(target: Target) -> None:
@@ -106,24 +94,11 @@ NEAR = Divergence("a", 3, 0.05, 0.1)
 FAR = Divergence("b", 4, 0.5, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("lossless", "verdict"),
-    [
-        (Losslessness(0), "unchecked"),
-        (Losslessness(3), "exact"),
-        (Losslessness(3, (NEAR,)), "near_tie"),
-        (Losslessness(3, (NEAR, FAR)), "different"),
-        (Losslessness(1, (Divergence("c", 0, 0.0, 0.0),)), "different"),
-    ],
-)
-def test_the_verdict_is_that_of_the_worst_divergence(lossless: Losslessness, verdict: str) -> None:
-    assert lossless.verdict == verdict
-    assert lossless.to_dict()["verdict"] == verdict
-
-
 def test_results_of_several_measurements_join() -> None:
     joined = Losslessness.join([Losslessness(2, (NEAR,)), Losslessness(0), Losslessness(3, (FAR, NEAR))])
     figures = {"compared": 5, "near_ties": 2, "different": 1, "largest_margin": 0.5, "tolerance": FAR.tolerance}
     assert joined.to_dict() == {"verdict": "different", "basis": "measured outputs"} | figures
-    assert Losslessness.join([]).verdict == "unchecked"
+    assert (Losslessness.join([]).verdict, Losslessness(3, (NEAR,)).verdict) == ("unchecked", "near_tie")
+    assert Losslessness(3, (NEAR, FAR)).verdict == Losslessness(1, (Divergence("c", 0, 0.0, 0.0),)).verdict == "different"
+    assert Losslessness(4).verdict == "exact"
     assert Losslessness(4).to_dict()["largest_margin"] == 0.0

@@ -159,7 +159,7 @@ def test_earlier_prompts_restore_the_state_of_a_drafter(
 
     found = contenders()["ours"]
     assert isinstance(found, Decoder)
-    assert found.keeps_state == learns
+    assert found.drafter.keeps_state == learns
     prompts = PromptSet((*PROMPTS.take(2), *PROMPTS.take(2)))  # a drafter that keeps state knows the second two
     early, late = PromptSet(prompts.items[:2]), PromptSet(prompts.items[2:])
     rows = list(interleave(tiny_target, prompts, contenders(), TASK))

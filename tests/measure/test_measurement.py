@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def _noisy_measurement(prompts: int, spread: float, random: np.random.Generator)
     )
 
 
-@pytest.mark.parametrize(("prompts", "spread"), [(3, 0.1), (4, 0.3), (6, 0.03), (12, 0.3), (24, 0.6)])
+@pytest.mark.parametrize(("prompts", "spread"), [(4, 0.3), (6, 0.03), (12, 0.3), (24, 0.6)])
 def test_the_interval_covers_the_true_speedup(prompts: int, spread: float) -> None:
     """Efron's percentiles cover it in 85, 90 and 91 % of the last three cases."""
     random = np.random.default_rng(1)
@@ -137,14 +138,6 @@ def test_turns_of_a_conversation_are_added_up() -> None:
     assert (joined.lossless.compared, joined.lossless.verdict) == (2, "near_tie")
 
 
-def test_one_changed_output_makes_the_measurement_different() -> None:
-    verdicts = [Losslessness(1), Losslessness(1, (Divergence("b", 0, 9.0, 0.1),))]
-    candidate = tuple(s.with_losslessness(v) for s, v in zip(TWO.candidate, verdicts, strict=True))
-    measured = Measurement(TWO.baseline, candidate)
-    assert measured.to_dict()["losslessness"]["verdict"] == "different"
-    assert measured.table()["lossless"] == ["exact", "different"]
-
-
 def test_figures_are_plain_json() -> None:
     """Speed is tokens over seconds of all prompts."""
     figures = json.loads(json.dumps(TWO.to_dict(), allow_nan=False))
@@ -159,7 +152,11 @@ def test_figures_are_plain_json() -> None:
     assert (figures["peak_memory_bytes"], figures["baseline_peak_memory_bytes"]) == (3000, 1000)
     assert (figures["acceptance_rate"], figures["mean_acceptance_length"]) == pytest.approx((0.6, 3.0))
     assert figures["acceptance_by_position"] == pytest.approx([1.0, 1 / 3, 0.5, 0.5])
-    assert figures["losslessness"]["verdict"] == "unchecked"
+    verdicts = (Losslessness(1), Losslessness(1, (Divergence("b", 0, 9.0, 0.1),)))
+    candidate = tuple(replace(s, lossless=v) for s, v in zip(TWO.candidate, verdicts, strict=True))
+    changed = Measurement(TWO.baseline, candidate)
+    found = [each.to_dict()["losslessness"]["verdict"] for each in (TWO, changed)]
+    assert (found, changed.table()["lossless"]) == (["unchecked", "different"], ["exact", "different"])
     nothing = Measurement((), ()).to_dict()
     json.dumps(nothing, allow_nan=False)
     assert (nothing["speedup"], nothing["tokens"]) == (1.0, 0)

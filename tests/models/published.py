@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
-from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.forward import forward
 from layerskip.models.packing import set_packing
 from layerskip.models.skip_view import decoding_view
@@ -44,7 +43,6 @@ def layer_of(name: str) -> PreTrainedModel:
 
 def run_compiled(model: PreTrainedModel, width: int, positions: int = 60) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of a compiled pass over ``width`` tokens and of the same pass as it is, on caches for positions."""
-    set_compiling(model, "on")
     view = decoding_view(model)
     tokens = torch.randint(3, 64, (PROMPT + width,), generator=torch.Generator().manual_seed(0))
     found = []

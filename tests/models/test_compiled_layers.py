@@ -25,25 +25,17 @@ from layerskip.mask import SkipMask
 from layerskip.models import compiled_layers as module
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import release_cache
-from layerskip.models.compiled_layers import CompiledLayers, compiled_layers, prepare_compiling, set_compiling
+from layerskip.models.compiled_layers import CompiledLayers, compiled_layers, prepare_compiling
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target, TargetError
-from tests.accelerator import DEVICE
-from tests.exhaustive import EXHAUSTIVE
-from tests.families import SKIPPABLE, build
-from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, fresh, tokens_of
+from tests.accelerator import DEVICE, compile_anywhere
+from tests.families import build
+from tests.generated import generated
+from tests.models.passes import LAYERS, acquired, assert_close, filled, fresh, tokens_of
 
-EXHAUSTIVE_ONLY = pytest.mark.skipif(not EXHAUSTIVE, reason="compiling takes seconds a family; run by make lossless")
-COMPILED = ("llama", "gemma3_text")  # one of plain layers, one of two types of layers with norms of queries and keys
 BLOCK = tokens_of(20)[12:18]
-
-
-def _model(family: str) -> PreTrainedModel:
-    model = build(family)
-    set_compiling(model, "on")
-    return model
 
 
 def _caches(model: PreTrainedModel, view: nn.Module, prompt: int) -> tuple[CapturingCache, KVCache]:
@@ -64,36 +56,30 @@ def _double(*args: Any) -> Any:
     return 2 * module._run(*args)
 
 
+@pytest.fixture(autouse=True)
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_anywhere(monkeypatch)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces layers as for the compiler, which takes many seconds, and runs the traces."""
+    compiled = torch.compile(module._run, fullgraph=True, dynamic=False, backend="aot_eager")
+    monkeypatch.setattr(module, "_compiled_run", lambda fuses: compiled)
+
+
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the layers that would be compiled as they are."""
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
 
 
-@EXHAUSTIVE_ONLY
-@pytest.mark.parametrize("family", SKIPPABLE)
-@torch.inference_mode()
-def test_compiled_chains_equal_eager_ones(family: str) -> None:
-    """Beyond the sliding windows of the family."""
-    with torch.inference_mode(False):
-        model = _model(family)
-    view = decoding_view(model)
-    cache, plain = _caches(model, view, 17)
-    for width in (1, 3, 1):
-        block = tokens_of(40)[cache.length : cache.length + width]
-        assert_close(*(forward(view, block, held, last=width) for held in (cache, plain)))
-        cache.length += width
-        plain.length += width
-    if family in COMPILED:
-        assert _compiled_passes(cache) == [True, True]
-    release_cache(model, cache)
-
-
+@pytest.mark.usefixtures("traced")
 @torch.inference_mode()
 def test_compiled_trees_and_views_equal_eager_ones() -> None:
     """A view with skipped sub-layers uses what was compiled for its whole layers."""
     with torch.inference_mode(False):
-        model = _model("llama")
+        model = build("llama")
     trees, view = tree_model(model), skip_view(model, SkipMask.parse("layers:1;attention:2", LAYERS))
     cache, plain = _caches(model, decoding_view(model), 12)
     assert_close(*(trees.run(BLOCK, (-1, 0, 0, 2, -1), held) for held in (cache, plain)))
@@ -105,7 +91,7 @@ def test_compiled_trees_and_views_equal_eager_ones() -> None:
 @torch.inference_mode()
 def test_a_compiled_tree_model_is_freed_with_its_model() -> None:
     """Its layers refer to it, so whatever keeps them for the compiler must not keep it."""
-    model = _model("llama")
+    model = build("llama")
     cache, _ = _caches(model, decoding_view(model), 12)
     tree_model(model).run(BLOCK, (-1, 0, 0, 2, -1), cache)
     assert _compiled_passes(cache) == [True]
@@ -118,7 +104,7 @@ def test_a_compiled_tree_model_is_freed_with_its_model() -> None:
 @pytest.fixture(params=["llama", "qwen2"])  # without and with biases
 def laid_out(request: pytest.FixtureRequest) -> PreTrainedModel:
     """A model whose weights of parallel layers were laid out as matrices."""
-    model = _model(request.param)
+    model = build(request.param)
     prepare_compiling(model)
     query, key = model.model.layers[1].self_attn.q_proj, model.model.layers[1].self_attn.k_proj
     assert (query.bias is not None) == (request.param == "qwen2")
@@ -150,24 +136,20 @@ def test_laid_out_weights_are_trained_and_saved_as_before(laid_out: PreTrainedMo
     assert key.untyped_storage().nbytes() > key.nbytes
 
 
-def test_layers_are_compiled_on_cuda_by_default_and_the_mode_of_a_model_reaches_its_views() -> None:
+def test_the_mode_of_a_model_reaches_its_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another target over the same model, as ``custom_generate`` makes one, changes nothing; a new mode makes new views."""
-    model = build("llama")
-    assert (compiled_layers(model) is not None) == (TORCH_DEVICE.type == "cuda")
-    for mode, compiled in (("on", True), (None, True), ("off", False)):
-        Target(model, compile=mode)
-        assert (compiled_layers(decoding_view(model)) is not None) == compiled
-    with pytest.raises(TargetError, match=r"^target.compile: 'maybe' is not auto, on, off$"):
-        Target(model, compile="maybe")
-
-
-def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: lambda *args: (runs.append(1), module._run(*args))[1])
-    target = Target(build("llama"), compile="on")
-    expected = decode(Target(build("llama")), NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens
-    assert decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens == expected
-    assert runs
+    model = build("llama")
+    for mode, compiled in ((None, True), ("off", False), (None, False), ("auto", True)):
+        target = Target(model, compile=mode)
+        assert (compiled_layers(decoding_view(model)) is not None) == compiled
+        runs.clear()
+        found = decode(target, NoDraft(), [3, 4, 5], Sampling(), 8, stops=Stops(frozenset())).tokens
+        assert found == generated(model, [3, 4, 5], 8, eos_token_id=None)
+        assert bool(runs) == compiled
+    with pytest.raises(TargetError, match=r"^target.compile: 'maybe' is not auto, off$"):
+        Target(model, compile="maybe")
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -175,7 +157,7 @@ def test_compiling_on_request_captures_passes_on_any_device(monkeypatch: pytest.
 def test_another_thread_may_run_the_view_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a check of an output beside a decoding. Its pass runs the layers as they are, on its own cache."""
     with torch.inference_mode(False):
-        model = _model("llama")
+        model = build("llama")
     view, tokens = decoding_view(model), tokens_of(16)
     cache, plain = _caches(model, view, 12)
     expected = forward(view, tokens, KVCache(LAYERS, 16, device=DEVICE), last=16)
@@ -204,7 +186,7 @@ def test_threads_run_the_compiled_layers_of_a_shared_view_in_turn(monkeypatch: p
     """As for a draft model of two targets. The second pass waits for the first, and is compiled, too."""
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
     with torch.inference_mode(False):
-        model = _model("llama")
+        model = build("llama")
     layers, entered, left = compiled_layers(decoding_view(model)), threading.Event(), list[bool]()
     assert layers is not None
 
@@ -222,9 +204,10 @@ def test_threads_run_the_compiled_layers_of_a_shared_view_in_turn(monkeypatch: p
     assert left == [True, True]
 
 
+@pytest.mark.usefixtures("traced")
 def test_replaced_weights_are_read_by_compiled_layers() -> None:
     """Also if only their data was replaced, as by an average of weights."""
-    model = _model("llama")
+    model = build("llama")
     with torch.inference_mode():
         cache, _ = _caches(model, decoding_view(model), 12)
         forward(decoding_view(model), BLOCK[:4], cache, last=4)
@@ -245,30 +228,34 @@ FUSED, UNFUSED = (
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "wrong", "logged"),
+    ("wrong", "logged"),
     [
-        (False, _fail, UNFUSED + "no"),
-        (True, _fail, FUSED + "no"),
-        (True, _double, FUSED + "the captured pass gives other results"),
+        ([True, False], [FUSED, UNFUSED]),
+        ([True], [FUSED]),
     ],
 )
+@pytest.mark.parametrize("fails", [True, False])
 @torch.inference_mode()
 def test_layers_that_cannot_be_compiled_run_with_fewer_fusions_or_as_they_are(
-    on_gpu: bool, wrong: Any, logged: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: list[bool], logged: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With one line in the log, whether compiling fails or the results differ; passes are captured all the same."""
+    """With a line in the log, whether compiling fails or the results differ; passes are captured all the same."""
     asked: list[bool] = []
-    monkeypatch.setattr(module, "_on_gpu", lambda tensor: on_gpu)
     monkeypatch.setattr(module, "_unfused", set())
-    run = lambda fuses: asked.append(fuses) or (wrong if fuses == on_gpu else module._run)  # noqa: E731
-    monkeypatch.setattr(module, "_compiled_run", run)
+
+    def compiled_run(fuses: bool) -> Any:
+        asked.append(fuses)
+        return module._run if fuses not in wrong else _fail if fails else _double
+
+    monkeypatch.setattr(module, "_compiled_run", compiled_run)
     with torch.inference_mode(False):
-        model = _model("llama")
+        model = build("llama")
     view = decoding_view(model)
     cache, plain = _caches(model, view, 12)
     for width in (3, 1):
         assert_close(*(forward(view, BLOCK[:width], held, last=width) for held in (cache, plain)))
-    assert [record.message for record in caplog.records] == [f"LlamaForCausalLM: {logged}"]
-    assert _compiled_passes(cache) == [on_gpu, on_gpu]
-    assert asked[0] == on_gpu and not any(asked[-2 * LAYERS :])
+    reason = "no" if fails else "the captured pass gives other results"
+    assert [record.message for record in caplog.records] == [f"LlamaForCausalLM: {line}{reason}" for line in logged]
+    assert _compiled_passes(cache) == [len(wrong) == 1] * 2
+    assert asked[0] and not asked[-1]
     assert not CompiledLayers(view, "model.layers").fuses  # nor are those of other views of such models

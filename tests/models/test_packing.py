@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from layerskip import SkipMask, SpeculativeConfig, Target, generate, load_target
-from layerskip.device.memory import tensor_bytes, total_bytes
 from layerskip.drafters.registry import build_drafter
-from layerskip.measure.measure import Decoder, Task
 from layerskip.models import packing
-from layerskip.models.draft_head import DraftHead, OutputRows
+from layerskip.models.draft_head import DraftHead
 from layerskip.models.environment import machine
 from layerskip.models.loading import load_draft
-from layerskip.models.packing import multiply, pack_like, pack_matrices, uses_packing
+from layerskip.models.packing import multiply, pack_like, uses_packing
 from layerskip.models.skip_view import decoding_view, skip_view
 from tests.accelerator import DEVICE
 from tests.exhaustive import representative
@@ -72,7 +70,7 @@ def _assert_same(actual: Tensor, expected: Tensor, bias: bool = False) -> None:
 @pytest.mark.parametrize("width", [1, 33, 80, 576])
 def test_products_equal_torchs(dtype: torch.dtype, bias: bool, width: int, packed: list[Tensor]) -> None:
     layer = layer_of(dtype, bias, width, 3 * width + 1)
-    pack_matrices(layer)
+    pack_like(build("llama"), layer)
     with torch.no_grad():
         for rows in ((1,), (5,), (1, 1), (2, 3), (1, 300), (0,), ()):
             hidden, every_other = torch.randn(*rows, width).to(dtype), torch.randn(*rows, 2 * width).to(dtype)[..., ::2]
@@ -84,7 +82,7 @@ def test_products_equal_torchs(dtype: torch.dtype, bias: bool, width: int, packe
 
 def test_a_changed_weight_is_packed_again(packed: list[Tensor]) -> None:
     layer, hidden = layer_of(torch.float32, False), torch.randn(3, 80)
-    pack_matrices(layer)
+    pack_like(build("llama"), layer)
 
     def replace_data() -> None:
         layer.weight.data = torch.randn(112, 80)
@@ -108,7 +106,7 @@ def test_a_changed_weight_is_packed_again(packed: list[Tensor]) -> None:
 @pytest.mark.parametrize("differentiated", ["hidden", "weight", "bias"])
 def test_gradients_equal_torchs(differentiated: str, packed: list[Tensor]) -> None:
     layer, hidden = layer_of(torch.float32).requires_grad_(False), torch.randn(3, 80)
-    pack_matrices(layer)
+    pack_like(build("llama"), layer)
     leaf = {"hidden": hidden, "weight": layer.weight, "bias": layer.bias}[differentiated].requires_grad_()
     actual, expected = (
         torch.autograd.grad(product(hidden, layer.weight, layer.bias).square().sum(), leaf) for product in (multiply, linear)
@@ -129,21 +127,9 @@ def test_copies_multiply_by_their_own_weights() -> None:
         assert torch.equal(layer(hidden), before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_a_text_are_appended_to_packed_rows(dtype: torch.dtype, packed: list[Tensor]) -> None:
-    torch.manual_seed(0)
-    weight, bias = torch.randn(300, 40).to(dtype), torch.randn(300).to(dtype)
-    for offset in (None, bias):
-        rows, hidden = OutputRows(weight, offset, torch.arange(0, 300, 3), 280, packed=True), torch.randn(2, 40).to(dtype)
-        for text in ([], [1, 3, 5], [1, 3, 5, 290, 8]):
-            rows.follow(text)
-            with torch.inference_mode():
-                _assert_same(rows.multiply(hidden), linear(hidden, weight, offset)[:, rows.tokens], offset is not None)
-
-
 def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> None:
     layer = layer_of(torch.float32)
-    pack_matrices(layer)
+    pack_like(build("llama"), layer)
     with torch.no_grad():
         multiply(torch.randn(1, 80), layer.weight)
     gc.collect()
@@ -220,18 +206,6 @@ def test_every_family_decodes_with_packed_weights(family: str, packed: list[Tens
     plain, drafted = (generate(target, prompt, config, max_new_tokens=12).tokens for config in (SpeculativeConfig(), SKIP))
     assert plain == drafted == generated(target.model, prompt, 12)
     assert packed
-
-
-def test_packed_weights_are_counted_unless_they_are_the_targets() -> None:
-    layer = pack_like(build("llama"), layer_of(torch.float32))
-    with torch.no_grad():
-        layer(torch.randn(1, 80))
-    assert 2 * layer.weight.nbytes <= tensor_bytes(layer) < 3 * layer.weight.nbytes
-    target = Target(build("llama"))
-    decoder = Decoder.of(target, SKIP)
-    decoder([1, 2, 3], Task(max_new_tokens=4), lambda _: None)
-    assert decoder.memory_bytes() < 1000  # Python objects only
-    assert 2**28 < total_bytes() < 2**48
 
 
 def test_a_later_setting_applies_to_existing_views_and_to_draft_models(tiny_folder: Path, packed: list[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the passes of scans: late begins, layer functions, and bounded memory."""
+"""Tests of the passes of scans: late begins, and bounded memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from layerskip import SkipMask, StopRule, Target
-from layerskip.models.cache import KVCache
-from layerskip.scan.row_model import RowModel
 from layerskip.scan.scan import Scanner
-from layerskip.scan.text_batch import TextBatch, run_target
+from layerskip.scan.text_batch import TextBatch
 from tests.allocations import peak_bytes
 from tests.drafters.contract import PROMPTS
 from tests.exhaustive import representative
@@ -49,26 +47,6 @@ def test_first_tokens_are_drafted_from_the_first_skip_on(family: str, monkeypatc
     for whole, late, refused in zip(expected, found, without, strict=True):
         np.testing.assert_allclose(late, whole, rtol=1e-3, atol=1e-5)
         np.testing.assert_array_equal(refused, whole)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3_moe"])
-@torch.inference_mode()
-def test_layer_functions_equal_the_models_layers(family: str) -> None:
-    model = build(family)
-    tokens, first = torch.arange(3, 15), 6
-    rows = RowModel(model)
-    _, text, windows, _ = run_target(rows, tokens, last=1)
-    text.length, count = first, len(tokens) - first
-    cache = KVCache(rows.layers, first + count)
-    cache.copy_from([(text, first)])
-    causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-    visible = [(causal if window is None else window)[first:] for window in windows]
-    positions = torch.arange(first, len(tokens))
-    layers, states = rows.layer_functions(tokens[first:], positions, cache, visible)
-    expected = model(input_ids=tokens[None], output_hidden_states=True).hidden_states
-    for index, layer in enumerate(layers):
-        torch.testing.assert_close(states[index], expected[index][:, first:], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(layer(states[index]), states[index + 1], rtol=1e-5, atol=1e-5)
 
 
 def test_the_memory_of_a_scan_grows_with_rows_and_not_with_masks(tiny_target: Target) -> None:

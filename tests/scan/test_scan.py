@@ -7,9 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import torch
 
-from layerskip.bridges.bridge import load_bridges
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
@@ -24,8 +22,6 @@ from layerskip.prompts import PromptSet
 from layerskip.scan.replay import replay_lookup
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
-from tests.drafters.bridges import bridge_folder, head_folder
-from tests.drafters.contract import PROMPTS, target_of
 from tests.exhaustive import EXHAUSTIVE, representative
 from tests.families import build
 
@@ -113,35 +109,6 @@ def test_a_prompt_lookup_is_replayed_without_a_scan(tiny_target: Target) -> None
         found = [replay_lookup(continuation, drafter) for continuation in continuations]
         assert found == _rounds(tiny_target, continuations, config, GREEDY)
         assert sum(r.accepted for rounds in found for r in rounds) > 0
-
-
-@pytest.mark.parametrize(
-    ("family", "left_out"), representative([("llama", 3), ("gemma3_text", 0)], [("llama", 0), ("gemma3_text", 3)])
-)
-def test_bridged_drafts_are_replayed(family: str, left_out: int) -> None:
-    """Several masks share a pass, each with its own bridges or none, over the whole vocabulary or most of it."""
-    target = target_of(family)
-    continuations = [continuation_of(target, i, prompt, GREEDY, 14) for i, prompt in enumerate(PROMPTS[:3])]
-    scanner = Scanner(target, continuations, GREEDY, depth=4, max_rows=200)
-    kinds = {"layers:1-2": "linear", "layers:1;attention:2": "mean", "attention:1;mlp:2": "mlp", "mlp:1": ""}
-    masks = [SkipMask.parse(text, target.layers) for text in kinds]
-    folders = [
-        bridge_folder(family, text, kind, width=8 if kind == "mlp" else 0) if kind else "" for text, kind in kinds.items()
-    ]
-    bridges = [load_bridges(folder, target, mask) if folder else None for folder, mask in zip(folders, masks, strict=True)]
-    drafted = tuple(range(left_out, target.vocabulary))
-    head = head_folder(family, drafted) if left_out else ""
-    for bridge, folder, scan in zip(
-        bridges,
-        folders,
-        scanner.scan(masks, replacements=bridges, tokens=torch.tensor(drafted) if left_out else None, floor=THRESHOLDS[0]),
-        strict=True,
-    ):
-        assert scan.replacements is bridge
-        for stop in STOPS[:4]:
-            fields = {"mask": scan.mask.format(), "bridge": folder, "draft_head": head}
-            config = SpeculativeConfig("layer_skip", 4, stop=stop, **fields)  # type: ignore[arg-type]
-            assert scanner.rounds(scan, 4, stop) == _rounds(target, continuations, config, GREEDY), config.label()
 
 
 def test_what_was_not_scanned_is_refused(tiny_target: Target) -> None:

@@ -14,21 +14,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import optuna
-
 from layerskip import SkipMask
-from layerskip.bridges.fit import Calibration, Fit
 from layerskip.measure.measurement import Sample
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts import continuations
 from searches.app.application import run
-from searches.bridges import finalists
-from searches.bridges.training import BridgeTrainer
 from searches.layerskip import start
 from searches.predict import preparation
-from searches.study import sweep
 from searches.study.bench import ModelBench
-from searches.study.leaderboard import LeaderboardEntry, configuration
 from searches.study.objective import Objective
 
 log, dies_in, dies_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -59,9 +52,8 @@ scan, check, compare = Scanner.scan, Scanner.check, ModelBench.compare
 
 def scan_one_by_one(self: Scanner, masks: list[SkipMask], depth: int | None = None, *args: Any, **more: Any) -> list[Scan]:
     if depth != 2:  # the test of memory, which runs at every start
-        bridged = more.get("replacements") or [None] * len(masks)
-        for mask, bridges in zip(masks, bridged, strict=True):
-            begin("scan", f"{depth} {mask.format()} {None if bridges is None else bridges.shape.width}")
+        for mask in masks:
+            begin("scan", f"{depth} {mask.format()}")
     return scan(self, masks, depth, *args, **more)
 
 
@@ -78,24 +70,12 @@ def compare_finalists(self: ModelBench, *args: Any) -> Iterator[Mapping[str, Sam
         yield row
 
 
-def one_bridged(study: optuna.Study, maximum: int) -> list[LeaderboardEntry]:
-    configs = [configuration(trial) for trial in study.get_trials(deepcopy=False) if "config" in trial.user_attrs]
-    return [LeaderboardEntry(config) for config in configs if config.bridge][:1]
-
-
 continuations._decode = logged("continuations", continuations._decode, lambda target, item, *_: item.id)
 preparation.profile_costs = logged("profile", preparation.profile_costs, lambda *_: "")  # type: ignore[attr-defined]
 Scanner.scan = scan_one_by_one  # type: ignore[method-assign, assignment]
 Scanner.check = check_silently  # type: ignore[method-assign]
 ModelBench.compare = compare_finalists  # type: ignore[method-assign, assignment]
 Objective.__call__ = logged("trials", Objective.__call__, lambda _, trial, *__: f"number {trial.number}")  # type: ignore[method-assign]
-Calibration.fit = logged("fits", Calibration.fit, lambda _, shape: f"{shape.mask} {shape.kind}")  # type: ignore[method-assign]
-BridgeTrainer.train_step = logged("training", BridgeTrainer.train_step, lambda trainer: f"step {trainer.step}")  # type: ignore[method-assign]
-if "space=bridged" in sys.argv:
-    # On a tiny random model, bridges may not help and bridged configurations may not be among the fastest.
-    Fit.helps = property(lambda fit: True)  # type: ignore[method-assign, assignment]
-    sweep.contenders = one_bridged  # type: ignore[attr-defined]
-    finalists._SAVE_SECONDS = 0.0  # after every step
 
 if __name__ == "__main__":
     sys.argv = ["layerskip", *sys.argv[4:]]

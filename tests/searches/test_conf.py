@@ -66,7 +66,7 @@ def test_a_newcomer_meets_at_max_forty_fields(tmp_path: Path, launch: Launch) ->
     assert len(_leaves(shown)) <= 40
 
 
-@pytest.mark.parametrize("part", ["sampling", "space", "measure", "scan", "scan.proposals", "bridging", "study"])
+@pytest.mark.parametrize("part", ["sampling", "space", "measure", "scan", "scan.proposals", "study"])
 def test_unlisted_fields_have_defaults_and_can_be_overridden(part: str) -> None:
     composed = OmegaConf.select(compose_config("layerskip"), part)
     every = fields_of(composed._target_)

@@ -1,9 +1,8 @@
-"""Training heads and bridges: the result drafts, a killed training resumes, and bad input is refused."""
+"""Training heads: the result drafts, a killed training resumes, and bad input is refused."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -19,14 +18,10 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from layerskip import SpeculativeConfig, generate, load_target
-from layerskip.bridges.fit import Calibration
 from layerskip.files import digest
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
-from searches.app.interrupt import INTERRUPTED
-from searches.bridges import training
-from searches.bridges.training import BridgeTrainer
-from searches.training.trainer import Trainer, disk_bytes
+from searches.training.trainer import Trainer
 from tests.accelerator import DEVICE
 from tests.disk import fill
 from tests.searches.conftest import Launch
@@ -39,8 +34,6 @@ SMALL = (
     *("tokens=400", "max_new_tokens=24", "batch=8", "texts_per_step=4", "learning_rate=0.003", "vocabulary=64"),
     *("held_out_tokens=8", "target=local", "target.dtype=float32", "target.device=cpu", "prompts=jsonl"),
 )
-BRIDGES = ("drafter=layer_skip", "mask=layers:1-2", "bridge.kind=mlp", "bridge.rank=8", "bridge.width=8", "steps=30")
-BUDGET = "bytes=10"
 Train = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -94,10 +87,9 @@ def _check_refused(done: subprocess.CompletedProcess[str], message: str) -> None
     assert last.startswith("error: ") and message in last
 
 
-@pytest.mark.parametrize(("kind", "three_layers"), [("eagle", False), ("eagle", True), ("medusa", False)])
-def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path, tmp_path: Path, train: Train) -> None:
-    overrides = (f"drafter={kind}", *(("three_layers=true", "lookback=0") if three_layers else ()))
-    done = train(*overrides)
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_a_head_is_trained_and_drafts(kind: str, model: Path, tmp_path: Path, train: Train) -> None:
+    done = train(f"drafter={kind}")
     assert done.returncode == 0, done.stderr
     about = _trained(tmp_path / "h")
     assert about["training"]["steps_done"] == 60
@@ -109,15 +101,13 @@ def test_a_head_is_trained_and_drafts(kind: str, three_layers: bool, model: Path
     assert about["training"]["texts_seconds"] == sum(seconds for *_, seconds in written) > 0
     assert about["target"]["architecture"] == "LlamaForCausalLM"
     assert about["shape"]["vocabulary"] == 64
-    assert len(about["shape"].get("modules", "1")) == (3 if three_layers else 1)
-    assert about["shape"].get("lookback", 0) == (2 if kind == "eagle" and not three_layers else 0)
-    assert about["shape"].get("side_by_side", False) == three_layers
+    assert about["shape"].get("lookback", 0) == (2 if kind == "eagle" else 0)
     weights = (tmp_path / "h" / "head.safetensors").read_bytes()
     _check_drafts(model, method=kind, head=str(tmp_path / "h"))
     (run,) = runs(sqlite(tmp_path), "training")
     assert run.info.status == "FINISHED"
     assert {"loss", "held_out_acceptance_at_01", "held_out_acceptance_at_03"} <= set(run.data.metrics)
-    assert train(*overrides).returncode == 0
+    assert train(f"drafter={kind}").returncode == 0
     assert _trained(tmp_path / "h")["training"] == about["training"]
     assert (tmp_path / "h" / "head.safetensors").read_bytes() == weights
 
@@ -215,74 +205,10 @@ def test_a_disk_that_fills_up_ends_with_one_line_and_the_training_resumes(
     assert _trained(small_disk / "h")["training"]["steps_done"] == 60
 
 
-def test_the_disk_must_have_room_for_the_training(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train
-) -> None:
-    """There must be room for two checkpoints and the hidden states."""
-    usage, needed, few = namedtuple("usage", "total used free"), 10**6 + 64 * 2**20, ("feature_bytes=1000000", "steps=1")
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 0, needed))
-    _check_refused(train(*few), "error: feature_bytes: 1,000,000 do not fit")
-    target = load_target(str(model), dtype="float32", device=DEVICE)
-    needed += disk_bytes(head := EagleHead(EagleShape.of(target, vocabulary=64, lookback=2)))
-    done = train(*few)
-    assert done.returncode == 0, done.stderr
-    written = 2 * (tmp_path / "h" / "training.pt").stat().st_size + (tmp_path / "h" / "head.safetensors").stat().st_size
-    assert 0.8 * written < disk_bytes(head) <= written  # without names and shapes, which are small in real weights
-
-
-@pytest.mark.parametrize("helps", [True, False])
-def test_bridges_are_written_and_draft_if_they_beat_empty_skips(
-    helps: bool, model: Path, tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = training.held_out_acceptance
-    # Drafts of a tiny random model are right at random, with or without bridges.
-    monkeypatch.setattr(
-        training,
-        "held_out_acceptance",
-        lambda *args: measured(*args) if args[2] is not None else [0.0 if helps else 1.0] * 3,
-    )
-    done = train(*BRIDGES)
-    assert done.returncode == 0, done.stderr
-    assert "closed form, " in done.stdout
-    assert ("nothing is written" in done.stdout) == (not helps)
-    assert (tmp_path / "h" / "head.json").exists() == (tmp_path / "h" / "head.safetensors").exists() == helps
-    if not helps:
-        return
-    (rate,) = (float(rate) for rate in re.findall(r"trained, .* s: ([\d.]+)", done.stdout))
-    about = _trained(tmp_path / "h")
-    assert about["training"]["steps_done"] == 30
-    assert about["training"]["held_out"][0] == pytest.approx(rate, abs=1e-3)
-    heads = {"bridge": str(tmp_path / "h"), "draft_head": str(tmp_path / "h" / "draft_head")}
-    _check_drafts(model, method="layer_skip", mask="layers:1-2", **heads)
-    warm = train(*BRIDGES, "mask=layers:1", f"warm_start={tmp_path}/h", f"head={tmp_path}/w")
-    assert warm.returncode == 0, warm.stderr
-
-
-def test_an_interrupted_training_of_bridges_logs_its_closed_form(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(self: BridgeTrainer) -> list[float]:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(BridgeTrainer, "evaluate", interrupted)  # after the fit was saved
-        assert train(*BRIDGES).returncode == INTERRUPTED
-    (run,) = runs(sqlite(tmp_path), "training")
-    assert "fit_seconds" not in run.data.metrics
-    monkeypatch.setattr(Calibration, "fit", None)  # a further fit would fail
-    done = train(*BRIDGES)
-    assert done.returncode == 0, done.stderr
-    (run,) = runs(sqlite(tmp_path), "training")
-    assert run.data.metrics["fit_seconds"] > 0
-    assert 0 <= run.data.metrics["agreement_closed_form"] <= 1
-
-
-def test_bridges_of_models_that_cannot_be_scanned_are_refused_before_texts_are_written(
-    tmp_path: Path, launch: Launch
-) -> None:
-    folder = _with_prompts(save_tiny(tmp_path / "model", "gpt_neo"))
-    done = launch("train", *_overrides(folder, tmp_path, "drafter=layer_skip", "mask=layers:1"), cwd=tmp_path)
-    _check_refused(done, "cannot be scanned")
+def test_the_disk_must_have_room_for_hidden_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: Train) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 0, 64 * 2**20))
+    _check_refused(train("feature_bytes=1000000"), "error: feature_bytes: 1,000,000 do not fit")
     assert not (tmp_path / "texts").exists()
 
 
@@ -295,20 +221,11 @@ def test_bridges_of_models_that_cannot_be_scanned_are_refused_before_texts_are_w
         ("begin_like=nothing.jsonl", "begin_like"),
         ("vocabulary=2", "vocabulary"),  # padding, start and end are always in the vocabulary
         ("max_seconds=0", "max_seconds"),
-        ("drafter=layer_skip mask=layers:90", "mask"),
-        ("drafter=layer_skip mask=''", "mask"),
-        ("drafter=layer_skip mask=layers:1 drafter.bridge=nearby", "drafter.bridge"),
-        ("drafter=layer_skip mask=layers:1 bridge.kind=other", "bridge.kind"),
-        ("drafter=layer_skip mask=layers:1 bridge=linear", "bridge"),
-        ("drafter=layer_skip mask=layers:1 warm_start=nothing", "bridge"),
-        ("drafter=layer_skip mask=layers:1 held_out_tokens=1", "held_out_tokens"),
         ("head=@/few.jsonl", "head"),
         ("lookback=65", "lookback"),
         ("feature_bytes=10", "feature_bytes"),
-        ("drafter=layer_skip mask=layers:1 calibration_bytes=10", "calibration_bytes"),
-        ("drafter=layer_skip mask=layers:1 training_bytes=10", "training_bytes"),
     ],
 )
 def test_bad_input_ends_with_one_line(override: str, named: str, model: Path, tmp_path: Path, train: Train) -> None:
     _check_refused(train(*override.replace("@", str(model)).split()), f"error: {named}: ")
-    assert (tmp_path / "texts").exists() == override.endswith(BUDGET)  # a budget is checked against texts
+    assert (tmp_path / "texts").exists() == (named == "feature_bytes")  # a budget is checked against texts

@@ -11,15 +11,11 @@ from layerskip import ConfigError
 from searches.app.composition import compose_config, prepare_overrides
 from searches.app.targets import command_line
 
-_FIELDS = {
-    "layerskip": "outputs target.path prompts.path study.name study.storage tracking.uri tracking.experiment "
-    "space.ranges.draft_model.draft_model",
-    "benchmark": "outputs record config draft_folder eagle_head cross_draft contenders.eagle.head peers.openvino.python",
-    "train": "outputs head begin_like warm_start",
-    "datastore": "outputs corpus output inspect",
-    "export": "export model draft",
-    "verify": "outputs record export",
-} | dict.fromkeys(("calibration", "exactness", "gpu", "long_context", "predictions", "race", "scale"), "outputs record")
+_FIELDS = [
+    *(("layerskip", field) for field in ("outputs", "target.path", "prompts.path", "study.storage", "tracking.uri")),
+    *(("benchmark", field) for field in ("record", "draft_folder", "contenders.eagle.head", "peers.openvino.python")),
+    *(("train", "begin_like"), ("datastore", "corpus"), ("export", "model"), ("scale", "outputs")),
+]
 _PATHS = [
     " sp ", "my folder=1", "/a b/[x]'y,ö", "a+b", "[x]", "{x}", "x(1)", "range(1,3)", "1_0", "1e3", "true", "a,b",
     "a#b;c&d*?%20",
@@ -27,16 +23,11 @@ _PATHS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("program", "field"), [(program, field) for program in _FIELDS for field in _FIELDS[program].split()]
-)
-def test_a_path_of_every_program_is_taken_as_it_is_typed(program: str, field: str) -> None:
+@pytest.mark.parametrize(("program", "field"), _FIELDS)
+def test_a_path_of_a_program_is_taken_as_it_is_typed(program: str, field: str) -> None:
     groups = {"target.path": ["target=local"], "prompts.path": ["prompts=jsonl"]}.get(field, [])
-    typed, expected = "/a b=1/[x]'y,ö", "/a b=1/[x]'y,ö"
-    if field == "space.ranges.draft_model.draft_model":
-        typed, expected = "[/a b=1/[x]'y,ö,'z,z']", ["/a b=1/[x]'y", "ö", "z,z"]  # type: ignore[assignment]
-    config = compose_config(program, [*groups, f"{field}={typed}"])
-    assert OmegaConf.select(config, field) == expected
+    config = compose_config(program, [*groups, f"{field}=/a b=1/[x]'y,ö"])
+    assert OmegaConf.select(config, field) == "/a b=1/[x]'y,ö"
 
 
 @pytest.mark.parametrize("path", _PATHS)
@@ -46,17 +37,15 @@ def test_a_path_may_have_any_characters(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "read"),
-    [("'a b=1'", "a b=1"), ("a\\ b", "a b"), ("null", None), ("17", 17), ("${oc.env:HOME}/x", "~/x"), ("", "")],
+    ("typed", "read"), [("'a b=1'", "a b=1"), ("null", None), ("${oc.env:HOME}/x", "~/x"), ("", ""), ("17", "17")]
 )
 def test_what_hydra_reads_as_a_text_stays(typed: str, read: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "~")
     assert compose_config("verify", [f"record={typed}"]).record == read
 
 
-@pytest.mark.parametrize(("typed", "prepared"), [("a,b", "a,b"), ("a=1,b c", "'a=1',b c"), ("'x,y',z=1", "'x,y','z=1'")])
-def test_commas_separate_the_jobs_of_a_multirun(typed: str, prepared: str) -> None:
-    assert prepare_overrides("verify", ["-m", f"outputs={typed}"]) == ["-m", f"outputs={prepared}"]
+def test_commas_separate_the_jobs_of_a_multirun() -> None:
+    assert prepare_overrides("verify", ["-m", "outputs=a,b", "record=a=1"]) == ["-m", "outputs=a,b", "record='a=1'"]
 
 
 def test_a_first_argument_is_an_override_only_if_it_looks_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

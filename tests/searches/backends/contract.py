@@ -16,7 +16,7 @@ import pytest
 from layerskip import PromptSet, SpeculativeConfig, Target, generate
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Measurement, Sample
-from searches.backends.backend import BASELINE, CANDIDATE, LOG_LINES, Backend, BackendError, Workload
+from searches.backends.backend import BASELINE, CANDIDATE, LOG_LINES, Backend, BackendError
 
 TOKENS = 12
 TASK = Task(max_new_tokens=TOKENS)
@@ -84,11 +84,13 @@ class BackendContract:
         assert found[0].keys() == {BASELINE, "one", "other"}
         assert all(row["one"].lossless.verdict == "exact" for row in found)
 
-    def test_a_comparison_that_stops_early_can_be_followed_by_another(self, backend: Backend) -> None:
+    def test_a_comparison_that_stops_early_and_a_close_can_be_followed_by_another(self, backend: Backend) -> None:
         rows = iter(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
         next(rows)
         del rows
         assert len(measure(backend, self.other).candidate) == len(PROMPTS)
+        backend.close()
+        assert measure(backend, self.config).lossless.verdict == "exact"
 
     def test_a_conversation_is_one_sample(self, backend: Backend, tmp_path: Path) -> None:
         file = tmp_path / "turns.jsonl"
@@ -97,11 +99,6 @@ class BackendContract:
         for sample in row.values():
             assert TOKENS < sample.tokens <= 2 * TOKENS
             assert (sample.lossless.compared, sample.lossless.verdict) == (2, "exact")
-
-    def test_a_back_end_can_be_used_after_it_was_closed(self, backend: Backend) -> None:
-        measure(backend, self.config, PROMPTS, TASK)
-        backend.close()
-        assert measure(backend, self.config, PROMPTS, TASK).lossless.verdict == "exact"
 
     def test_descriptions_are_plain_and_repeat(self, backend: Backend, make: Any, tiny_target: Target) -> None:
         described = backend.describe()
@@ -134,17 +131,3 @@ class FailingEngine:
         finally:
             backend.close()
         assert children() <= before
-
-
-class ServesSeveral:
-    """Tests of a back end that serves several requests at once."""
-
-    def test_rows_under_load_are_complete(self, make: Any, tiny_target: Target) -> None:
-        backend = make(tiny_target)
-        try:
-            rows = list(backend.compare({CANDIDATE: LOOKUP}, PROMPTS, TASK, Workload(2)))
-        finally:
-            backend.close()
-        assert [row[CANDIDATE].prompt_id for row in rows] == [item.id for item in PROMPTS]
-        assert all(sample.decoded_tokens > 0 for row in rows for sample in row.values())
-        assert {"throughput", "tpot_p50", "ttft_p50"} <= backend.metrics().keys()

@@ -23,13 +23,12 @@ from typing import Any
 
 FIRST, SPAN = 40, 60  # ids of the tokens that it writes
 FAULTS = (
-    *("", "crash_at_start", "memory_at_start", "hang_at_start", "own_port", "crash", "memory", "hang"),
-    *("html", "not_json", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
+    *("", "crash_at_start", "hang_at_start", "crash", "hang"),
+    *("html", "not_json", "other_form", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
     *("ends", "ends_uncounted", "no_text"),  # with its first token; with no token of its own; tokens without a text
 )
 
-ENDS = {"crash": (3, "stand-in: a planned crash"), "memory": (1, "torch.OutOfMemoryError: CUDA out of memory.")}
-GARBAGE = {"html": "<html>an error page</html>", "not_json": "data: {nonsense"}
+GARBAGE = {"html": "<html>an error page</html>", "not_json": "data: {nonsense", "other_form": 'data: {"choices": 5}'}
 
 
 def planted(prompt: list[int], count: int) -> list[int]:
@@ -140,10 +139,9 @@ class Standin(BaseHTTPRequestHandler):
             yield "data: " + json.dumps({"choices": [], "usage": {"completion_tokens": int(fault == "ends")}})
             return
         for number, size in enumerate(sizes):
-            if number == 1 and fault in ENDS:
-                code, words = ENDS[fault]
-                print(words, file=sys.stderr, flush=True)
-                os._exit(code)
+            if number == 1 and fault == "crash":
+                print("stand-in: a planned crash", file=sys.stderr, flush=True)
+                os._exit(3)
             if number == 1 and fault == "hang":
                 time.sleep(600)
             if number == 1 and fault in GARBAGE:
@@ -184,20 +182,16 @@ def main() -> None:
         options.fault = ""
     if options.broken_length and drafted == options.broken_length:
         options.fault = "crash_at_start"
-    print("WARNING: send fewer requests if you run out of memory", flush=True)  # advice, which is no reason
     record(options.folder, os.getpid())
     # An engine's own process, in a session of its own, which no signal to the engine's group reaches.
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     record(options.folder, child.pid)
     if options.fault == "crash_at_start":
         sys.exit("stand-in: a planned crash at the start")
-    if options.fault == "memory_at_start":
-        sys.exit("MemoryError: no memory")
     if options.fault == "hang_at_start":
         time.sleep(600)
     Standin.options, Standin.accepted, Standin.seen = options, [], []
     Standin.drafted = drafted
-    ThreadingHTTPServer.allow_reuse_address = options.fault != "own_port"
     ThreadingHTTPServer(("127.0.0.1", options.port), Standin).serve_forever()
 
 

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from layerskip import Sampling
 from layerskip.measure.measure import Task
 from searches.backends.client import Client, RequestFailed
-from searches.backends.engine_process import EngineProcess, free_port
-from tests.searches.backends.processes import STANDIN
+from searches.backends.engine_process import free_port
+from tests.searches.backends.processes import served
 from tests.searches.backends.standin import planted, planted_rounds
 
 _PROMPT = [41, 52, 63]
-
-
-@contextmanager
-def _served(*options: str, limit_seconds: float = 20.0) -> Iterator[Client]:
-    port = free_port()
-    process = EngineProcess([*STANDIN, "--port", str(port), "--after", "0", *options], os.environ, "stand-in", 2.0)
-    try:
-        client = Client(f"http://127.0.0.1:{port}/v1", limit_seconds)
-        process.wait_until(client.ready, 30)
-        yield client
-    finally:
-        process.stop()
 
 
 def _drafting(tokens: int) -> list[str]:
@@ -38,7 +22,7 @@ def _drafting(tokens: int) -> list[str]:
 
 @pytest.mark.parametrize("fault", ["", "strict", "plain_text"])
 def test_tokens_texts_and_sizes_of_pieces_are_the_servers(fault: str) -> None:
-    with _served("--fault", fault, *_drafting(2)) as client:
+    with served("--fault", fault, *_drafting(2)) as client:
         found = client.complete(_PROMPT, Task(max_new_tokens=10))
     expected = planted(_PROMPT, 10)
     assert found.text == "".join(f" {token}" for token in expected)
@@ -52,12 +36,12 @@ def test_tokens_texts_and_sizes_of_pieces_are_the_servers(fault: str) -> None:
 
 def test_a_server_gets_all_parameters_of_sampling_and_a_strict_one_those_that_have_an_effect() -> None:
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.1)
-    with _served() as client:
+    with served() as client:
         client.complete(_PROMPT, Task(sampling, 3, seed=5))
         (asked,) = json.loads(client.get("/seen"))
     assert asked["prompt"] == _PROMPT and asked["max_tokens"] == 3 and asked["seed"] == 5 and asked["model"] == "standin"
     assert {name: asked[name] for name in sampling.to_dict()} == sampling.to_dict()
-    with _served("--fault", "strict") as client:
+    with served("--fault", "strict") as client:
         client.complete(_PROMPT, Task(Sampling(temperature=0.7), 3))
         (asked,) = json.loads(client.get("/seen"))
     assert asked.keys() >= {"temperature", "seed"} and not asked.keys() & {"top_k", "min_p", "repetition_penalty"}
@@ -67,23 +51,24 @@ def test_a_server_gets_all_parameters_of_sampling_and_a_strict_one_those_that_ha
     ("fault", "reason"),
     [
         ("crash", "broke|the stream ended before the answer"),
-        ("hang", "no answer within 1 seconds"),
-        ("html", "not an event of a stream: '<html>an error page</html>'"),
-        ("not_json", "not JSON: '{nonsense'"),
+        ("hang", "no answer within 0.3 seconds"),
+        ("html", "not a piece of an answer: '<html>an error page</html>'"),
+        ("not_json", "not a piece of an answer: 'data: {nonsense'"),
+        ("other_form", "not a piece of an answer"),
         ("no_tokens", "the answer has no tokens"),
         ("no_text", "the answer has no text, and 8 tokens"),
         ("too_many", "the answer has 11 tokens, and at most 8 were asked for"),
     ],
 )
 def test_an_answer_without_sense_is_an_error_with_the_reason(fault: str, reason: str) -> None:
-    limit = 1.0 if fault == "hang" else 20.0
-    with _served("--fault", fault, limit_seconds=limit) as client, pytest.raises(RequestFailed, match=reason):
+    limit = 0.3 if fault == "hang" else 20.0
+    with served("--fault", fault, limit_seconds=limit) as client, pytest.raises(RequestFailed, match=reason):
         client.complete(_PROMPT, Task(max_new_tokens=8))
 
 
 @pytest.mark.parametrize("fault", ["ends", "ends_uncounted"])
 def test_an_answer_that_ends_at_once_is_one_token(fault: str) -> None:
-    with _served("--fault", fault) as client:
+    with served("--fault", fault) as client:
         found = client.complete(_PROMPT, Task(max_new_tokens=8))
     assert (found.text, found.tokens, found.count, found.decoded, found.decode_seconds) == ("", None, 1, 0, 0.0)
     assert found.first_seconds > 0
@@ -91,12 +76,12 @@ def test_an_answer_that_ends_at_once_is_one_token(fault: str) -> None:
 
 def test_an_answer_that_never_ends_is_an_error() -> None:
     # Each piece comes in time, the whole answer does not.
-    with _served("--pause", "0.2", limit_seconds=1.0) as client, pytest.raises(RequestFailed) as error:
+    with served("--pause", "0.1", limit_seconds=0.3) as client, pytest.raises(RequestFailed) as error:
         client.complete(_PROMPT, Task(max_new_tokens=500))
-    assert "within 1 seconds" in str(error.value)
+    assert "within 0.3 seconds" in str(error.value)
 
 
-def test_a_server_that_is_none_is_not_ready(tmp_path: Path) -> None:
+def test_a_server_that_is_none_is_not_ready() -> None:
     assert not Client(f"http://127.0.0.1:{free_port()}").ready()
     with pytest.raises(ValueError, match="is not a URL"):
         Client("localhost:8000")

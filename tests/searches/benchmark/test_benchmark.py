@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from layerskip import Export, PromptError, PromptSet, SpeculativeConfig, load_target
+from layerskip import Export, PromptSet, SpeculativeConfig, load_target
 from layerskip.measure.losslessness import Divergence, Losslessness
-from layerskip.measure.measure import interleave
-from searches.app.composition import compose_config
-from searches.benchmark.program import benchmark, table
+from searches.benchmark.program import table
 from tests.searches.conftest import Launch
-from tests.searches.programs import NO_PEERS, runs, sqlite, tracked
+from tests.searches.programs import runs, sqlite, tracked
 from tests.tiny import VOCABULARY, save_tiny, tokenizer
 
 pytestmark = pytest.mark.system
@@ -78,7 +71,6 @@ def test_all_contenders_give_the_same_output(record: dict[str, Any]) -> None:
     assert {found["losslessness"]["verdict"] for name, found in results.items() if name != "loose"} == {"exact"}
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
-    assert {found["decoding_bytes"] for found in results.values()} == {None}
     assert results["transformers_assistant"]["draft_share"] == 0  # not measured
 
 
@@ -96,7 +88,7 @@ def test_lossy_contenders_are_marked_in_record_tables_and_mlflow(record: dict[st
     assert results["loose"]["losslessness"]["verdict"] == "different"
     assert [name for name, found in results.items() if not found["lossless"]] == ["loose"]
     rows = [line for line in record["printed"].splitlines() if "lossy" in line]
-    assert [row.split(" | ")[0] for row in rows] == ["| loose", "| loose (lossy)", "| loose (lossy)"]
+    assert [row.split(" | ")[0] for row in rows] == ["| loose", "| loose (lossy)"]
     contenders = runs(sqlite(record["outputs"]), "contender")
     assert {run.data.tags["contender"] for run in contenders} == set(results)
     assert {run.data.tags["contender"] for run in contenders if run.data.params["lossless"] == "False"} == {"loose"}
@@ -122,37 +114,15 @@ def test_our_contenders_are_compared_with_their_rivals(record: dict[str, Any]) -
     assert results["export"]["acceptance_rate"] > 0.5
 
 
-def test_a_cascade_is_compared_with_its_members_by_kind_of_work(record: dict[str, Any]) -> None:
+def test_a_cascade_is_compared_with_its_members(record: dict[str, Any]) -> None:
     results = record["record"]["results"]
     members = results["cascade"]["members"]
     assert set(members) == {"prompt_lookup", "token_recycling"}
     for name, against in members.items():
         assert against["low"] <= against["speedup"] <= against["high"]
-        for category, found in against["by_category"].items():
-            alone, whole = (results[each]["speedup_by_category"][category] for each in (name, "cascade"))
-            assert found["speedup"] == pytest.approx(whole / alone)
-    counts = results["prompt_lookup"]["mean_acceptance_length_by_category"]
-    shown = " | ".join(f"{counts[category]:.2f}" for category in sorted(counts))
-    assert f"| prompt_lookup | {shown} |" in record["printed"]
-    for name in members:
-        assert f"| cascade / {name} | " in record["printed"]
-
-
-def test_memory_is_what_a_drafter_does_not_share_with_the_target(record: dict[str, Any]) -> None:
-    folder = Path(record["record"]["configs"]["draft_model"]["draft_model"])
-    held = {name: found["drafter_bytes"] for name, found in record["record"]["results"].items()}
-    with safe_open(folder / "model.safetensors", "pt") as file:  # tied tensors once
-        weights = 4 * sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-    assert weights <= held["transformers_assistant"] < weights + 10_000  # and tables of positions
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # Keys and values of one token in float32; prompts have some hundred tokens.
-    token = 2 * 4 * config["num_key_value_heads"] * config["head_dim"] * config["num_hidden_layers"]
-    for name in ("draft_model", "lookup_then_model"):
-        assert 100 * token < held[name] - held["transformers_assistant"] < 3000 * token
-    assert max(held[name] for name in ("plain", "layer_skip", "export")) < 1000  # a self-draft shares weights and cache
-    assert min(held[name] for name in ("prompt_lookup", "lookahead", "token_recycling", "cascade")) > 10_000  # their tables
-    assert held["retrieval"] > 4 * held["prompt_lookup"]  # knows one text, not all of them
-    assert f"| +{held['draft_model'] / 2**20:.0f} MB |" in record["printed"]
+        whole, alone = (results[each]["tokens_per_second"] for each in ("cascade", name))
+        assert against["speedup"] == pytest.approx(whole / alone)
+        assert f"| cascade | {name} | " in record["printed"]
 
 
 def test_near_ties_and_outputs_that_end_at_once_are_stated_with_the_table(record: dict[str, Any]) -> None:
@@ -168,36 +138,3 @@ def test_near_ties_and_outputs_that_end_at_once_are_stated_with_the_table(record
     assert "The outputs of 2 of 3 prompts end with their first token. Speedups leave them out." in lines
     (row,) = (line for line in lines if line.startswith("| prompt_lookup |") and "exact" in line)
     assert [cell.strip() for cell in row.split("|")[3:5]] == ["", ""]
-
-
-def _small(model: Path, outputs: Path, *more: str) -> DictConfig:
-    others = [f"contenders.{name}=null" for name in ("layer_skip", "draft_model", "retrieval", "lookahead", "cascade")]
-    which = ["target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu", f"outputs={outputs}"]
-    small = ["measure.prompts=3", "measure.max_new_tokens=8"]
-    return compose_config("benchmark", [*NO_PEERS, *others, *which, *small, *more])
-
-
-def test_a_benchmark_of_outputs_that_end_at_once_is_refused(tmp_path: Path) -> None:
-    model, outputs = save_tiny(tmp_path / "model", eos_token_id=list(range(VOCABULARY))), tracked(tmp_path / "outputs")
-    with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
-        benchmark(_small(model, outputs))
-    assert not (outputs / "benchmark.json").exists()
-
-
-@pytest.mark.parametrize("measured", [1, 5])
-def test_ctrl_c_prints_finished_measurements_and_writes_no_record(
-    measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*asked: Any) -> Iterator[Any]:
-        yield from itertools.islice(interleave(*asked), measured)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("searches.benchmark.program.interleave", interrupted)
-    model, outputs = save_tiny(tmp_path / "model"), tracked(tmp_path / "outputs")
-    with pytest.raises(KeyboardInterrupt):
-        benchmark(_small(model, outputs, "measure.repeats=2"))
-    printed = capsys.readouterr().out
-    assert "| prompt_lookup | " in printed
-    assert f"Interrupted after {measured} of 6 measurements; no record is written." in printed
-    assert f", {min(measured, 3)} prompts (packaged) x {1 + measured // 4}, " in printed
-    assert not (outputs / "benchmark.json").exists()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from layerskip import AcceptRule, PromptSet, Sampling, Target, UnsupportedModel, generate, load_target
+from layerskip import PromptSet, Sampling, Target, UnsupportedModel, generate, load_target
 from layerskip.measure.measure import Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
@@ -53,31 +52,10 @@ def test_a_draft_model_that_transformers_refuses_is_left_out(tmp_path: Path, cap
     assert "peers.transformers_universal: left out: draft_model: " in capsys.readouterr().out
 
 
-def test_allow_lossy_adds_rows_with_lossy_accept_rules(tmp_path: Path) -> None:
-    left_out = [*LEFT_OUT, *(f"contenders.{name}=null" for name in ("retrieval", "lookahead", "token_recycling"))]
-    config = compose_config("benchmark", [*left_out, "allow_lossy=true"])
-    decoders, _, configs = build_contenders(config, _target(tmp_path), PromptSet.of(["one"]), Sampling())
-    names = {"plain", "prompt_lookup", "prompt_lookup_threshold", "prompt_lookup_typical"}
-    assert decoders.keys() == configs.keys() == names
-    for rule in ("threshold", "typical"):
-        assert configs[f"prompt_lookup_{rule}"] == replace(configs["prompt_lookup"], accept=AcceptRule(rule))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["contenders.prompt_lookup.rival=nonesuch"], r"contenders\.prompt_lookup\.rival: 'nonesuch' is not one of "),
-        (
-            ["allow_lossy=true", "+contenders.prompt_lookup_typical={method:prompt_lookup}"],
-            r"contenders\.prompt_lookup_typical: allow_lossy=true adds a row of that name for prompt_lookup",
-        ),
-    ],
-)
-def test_rows_without_a_rival_or_a_name_of_their_own_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
-    target = _target(tmp_path)
-    config = compose_config("benchmark", [*LEFT_OUT, *overrides])
-    with pytest.raises(InputError, match=f"^{message}"):
-        build_contenders(config, target, PromptSet.of(["one"]), Sampling())
+def test_a_row_without_its_rival_is_refused(tmp_path: Path) -> None:
+    config = compose_config("benchmark", [*LEFT_OUT, "contenders.prompt_lookup.rival=nonesuch"])
+    with pytest.raises(InputError, match=r"^contenders\.prompt_lookup\.rival: 'nonesuch' is not one of "):
+        build_contenders(config, _target(tmp_path), PromptSet.of(["one"]), Sampling())
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +86,6 @@ def test_methods_of_transformers_decode_what_plain_decoding_does_in_counted_roun
     assert known[0] + sum(rounds) == len(result.tokens) == 24
     assert (max(rounds) > 1) == drafts
     assert len(known) == 1
-
-
-def test_memory_is_that_of_a_draft_model_of_its_own(model: Target) -> None:
-    assert Peer(model, "plain").memory_bytes() == Peer(model, "static").memory_bytes() == 0
-    other = Peer(model, "assistant", draft_model=model.name)
-    weights = {each.data_ptr(): each.nbytes for each in model.drafts[model.name].model.parameters()}
-    assert sum(weights.values()) <= other.memory_bytes() < 1.1 * sum(weights.values())
 
 
 def test_a_sampled_continuation_is_that_of_its_seed(model: Target) -> None:

@@ -6,26 +6,21 @@ import contextlib
 import io
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from layerskip import Sampling, SkipMask, Target, UnsupportedModel, generate, load_target, save_draft_checkpoint
+from layerskip import Sampling, Target, UnsupportedModel, generate, load_target
 from layerskip.measure.measure import Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.benchmark.contenders import _present, check_rows
-from searches.engines import peer as peers
 from searches.engines import worker as engine_worker
-from searches.engines.peer import WORKER, EnginePeer
+from searches.engines.peer import EnginePeer
 from tests.engines.known import SIZES, interpreter
-from tests.searches.backends.processes import is_running
 from tests.searches.engines.packages import OPENVINO, OPENVINO_GENAI, VLLM, XLLAMACPP
 from tests.tiny import save_tiny
 
@@ -43,11 +38,10 @@ def _peer(target: Target, tmp_path: Path, python: str, method: str = "plain") ->
 def test_tokens_are_counted_as_for_the_others(target: Target, tmp_path: Path, python: str, method: str) -> None:
     known: list[int] = []
     with contextlib.closing(_peer(target, tmp_path, python, method)) as peer:
-        worker = peer._process.pid
         result = peer(PROMPT, Task(max_new_tokens=6), known.append)
         again = peer([9], Task(max_new_tokens=1), lambda _: None)
     peer.close()
-    assert not is_running(worker)
+    assert not peer.is_running
     assert (result.tokens, known) == ([8, 9, 10, 11, 12, 13], [1])
     assert [done.committed for done in result.stats.rounds] == [2, 2, 1]
     assert (again.tokens, peer.version) == ([10], "1.2")
@@ -62,8 +56,8 @@ def test_tokens_are_counted_as_for_the_others(target: Target, tmp_path: Path, py
     ("where", "words"),
     [
         ("convert", "cannot convert .*: an unknown architecture$"),
-        ("load", "RuntimeError: no such model"),
-        ("decode", "it ended: the last words"),
+        ("load", "ended with exit code 1, before it answered: RuntimeError: no such"),
+        ("decode", "ended with exit code 3, before it answered$"),
     ],
 )
 def test_an_engine_that_breaks_is_reported_in_one_line(
@@ -75,39 +69,6 @@ def test_an_engine_that_breaks_is_reported_in_one_line(
         peer(PROMPT, Task(max_new_tokens=6), lambda _: None)
     assert "\n" not in str(raised.value)
     assert any(path.name.endswith("-openvino") for path in (tmp_path / "engines").iterdir()) == (where != "convert")
-
-
-def test_a_worker_that_does_not_end_with_its_input_is_killed(
-    target: Target, tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "_CLOSING_SECONDS", 0.05)
-    peer = _peer(target, tmp_path, python)
-    os.kill(peer._process.pid, signal.SIGSTOP)
-    peer.close()
-    assert peer._process.returncode == -signal.SIGKILL
-
-
-_KILLED = """
-import os, subprocess, sys
-command = [sys.argv[1], sys.argv[2], str(os.getpid())]
-worker = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-print(worker.pid, flush=True)
-os.set_inheritable(worker.stdin.fileno(), True)
-subprocess.Popen(["sleep", "60"], close_fds=False)  # keeps the worker's input open
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_worker_ends_when_its_program_is_killed(python: str) -> None:
-    """It does so while it loads an engine, too, when it reads no input."""
-    killed = [sys.executable, "-c", _KILLED, python, str(WORKER)]
-    with subprocess.Popen(killed, stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
-        assert program.stdout is not None
-        worker = int(program.stdout.readline())
-        program.wait()
-        while is_running(worker):
-            time.sleep(0.05)
-        os.killpg(program.pid, signal.SIGKILL)
 
 
 def test_bad_settings_are_refused_by_field(target: Target, tmp_path: Path, python: str) -> None:
@@ -129,10 +90,10 @@ def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys
     check_rows(config)
     assert not any("engine" in row for row in _present(config.peers).values())
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "not installed" in line)
-    assert line.startswith("openvino, openvino_prompt_lookup, openvino_assistant, llama_cpp, ")
-    config = compose_config("benchmark", [f"peers.openvino.python={python}", "draft_folder=drafts"])
+    assert line.startswith("openvino, openvino_prompt_lookup, llama_cpp, ")
+    config = compose_config("benchmark", [f"peers.openvino.python={python}"])
     rows = {name: row for name, row in _present(config.peers).items() if "engine" in row}
-    assert rows.keys() == {"openvino", "openvino_prompt_lookup", "openvino_assistant"}
+    assert rows.keys() == {"openvino", "openvino_prompt_lookup"}
     assert {row.python for row in rows.values()} == {python}
     with pytest.raises(InputError, match=r"^peers.openvino.exit_layer: "):
         check_rows(compose_config("benchmark", ["+peers.openvino.exit_layer=2"]))
@@ -140,11 +101,10 @@ def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["openvino_genai", "vllm"])
-@pytest.mark.parametrize("method", ["plain", "prompt_lookup", "assistant"])
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
 def test_the_engine_itself_gives_the_output_of_plain_decoding(engine: str, method: str, tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target", **SIZES)), dtype="float32", device="cpu")
-    draft = save_draft_checkpoint(target, SkipMask.parse("layers:1-2", target.layers), tmp_path / "draft_model")
-    peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine), draft_model=str(draft))
+    peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine))
     prompt = target.tokenizer("the cat in the hat, the cat in the")["input_ids"]
     with contextlib.closing(peer):
         result = peer(prompt, Task(max_new_tokens=32), lambda _: None)
@@ -154,8 +114,8 @@ def test_the_engine_itself_gives_the_output_of_plain_decoding(engine: str, metho
 
 _VLLM_MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm")
 _VLLM_MODULES += ("vllm.inputs", "vllm.sampling_params")
-_SETTINGS = {"num_speculative_tokens": 4, "prompt_lookup_max": 3, "draft_model": "drafts"}
-_SETTINGS |= {"dtype": "float32", "threads": 1, "max_length": 64}
+_LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+_SETTINGS = {"dtype": "float32", "threads": 1, "max_length": 64}
 _REQUEST = {"tokens": [5, 6, 7], "max_new_tokens": 6, "eos": [300], "repetition_penalty": 1.0}
 
 
@@ -177,9 +137,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def _answers(engine: str, method: str, model: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
+def _answers(engine: str, speculative: Any, model: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the answers to an engine's settings and requests."""
-    settings = _SETTINGS | {"engine": engine, "method": method, "model": str(model)}
+    settings = _SETTINGS | {"engine": engine, "speculative_config": speculative, "model": str(model)}
     answers = io.StringIO()
     engine_worker._serve([json.dumps(line) for line in (settings, *requests)], answers)
     return [json.loads(line) for line in answers.getvalue().splitlines()]
@@ -200,9 +160,8 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
             super().__init__(folder, device, **options)
 
     monkeypatch.setattr(openvino, "LLMPipeline", Recording)
-    monkeypatch.setattr(openvino, "draft_model", lambda folder, device, **options: (folder, options), raising=False)
-    ready, *answers = _answers("openvino_genai", "assistant", tmp_path, _REQUEST, _REQUEST | {"eos": [10]})
-    assert ready.keys() == {"version", "precision", "seconds"} and ready["version"] == "1.2"
+    ready, *answers = _answers("openvino_genai", _LOOKUP, tmp_path, _REQUEST, _REQUEST | {"eos": [10]})
+    assert ready.keys() == {"version", "precision"} and ready["version"] == "1.2"
     assert answers == [
         {"first": 1},
         {"tokens": [8, 9, 10, 11, 12, 13], "lengths": [1, 3, 5, 6]},
@@ -212,23 +171,16 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
     (options,) = made
     assert not options.pop("scheduler_config").enable_prefix_caching
     precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}
-    assert options == {"device": "CPU", "draft_model": ("drafts", precision), **precision}
+    assert options == {"device": "CPU", "prompt_lookup": True, **precision}
 
 
-@pytest.mark.parametrize(
-    ("method", "speculative", "lengths"),
-    [
-        ("plain", None, [1, 2, 3, 4, 5, 6]),
-        ("prompt_lookup", {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}, [1, 6]),
-        ("assistant", {"method": "draft_model", "model": "drafts"}, [1, 6]),
-    ],
-)
+@pytest.mark.parametrize(("speculative", "lengths"), [({}, [1, 2, 3, 4, 5, 6]), (_LOOKUP, [1, 6])])
 def test_rounds_of_vllm_are_the_parts_of_its_stream(
-    vllm: ModuleType, method: str, speculative: Any, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vllm: ModuleType, speculative: Any, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It decodes with as many cores as the others."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5}, raising=False)
-    ready, *answers = _answers("vllm", method, tmp_path, _REQUEST, _REQUEST | {"eos": [8]})
+    ready, *answers = _answers("vllm", speculative, tmp_path, _REQUEST, _REQUEST | {"eos": [8]})
     assert (ready["version"], ready["precision"]) == ("3.4", {"dtype": "torch.float32", "cache": "auto"})
     assert answers == [
         {"first": 1},
@@ -237,30 +189,28 @@ def test_rounds_of_vllm_are_the_parts_of_its_stream(
         {"tokens": [8], "lengths": [1]},
     ]
     arguments = vllm.AsyncLLM.made[-1].arguments
-    assert arguments.speculative_config == (speculative and speculative | {"num_speculative_tokens": 4})
+    assert arguments.speculative_config == (speculative or None)
     assert (arguments.dtype, arguments.max_model_len, arguments.max_num_seqs) == ("float32", 64, 1)
     assert arguments.enable_prefix_caching is False
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "3"
 
 
-@pytest.mark.parametrize(
-    ("method", "accepted", "lengths"), [("plain", 0, [1, 2, 3, 4, 5, 6]), ("prompt_lookup", 3, [1, 3, 6])]
-)
+@pytest.mark.parametrize(("speculative", "accepted", "lengths"), [({}, 0, [1, 2, 3, 4, 5, 6]), (_LOOKUP, 3, [1, 3, 6])])
 def test_llama_cpp_reads_the_file_of_the_target(
-    method: str, accepted: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    speculative: Any, accepted: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     module = _module("xllamacpp", XLLAMACPP)
     module.Server.accepted = accepted
     monkeypatch.setitem(sys.modules, "xllamacpp", module)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    ready, *answers = _answers("xllamacpp", method, tmp_path / "model.gguf", _REQUEST, _REQUEST | {"eos": [10]})
+    ready, *answers = _answers("xllamacpp", speculative, tmp_path / "model.gguf", _REQUEST, _REQUEST | {"eos": [10]})
     assert (ready["version"], ready["precision"]["cache"], ready["precision"]["build"]) == ("5.6", "f16", "AVX2 = 1")
     assert answers[:2] == [{"first": 1}, {"tokens": [8, 9, 10, 11, 12, 13], "lengths": lengths}]
     assert answers[2:] == [{"first": 1}, {"tokens": [8, 9, 10], "lengths": [1, 3] if accepted else [1, 2, 3]}]
     params = module.Server.made[-1]
     assert params.model.path == str(tmp_path / "model.gguf")
     drafting = params.speculative.types, params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m
-    assert drafting == ((["n-grams"], 3, 4) if method == "prompt_lookup" else ([], 0, 0))
+    assert drafting == ((["n-grams"], 3, 4) if speculative else ([], 0, 0))
 
 
 def test_llama_cpp_is_left_out_where_there_is_no_gguf_file(target: Target, tmp_path: Path) -> None:

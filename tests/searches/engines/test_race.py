@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,8 @@ def test_every_engine_is_measured_plain_and_with_lookup_beside_ours(target: Targ
     assert "'CPU', prompt_lookup=True, " in rows[theirs[1]].command and "prompt_lookup" not in rows[theirs[0]].command
     assert found.fastest.name in race_verdict(found)
     assert [row["engine"].removesuffix(" 1.2") for row in race_rows(found)] == [row.name for row in found.rows]
-    assert Race.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    stored = json.loads(json.dumps(found.to_dict()))
+    assert json.loads(json.dumps(Race.from_dict(stored).to_dict())) == stored
 
 
 @pytest.mark.parametrize("where", ["convert", "load", "decode", "hang"])
@@ -67,7 +67,7 @@ def test_an_engine_that_breaks_is_left_out_and_the_others_are_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("BROKEN", where)
-    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr(peers, "_ANSWER_SECONDS", 60.0 if where != "hang" else 1.0)
     before = children()
     found = _race(target, tmp_path, SpeculativeConfig())
     assert children() == before
@@ -78,21 +78,6 @@ def test_an_engine_that_breaks_is_left_out_and_the_others_are_measured(
     assert "layerskip, plain" in race_verdict(found)
     (reason,) = found.left_out
     assert reason.startswith("openvino_genai: ")
-
-
-def test_slower_contenders_decode_no_more(target: Target, installed: Path, tmp_path: Path) -> None:
-    """Each of our passes waits, so that we are slower on any machine. Our plain decoding is measured to the end."""
-    many = PromptSet.of([f"the cat in the hat {number}" for number in range(12)])
-    waiting = target.model.register_forward_pre_hook(lambda *_: time.sleep(0.03))
-    try:
-        found = race(target, LOOKUP, ["openvino_genai"], many, Task(max_new_tokens=12), tmp_path / "engines")
-    finally:
-        waiting.remove()
-    rows = {row.name: row for row in found.rows}
-    assert found.fastest.name.startswith("openvino_genai") and found.fastest_plain == "openvino_genai, plain"
-    assert rows["layerskip, the winner"].ended == "slower" and 6 <= rows["layerskip, the winner"].measured["prompts"] < 12
-    assert rows["layerskip, plain"].measured["prompts"] == 12 and not rows["layerskip, plain"].ended
-    assert [row["measured"] for row in race_rows(found)][-1].endswith("prompts: slower")
 
 
 def test_engines_are_found_or_refused_by_name(

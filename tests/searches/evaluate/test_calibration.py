@@ -18,6 +18,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("width", [1.0, 0.3])
 def test_correct_intervals_pass_and_narrow_ones_fail(
     width: float, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
@@ -38,6 +39,7 @@ def test_correct_intervals_pass_and_narrow_ones_fail(
     assert ("MISSED" in done.stdout) == (width < 1)
 
 
+@pytest.mark.system
 def test_searches_are_judged_by_the_known_optimum(tmp_path: Path, launch: Launch) -> None:
     done = launch("evaluate.calibration", *PLANTED, "record=record.json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,23 +9,11 @@ from pathlib import Path
 import pytest
 from scipy.stats import rankdata
 
-from layerskip import PromptSet, SkipMask, SpeculativeConfig
-from searches.evaluate.predictions import measure_lengths
 from tests.searches.conftest import Launch
-from tests.searches.known import Known
 
 pytestmark = pytest.mark.system
 
 PROGRAM = "evaluate.predictions"
-
-
-def test_speedups_are_relative_to_the_mean_of_both_baselines() -> None:
-    mask = SkipMask.parse("layers:1", 3)
-    config = SpeculativeConfig("layer_skip", 1, mask=mask.format())
-    bench = Known({config: 1.5, SpeculativeConfig(): 0.8})  # the second measurement takes a quarter longer
-    ((speedup, _, seconds),) = measure_lengths(bench, PromptSet.of(["one", "two"]), 1, 0, mask, [1])
-    assert speedup == pytest.approx(1.5 * (1 + 1.25) / 2)
-    assert seconds == pytest.approx(2 * (0.1 + 1.0 + 0.1 + 1 / 1.5))
 
 
 def test_the_program_measures_its_predictions_and_resumes(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:

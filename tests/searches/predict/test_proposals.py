@@ -6,15 +6,15 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
 from layerskip import SkipMask, SpeculativeConfig
-from layerskip.costs.cost_model import NO_EXTRAS, CostProfile, DraftExtras
+from layerskip.costs.cost_model import CostProfile
 from searches.predict.mask_search import MaskSearch, expected_speedup, run
 from searches.predict.predictor import Prediction
-from searches.predict.proposals import ProposalSettings, propose, propose_all, propose_runs
+from searches.predict.proposals import ProposalSettings, propose
 from searches.space.search_space import SearchSpace
 
 Parts = frozenset[str]
@@ -62,12 +62,6 @@ class Landscape:
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
         return config.method == "layer_skip" and config.stop.method == "length" and not config.siblings and config.lossless
-
-    def extras(self, mask: SkipMask) -> DraftExtras:
-        return NO_EXTRAS
-
-    def matches(self, config: SpeculativeConfig) -> bool:
-        return not config.fitted
 
     def speedup(self, config: SpeculativeConfig) -> float:
         (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])
@@ -204,42 +198,6 @@ def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
     assert every <= set(predictor.screened) and len(predictor.screened) <= 200 + len(every)
     propose(small, LONG_SPACE, ProposalSettings(screened=30))
     assert len(small.screened) == len(set(small.screened)) == 30
-
-
-def _bridged(best: SkipMask) -> LossLandscape:
-    """Return one where one mask loses almost nothing, others more for each sub-layer that differs."""
-    return LossLandscape(0, layers=28, profile=LONG_PROFILE, loss=lambda mask: 0.02 + 0.15 * _apart(mask, best))
-
-
-@pytest.mark.parametrize("mask", ["layers:2-12", "layers:8-12", "layers:15-25", "attention:8", "mlp:20"])
-def test_a_bridged_run_or_sublayer_is_found_exactly(mask: str) -> None:
-    """Odd lengths and late starts are on no screened grid; moved ends find them."""
-    predictor, calls = _bridged(SkipMask.parse(mask, 28)), list[int]()
-    found = propose_runs(predictor, LONG_SPACE, ProposalSettings(), lambda: calls.append(1))
-    assert found[0].config.mask == mask
-    assert len(calls) == len(predictor.screened) == len(set(predictor.screened)) <= 90  # each takes a fit of some seconds
-
-
-def test_a_small_budget_of_bridged_masks_covers_the_whole_depth_and_the_masks_of_the_space() -> None:
-    """A run that skips attention in one half and MLPs in the other is on no screened grid."""
-    best = SkipMask.parse("attention:5-9;mlp:10-14", 28)
-    predictor, space = _bridged(best), SearchSpace(28, ranges=LENGTHS, masks=[best.format()])
-    assert propose_runs(predictor, space, ProposalSettings(screened=24))[0].config.mask == best.format()
-    assert predictor.screened[0] == best
-    assert len(predictor.screened) == len(set(predictor.screened)) <= 24
-    assert {mask.attention.index(True) for mask in predictor.screened if True in mask.attention} >= {2, 8, 14, 20}
-
-
-@pytest.mark.parametrize("worth", [0.5, 1.5])
-def test_proposals_are_ordered_by_predicted_speedup(worth: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    space = SearchSpace(28, methods=("none", "layer_skip"), ranges=LENGTHS).narrowed(siblings=(0, 0))
-    plain, other = _bridged(run(28, 2, 11)), _bridged(run(28, 3, 9))
-    predict = other.predict
-    monkeypatch.setattr(other, "predict", lambda masks: [replace(p, speedup=worth * p.speedup) for p in predict(masks)])
-    for group in ({"filled": [other]}, {"narrowed": [other]}):
-        found = propose_all(plain, space, ProposalSettings(enqueued=3), **group)
-        assert len(found) == 6
-        assert (found[0].mask == run(28, 3, 9).format()) is (worth > 1)
 
 
 def test_the_best_screened_mask_is_reported_at_once() -> None:

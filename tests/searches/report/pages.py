@@ -1,11 +1,9 @@
-"""Studies of which pages are written in tests: of an earlier version, and with known speedups."""
+"""Studies of which pages are written in tests, with known speedups."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -17,20 +15,8 @@ from searches.study.objective import MeasureSettings
 from searches.study.study import DUPLICATE_OF, SETTINGS
 from searches.tracking.names import DEVICE, ENGINE_FAILED, METRICS, PREDICTED, RETRY_OF, WORKER
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
-from tests.searches.programs import journal_study
-
-EARLIER = Path(__file__).parents[1] / "data" / "earlier" / "results"
-EARLIER_STUDY = "model-tpe-seed0-19d590"
-EARLIER_LAYERS = 10
 
 SKIP = SpeculativeConfig("layer_skip", 4, "layers:2")
-
-
-def earlier_study(folder: Path) -> optuna.Study:
-    """Return the study of an earlier version, from a copy of its journal: reading a journal may write next to it."""
-    (folder / EARLIER_STUDY).mkdir()
-    shutil.copy(EARLIER / EARLIER_STUDY / "journal.log", folder / EARLIER_STUDY)
-    return journal_study(folder, EARLIER_STUDY)
 
 
 def known_study() -> tuple[optuna.Study, Finals]:
@@ -42,7 +28,6 @@ def known_study() -> tuple[optuna.Study, Finals]:
         attributes: dict[str, Any] = trial.user_attrs | {"seconds": 2.0, WORKER: f"worker {trial.number % 2}"}
         if trial.number < 3:
             attributes[PREDICTED] = 1.0 + trial.number / 4
-        attributes["measurement"] = attributes["measurement"] | {"peak_memory_bytes": 2**20 * (100 + trial.number)}
         trial.user_attrs = attributes
         study.add_trial(trial)
     study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"config": SKIP.to_dict()}))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-import json
 import random
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -12,21 +12,20 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import create_trial
+from optuna.trial import TrialState, create_trial
 
 from layerskip import PromptSet
 from searches.app.checks import InputError
 from searches.report import charts
 from searches.report import markdown as report
-from searches.report.charts import points, timeline
 from searches.report.page import FINISHED, LiveView, Page, write_page
-from searches.report.tables import pareto_front
+from searches.report.tables import pareto_front, trial_tables
 from searches.study.finals import measure_finals
-from searches.study.objective import MEASURING_SECONDS, MeasureSettings
-from searches.tracking.names import METRICS, PREDICTED
+from searches.study.objective import MeasureSettings
+from searches.tracking.names import METRICS
 from searches.workers.pool import Alone
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
-from tests.searches.report.pages import EARLIER_LAYERS, earlier_study, engine_study, known_study, metrics_of, workers_study
+from tests.searches.report.pages import engine_study, known_study, metrics_of, workers_study
 
 
 def _places(figure: dict[str, Any]) -> list[tuple[float, float]]:
@@ -40,47 +39,34 @@ def _trace(figure: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(trace)
 
 
-def _written(folder: Path, study: optuna.Study, layers: int = 6, **fields: Any) -> str:
-    write_page(folder / "report.html", study, Page(layers, 8, **fields))
+def _written(folder: Path, study: optuna.Study, **fields: Any) -> str:
+    write_page(folder / "report.html", study, Page(8, **fields))
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_charts_of_an_earlier_study_hold_what_its_journal_holds(tmp_path: Path) -> None:
-    study = earlier_study(tmp_path)
-    figures = metrics_of(_written(tmp_path, study, EARLIER_LAYERS))
-    # From the file itself: the study's results, without the code that reads trials.
-    journal = (tmp_path / study.study_name / "journal.log").read_text(encoding="utf-8").splitlines()
-    lines = [json.loads(line) for line in journal if '"user_attr"' in line and '"trial_id"' in line]
-    stored: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        stored.setdefault(line["trial_id"], {}).update(line["user_attr"])
-    measured = {trial: attributes["measurement"] for trial, attributes in stored.items()}
-    speedups = {trial: figures["speedup"] for trial, figures in measured.items()}
-    assert _places(figures["history"]) == sorted(speedups.items())
-    drafting = [figures for trial, figures in measured.items() if stored[trial]["config"]["method"] != "none"]
-    assert _places(figures["acceptance"]) == sorted((f["acceptance_rate"], f["speedup"]) for f in drafting)
-    assert _places(figures["memory"]) == sorted((f["peak_memory_bytes"] / 2**20, f["speedup"]) for f in measured.values())
-    predicted = {trial: attributes[PREDICTED] for trial, attributes in stored.items() if PREDICTED in attributes}
-    assert _places(figures["predictions"]) == sorted((value, speedups[trial]) for trial, value in predicted.items())
-    durations = sorted(seconds for trace in figures["timeline"]["data"] for seconds in trace["x"])
-    assert durations == pytest.approx(sorted(attributes["seconds"] for attributes in stored.values()))
-    # Trial 4 skipped layers 1 to 6, trial 5 layers 1 and 2.
-    both, one = (speedups[4] + speedups[5]) / 2, speedups[4]
-    assert figures["skips"]["data"][0]["z"] == [[None, *[pytest.approx(both)] * 2, *[one] * 4, None, None, None]] * 2
+def test_the_charts_hold_what_was_measured(tmp_path: Path) -> None:
+    study, _ = known_study()
+    figures = metrics_of(_written(tmp_path, study))
+    expected = [(0, 1.6), (1, 1.2), (2, 0.7), (3, 1.4), (4, 1.0)]
+    assert _places(figures["history"]) == [(trial, pytest.approx(speedup)) for trial, speedup in expected]
+    assert [speedup for _, speedup in _places(figures["acceptance"])] == pytest.approx([0.7, 1.2, 1.4, 1.6])
+    durations = [1000 * seconds for seconds in (0.0, *[2.0] * 5)]  # that of the killed trial is unknown
+    assert sorted(taken for trace in figures["timeline"]["data"] for taken in trace["x"]) == durations
 
 
 def test_neither_a_changed_output_nor_a_trial_stopped_early_leads() -> None:
     study, _ = known_study()
-    slow, fast, *_ = sorted(points(study.trials), key=lambda point: -point.trial)
-    changed = fast.metrics | {"speedup": 3.0, "acceptance_rate": 0.9, "losslessness": {"verdict": "different"}}
-    rest = [replace(slow, config=lookup(2)), replace(fast, metrics=changed)]
-    rest.append(replace(fast, complete=False, metrics=fast.metrics | {"speedup": 4.0}))
-    for figure in (charts.history(rest), charts.acceptance(rest), charts.memory(rest)):
+    *_, fast, slow = (trial for trial in study.trials if "measurement" in trial.user_attrs)
+    changed, stopped = copy.deepcopy(fast), copy.deepcopy(fast)
+    changed.user_attrs["measurement"] |= {"speedup": 3.0, "acceptance_rate": 0.9, "losslessness": {"verdict": "different"}}
+    stopped.user_attrs["measurement"] |= {"speedup": 4.0}
+    stopped.state, slow.user_attrs["config"] = TrialState.PRUNED, lookup(2).to_dict()
+    for figure in (charts.history([slow, changed, stopped]), charts.acceptance([slow, changed, stopped])):
         assert figure is not None
         drawn = figure.to_dict()
         assert len(_places(drawn)) == 3
         (line,) = (trace for trace in drawn["data"] if trace["mode"] == "lines")
-        assert list(line["y"]) == [slow.speedup]
+        assert list(line["y"]) == [slow.user_attrs["measurement"]["speedup"]]
 
 
 def test_a_study_without_finished_trials_has_a_page(tmp_path: Path) -> None:
@@ -109,11 +95,12 @@ def test_a_pause_is_cut_out_of_the_timeline() -> None:
         trial = create_trial(value=1.0, user_attrs={"config": lookup(4).to_dict(), "seconds": seconds})
         trial.datetime_start = begin + timedelta(minutes=minutes)
         trials.append(trial)
-    figure, _ = timeline(trials, begin)
+    figure = charts.timeline(trials, begin)
     assert figure is not None
     (bars,) = figure.data
-    assert list(bars.base) == [0.0, 10.0, 20.0, 20.0]
-    assert [note.text for note in figure.layout.annotations] == ["26.0 hours"]
+    assert list(bars.base) == [trial.datetime_start for trial in trials]
+    (pause,) = figure.layout.xaxis.rangebreaks
+    assert list(pause.bounds) == [trial.datetime_start for trial in trials[2:]]
 
 
 @pytest.fixture
@@ -124,7 +111,7 @@ def study() -> optuna.Study:
 
 def test_a_page_that_cannot_be_written_stops_no_study(study: optuna.Study, tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
-    view = LiveView(study, tmp_path, 6, 5)
+    view = LiveView(study, tmp_path, 5)
     view.begin("trials")
     view.refresh()
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
@@ -135,7 +122,7 @@ def test_the_first_worker_writes_the_page_until_one_is_alone(study: optuna.Study
         def leads(self) -> bool:
             return False
 
-    view = LiveView(study, tmp_path, 6, 5, Second())
+    view = LiveView(study, tmp_path, 5, Second())
     view.begin("trials")
     assert not list(tmp_path.iterdir())
     view.begin("finals", is_alone=True)
@@ -147,7 +134,7 @@ def test_a_running_study_is_written_at_max_once_a_minute(
 ) -> None:
     now, steps = 1000.0, list[int]()
     monkeypatch.setattr("searches.report.page.time.monotonic", lambda: now)
-    view, path = LiveView(study, tmp_path, 6, 5), tmp_path / "report.html"
+    view, path = LiveView(study, tmp_path, 5), tmp_path / "report.html"
     view.begin("trials")
     assert "running: trials" in path.read_text(encoding="utf-8")
     for seconds, update in ((59.0, view.refresh), (1.0, view.refresh), (0.0, view.after(lambda: steps.append(1)))):
@@ -172,7 +159,7 @@ def test_a_running_study_is_written_at_max_once_a_minute(
 def test_a_study_that_ends_early_says_why(
     error: BaseException, state: str, why: str, study: optuna.Study, tmp_path: Path
 ) -> None:
-    with pytest.raises(type(error)), LiveView(study, tmp_path, 6, 5).closing():
+    with pytest.raises(type(error)), LiveView(study, tmp_path, 5).closing():
         raise error
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert f'<span class="badge {state}">{state}</span>' in page
@@ -184,53 +171,45 @@ def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None
     page = _written(tmp_path, workers_study())
     figure = metrics_of(page)["timeline"]
     assert figure["layout"]["yaxis"]["categoryarray"] == ["b/10", "b/2", "a/1"]  # from the bottom
-    killed = _trace(figure, "killed")
-    assert killed["y"] == ["b/2"] and [round(60 * x) for x in killed["x"]] == [70]
-    bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
+    bars = {trace["name"]: trace for trace in figure["data"]}
     skips = {"layer skip, complete", "layer skip, fail", "layer skip, running"}
     assert bars.keys() == skips | {"none, complete", "prompt lookup, complete"}
-    assert "takes over trial 3" in bars["layer skip, fail"]["hovertext"][0]  # the only one: a duplicate took no time
-    assert len(bars["layer skip, fail"]["x"]) == 1
+    failed = bars["layer skip, fail"]  # without the duplicate, which took no time
+    assert (failed["y"], failed["x"]) == (["b/2", "b/10"], [0.0, 5000.0])  # the first one was killed
+    assert "takes over trial 3" in failed["hovertext"][1]
     assert "3 of 8 trials finished, 1 running, a processor, 8 threads" in page
 
 
 def test_throughput_against_latency_has_the_front_of_the_report(tmp_path: Path) -> None:
-    page = _written(tmp_path, engine_study())
-    figures = metrics_of(page)
-    trials = _trace(figures["tpot"], "prompt lookup")
+    figure = metrics_of(_written(tmp_path, engine_study()))["load"]
+    trials = _trace(figure, "prompt lookup")
     assert trials["x"] == [20.0, 30.0, 10.0]
     assert trials["y"] == [100.0, 90.0, 80.0]
-    assert [round(tail, 9) for tail in trials["error_x"]["array"]] == [10.0, 30.0, 0.0]
-    front = _trace(figures["tpot"], "Pareto front")
+    front = _trace(figure, "Pareto front")
     assert list(zip(front["x"], front["y"], strict=True)) == [(10.0, 80.0), (20.0, 100.0)]
-    plain = _trace(figures["tpot"], "plain decoding")
+    plain = _trace(figure, "plain decoding")
     assert (plain["x"], plain["y"]) == ([40.0], [70.0])
-    assert "95 % below 50.0" in plain["text"][0]
-    assert [trace["name"] for trace in figures["ttft"]["data"]] == ["prompt lookup", "Pareto front"]
-    assert "Hatched: the engine failed." in page and "Faint: stopped early or not run." not in page
 
 
-def test_each_number_of_requests_in_flight_has_its_charts_and_table(tmp_path: Path) -> None:
+def test_each_number_of_requests_in_flight_has_its_chart_and_table(tmp_path: Path) -> None:
     other = optuna.create_study(study_name="levels", direction="maximize")
     for trial in engine_study().trials:
         load = trial.user_attrs.get(METRICS, {})
         several = {f"{name}_at_{n}": factor * value for name, value in load.items() for n, factor in ((8, 1), (18, 2))}
         trial.user_attrs = trial.user_attrs | {METRICS: several}
         other.add_trial(trial)
-    page = _written(tmp_path, other)
-    figures = metrics_of(page)
-    loads = [name for name in figures if name.startswith(("tpot", "ttft"))]
-    assert loads == ["tpot_at_8", "tpot_at_18", "ttft_at_8", "ttft_at_18"]
-    assert _trace(figures["tpot_at_18"], "plain decoding")["y"] == [140.0]
-    assert page.count("Requests in flight: 8.") == page.count("Requests in flight: 18.") == 3  # two charts and a table
-    _, lower, higher = page.partition("<h2>Best trials</h2>")[2].partition("</section>")[0].split("<table>")[1:]
-    assert 'data-name="ms/token p95">30.0<' in lower and 'data-name="ms/token p95">60.0<' in higher
+    figures = metrics_of(page := _written(tmp_path, other))
+    assert [name for name in figures if name.startswith("load")] == ["load_at_8", "load_at_18"]
+    assert _trace(figures["load_at_18"], "plain decoding")["y"] == [140.0]
+    tables = {f"Throughput and latency, {n} requests in flight (Pareto front)": tail for n, tail in ((8, 30.0), (18, 60.0))}
+    for title, tail in tables.items():
+        table = page.partition(f"{title}</h2><table>")[2].partition("</table>")[0]
+        assert f'data-name="ms/token p95">{tail}<' in table
     trials = other.trials[:3]
     trials[2].user_attrs["measurement"] |= {"losslessness": {"verdict": "different"}}  # otherwise on the front
-    lines = [line.split(" | ")[0].split(", ")[-1] for line in report.request_tables(trials)]
-    shown = [line for line in lines if "in flight" in line or line in ("| 0", "| 1", "| 2")]
-    assert shown == ["8 requests in flight (Pareto front)", "| 0", "18 requests in flight (Pareto front)", "| 0"]
-    assert report.request_tables(known_study()[0].trials[:1]) == []
+    _, *fronts = trial_tables(trials).items()
+    assert [(title, [row["trial"] for row in rows]) for title, rows in fronts] == [(title, ["0"]) for title in tables]
+    assert len(trial_tables(known_study()[0].trials[:1])) == 1
 
 
 @pytest.mark.usefixtures("a_second_a_row")
@@ -256,22 +235,9 @@ def test_the_report_leaves_out_trials_that_were_not_run() -> None:
     fast, slow = lookup(4), lookup(6)
     study = run_known(Known({fast: 1.5, slow: 1.2}), fast, slow, slow, slow)
     assert ["measurement" in trial.user_attrs for trial in study.trials] == [True, True, True, False]
-    shown = [line.split("|")[1].strip() for line in report.summary(study, None).splitlines() if line.startswith("| ")]
-    assert shown == ["trial", "0", "1", "2"]
-    assert "4 trials: 0 stopped early, 1 not run (1 measured before)." in report.summary(study, None)
-
-
-def test_start_up_and_scans_are_stated_where_there_were_any() -> None:
-    study = run_known(Known({lookup(4): 1.5, lookup(6): 1.2}), lookup(4), lookup(6), lookup(8))
-    assert "compiling" not in report.summary(study, None)
-    other = optuna.create_study(direction="maximize")
-    for trial, seconds in zip(study.trials, (30.0, 2.0, None), strict=True):
-        metrics = {} if seconds is None else {"metrics": {"startup_seconds": seconds}}
-        trial.user_attrs = trial.user_attrs | metrics | {"seconds": 10.0, MEASURING_SECONDS: 4.0}
-        other.add_trial(trial)
-    text = report.summary(other, None, scan_seconds=0.5)
-    assert "2 trials began with 16.0 seconds of compiling" in text
-    assert "took 0.5 seconds; 64 masks cost as much as 8.0 full trials" in text
+    text = report.summary(study, None)
+    assert [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| ")] == ["trial", "0", "1", "2"]
+    assert "4 trials: 0 stopped early, 1 not run (1 measured before)." in text
 
 
 def test_the_front_is_what_no_other_point_exceeds() -> None:

@@ -97,9 +97,8 @@ def test_methods_are_available_that_the_space_has_parts_for() -> None:
 
 def test_a_study_resumes_with_its_stored_costs() -> None:
     """Other costs would change the configurations of the same choices, so the leader would not be measured again."""
-    for costs in ((1.5, 1.75), ((256, (1.5,)), (8192, (1.25,)))):
-        study = optuna.create_study()
-        assert verify_cost(study, lambda costs=costs: costs) == verify_cost(study, lambda: (9.0,)) == costs
+    study = optuna.create_study()
+    assert verify_cost(study, lambda: (1.5, 1.75)) == verify_cost(study, lambda: (9.0,)) == (1.5, 1.75)
 
     def measure(members: Sequence[Config], known: dict[str, float]) -> tuple[float, ...]:
         return tuple(known.setdefault(member.method, 0.25) for member in members)
@@ -181,11 +180,6 @@ def test_every_space_with_cascades_has_one_among_its_starting_points(method: str
         ({"protect_first": 6, "protect_last": 6}, "protect_first"),
         ({"masks": ("layers:40",)}, "masks"),
         ({"masks": ("layers:0",)}, "masks"),
-        ({"bridges": ("magic",)}, "bridges"),
-        ({"ranks": 8}, "ranks"),
-        ({"ranks": [-1]}, "ranks"),
-        ({"widths": [0]}, "widths"),
-        ({"draft_heads": []}, "draft_heads"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, object], named: str) -> None:
@@ -216,7 +210,7 @@ def test_every_lookup_is_one_that_trials_may_propose() -> None:
 
 @pytest.mark.parametrize(
     ("costs", "length"),
-    [((), 8), ((1.0,) * 12, 8), ((1.1, 1.2, 1.3, 1.7, 2.0, 2.3, 2.6, 3.0, 3.3), 3), (((0, (1.1, 2.0, 3.0)),), 1)],
+    [((), 8), ((1.0,) * 12, 8), ((1.1, 1.2, 1.3, 1.7, 2.0, 2.3, 2.6, 3.0, 3.3), 3), ((1.1, 2.0, 3.0), 1)],
 )
 def test_first_drafts_are_as_long_as_verification_is_cheap(costs: Costs, length: int) -> None:
     space = SearchSpace(30, ("prompt_lookup", "token_recycling", "cascade"), verify_cost=costs)

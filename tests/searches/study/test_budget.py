@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -11,14 +10,12 @@ from typing import Any
 
 import optuna
 import pytest
-from mlflow.tracking import MlflowClient
 
 from layerskip import Export
 from layerskip.measure.measurement import Sample
-from searches.bridges.store import BRIDGES_FOLDER
 from searches.report import markdown as report
 from searches.study import budget as budgets
-from searches.study.budget import FINALS, FITS, OPENING, PREDICTIONS, SHARED, TRIALS, Budget, TimeLedger, recorded_seconds
+from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget, TimeLedger, recorded_seconds
 from searches.study.finals import Finals
 from searches.study.study import StudySettings, counting_preparation, run_trials
 from tests.searches.conftest import Launch
@@ -65,28 +62,18 @@ def test_what_is_left_out_is_said_and_kept(capsys: pytest.CaptureFixture[str]) -
     assert budgets.left_out(study) == []
 
 
-def test_fits_of_a_trial_count_once() -> None:
-    study = optuna.create_study()
-    ledger, trial = TimeLedger(study), study.ask()
-    with budgets.record_shared_seconds(trial, [ledger]):
-        ledger.use("one", 5.0, 5.0)
-        ledger.use("other", 7.0)
-    trial.set_user_attr("seconds", 6.0)  # its clock ran while one of them was fitted
-    study.tell(trial, 1.0)
-    assert report.search_seconds(study, NO_FINALS) == pytest.approx(5.0 + 7.0 + 1.0)
-
-
-def test_an_interrupted_training_counts_once() -> None:
+def test_shared_artifacts_count_once() -> None:
     study = optuna.create_study()
     ledger = TimeLedger(study)
-    ledger.use("one", 5.0, 5.0)
-    ledger.use("training", 7.0, 7.0)  # so far
-    ledger.use("other", 1.0)
+    ledger.use("one", 5.0)  # made by another study
+    with counting_preparation(study, ledger):  # its clock runs while one of them is made
+        time.sleep(0.05)
+        ledger.use("profile", 0.04, 0.04)  # rough
     again = TimeLedger(study)
-    again.use("training", 12.0, 5.0)
-    assert again.seconds_here == 5.0
-    assert recorded_seconds(study, FITS) == {"one": 5.0, "training": 12.0, "other": 1.0}
-    assert list(recorded_seconds(study, FITS)) == ["one", "training", "other"]
+    again.use("profile", 12.0, 8.0)
+    assert again.seconds_here == 8.0
+    assert recorded_seconds(study) == {"one": 5.0, "profile": 12.0}
+    assert 17.0 < report.search_seconds(study, NO_FINALS) < 17.04
 
 
 def test_seconds_of_an_interrupted_trial_count() -> None:
@@ -98,7 +85,7 @@ def test_seconds_of_an_interrupted_trial_count() -> None:
     study = new_study()
     with pytest.raises(KeyboardInterrupt):
         run_trials(study, objective_of(Broken({})), StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
-    with pytest.raises(KeyboardInterrupt), counting_preparation(study):
+    with pytest.raises(KeyboardInterrupt), counting_preparation(study, TimeLedger(study)):
         next(Broken({}).compare())
     assert report.search_seconds(study, NO_FINALS) >= 0.1
 
@@ -115,36 +102,16 @@ def test_the_samplers_time_counts() -> None:
     assert report.search_seconds(study, NO_FINALS) >= 0.15
 
 
-def _kept(outputs: Path) -> dict[str, float]:
-    """Return the seconds of every fit in the bridge store, from its files."""
-    found = {path.parent.name: json.loads(path.read_text()) for path in outputs.glob(f"{BRIDGES_FOLDER}/*/*/head.json")}
-    return {name: about["training"]["seconds"] for name, about in found.items() if about["kind"] == "bridge"}
-
-
 @pytest.mark.system
-def test_two_studies_share_a_bridge_store(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    bridging = ("bridging.tokens=200", "bridging.max_new_tokens=16", "bridging.batch=8", "bridging.train_seconds=0.5")
-    which = ("space=bridged", "space.draft_heads=[0]", "scan.proposals.screened=8", "scan.proposals.enqueued=2")
+def test_two_studies_share_continuations_and_profiles(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     tracked(tmp_path)
     for name in ("one", "two"):
-        more = ("study.n_trials=8", f"study.name={name}", *bridging, *which)
+        more = ("study.n_trials=4", f"study.name={name}", "space=layer_skip", "scan.proposals.screened=8")
         done = launch("layerskip", *quick(tiny_folder, tmp_path, *more), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        fits, kept = recorded_seconds(journal_study(tmp_path, name), FITS), _kept(tmp_path)
-        shared = recorded_seconds(journal_study(tmp_path, name), SHARED)
-        assert {name.split()[0] for name in shared} == {"continuation", "profile", "texts", "reading"}
-        assert shared == recorded_seconds(journal_study(tmp_path, "one"), SHARED)
-        assert fits.keys() <= kept.keys()
-        assert fits == {fit: kept[fit] for fit in fits}
-        assert fits
+        shared = recorded_seconds(journal_study(tmp_path, name))
+        assert {name.split()[0] for name in shared} == {"continuation", "profile"}
+        assert shared == recorded_seconds(journal_study(tmp_path, "one"))
         seconds = Export.load(tmp_path / name / "best.json").search["seconds"]
-        assert seconds >= sum(fits.values()) + sum(shared.values())
-        assert f"took {sum(fits.values()):.0f} seconds, {len(fits)} times" in (tmp_path / name / "report.md").read_text()
-        (run,) = [run for run in runs(sqlite(tmp_path), "study") if run.data.tags["study"] == name]
-        fitted = MlflowClient(sqlite(tmp_path)).get_metric_history(run.info.run_id, "fit_seconds")
-        assert [metric.value for metric in sorted(fitted, key=lambda metric: metric.step)] == list(fits.values())
-    logged = [run.data.metrics["search_seconds"] for run in runs(sqlite(tmp_path), "study")]
-    assert seconds in logged
-    trainings = runs(sqlite(tmp_path), "training")
-    assert len(trainings) == sum(fit.startswith("trained-") for fit in kept)
-    assert {run.info.status for run in trainings} <= {"FINISHED"}
+        assert seconds >= sum(shared.values())
+    assert seconds in [run.data.metrics["search_seconds"] for run in runs(sqlite(tmp_path), "study")]

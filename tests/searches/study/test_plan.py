@@ -84,17 +84,6 @@ def test_an_unusable_draft_model_is_refused(tiny_folder: Path, tmp_path: Path) -
         _plan(tiny_folder, f"space.ranges.cross_tokenizer.draft_model=[{greek}]")
 
 
-def test_draft_heads_must_hold_every_models_special_tokens(tiny_folder: Path, tmp_path: Path) -> None:
-    draft = save_tiny(tmp_path / "draft")
-    words = AutoTokenizer.from_pretrained(draft)
-    words.add_special_tokens({"additional_special_tokens": ["a", "e", "n", "t"]})
-    words.save_pretrained(draft)
-    few = ("space.draft_heads=[6]", "space.methods=[none,cross_tokenizer]")
-    assert _plan(tiny_folder, *few, f"space.ranges.cross_tokenizer.draft_model=[{tiny_folder}]").space.fitted
-    with pytest.raises(InputError, match=r"^space\.draft_heads: 6 tokens are fewer than the \d+ special ones"):
-        _plan(tiny_folder, *few, f"space.ranges.cross_tokenizer.draft_model=[{draft}]")
-
-
 def test_a_draft_model_too_large_for_memory_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise MemoryError

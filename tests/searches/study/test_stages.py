@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
 
-from searches.bridges.store import BRIDGES_FOLDER
-from searches.study.budget import FITS, recorded_seconds
 from tests.exhaustive import representative
 from tests.searches.programs import fork, journal_study, quick, tracked
 
@@ -46,26 +43,3 @@ def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_fol
     assert work.count("trials") == 4 + (stage == "trials")
     assert sum(trial.state.is_finished() for trial in journal_study(tmp_path, "mortal").trials) >= 4
     assert (tmp_path / "mortal" / "best.json").exists()
-
-
-@pytest.mark.parametrize(("stage", "piece"), representative([("training", 3)], [("fits", 2)]))
-def test_a_study_killed_while_fitting_or_training_bridges_repeats_nothing_finished(
-    stage: str, piece: int, tiny_folder: Path, tmp_path: Path
-) -> None:
-    small = "scan.prompts=2", "scan.proposals.screened=6", "scan.proposals.scanned=2", "measure.held_out_prompts=2"
-    bridged = "space=bridged", "space.draft_heads=[0]", "bridging.tokens=200", "bridging.max_new_tokens=16"
-    trained = "bridging.batch=8", "bridging.train_seconds=1", "bridging.train_width=4", "scan.proposals.enqueued=1"
-    chains = "space.ranges.layer_skip.siblings=[0,0]", "study.n_trials=6"
-    overrides = quick(tiny_folder, tracked(tmp_path), *small, *bridged, *trained, *chains)
-    finished, killed, after = _killed_and_resumed(stage, piece, tmp_path, *overrides)
-    assert killed in after
-    steps = [line for line in finished + after if line.startswith("training")]
-    assert steps == [f"training step {number}" for number in range(len(steps))]
-    assert len(steps) >= piece
-    done = [line for line in finished + after if line.startswith("fits")]
-    assert len(done) == len(set(done)) >= 2
-    # Fits before the kill count as seconds of the search.
-    abouts = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob(f"{BRIDGES_FOLDER}/*/*/head.json")}
-    seconds = {name: about["training"]["seconds"] for name, about in abouts.items()}
-    assert len(seconds) == len(done)
-    assert recorded_seconds(journal_study(tmp_path, "mortal"), FITS) == seconds

@@ -38,7 +38,6 @@ from tests.searches.tracking.studies import compared_study
 pytestmark = pytest.mark.system
 
 TRIALS = compared_study().trials
-FITS = [{"fit_seconds": n, "agreement_bridged": 0.5} if n else {} for n in (1.0, 0.0, 3.0)]
 PARAMS = {f"field{number}": str(number) for number in range(105)}  # written in parts, as a store takes 100
 LOST = "tracking.uri: cannot write to"
 Fault = Callable[[Path], contextlib.AbstractContextManager[object]]
@@ -101,7 +100,7 @@ FAULTS: dict[Fault, str | None] = {
 
 def _open(folder: Path, uri: str | None = None) -> Tracker:
     tracker = Tracker(uri, folder, "own")
-    tracker.open_study("a study", "1", {"measure.prompts": 8}, {})
+    tracker.open_study("a study", "1", PARAMS, {})
     tracker.log_text("seed: 0", "config.yaml")
     return tracker
 
@@ -127,34 +126,25 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def _train(tracker: Tracker, name: str) -> None:
-    part = tracker.nested(name, name, PARAMS, "training")
-    with part.closing():
-        part.log({"loss": 2.0}, step=7)
-
-
 def _finish(tracker: Tracker, file: Path) -> None:
     with tracker.closing():
         tracker.reconcile(TRIALS[:4])
-        tracker.log_fits(FITS)
-        tracker.conclude("a winner", "It wins.", 1, {"trials": 4}, [(file, None), (file, "bridge")])
+        tracker.conclude("a winner", "It wins.", 1, {"trials": 4}, [(file, None), (file, "head")])
 
 
 def _check_complete(uri: str) -> None:
-    client, (study,), trials, trainings = MlflowClient(uri), *(runs(uri, role) for role in ("study", "trial", "training"))
+    client, (study,), trials = MlflowClient(uri), *(runs(uri, role) for role in ("study", "trial"))
     assert (study.info.status, study.data.tags["winner"]) == ("FINISHED", "a winner")
-    assert study.data.params == {"measure.prompts": "8"}
-    assert {run.data.tags["mlflow.parentRunId"] for run in (*trials, *trainings)} == {study.info.run_id}
-    assert {run.info.status for run in (*trials, *trainings)} == {"FINISHED"}
+    assert study.data.params == PARAMS
+    assert {run.data.tags["mlflow.parentRunId"] for run in trials} == {study.info.run_id}
+    assert {run.info.status for run in trials} == {"FINISHED"}
     assert sorted(int(run.data.tags["trial_number"]) for run in trials) == [0, 1, 2, 3]
     assert [run.data.tags["trial_number"] for run in trials if run.data.tags.get("best") == "true"] == ["1"]
     assert {artifact.path for run in trials for artifact in client.list_artifacts(run.info.run_id)} == {"prompts.json"}
-    assert sorted(run.info.run_name for run in trainings) == ["earlier", "later"]
-    assert all(run.data.params == PARAMS and run.data.metrics == {"loss": 2.0} for run in trainings)
-    fits = client.get_metric_history(study.info.run_id, "fit_seconds")
-    assert sorted((metric.step, metric.value) for metric in fits) == [(0, 1.0), (2, 3.0)]  # each once
+    losses = client.get_metric_history(study.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in losses] == [(7, 2.0)]  # once
     paths = {artifact.path for artifact in client.list_artifacts(study.info.run_id)}
-    assert paths == {"config.yaml", "fits.json", "best.json", "bridge"}
+    assert paths == {"config.yaml", "best.json", "head"}
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
@@ -172,9 +162,8 @@ def test_a_store_that_fails_is_completed_when_it_is_back_or_at_the_next_start(
     tracker = _open(tmp_path)
     tracker.record(TRIALS[0])
     tracker.record(TRIALS[1])
-    _train(tracker, "earlier")
     with fault(tmp_path):
-        _train(tracker, "later")
+        tracker.log({"loss": 2.0}, step=7)
         tracker.record(TRIALS[2])
         tracker.record(TRIALS[3])
         _finish(tracker, file)
@@ -278,14 +267,13 @@ def test_a_server_that_is_killed_refuses_and_fails_is_completed_when_it_is_back(
     try:
         tracker = _open(tmp_path, server.url)
         tracker.record(TRIALS[0])
-        _train(tracker, "earlier")
         (tmp_path / "served").rename(tmp_path / "away")
         (tmp_path / "served").touch()  # artifacts cannot be written: the server answers 500
         tracker.record(TRIALS[1])
         assert len(runs(sqlite(tmp_path), "trial")) == 2
         server.close()
         tracker.record(TRIALS[2])
-        _train(tracker, "later")
+        tracker.log({"loss": 2.0}, step=7)
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
         with http.server.ThreadingHTTPServer(address, _Unavailable) as proxy:
             threading.Thread(target=proxy.serve_forever, daemon=True).start()

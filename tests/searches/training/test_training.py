@@ -100,7 +100,7 @@ class _Timed(Trainer):
 
     def loss(self, indices: list[int]) -> torch.Tensor:
         _Timed.clock += 2.0
-        return torch.tensor(0.0)
+        return self.module.get_parameter("weight").sum()
 
     def evaluate(self) -> list[float]:
         _Timed.clock += 3.0
@@ -129,7 +129,7 @@ def test_the_limit_of_seconds_includes_evaluation(seconds: int, tmp_path: Path, 
 def request(outputs: Path, tokens: int, like: Sequence[str] = ()) -> list[TrainingText]:
     """Return training texts with at least this many answer tokens."""
     settings = OmegaConf.create({"outputs": str(outputs), "tokens": tokens, "max_new_tokens": 12, "batch": 4, "seed": 0})
-    return write_texts(settings, tiny("llama"), Sampling(1.0), like)
+    return write_texts(settings, tiny("llama"), Sampling(1.0), like)[0]
 
 
 def answer_tokens(texts: list[TrainingText]) -> int:

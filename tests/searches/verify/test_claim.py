@@ -10,22 +10,20 @@ from typing import Any
 import pytest
 from hydra.utils import instantiate
 
-from layerskip import Export, PromptSet, Sampling, SpeculativeConfig, Target, TargetError, load_target
+from layerskip import Export, PromptSet, SpeculativeConfig, Target, TargetError, load_target
 from layerskip.models.environment import environment
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.app.targets import load_exported_target
-from searches.verify import Claim, Speedup, compute_speed_change, differences, judge, judge_plain
+from searches.verify import Claim, Speedup, differences, judge, judge_plain
 
 RECORDS = Path(__file__).parents[3] / "notebooks" / "records"
-DATA = Path(__file__).parents[1] / "data"
 TOLERANCE = 0.2  # the lowest speedup is 1.2 by the claim's value, 1.12 by its lower end
 AS_CLAIMED, SLOWER = Speedup(1.5, 1.4, 1.6), Speedup(0.9, 0.8, 0.99)
 FAR, TIE = Speedup(1.08, 1.05, 1.11), Speedup(1.0, 0.9, 1.11)  # both below what the claim allows
 DOCTORED_VALUE = Speedup(3.0, 1.4, 1.6)
 CLAIM = Claim(AS_CLAIMED)
 OTHER = Claim(AS_CLAIMED, mean_acceptance_length=4.0, other_work=True)
-LOSSY = Claim(AS_CLAIMED, lossy=True)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +31,6 @@ LOSSY = Claim(AS_CLAIMED, lossy=True)
     [
         (CLAIM, AS_CLAIMED, "exact", "confirmed", True),
         (CLAIM, AS_CLAIMED, "near_tie", "confirmed", True),
-        (CLAIM, Speedup(2.5, 2.4, 2.6), "exact", "confirmed", True),
         (CLAIM, Speedup(1.3, 1.2, 1.4), "exact", "confirmed", True),  # the intervals just meet
         (CLAIM, Speedup(1.5, 1.01, 2.2), "exact", "confirmed", True),  # wide, but above plain decoding
         (Claim(), Speedup(1.05, 1.01, 1.09), "exact", "confirmed", True),
@@ -43,12 +40,9 @@ LOSSY = Claim(AS_CLAIMED, lossy=True)
         (Claim(), Speedup(1.0, 0.9, 1.1), "exact", "weaker", False),
         (CLAIM, AS_CLAIMED, "unchecked", "weaker", False),
         (CLAIM, AS_CLAIMED, "different", "refuted", True),
-        (Claim(), AS_CLAIMED, "different", "refuted", True),
         (CLAIM, SLOWER, "exact", "refuted", True),
-        (Claim(), SLOWER, "exact", "refuted", True),
         (CLAIM, FAR, "exact", "refuted", True),
         (CLAIM, TIE, "exact", "refuted", True),
-        (Claim(Speedup(3.0, 2.8, 3.2)), Speedup(1.5, 1.3, 1.8), "exact", "refuted", True),  # all metrics doctored
         (Claim(DOCTORED_VALUE), AS_CLAIMED, "exact", "refuted", True),
         (Claim(Speedup(1.2, 1.4, 1.6)), AS_CLAIMED, "exact", "refuted", True),  # a value below its interval
         (Claim(Speedup(3.0, 1.4, 3.2)), AS_CLAIMED, "exact", "weaker", False),  # value and upper end doctored
@@ -58,17 +52,8 @@ LOSSY = Claim(AS_CLAIMED, lossy=True)
         (OTHER, FAR, "exact", "weaker", True),
         (OTHER, TIE, "exact", "weaker", False),
         (OTHER, SLOWER, "exact", "refuted", True),
-        (OTHER, AS_CLAIMED, "different", "refuted", True),
         (replace(OTHER, speedup=DOCTORED_VALUE), AS_CLAIMED, "exact", "refuted", True),
         (replace(OTHER, speedup=Speedup(6.0, 5.0, 7.0)), AS_CLAIMED, "exact", "refuted", True),  # more than its rounds allow
-        # A lossy claim is never confirmed.
-        (LOSSY, AS_CLAIMED, "different", "weaker", True),
-        (Claim(lossy=True), AS_CLAIMED, "different", "weaker", True),
-        (LOSSY, AS_CLAIMED, "exact", "weaker", True),  # kept by chance
-        (replace(LOSSY, kept_output=True), AS_CLAIMED, "different", "refuted", True),  # against its evidence
-        (replace(LOSSY, kept_output=True, other_work=True), AS_CLAIMED, "different", "weaker", True),
-        (LOSSY, SLOWER, "different", "refuted", True),
-        (LOSSY, FAR, "different", "refuted", True),
     ],
 )
 def test_a_claim_is_judged(claim: Claim, measured: Speedup, losslessness: str, name: str, clear: bool) -> None:
@@ -76,7 +61,6 @@ def test_a_claim_is_judged(claim: Claim, measured: Speedup, losslessness: str, n
     assert (verdict.name, verdict.clear) == (name, clear), verdict.reason
     if name != "refuted":
         assert "prompts=" in verdict.reason or not claim.other_work
-        assert "lossy" in verdict.reason or not claim.lossy
 
 
 @pytest.mark.parametrize("measured", [Speedup(1.5, 1.5, 1.5), Speedup(0.8, 0.8, 0.8)], ids=["faster", "slower"])
@@ -96,11 +80,6 @@ def test_fewer_tokens_per_round_on_the_same_prompts_refute(repeatable: bool, now
     claim = Claim(AS_CLAIMED, mean_acceptance_length=4.0, repeatable=repeatable)
     verdict = judge(claim, AS_CLAIMED, "exact", TOLERANCE, now)
     assert (verdict.name, verdict.clear) == (name, True), verdict.reason
-
-
-def test_the_tolerance_separates_weaker_from_refuted() -> None:
-    found = Speedup(1.3, 1.2, 1.35)
-    assert [judge(CLAIM, found, "exact", tolerance).name for tolerance in (0.0, 0.1)] == ["refuted", "weaker"]
 
 
 def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompts() -> None:
@@ -129,31 +108,6 @@ def test_the_record_claiming_4_is_refuted_unless_its_evidence_is_of_other_prompt
     for other in ("0" * 64, "", 7, ["a"], PromptSet.packaged().split()[0].digest):
         assert verdict(held_out, **doctored, prompts_digest=other) == "weaker"
     assert verdict(held_out, **doctored | {"mean_acceptance_length": 1.8}, prompts_digest="0" * 64) == "refuted"
-
-
-@pytest.mark.parametrize(
-    ("doctored", "reason"),
-    [
-        ({"baseline_prefill_seconds": 1.0}, None),  # only decoding is compared
-        ({"tokens_per_second": 60.0}, "it states 1.27 x, but its tokens per second give 3.83 x"),
-        ({"decode_seconds": 28.3}, "it states 1.27 x, but its seconds give 2.55 x"),
-        ({"decode_seconds": 28.3, "losslessness": {"verdict": "near_tie"}}, None),  # outputs may differ in length
-        ({"decode_seconds": "?", "tokens_per_second": None}, None),  # no metrics
-        (
-            {"speedup": 1.6, "speedup_low": 1.5, "speedup_high": 1.7, "mean_acceptance_length": 1.4},
-            "1.60 x is more than 1.40 tokens per round",
-        ),
-    ],
-)
-def test_contradictory_evidence_is_refuted(doctored: dict[str, object], reason: str | None) -> None:
-    export = Export.load(DATA / "best-float32-smollm2.json")
-    held_out = PromptSet.packaged().split()[1]
-    export = replace(export, evidence={**export.evidence, **doctored})
-    sampled = replace(export, sampling=Sampling(temperature=1.0))
-    assert not Claim.of(sampled, held_out, held_out, 48).implied  # sampled outputs differ in length
-    verdict = judge(Claim.of(export, held_out, held_out, 48), Speedup(1.27, 1.2, 1.4), "exact", TOLERANCE)
-    assert verdict.name == ("confirmed" if reason is None else "refuted")
-    assert reason is None or f"the evidence contradicts itself: {reason}" in verdict.reason
 
 
 @pytest.mark.parametrize(
@@ -192,7 +146,6 @@ def test_a_bad_speedup_in_the_evidence_is_refused(evidence: dict[str, object], n
 
 
 LOOKUP = SpeculativeConfig("prompt_lookup", 16, prompt_lookup_min=1, prompt_lookup_max=2)
-SECONDS = {"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 10.0}
 
 
 def _conditions(target: Target, here: Any, digest: str = "", max_new_tokens: int = 1) -> dict[str, Any]:
@@ -211,42 +164,13 @@ def test_every_difference_is_named(tiny_target: Target) -> None:
     assert found == {"environment.threads": "999", "environment.versions.torch": "1.0", "evidence.max_new_tokens": "128"}
 
 
-def _speed_change(target: Target, evidence: dict[str, Any], share: float) -> str | None:
-    """Return the sentence on a machine whose prefill takes a share of plain decoding's time."""
-    stated = {"prompts_digest": "abc", "max_new_tokens": 48} | evidence
-    export = Export(Export.describe(target), LOOKUP, evidence={k: v for k, v in stated.items() if v is not None})
-    measured = {"baseline_prefill_seconds": 30 * share, "baseline_decode_seconds": 30.0}  # three repeats
-    return compute_speed_change(export, {"prompts": {"digest": "abc"}, "max_new_tokens": 48, "measured": measured})
-
-
-@pytest.mark.parametrize(("share", "sentence"), [(0.15, "slower, and drafts gain less"), (0.07, "faster, and drafts gain")])
-def test_a_change_of_compute_speed_is_reported(share: float, sentence: str, tiny_target: Target) -> None:
-    change = _speed_change(tiny_target, SECONDS, share)
-    assert change is not None and sentence in change
-    assert _speed_change(tiny_target, SECONDS, 0.11) is None
-
-
-@pytest.mark.parametrize(
-    "metrics",
-    [
-        {"baseline_decode_seconds": 10.0},
-        {"baseline_prefill_seconds": 1.0, "baseline_decode_seconds": 0.0},
-        SECONDS | {"max_new_tokens": 128},
-        SECONDS | {"prompts_digest": None},
-    ],
-)
-def test_incomparable_figures_report_no_change(metrics: dict[str, Any], tiny_target: Target) -> None:
-    assert _speed_change(tiny_target, metrics, 0.3) is None
-
-
 FP8 = "{_target_:transformers.FineGrainedFP8Config,weight_block_size:[32,32]}"
 
 
-@pytest.mark.parametrize("given", [FP8, "fp8"])
-def test_a_command_line_can_give_any_configuration(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    """Without a GPU, transformers itself, or this package for a name, refuses it, and the field is named."""
+def test_a_command_line_can_give_any_configuration(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, transformers itself refuses it, and the field is named."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    fields = ["target=local", f"target.path={tiny_folder}", f"target.quantization={given}"]
+    fields = ["target=local", f"target.path={tiny_folder}", f"target.quantization={FP8}"]
     config = compose_config("layerskip", fields)
     with pytest.raises(Exception, match=r"target\.quantization: .*(GPU|CUDA)") as error:
         instantiate(config.target)
