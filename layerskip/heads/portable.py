@@ -38,7 +38,7 @@ def why_not_portable(folder: Path) -> str | None:
     if is_published(folder):
         return None
     try:
-        shape = read_metadata(folder, "head")["shape"]
+        shape = read_metadata(folder)["shape"]
     except ConfigError as error:
         return str(error).removeprefix("head: ")
     if shape.get("lookback"):
@@ -62,7 +62,7 @@ def count_medusa_heads(folder: Path) -> int:
         if is_published(folder):
             described = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
             return int(described.get("num_heads") or described["medusa_num_heads"])
-        return int(read_metadata(folder, "head")["shape"]["heads"])
+        return int(read_metadata(folder)["shape"]["heads"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise ConfigError(f"head: {folder} does not state its number of heads") from None
 
@@ -83,7 +83,7 @@ def save_portable(source: Path, folder: Path, target: Target, engine: str = "vll
         reason = f"{source} has its authors' layout already, which engines load"
     if reason is not None:
         raise ConfigError(f"head: {reason}")
-    kind = str(read_metadata(source, "head").get("kind"))
+    kind = str(read_metadata(source).get("kind"))
     fields, weights = load_trained(source, kind, target)
     tokens = weights.pop("tokens", None)
     if kind == EAGLE:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from layerskip.models.draft_head import OutputLayer
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.weights import is_split
 
@@ -73,18 +72,15 @@ def forward(
     """
     if positions is None and isinstance(cache, CapturingCache) and isinstance(model, PreTrainedModel):
         layer = model.get_output_embeddings()  # heads have none: their passes read more than tokens
-        if isinstance(layer, nn.Linear | OutputLayer) and cache.captures(model, tokens.shape[0]):
-            reduced = layer if isinstance(layer, OutputLayer) else None
-            return _captured_forward(model, reduced, tokens, cache, last, features)
+        if isinstance(layer, nn.Linear) and cache.captures(model, tokens.shape[0]):
+            return _captured_forward(model, tokens, cache, last, features)
     if not features.modules:
         return _forward(model, tokens, cache, last, positions)
     with features.collect(model):
         return _forward(model, tokens, cache, last, positions)
 
 
-def _captured_forward(
-    model: nn.Module, reduced: OutputLayer | None, tokens: Tensor, cache: CapturingCache, last: int, features: Features
-) -> Tensor:
+def _captured_forward(model: nn.Module, tokens: Tensor, cache: CapturingCache, last: int, features: Features) -> Tensor:
     size, wanted = tokens.shape[0], last
     wide = _chain_width(size)
     if wide == size or (cache.pads_chains and cache.captures(model, wide)):
@@ -93,15 +89,13 @@ def _captured_forward(
         last = min(last, 1) * wide
 
     def compute(block: Tensor) -> tuple[Tensor, ...]:
-        with features.collect(model), contextlib.nullcontext() if reduced is None else reduced.with_reserved():
+        with features.collect(model):
             logits = _forward(model, block, cache, last)
         return logits, *features.parts
 
-    kind = last, features.modules, None if reduced is None else reduced.rows.reserve()
-    logits, *parts = cache.replay(model, kind, (tokens,), compute)
+    logits, *parts = cache.replay(model, (last, features.modules), (tokens,), compute)
     features.parts = tuple(part[..., :size, :] for part in parts)
-    rows = logits if last == wanted else logits[size - wanted : size]
-    return rows[:, : None if reduced is None else reduced.weight.shape[0]]
+    return logits if last == wanted else logits[size - wanted : size]
 
 
 def _chain_width(size: int) -> int:

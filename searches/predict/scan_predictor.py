@@ -133,7 +133,7 @@ class ScanPredictor:
         """Return whether the draft is a timed prompt lookup, or a chain with a scanned draft length and stop rule."""
         if config.method == "prompt_lookup":
             return config.lossless and config.num_speculative_tokens <= self.profile.longest
-        scanned = (config.num_speculative_tokens, config.stop) in self._choices and not config.siblings
+        scanned = (config.num_speculative_tokens, config.stop) in self._choices
         return config.method == "layer_skip" and scanned and config.lossless
 
     def speedup(self, config: SpeculativeConfig) -> float:

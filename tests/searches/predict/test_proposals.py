@@ -61,7 +61,7 @@ class Landscape:
         ]
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
-        return config.method == "layer_skip" and config.stop.method == "length" and not config.siblings and config.lossless
+        return config.method == "layer_skip" and config.stop.method == "length" and config.lossless
 
     def speedup(self, config: SpeculativeConfig) -> float:
         (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])

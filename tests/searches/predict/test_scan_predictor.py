@@ -73,7 +73,7 @@ def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny
     assert best.speedup == pytest.approx(max(expected.values()))
     assert best.speedup == pytest.approx(expected[best.config])
     assert all(predictor.can_predict(config) for config in expected)
-    for other in ({"num_speculative_tokens": 5}, {"stop": StopRule("adaptive", 0.1)}, {"siblings": 1}):
+    for other in ({"num_speculative_tokens": 5}, {"stop": StopRule("adaptive", 0.1)}):
         assert not predictor.can_predict(replace(best.config, **other))
 
 
