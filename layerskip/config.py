@@ -206,10 +206,10 @@ class Field:
 
     Args:
         name: the field's name.
-        default: the value where none is given. Its type is that of all values.
+        default: the value where none is given. Its type is that of all values. Whole numbers are at least 1, others from 0
+            to 1.
         meaning: one phrase for the documentation.
         unit: of the values, such as ``tokens``; empty for none.
-        minimum: the smallest valid value of a whole number. Other numbers are from 0 to 1.
         range: the lowest and the highest value that a study chooses; None if it chooses no number.
         log: whether a study chooses on a logarithmic scale.
         choices: the values that a study chooses from. Texts of a field that is no path have no other values.
@@ -227,7 +227,6 @@ class Field:
     default: Any
     meaning: str
     unit: str = ""
-    minimum: int = 1
     range: tuple[float, float] | None = None
     log: bool = False
     choices: tuple[str, ...] = ()
@@ -245,7 +244,7 @@ class Field:
         if isinstance(self.default, (bool, str, StopRule)):
             check_type(self.name, value, type(self.default))
         elif isinstance(self.default, int):
-            check_integer(self.name, value, self.minimum)
+            check_integer(self.name, value, 1)
         elif isinstance(self.default, float):
             check_number(self.name, value, 0.0, 1.0)
         if isinstance(value, str) and self.choices and value not in self.choices:
@@ -259,7 +258,6 @@ class Field:
 _SHARED = (
     Field("num_speculative_tokens", 4, "the most tokens of a draft, or the greatest depth of a tree"),
     Field("mask", "", "the skipped sub-layers"),
-    Field("draft_head", "", "a folder of a draft head, which reduces the vocabulary", path=True, omitted=True),
     Field("stop", NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive")),
     Field("prompt_lookup_min", 1, "the shortest n-gram to look up", "tokens"),
     Field("prompt_lookup_max", 3, "the longest n-gram, which is tried first", "tokens", at_least="prompt_lookup_min"),
@@ -269,7 +267,6 @@ _SHARED = (
     Field("top_k", 4, "successors that are kept of each token"),
     Field("guess_set_size", 4, "n-grams that are kept and verified for each first token"),
     Field("window", 5, "guesses in each row of the window"),
-    Field("siblings", 0, "alternatives to each drafted token; 0 drafts chains", minimum=0),
     Field("min_token_prob", 0.05, "the least probability of a branch", log=True),
     Field("head", "", "the folder of a trained head", path=True, required=True),
     Field("draft_model", "", "a hub id, a folder or a .gguf file", path=True, required=True),
@@ -277,8 +274,6 @@ _SHARED = (
     Field("verify_cost", (), "the cost of verifying 1, 2, ... tokens", "steps of plain decoding", omitted=True),
     Field("draft_cost", (), "the cost of each member per drafted token or level", "steps of plain decoding", omitted=True),
 )
-TRAINED = ("draft_head", "head")
-"""The fields that name folders of trained modules."""
 _FIELDS = {each.name: each for each in _SHARED}
 
 
@@ -425,7 +420,6 @@ class SpeculativeConfig:
     method: str = "none"
     num_speculative_tokens: int = _FIELDS["num_speculative_tokens"].default
     mask: str = ""
-    draft_head: str = ""
     stop: StopRule = NEVER
     prompt_lookup_min: int = _FIELDS["prompt_lookup_min"].default
     prompt_lookup_max: int = _FIELDS["prompt_lookup_max"].default
@@ -435,7 +429,6 @@ class SpeculativeConfig:
     top_k: int = _FIELDS["top_k"].default
     guess_set_size: int = _FIELDS["guess_set_size"].default
     window: int = _FIELDS["window"].default
-    siblings: int = _FIELDS["siblings"].default
     min_token_prob: float = _FIELDS["min_token_prob"].default
     head: str = ""
     draft_model: str = ""

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from layerskip.config import TRAINED, ConfigError, SpeculativeConfig, check_text
+from layerskip.config import ConfigError, SpeculativeConfig, check_text
 from layerskip.decoding.sampling import Sampling, SamplingError
 from layerskip.engines.deployment import Deployment
 from layerskip.engines.registry import describe_engines
@@ -142,21 +142,18 @@ class Export:
         return cls(fields["target"], config, sampling, **rest)
 
     def check(self, target: Target) -> None:
-        """Check that architecture, number of layers and trained modules are those of a target."""
+        """Check that architecture, number of layers and trained heads are those of a target."""
         for name, value in (("architecture", target.architecture), ("layers", target.layers)):
             if self.target[name] != value:
                 raise ExportError(f"target.{name}: the export is for {self.target[name]}, this model has {value}")
         for config in (self.config, *self.config.members):
-            # A cross_tokenizer draft head belongs to the draft model; it is checked when that model is loaded.
-            fields = [name for name in TRAINED if (name, config.method) != ("draft_head", "cross_tokenizer")]
             if config.datastore and not Path(config.datastore).is_dir():
                 raise ExportError(f"config.datastore: there is no {config.datastore}; exports do not contain datastores")
-            for name, folder in ((name, getattr(config, name)) for name in fields):
-                if folder and has_trained(Path(folder)):
-                    try:
-                        check_trained(Path(folder), target, name)
-                    except ConfigError as error:
-                        raise ExportError(f"config.{error}") from None
+            if config.head and has_trained(Path(config.head)):
+                try:
+                    check_trained(Path(config.head), target)
+                except ConfigError as error:
+                    raise ExportError(f"config.{error}") from None
 
     def custom_generate(self, tokenizer: PreTrainedTokenizerBase | None = None) -> Callable[..., Any]:
         """Make the decoding method for ``model.generate(**inputs, custom_generate=export.custom_generate())``.
@@ -167,14 +164,14 @@ class Export:
 
 
 def _copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
-    """Copy the trained modules of a configuration next to an export's file; return it with names relative to the file."""
+    """Copy the trained heads of a configuration next to an export's file; return it with names relative to the file."""
 
-    def copy(field: str, name: str) -> str:
+    def copy(name: str) -> str:
         source = Path(name)
         files = _files(source)
         if not files:
-            raise ConfigError(f"{field}: there is nothing in {source} to export")
-        folder = file.parent / f"{file.stem}.{field}-{_digest(files)}"
+            raise ConfigError(f"head: there is nothing in {source} to export")
+        folder = file.parent / f"{file.stem}.head-{_digest(files)}"
         if not folder.exists():
             with atomic_folder(folder) as partial:
                 partial.mkdir()
@@ -188,7 +185,7 @@ def _copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfi
 def _resolve_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
     """Replace the names of folders next to an export's file by absolute paths."""
 
-    def resolve(_: str, name: str) -> str:
+    def resolve(name: str) -> str:
         folder = file.parent / name
         return str(folder.resolve()) if folder.is_dir() else name
 
@@ -202,12 +199,12 @@ def attached_folders(file: Path) -> list[Path]:
 
 
 def attachment_digests(config: SpeculativeConfig) -> list[str]:
-    """Return digests of the trained modules that a configuration names; they identify the folders' present contents."""
+    """Return digests of the trained heads that a configuration names; they identify the folders' present contents."""
     return [_digest(_files(Path(name))) for name in _names(config)]
 
 
 def _names(config: SpeculativeConfig) -> list[str]:
-    names = [getattr(part, field) for part in (config, *config.members) for field in TRAINED]
+    names = [part.head for part in (config, *config.members)]
     return [name for name in dict.fromkeys(names) if name]
 
 
@@ -219,8 +216,7 @@ def _digest(files: Sequence[Path]) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
-def _with_folders(config: SpeculativeConfig, rename: Callable[[str, str], str]) -> SpeculativeConfig:
-    """Apply ``rename(field, name)`` to all folder names of a configuration and its members."""
-    changes = {field: rename(field, getattr(config, field)) for field in TRAINED if getattr(config, field)}
+def _with_folders(config: SpeculativeConfig, rename: Callable[[str], str]) -> SpeculativeConfig:
+    """Apply ``rename`` to the folders of all heads of a configuration and its members."""
     members = tuple(_with_folders(member, rename) for member in config.members)
-    return replace(config, members=members, **changes)  # type: ignore[arg-type]
+    return replace(config, members=members, head=rename(config.head) if config.head else "")

@@ -75,11 +75,6 @@ class SkipMask:
         """Return the canonical, shortest text form; the inverse of :meth:`parse`."""
         return _write(*({i for i, skip in enumerate(flags) if skip} for flags in (self.attention, self.mlp)))
 
-    def rescale(self, layers: int) -> SkipMask:
-        """Scale the mask to another number of layers: each layer takes the flags of the layer at its relative depth."""
-        source = [min(self.layers - 1, (2 * i + 1) * self.layers // (2 * layers)) for i in range(layers)]
-        return SkipMask(tuple(self.attention[i] for i in source), tuple(self.mlp[i] for i in source))
-
 
 def normalise(text: str) -> str:
     """Return the canonical form of a mask's text, without the number of layers; a ``MaskError`` if it is malformed."""

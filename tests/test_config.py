@@ -34,7 +34,6 @@ CONFIGS: list[dict[str, Any]] = [
     *_MEMBERS,
     {"method": "retrieval", "datastore": "d", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 3,
      "tree_tokens": 6, "min_token_prob": 0.1},
-    LAYER_SKIP | _LENGTH | {"mask": "mlp:2", "siblings": 3, "min_token_prob": 0.2},
     {"method": "lookahead", "num_speculative_tokens": 3, "window": 2, "guess_set_size": 2},
     RECYCLING | {"num_speculative_tokens": 3, "tree_tokens": 6, "top_k": 2, "min_token_prob": 0.1},
     {"method": "cascade", "members": _MEMBERS, "verify_cost": [1.5, 1.75], "draft_cost": [0.0, 0.5]},

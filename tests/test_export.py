@@ -199,11 +199,13 @@ def test_a_head_of_another_model_is_refused(tiny_target: Target, tmp_path: Path)
             export.check(other)
 
 
-def test_an_export_with_a_bridge_is_refused_in_one_line(file: Path) -> None:
+@pytest.mark.parametrize("field", ["bridge", "draft_head", "siblings"])
+def test_an_export_with_a_field_of_an_earlier_version_is_refused_in_one_line(file: Path, field: str) -> None:
     stored = json.loads(file.read_text())
-    config = {"method": "layer_skip", "mask": "layers:1", "bridge": "best.bridge-1234"}
-    file.write_text(json.dumps(stored | {"config": config}))
-    with pytest.raises(ExportError, match=r"^config\.bridge: not a field of method layer_skip; it has [^\n]*best\.json\)$"):
+    file.write_text(json.dumps(stored | {"config": {"method": "layer_skip", "mask": "layers:1", field: "best-1234"}}))
+    with pytest.raises(
+        ExportError, match=rf"^config\.{field}: not a field of method layer_skip; it has [^\n]*best\.json\)$"
+    ):
         Export.load(file)
 
 

@@ -25,8 +25,7 @@ from layerskip.heads.readout import Readout, choose_tokens
 from layerskip.heads.training import fit_linear
 from layerskip.kernels.cpu import has_kernels
 from layerskip.models.compiled_layers import compiled_layers
-from layerskip.models.draft_head import save_draft_tokens
-from layerskip.models.loading import WHEELS, load_draft
+from layerskip.models.loading import WHEELS
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.trained_module import save_trained
 from tests.accelerator import DEVICE, compile_anywhere
@@ -62,7 +61,7 @@ CONFIGS: list[dict[str, Any]] = representative(
     [
         {"method": "none"},
         _lookup(tokens=10),
-        _drafter("layer_skip", 3, mask="layers:12-20", siblings=2),
+        _drafter("layer_skip", 3, mask="layers:12-20"),
         _drafter("eagle", 4, top_k=3, tree_tokens=10, head="eagle"),
         _cascade(_lookup(), _RECYCLING),
         *_few_bits(_drafter("quantized", 4)),
@@ -73,10 +72,9 @@ CONFIGS: list[dict[str, Any]] = representative(
         _drafter("lookahead", 3, window=4),
         _drafter("token_recycling", 5, tree_tokens=12),
         _drafter("layer_skip", 6, mask="attention:0,7;mlp:7,12;layers:15", stop=_THRESHOLD),
-        _drafter("layer_skip", 3, mask="attention:3;layers:12-16;mlp:20", draft_head="common", siblings=2, stop=_ADAPTIVE),
+        _drafter("layer_skip", 3, mask="attention:3;layers:12-16;mlp:20", stop=_ADAPTIVE),
         _drafter("draft_model", 5, draft_model="cut", stop=_THRESHOLD),
-        _drafter("draft_model", 5, draft_model="cut", draft_head="common", stop=_ADAPTIVE),
-        _drafter("cross_tokenizer", 4, draft_model="cut", draft_head="common_of_cut"),
+        _drafter("draft_model", 5, draft_model="cut", stop=_ADAPTIVE),
         _drafter("cross_tokenizer", 4, draft_model="gemma3"),  # the real pair
         _drafter("retrieval", 16, tree_tokens=24),
         _drafter("retrieval", 6, tree_tokens=12, datastore="answers"),
@@ -123,7 +121,7 @@ class Parts:
 
     def fill(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a configuration with folders in place of names."""
-        named = {"draft_model", "head", "draft_head", "datastore"} & fields.keys()
+        named = {"draft_model", "head", "datastore"} & fields.keys()
         filled = fields | {name: self.path(fields[name]) for name in named}
         return filled | {"members": [self.fill(member) for member in fields["members"]]} if "members" in fields else filled
 
@@ -138,12 +136,6 @@ class Parts:
 
     def cut(self, folder: Path) -> None:
         save_draft_checkpoint(self.target, SkipMask.parse("layers:7,12,15", 30), folder)
-
-    def common(self, folder: Path) -> None:
-        save_draft_tokens(folder, self.common_tokens, self.target, {})
-
-    def common_of_cut(self, folder: Path) -> None:
-        save_draft_tokens(folder, self.common_tokens, load_draft(self.target, self.path("cut")), {})
 
     def answers(self, folder: Path) -> None:
         Datastore.build([tokens for _, _, tokens in self.texts], self.target).save(folder)

@@ -64,25 +64,3 @@ def test_layers_and_flags_that_fit_no_model_are_refused() -> None:
         SkipMask.of(3, {-1}, set())
     with pytest.raises(MaskError, match="2 attention flags, but 1 MLP"):
         SkipMask((True, False), (True,))
-
-
-@pytest.mark.parametrize(
-    ("text", "layers", "to", "expected"),
-    [
-        ("attention:1;mlp:3", 4, 8, "attention:2-3;mlp:6-7"),
-        ("attention:2-3;mlp:6-7", 8, 4, "attention:1;mlp:3"),
-        ("layers:1", 3, 5, "layers:2"),  # only the middle fifth has its middle in the middle third
-        ("layers:0-2", 3, 7, "layers:0-6"),
-        ("mlp:29", 30, 1, ""),
-    ],
-)
-def test_rescale_keeps_relative_depth(text: str, layers: int, to: int, expected: str) -> None:
-    rescaled = SkipMask.parse(text, layers).rescale(to)
-    assert (rescaled.layers, rescaled.format()) == (to, expected)
-
-
-def test_rescale_to_a_multiple_and_back_returns_the_mask() -> None:
-    rng = random.Random(1)
-    for layers in (1, 3, 8):
-        mask = _random_mask(rng, layers)
-        assert all(mask.rescale(layers * factor).rescale(layers) == mask for factor in (1, 2, 3, 5))

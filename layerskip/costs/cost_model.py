@@ -2,22 +2,19 @@
 
 A round costs its drafted tokens and one verification (arXiv 2211.17192, theorem 3.8). A draft pass costs the sum of what it
 runs: the head, which includes everything that every pass does, each kept attention and MLP sub-layer, and the rest of each
-block. Verification is a curve over the number of drafted tokens, measured instead of assumed flat.
-
-Every key in the cache adds the same to the time of an attention sub-layer, up to its window. So costs are linear in the
-context, and where contexts differ much, costs are measured at some and interpolated between them.
+block. Verification is a curve over the number of drafted tokens, measured instead of assumed flat. Every key in the cache
+adds the same to the time of an attention sub-layer, so costs at the mean context are the mean costs.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from layerskip.config import StopRule
 from layerskip.mask import SkipMask
-from layerskip.scan.replay import CHAIN, Branching, Counts
+from layerskip.scan.replay import Counts
 
 
 @dataclass(frozen=True)
@@ -33,9 +30,6 @@ class CostProfile:
         confidence_seconds: computing the draft's confidence in a token, for a stop rule.
         round_seconds: the fixed cost of drafting with a model in a round, in addition to its draft passes and verification.
         verify_seconds: entry g: verifying g drafted tokens; entry 0 is a step of plain decoding.
-        siblings_seconds: looking for the siblings of a drafted token and adding them to the draft.
-        tree_seconds: the extra cost of verifying a tree instead of a chain of as many tokens.
-        others: profiles at longer contexts, rising, if contexts differ much.
     """
 
     context: int
@@ -46,43 +40,16 @@ class CostProfile:
     confidence_seconds: float
     round_seconds: float
     verify_seconds: tuple[float, ...]
-    siblings_seconds: float = 0.0
-    tree_seconds: float = 0.0
-    others: tuple[CostProfile, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the profile as a dictionary that JSON can hold; without ``others`` if there are none."""
-        return {name: value for name, value in asdict(self).items() if name != "others" or value}
+        """Return the profile as a dictionary that JSON can hold."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, parts: Mapping[str, Any]) -> CostProfile:
         """Return the profile of a dictionary from :meth:`to_dict`."""
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in parts.items()}
-        return cls(**values | {"others": tuple(map(cls.from_dict, parts.get("others", ())))})
-
-    @classmethod
-    def mean(cls, profiles: Sequence[CostProfile], weights: Sequence[float]) -> CostProfile:
-        """Return the weighted mean of profiles without ``others``; all costs are linear in it."""
-        shares = [weight / sum(weights) for weight in weights]
-
-        def mixed(values: Sequence[Any]) -> Any:
-            if isinstance(values[0], tuple):
-                return tuple(map(mixed, zip(*values, strict=True)))
-            return sum(share * value for share, value in zip(shares, values, strict=True))
-
-        values = {part.name: mixed([getattr(one, part.name) for one in profiles]) for part in fields(cls)}
-        return cls(**values | {"context": round(values["context"])})
-
-    def at(self, context: float) -> CostProfile:
-        """Return the profile at a context, interpolated between the measured ones; the nearest one outside their range."""
-        if not self.others:
-            return self
-        measured = [replace(self, others=()), *self.others]
-        low, high = next(
-            ((one, next_one) for one, next_one in itertools.pairwise(measured) if context <= next_one.context), measured[-2:]
-        )
-        share = min(1.0, max(0.0, (context - low.context) / (high.context - low.context)))
-        return CostProfile.mean((low, high), (1 - share, share))
+        return cls(**values)
 
     def draft_seconds(self, mask: SkipMask) -> float:
         """Return the seconds of a draft pass with a mask."""
@@ -94,10 +61,8 @@ class CostProfile:
             + sum(cost for cost, (_, skipped) in zip(self.mlp_seconds, pairs, strict=True) if not skipped)
         )
 
-    def seconds(self, counts: Counts, mask: SkipMask, stop: StopRule, branching: Branching = CHAIN) -> float:
-        """Return the seconds of a decoding with these counts.
-
-        A stop rule other than ``length`` computes confidences. Looking for siblings costs the same whether any are found.
+    def seconds(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
+        """Return the seconds of a decoding with these counts. A stop rule other than ``length`` computes confidences.
 
         Raises:
             ValueError: the counts have more tokens verified at once than were measured.
@@ -105,18 +70,17 @@ class CostProfile:
         if len(counts.verified) > len(self.verify_seconds):
             raise ValueError(f"verified: {len(counts.verified) - 1} tokens at once; the profile ends at {self.longest}")
         each = self.draft_seconds(mask) + (self.confidence_seconds if stop.method != "length" else 0.0)
-        each += self.siblings_seconds if branching.siblings else 0.0
-        drafting = (counts.drafted - counts.siblings) * each + counts.trees * self.tree_seconds
-        return drafting + sum(counts.verified[1:]) * self.round_seconds + self.lookup_seconds(counts)
+        return counts.drafted * each + sum(counts.verified[1:]) * self.round_seconds + self._verification(counts)
 
     def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
-        """Return the predicted speedup over plain decoding; 1.0 if nothing is decoded."""
-        if not counts.tokens:
-            return 1.0
+        """Return the predicted speedup over plain decoding."""
         return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop)
 
-    def lookup_seconds(self, counts: Counts) -> float:
-        """Return the seconds of a decoding with a drafter without a model, whose drafts cost next to nothing."""
+    def lookup_speedup(self, counts: Counts) -> float:
+        """Return the predicted speedup of a drafter without a model, whose drafts cost next to nothing."""
+        return counts.tokens * self.verify_seconds[0] / self._verification(counts)
+
+    def _verification(self, counts: Counts) -> float:
         return sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
 
     def round_cost(self, mask: SkipMask, num_speculative_tokens: int) -> float:

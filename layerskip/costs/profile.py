@@ -6,7 +6,6 @@ time of verification and is part of the cost of a round.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,44 +21,18 @@ from layerskip.costs.cost_model import CostProfile
 from layerskip.costs.timing import VerifyPass, seconds_of
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import Stopper, confidence
-from layerskip.decoding.tree_growth import reads_while_growing
-from layerskip.drafters.chain import SiblingCollector, draft_chain
+from layerskip.drafters.chain import draft_chain
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import architecture
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
-_SIBLINGS = 1  # siblings in a timed tree
-_TURNS = 2  # comparisons of chain and tree per repeat, in alternating order
-_PATIENCE = 2  # the most repeats on a noisy machine, as a multiple of the requested ones
 MIN_REPEATS = 3
 """Fewest runs of every job, of which a median is the middle one."""
 
 _Job = tuple[str, int, int]
 """A timed job: its kind, the index of its draft, and the number of drafted tokens."""
-
-
-@dataclass(frozen=True)
-class Repeats:
-    """How often every job is timed.
-
-    Args:
-        count: runs of every job, after a warm-up.
-        error: runs continue, up to twice as many, while the standard error of a median exceeds this share of it.
-        on_repeat: called after every run of all jobs.
-        is_over: returns whether time has run out, after which no job runs more than ``MIN_REPEATS`` times.
-    """
-
-    count: int = 12
-    error: float = math.inf
-    on_repeat: Callable[[], object] = lambda: None
-    is_over: Callable[[], bool] = lambda: False
-
-    def enough(self, repeat: int, times: Mapping[_Job, Sequence[float]]) -> bool:
-        """Return whether a number of runs, without the warm-up, is enough."""
-        accurate = repeat > self.count and _largest_error(times) <= self.error
-        return accurate or (repeat > MIN_REPEATS and self.is_over())
 
 
 @torch.inference_mode()
@@ -68,31 +41,22 @@ def profile_costs(
     context: int,
     longest: int = 8,
     sampling: Sampling | None = None,
-    repeats: Repeats = Repeats(),
-    branching: bool = False,
+    repeats: int = 12,
+    on_repeat: Callable[[], object] = lambda: None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> CostProfile:
     """Measure a profile. All jobs run repeatedly in random order, and the time of each is its median.
 
     Args:
-        branching: whether to measure siblings.
+        repeats: runs of every job, after a warm-up.
+        on_repeat: called after every run of all jobs.
+        is_over: returns whether time has run out, after which no job runs more than ``MIN_REPEATS`` times.
     """
-    longest = max(longest, 1 + _SIBLINGS)  # one length would not separate the fixed cost of a round from that of its tokens
+    longest = max(longest, 2)  # one length would not separate the fixed cost of a round from that of its tokens
     drafts = _timed_drafts(target)
     passes = VerifyPass(target, context, longest, sampling)
     context, cache, tokens, chooser = passes.context, passes.cache, passes.tokens, passes.chooser
     lengths = sorted({min(count, longest) for count in _DRAFTED})
-    cheapest = skip_view(target.model, drafts[1].mask)
-
-    def decode(with_siblings: bool, as_tree: bool) -> None:
-        """Draft, perhaps look for siblings, and verify a tree, whose last node is kept, or a chain of as many tokens."""
-        last, reads = tokens[-1:], reads_while_growing(cache, target.device)
-        siblings = SiblingCollector(_SIBLINGS, 0.0, last, reads) if with_siblings else None
-        draft_chain(cheapest, cache, last, lengths[-1], chooser, Stopper(StopRule()), siblings)
-        cache.length = context
-        if as_tree:
-            passes.tree((-1,) * (1 + _SIBLINGS), [0, 1 + _SIBLINGS])  # a fixed tree, since a draft may have no siblings
-        else:
-            passes.chain(1 + _SIBLINGS)
 
     def decode_round(view: nn.Module, count: int) -> None:
         draft = draft_chain(view, cache, tokens[-1:], count, chooser, Stopper(StopRule()))
@@ -105,12 +69,10 @@ def profile_costs(
         jobs |= {("round", number, count): partial(decode_round, view, count) for count in lengths}
     jobs |= {("verify", 0, count): partial(passes.chain, count) for count in range(longest + 1)}
     jobs["confidence", 0, 0] = lambda: float(confidence(passes.logits))
-    variants = [partial(decode, *flags) for flags in ((False, False), (True, False), (True, True))]
-    differences: list[tuple[float, float]] = []  # between consecutive variants, timed together because they are small
     times: dict[_Job, list[float]] = {job: [] for job in jobs}
     order = random.Random(0)
-    for repeat in range(_PATIENCE * repeats.count + 1):
-        if repeats.enough(repeat, times):
+    for repeat in range(repeats + 1):
+        if repeat > MIN_REPEATS and is_over():
             break
         # Verifications twice: each is a single pass, yet part of every prediction.
         names = [*jobs, *(name for name in jobs if name[0] == "verify")]
@@ -118,25 +80,12 @@ def profile_costs(
         taken = [(name, seconds_of(target.device, jobs[name])) for name in names]
         for name, seconds in taken if repeat else ():  # the first repeat warms up
             times[name].append(seconds)
-        for turn in range(_TURNS if branching else 0):
-            numbers = (2, 1, 0) if turn % 2 else (0, 1, 2)
-            chain, looked, tree = (one for _, one in sorted((n, seconds_of(target.device, variants[n])) for n in numbers))
-            if repeat:
-                differences.append((looked - chain, tree - looked))
-        repeats.on_repeat()
+        on_repeat()
     median = {name: float(np.median(seconds)) for name, seconds in times.items()}
-    sibling_seconds, tree_seconds = np.maximum(np.median(differences, axis=0), 0.0) if branching else (0.0, 0.0)
-    return _solve(target, context, drafts, median, float(sibling_seconds) / lengths[-1], float(tree_seconds))
+    return _solve(target, context, drafts, median)
 
 
-def _solve(
-    target: Target,
-    context: int,
-    drafts: Sequence[_TimedDraft],
-    median: Mapping[_Job, float],
-    siblings_seconds: float,
-    tree_seconds: float,
-) -> CostProfile:
+def _solve(target: Target, context: int, drafts: Sequence[_TimedDraft], median: Mapping[_Job, float]) -> CostProfile:
     """Solve for the costs of the parts. Every round is its verification, a fixed cost and the parts of its draft passes."""
     verifying = [seconds for name, seconds in median.items() if name[0] == "verify"]
     rounds = [name for name in median if name[0] == "round"]
@@ -157,22 +106,7 @@ def _solve(
         confidence_seconds=median["confidence", 0, 0],
         round_seconds=float(solved[0]),  # negative if drafting warms up what verification needs
         verify_seconds=tuple(verifying),
-        siblings_seconds=siblings_seconds,
-        tree_seconds=tree_seconds,
     )
-
-
-def _largest_error(times: Mapping[_Job, Sequence[float]]) -> float:
-    """Return the largest relative standard error of the medians of rounds and verifications: 1.25 deviations / sqrt(n).
-
-    The deviation is estimated from the quartiles, which are robust against a few interruptions.
-    """
-    errors = [0.0]
-    for name, seconds in times.items():
-        low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
-        if name[0] != "confidence" and middle > 0:
-            errors.append(float(1.25 * (high - low) / 1.35 / math.sqrt(len(seconds)) / middle))
-    return max(errors)
 
 
 def _layer_kinds(target: Target, name: str) -> list[tuple[Any, ...]]:

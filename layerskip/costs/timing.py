@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from layerskip.config import Costs, SpeculativeConfig
+from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser, Sampling
-from layerskip.decoding.tree import tree_model
 from layerskip.decoding.verify import verify
 from layerskip.device.transfer import copy_to_device, now
 from layerskip.drafters.registry import build_drafter
@@ -33,7 +31,6 @@ from layerskip.models.target import Target
 _WARMUP, _TIMED = 2, 12  # rounds of a timed drafter
 _ROOM = 32  # tokens
 _SHORT = 64  # tokens of a prompt so short that every drafter can draft after it
-Job = TypeVar("Job")
 
 
 class VerifyPass:
@@ -54,7 +51,7 @@ class VerifyPass:
         self.cache = acquire_cache(target.model, target.layers, self.context + longest + 1, target.device, holder=self)
         self.tokens = copy_to_device([token % target.vocabulary for token in range(self.context)], target.device)
         self.chooser = Chooser(sampling, target.vocabulary, target.device, seed)
-        self._model, self._plain = target.model, decoding_view(target.model)
+        self._plain = decoding_view(target.model)
         self.logits = run_prefill(self._plain, self.tokens, self.cache)
         # Like the drafts of sampled decoding, these carry the distribution that they were drawn from.
         self._uniform: Tensor | None = None
@@ -69,26 +66,8 @@ class VerifyPass:
 
     def chain(self, count: int) -> None:
         """Verify a chain of ``count`` tokens; 0 is a step of plain decoding."""
-        self.check(self._draft(count))
-
-    def tree(self, parents: Sequence[int], kept: Sequence[int]) -> None:
-        """Verify a tree.
-
-        Args:
-            kept: positions in the block, first the last token's, that are moved to where a chain would have them.
-
-        Raises:
-            UnsupportedModel: the target cannot verify trees.
-        """
-        draft = self._draft(len(parents), tuple(parents))
-        block = torch.cat((self.tokens[-1:], draft.tokens))
-        logits = tree_model(self._model).run(block, parents, self.cache)
-        verify(draft, self.chooser.distribution(logits, block, parents), self.chooser.generator)
-        self.cache.gather(kept)
-
-    def _draft(self, count: int, parents: tuple[int, ...] | None = None) -> Draft:
-        probs = None if self._uniform is None or parents is not None else self._uniform.expand(count, -1)
-        return Draft(self.tokens[:count], parents, probs)  # trees are deterministic
+        probs = None if self._uniform is None else self._uniform.expand(count, -1)
+        self.check(Draft(self.tokens[:count], probs=probs))
 
 
 def seconds_of(device: torch.device, job: Callable[[], object]) -> float:
@@ -98,25 +77,22 @@ def seconds_of(device: torch.device, job: Callable[[], object]) -> float:
     return now(device) - start
 
 
-def _median_seconds(target: Target, jobs: Mapping[Job, Callable[[], object]], repeats: int, seed: int) -> dict[Job, float]:
-    """Run jobs repeatedly in random order, after a warm-up of each, and return the medians."""
-    order, times = random.Random(seed), {name: list[float]() for name in jobs}
-    for repeat in range(repeats + 1):
-        for name in order.sample(list(jobs), len(jobs)):
-            seconds = seconds_of(target.device, jobs[name])
-            if repeat:
-                times[name].append(seconds)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
 @torch.inference_mode()
 def time_verification(
     target: Target, context: int, longest: int = 16, sampling: Sampling | None = None, repeats: int = 12, seed: int = 0
 ) -> tuple[float, ...]:
-    """Return the median seconds of verifying chains of 0 to ``longest`` tokens; the first is a step of plain decoding."""
-    passes = VerifyPass(target, context, longest, sampling, seed)
-    jobs = {count: partial(passes.chain, count) for count in range(longest + 1)}
-    return tuple(_median_seconds(target, jobs, repeats, seed).values())
+    """Return the median seconds of verifying chains of 0 to ``longest`` tokens; the first is a step of plain decoding.
+
+    All lengths are timed repeatedly, in random order, after a warm-up of each.
+    """
+    passes, order = VerifyPass(target, context, longest, sampling, seed), random.Random(seed)
+    times: list[list[float]] = [[] for _ in range(longest + 1)]
+    for repeat in range(repeats + 1):
+        for count in order.sample(range(longest + 1), longest + 1):
+            seconds = seconds_of(target.device, partial(passes.chain, count))
+            if repeat:
+                times[count].append(seconds)
+    return tuple(map(statistics.median, times))
 
 
 def time_drafting(
@@ -176,42 +152,3 @@ class _DiscardedDrafts(TimedDrafter):
         seconds = (self._ended - begun) / self.drafter.steps(draft)
         (self.drafts if draft.tokens.shape[0] else self.empty_drafts).append(seconds)
         return Draft.empty(context.last.device)
-
-
-def draft_costs(
-    target: Target,
-    members: Sequence[SpeculativeConfig],
-    context: int,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    known: MutableMapping[str, float] | None = None,
-) -> Costs:
-    """Measure the drafting cost of every member of a cascade with :func:`time_drafting`.
-
-    Args:
-        known: earlier measurements; new ones are added.
-
-    Returns:
-        A cost per member, 0.0 for lookups. Empty if all members are lookups.
-    """
-    if all(member.lookup for member in members):
-        return ()
-    known = {} if known is None else known
-
-    def cost(member: SpeculativeConfig) -> float:
-        if member.lookup:
-            return 0.0
-        key = _cost_key(member)
-        if key not in known:
-            known[key] = time_drafting(target, member, context, sampling, seed=seed)
-        return known[key]
-
-    return tuple(map(cost, members))
-
-
-def _cost_key(member: SpeculativeConfig) -> str:
-    """Return the fields that a draft level's cost depends on; a chain's depends on neither draft length nor threshold."""
-    fields = member.to_dict()
-    if not member.head:
-        fields.pop("num_speculative_tokens", None)
-    return " ".join(f"{name}={value}" for name, value in (fields | {"stop": member.stop.method}).items() if value)

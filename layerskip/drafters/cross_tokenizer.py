@@ -18,10 +18,9 @@ from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.device.transfer import copy_to_device, read_to_host
-from layerskip.drafters.chain import draft_chain, draft_label, load_draft_view
+from layerskip.drafters.chain import draft_chain, load_draft_view
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
-from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import clamp_tokens
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.positions import max_positions
@@ -116,12 +115,12 @@ class CrossTokenizer(StopRuleDrafter):
 
     method = Method(
         "cross_tokenizer",
-        (shared("draft_model"), shared("draft_head"), shared("num_speculative_tokens", range=(1, 8)), shared("stop")),
+        (shared("draft_model"), shared("num_speculative_tokens", range=(1, 8)), shared("stop")),
         source="a smaller model of another tokenizer",
         rank=9,
         color="#17becf",
         short="cross-tok.",
-        label=draft_label,
+        label=lambda config: config.draft_model,
         engine_method="cross_tokenizer",
     )
 
@@ -133,28 +132,24 @@ class CrossTokenizer(StopRuleDrafter):
         translation: Translation,
         num_speculative_tokens: int,
         stop: StopRule,
-        head: DraftHead | None = None,
     ) -> None:
         self.model, self.layers, self.vocabulary = model, layers, vocabulary
-        self.translation, self.num_speculative_tokens, self._head = translation, num_speculative_tokens, head
+        self.translation, self.num_speculative_tokens = translation, num_speculative_tokens
         self.stopper, self._most = Stopper(stop), max_positions(model)
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> CrossTokenizer:
-        draft, view, head = load_draft_view(config, target, same_tokenizer=False)
+        draft, view = load_draft_view(config, target, same_tokenizer=False)
         assert target.tokenizer is not None
         assert draft.tokenizer is not None
         translation = Translation(target.tokenizer, draft.tokenizer)
-        return cls(view, draft.layers, draft.vocabulary, translation, config.num_speculative_tokens, config.stop, head)
+        return cls(view, draft.layers, draft.vocabulary, translation, config.num_speculative_tokens, config.stop)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         device = next(self.model.parameters()).device
-        if self._head is not None:
-            self._head.begin()
         # The repetition penalty is left out, as it applies to the target's tokens.
         self._greedy, self._readable = Chooser(Sampling(), self.vocabulary, device), chooser.vocabulary
         self._encoded, self._known = len(prompt), self.translation.to_draft(prompt)
-        self._seen = list(self._known)  # all encodings so far: the last tokens of a text may be encoded again
         new_tokens = cache.capacity - len(prompt) + self.num_speculative_tokens
         room = len(self._known) + _MAX_GROWTH * new_tokens
         room = min(room, self._most or room)
@@ -171,15 +166,13 @@ class CrossTokenizer(StopRuleDrafter):
         """
         device = context.last.device
         known = self.translation.to_draft(context.tokens, self._encoded, self._known)
-        self._seen += known[_common_prefix(self._known, known) :]
         self._encoded, self._known = len(context.tokens), known
         length = min(limit, self.num_speculative_tokens)
         if not known or len(known) + length > self._cache.capacity:
             return Draft.empty(device)
         self._cache.length = min(_common_prefix(self._fed, known), len(known) - 1)
         pending = clamp_tokens(self.model, copy_to_device(known[self._cache.length :], device))
-        vocabulary = None if self._head is None else self._head.follow(self._seen)
-        chain = draft_chain(self.model, self._cache, pending, length, self._greedy, self.stopper, vocabulary=vocabulary)
+        chain = draft_chain(self.model, self._cache, pending, length, self._greedy, self.stopper)
         (drafted,) = read_to_host(chain.tokens)
         self._fed = [*known, *drafted[:-1]]
         translated = self.translation.to_target(context.tokens, known, drafted)[:limit]

@@ -17,10 +17,9 @@ from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device
-from layerskip.drafters.chain import draft_chain, draft_label, load_draft_view
+from layerskip.drafters.chain import draft_chain, load_draft_view
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
-from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import clamp_tokens
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.positions import max_positions
@@ -37,30 +36,26 @@ class DraftModel(StopRuleDrafter):
 
     method = Method(
         "draft_model",
-        (shared("draft_model"), shared("draft_head"), shared("num_speculative_tokens", range=(1, 8)), shared("stop")),
+        (shared("draft_model"), shared("num_speculative_tokens", range=(1, 8)), shared("stop")),
         source="a smaller model of the same tokenizer",
         rank=8,
         color="#2ca02c",
         short="model",
-        label=draft_label,
+        label=lambda config: config.draft_model,
         engine_method="draft_model",
     )
 
-    def __init__(
-        self, model: PreTrainedModel, layers: int, num_speculative_tokens: int, stop: StopRule, head: DraftHead | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, layers: int, num_speculative_tokens: int, stop: StopRule) -> None:
         self.model, self.layers, self.num_speculative_tokens = model, layers, num_speculative_tokens
-        self.stopper, self._head, self._most = Stopper(stop), head, max_positions(model)
+        self.stopper, self._most = Stopper(stop), max_positions(model)
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> DraftModel:
-        draft, view, head = load_draft_view(config, target, same_tokenizer=True)
-        return cls(view, draft.layers, config.num_speculative_tokens, config.stop, head)
+        draft, view = load_draft_view(config, target, same_tokenizer=True)
+        return cls(view, draft.layers, config.num_speculative_tokens, config.stop)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         self._chooser = chooser
-        if self._head is not None:
-            self._head.begin()
         self._device = next(self.model.parameters()).device
         captures = isinstance(cache, CapturingCache)
         self._cache = acquire_cache(self.model, self.layers, cache.capacity, self._device, captures, self)
@@ -78,8 +73,7 @@ class DraftModel(StopRuleDrafter):
         missing = len(context.tokens) - self._cache.length
         pending = context.last if missing == 1 else copy_to_device(context.tokens[-missing:], self._device)
         pending = clamp_tokens(self.model, pending)
-        vocabulary = None if self._head is None else self._head.follow(context.tokens)
-        return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper, vocabulary=vocabulary)
+        return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper)
 
     def _reach(self, length: int) -> int:
         """Return the number of tokens that the model can draft after a text; it need not read the last one."""

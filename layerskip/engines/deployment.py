@@ -161,10 +161,6 @@ def left_out(
     differs = []
     if config.stop.method == "adaptive" or (config.stop.method == "threshold" and not stops):
         differs.append(f"config.stop: the {config.stop.method} rule is left out")
-    if config.draft_head:
-        differs.append("config.draft_head: the draft scores its whole vocabulary")
-    if config.siblings:
-        differs.append("config.siblings: a chain is drafted in place of a tree")
     if config.method == "layer_skip":
         differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
     if config.method == "eagle" and config.top_k > 1 and not trees:

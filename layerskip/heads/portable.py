@@ -28,7 +28,7 @@ def why_not_portable(folder: Path) -> str | None:
     if is_published(folder):
         return None
     try:
-        shape = read_metadata(folder, "head")["shape"]
+        shape = read_metadata(folder)["shape"]
     except ConfigError as error:
         return str(error).removeprefix("head: ")
     if shape.get("lookback"):

@@ -198,13 +198,11 @@ class KVCache(Cache):
 
     def gather(self, offsets: Sequence[int]) -> None:
         """Keep, of the positions after the length, those at some rising offsets, one after the other. The length stays."""
-        if list(offsets) != list(range(len(offsets))):
-            self.copy_positions(len(self._layers), copy_to_device(offsets, self.buffers()[0].device) + self._length)
-
-    def copy_positions(self, layers: int, positions: Tensor) -> None:
-        """Copy the first layers' keys and values at positions ``[n]`` int64 to the places after the length, which stays."""
-        begin, end = self._length, self._length + positions.shape[0]
-        for states in self.buffers(layers):
+        if list(offsets) == list(range(len(offsets))):
+            return
+        begin, end = self._length, self._length + len(offsets)
+        positions = copy_to_device(offsets, self.buffers()[0].device) + begin
+        for states in self.buffers():
             positions = positions.to(states.device)  # layers may be on several devices
             states[:, :, begin:end] = states.index_select(2, positions)
 
@@ -225,9 +223,9 @@ class KVCache(Cache):
         """Return a layer's keys and values for a compiled pass over ``count`` tokens; requires static shapes."""
         return LayerBuffers(self._layers[layer].keys, self._layers[layer].values, self.positions(count))
 
-    def buffers(self, layers: int | None = None) -> list[Tensor]:
-        """Return the allocated keys and values of the first layers, or of all, one after the other."""
-        return [part for layer in self.states()[:layers] for part in layer if part is not None]
+    def buffers(self) -> list[Tensor]:
+        """Return the allocated keys and values of all layers, one after the other."""
+        return [part for layer in self.states() for part in layer if part is not None]
 
     @property
     def nbytes(self) -> int:

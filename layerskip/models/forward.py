@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from layerskip.models.compiled_layers import path_of_layers
-from layerskip.models.draft_head import OutputLayer
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.weights import is_split
 
@@ -72,19 +71,13 @@ def forward(
     """
     if positions is None and isinstance(cache, CapturingCache) and isinstance(model, PreTrainedModel):
         layer = model.get_output_embeddings()  # heads have none: their passes read more than tokens
-        if isinstance(layer, nn.Linear | OutputLayer) and cache.captures(model, tokens.shape[0]):
-            reduced = layer if isinstance(layer, OutputLayer) else None
-            return _captured_forward(model, reduced, tokens, cache, last, features)
+        if isinstance(layer, nn.Linear) and cache.captures(model, tokens.shape[0]):
+            return _captured_forward(model, tokens, cache, last, features)
     return _forward(model, tokens, cache, last, positions, features)
 
 
 def _captured_forward(
-    model: nn.Module,
-    reduced: OutputLayer | None,
-    tokens: Tensor,
-    cache: CapturingCache,
-    last: int,
-    features: Features | None,
+    model: nn.Module, tokens: Tensor, cache: CapturingCache, last: int, features: Features | None
 ) -> Tensor:
     size, wanted = tokens.shape[0], last
     wide = _chain_width(size)
@@ -94,16 +87,13 @@ def _captured_forward(
         last = min(last, 1) * wide
 
     def compute(block: Tensor) -> tuple[Tensor, ...]:
-        with contextlib.nullcontext() if reduced is None else reduced.with_reserved():
-            logits = _forward(model, block, cache, last, None, features)
+        logits = _forward(model, block, cache, last, None, features)
         return (logits,) if features is None else (logits, features.states)
 
-    kind = last, features is None, None if reduced is None else reduced.rows.reserve()
-    logits, *states = cache.replay(model, kind, (tokens,), compute)
+    logits, *states = cache.replay(model, (last, features is None), (tokens,), compute)
     if features is not None:
         features.states = states[0][:size]
-    rows = logits if last == wanted else logits[size - wanted : size]
-    return rows[:, : None if reduced is None else reduced.weight.shape[0]]
+    return logits if last == wanted else logits[size - wanted : size]
 
 
 def _chain_width(size: int) -> int:

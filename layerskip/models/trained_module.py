@@ -42,7 +42,7 @@ def save_trained(
 
     Args:
         folder: created if needed; with a full disk (``OSError``), an earlier trained module in it is kept.
-        kind: what is trained, such as ``eagle`` or ``draft_head``.
+        kind: what is trained, such as ``eagle``.
         shape: the arguments to build the module.
         weights: the module's own tensors, without those of the target.
         target: the target whose hidden states it reads.
@@ -66,21 +66,19 @@ def has_trained(folder: Path) -> bool:
     return (folder / _METADATA).is_file()
 
 
-def load_trained(
-    folder: str | Path, kind: str, target: Target, field: str = "head"
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def load_trained(folder: str | Path, kind: str, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Load the shape and weights of a trained module; errors are those of :func:`check_trained`, and name another kind."""
     folder = Path(folder)
-    metadata = check_trained(folder, target, field)
+    metadata = check_trained(folder, target)
     if metadata.get("kind") != kind:
-        raise ConfigError(f"{field}: {folder} is for {metadata.get('kind')}, not for {kind}")
+        raise ConfigError(f"head: {folder} is for {metadata.get('kind')}, not for {kind}")
     try:
         weights = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{field}: cannot read {folder}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"head: cannot read {folder}: {' '.join(str(error).split())}") from error
     shape = metadata["shape"]
     if not _are_valid_tokens(weights.get("tokens"), shape.get("vocabulary"), target.vocabulary):
-        raise ConfigError(f"{field}: {folder} is damaged: its tokens are not distinct tokens of the target")
+        raise ConfigError(f"head: {folder} is damaged: its tokens are not distinct tokens of the target")
     return shape, weights
 
 
@@ -95,21 +93,21 @@ def restore_weights(module: nn.Module, weights: Mapping[str, Tensor], damaged: s
         raise ConfigError(f"{damaged} {', '.join([*absent, *unknown][:3])}")
 
 
-def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str, Any]:
+def check_trained(folder: Path, target: Target) -> dict[str, Any]:
     """Return the contents of ``head.json`` of a trained module of any kind.
 
     Raises:
-        ConfigError: the folder has none, its metadata is damaged, or it belongs to another target; it begins with ``field``.
+        ConfigError: the folder has none, its metadata is damaged, or it belongs to another target.
     """
-    metadata = read_metadata(folder, field)
+    metadata = read_metadata(folder)
     made_for, own = metadata["target"], _identity(target)
-    mismatch = f"{field}: {folder} was made for another target, {made_for.get('name')}, not for {target.name}: its"
+    mismatch = f"head: {folder} was made for another target, {made_for.get('name')}, not for {target.name}: its"
     for name in ("architecture", "layers"):
         if made_for.get(name) != own[name]:
             raise ConfigError(f"{mismatch} {name} is {made_for.get(name)}, not {own[name]}")
     sample = made_for.get("weights")
     if not isinstance(sample, list) or not all(isinstance(value, float) for value in sample):
-        raise ConfigError(f"{field}: {folder} is damaged: {_METADATA} has no weights of its target")
+        raise ConfigError(f"head: {folder} is damaged: {_METADATA} has no weights of its target")
     if not same_weights(sample, target.weights_sample):
         raise ConfigError(f"{mismatch} weights are not the same")
     revisions = made_for.get("revision"), target.revision
@@ -119,17 +117,17 @@ def check_trained(folder: Path, target: Target, field: str = "head") -> dict[str
     return metadata
 
 
-def read_metadata(folder: Path, field: str = "head") -> dict[str, Any]:
+def read_metadata(folder: Path) -> dict[str, Any]:
     """Return the contents of ``head.json`` as :func:`check_trained` does, whatever the target."""
     try:
         metadata = json.loads((folder / _METADATA).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: cannot read {folder}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"head: cannot read {folder}: {' '.join(str(error).split())}") from error
     if not isinstance(metadata, dict) or metadata.get("schema") != _SCHEMA:
-        raise ConfigError(f"{field}: {folder} is not a head of this version")
+        raise ConfigError(f"head: {folder} is not a head of this version")
     for part in ("target", "shape"):
         if not isinstance(metadata.get(part), dict):
-            raise ConfigError(f"{field}: {folder} is damaged: {_METADATA} has no {part}")
+            raise ConfigError(f"head: {folder} is damaged: {_METADATA} has no {part}")
     return metadata
 
 

@@ -18,7 +18,6 @@ from transformers import Cache, PreTrainedModel
 from layerskip.mask import SkipMask
 from layerskip.models.architecture import Form, UnsupportedModel, architecture, as_output, hidden_states
 from layerskip.models.attention import attend_in_parts
-from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
 from layerskip.models.skip_view import shared_copy
 from layerskip.models.weights import input_device, is_split
@@ -43,9 +42,6 @@ class RowModel:
         self._masks: list[Tensor] = []  # attention masks by layer
         # Set for one pass:
         self._late: tuple[int, Tensor] | None = None  # the layer to begin at, and its input
-        self._stop_at: int | None = None  # the layer to stop before
-        self._stopped_at: Tensor | None = None  # its input
-        self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Tensor]] | None = None  # arguments and output by layer
         self._replace_forwards()
 
     @property
@@ -64,20 +60,13 @@ class RowModel:
 
     def _layer(self, original: Callable[..., Any], index: int, form: Form) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._stop_at is not None and index >= self._stop_at:
-                if index == self._stop_at:
-                    self._stopped_at = hidden_states(args, kwargs)
-                return as_output(hidden_states(args, kwargs), form)
             if self._late is not None and index < self._late[0]:
                 return as_output(hidden_states(args, kwargs), form)
             if self._late is not None and index == self._late[0]:
                 args, kwargs = _with_hidden(args, kwargs, self._late[1])
             if self._kept["attention", index] is False and self._kept["mlp", index] is False:
                 return as_output(hidden_states(args, kwargs), form)
-            output = original(*args, **kwargs)
-            if self._calls is not None:
-                self._calls[index] = args, kwargs, output if form is None else output[0]
-            return output
+            return original(*args, **kwargs)
 
         return forward
 
@@ -147,55 +136,6 @@ class RowModel:
             return forward(self._model_copy, tokens, cache, last=tokens.shape[0], positions=positions)
         finally:
             self._late = None
-
-    def states(self, layer: int, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Return the input ``[1, R, H]`` of a layer in a pass; for the other arguments see :meth:`run`.
-
-        The layer and those after it compute and write nothing.
-        """
-        self._stop_at = layer
-        try:
-            forward(self._model_copy, tokens, cache, last=0, positions=positions)
-        finally:
-            self._stop_at = None
-        hidden, self._stopped_at = self._stopped_at, None
-        assert hidden is not None
-        return hidden
-
-    def layer_functions(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache, visible: Sequence[Tensor]
-    ) -> tuple[list[Callable[[Tensor], Tensor]], list[Tensor]]:
-        """Return every layer as a function of the rows' hidden states ``[1, R, H]``, and the whole model's own states.
-
-        For the arguments see :meth:`run` and :meth:`prepare`. The functions work while the cache is unchanged.
-
-        Returns:
-            One function per layer, which skips what :meth:`prepare` set last; the states before the first layer, then after
-            each.
-        """
-        self.prepare(visible, [SkipMask.none(self.layers)], torch.zeros_like(tokens))
-        self._calls = {}
-        try:
-            self.run(tokens, positions, cache)
-            calls = [self._calls[index] for index in range(self.layers)]
-        finally:
-            self._calls = None
-
-        def layer_function(index: int) -> Callable[[Tensor], Tensor]:
-            args, kwargs, _ = calls[index]
-            layer = self._model_copy.get_submodule(f"{self.architecture.path}.{index}")
-            form = self.architecture.blocks[index].form
-
-            def function(hidden: Tensor) -> Tensor:
-                own_args, own_kwargs = _with_hidden(args, kwargs, hidden)
-                output: Any = layer(*own_args, **own_kwargs)
-                result: Tensor = output if form is None else output[0]
-                return result
-
-            return function
-
-        first = hidden_states(*calls[0][:2])
-        return [layer_function(index) for index in range(self.layers)], [first, *(output for _, _, output in calls)]
 
     def unsupported(self, reason: str) -> UnsupportedModel:
         """Return the error that the model cannot be scanned."""

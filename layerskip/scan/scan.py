@@ -10,79 +10,31 @@
    without the last factor for n = g, and commits n + 1, which gives all rounds (:mod:`layerskip.scan.replay`).
 
 The replay is exact for greedy decoding and an expectation for sampled decoding. A stop rule may also need the confidences
-of a draft after its first wrong token; these are scanned later, when a replay needs them.
-
-A scan also offers candidate masks: those that keep the hidden states most similar to the whole model's. CLaSp (arXiv
-2505.24196), algorithm 1: a dynamic programme keeps, layer by layer and for every number of skipped layers, the hidden states
-closest to the whole model's, with the layer run or skipped. Here similarity is the mean cosine over many positions.
+of a draft after its first wrong token; a scan follows drafts for these, down to a given confidence.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from layerskip.config import StopRule
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
-from layerskip.decoding.stopping import Stopper
+from layerskip.device.memory import is_out_of_memory
 from layerskip.mask import SkipMask
 from layerskip.models.target import Target
 from layerskip.scan.parallel_drafts import ParallelDrafts
-from layerskip.scan.replay import CHAIN, Branching, Counts, Trace, count, expected_counts, replay
+from layerskip.scan.replay import Counts, Trace, count, expected_counts, replay
 from layerskip.scan.row_model import RowModel
 from layerskip.scan.text_batch import Start, StartPack, TextBatch
 from layerskip.texts.continuations import Continuation
 
-
-@torch.inference_mode()
-def similar_masks(
-    layers: Sequence[Callable[[Tensor], Tensor]], states: Sequence[Tensor], skippable: Collection[int], maximum: int
-) -> list[SkipMask]:
-    """Find the best mask for every number of skipped layers from 1 to ``maximum``.
-
-    Args:
-        layers: functions that each run one layer on hidden states ``[1, R, H]``.
-        states: the whole model's hidden states, before the first layer and after each; one more than ``layers``.
-    """
-    best: list[tuple[Tensor, tuple[int, ...]]] = [(states[0], ())]
-    for index, layer in enumerate(layers):
-        following: list[tuple[Tensor, tuple[int, ...]]] = []
-        for size in range(min(len(best) + 1, maximum + 1)):
-            candidates = []
-            if size < len(best):
-                hidden, skipped = best[size]
-                candidates.append((layer(hidden), skipped))
-            if size > 0 and index in skippable:
-                hidden, skipped = best[size - 1]
-                candidates.append((hidden, (*skipped, index)))
-            if candidates:
-                following.append(max(candidates, key=lambda pair: _similarity(pair[0], states[index + 1])))
-        best = following
-    return [SkipMask.of(len(layers), set(skipped), set(skipped)) for _, skipped in best[1:]]
-
-
-def _similarity(hidden: Tensor, whole: Tensor) -> float:
-    return float(cosine_similarity(hidden.float(), whole.float(), dim=-1).mean())
-
-
-_MARGIN = 0.1  # below an adaptive threshold's current value to which drafts are scanned, because the threshold moves
 _CHECKED = 8  # starts in the self-check
-
-
-def lowest_threshold(stops: Iterable[StopRule]) -> float | None:
-    """Return the lowest confidence threshold of stop rules, with a margin for adaptive ones; None if no rule has one.
-
-    As the ``floor`` of :meth:`Scanner.scan` it saves later passes over few rows each.
-    """
-    thresholds = (stop.threshold - _MARGIN * (stop.method == "adaptive") for stop in stops if stop.method != "length")
-    return min(thresholds, default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +62,6 @@ class Scanner:
         continuations: its continuations, from :func:`~layerskip.texts.continuations.continue_prompts`.
         max_rows: rows per pass, which bounds memory: a pass holds ``[max_rows, V]`` logits, and the one cache has room for
             ``max_rows * depth`` positions after the continuations of as many starts.
-        runners: the number of runners-up to record for every drafted token, which become siblings. Ignored for sampled
-            texts.
         max_bytes: budget for the target's keys, values and layer inputs of the continuations, without that cache.
             Continuations beyond it are left out; None for no limit.
 
@@ -126,20 +76,18 @@ class Scanner:
         sampling: Sampling,
         depth: int = 8,
         max_rows: int = 256,
-        runners: int = 0,
         max_bytes: int | None = None,
     ) -> None:
         if depth < 1 or max_rows < 1:
             raise ValueError(f"depth, max_rows: {depth}, {max_rows} are not at least 1")
         self.target, self.sampling = target, sampling
         self.depth, self.max_rows = depth, max_rows
-        self.runners = runners if sampling.greedy else 0
         model, vocabulary = RowModel(target.model), target.vocabulary
         self._texts = TextBatch(model, vocabulary, continuations, sampling, max_bytes)
         self.continuations = self._texts.continuations
         texts = enumerate(self.continuations)
         self._packs = self._pack([(p, s) for p, text in texts for s in range(text.starts) if text.limit(s) > 0])
-        self._drafts = ParallelDrafts(self._texts, self.runners, self._packs[0] if self._packs else None)
+        self._drafts = ParallelDrafts(self._texts)
 
     def sample(self, rows: int) -> Scanner:
         """Return a scanner of about ``rows`` evenly spread starts, which suffices for agreements, not for rounds."""
@@ -152,19 +100,26 @@ class Scanner:
         parts = [starts[i : i + self.max_rows] for i in range(0, len(starts), self.max_rows)]
         return [self._texts.pack(part, max(1, self.max_rows // len(part)) * len(part) * self.depth) for part in parts]
 
-    @torch.inference_mode()
-    def similar_masks(self, skippable: Collection[int], maximum: int) -> list[SkipMask]:
-        """Return the masks of :func:`~layerskip.scan.scan.similar_masks`, from the rows of the first pack."""
-        pack = self._packs[0]
-        tokens = self._texts.tokens(pack.rows)
-        draft_ids = torch.arange(len(pack.rows), device=self.target.device)
-        visible, positions = self._texts.visible(pack, pack.rows, draft_ids, [], 0)
-        layers, states = self._texts.model.layer_functions(tokens, positions, self._texts.load(pack), visible)
-        return similar_masks(layers, states, skippable, maximum)
-
     def check(self) -> None:
-        """Raise :class:`UnsupportedModel` unless a draft that skips nothing has the target's own confidences."""
-        (scan,) = self.sample(_CHECKED).scan([SkipMask.none(self.target.layers)], depth=2)
+        """Raise :class:`UnsupportedModel` unless a draft that skips nothing has the target's own confidences.
+
+        Passes of one drafted token begin late from now on, unless that changes them: some families pass on more than hidden
+        states from layer to layer.
+        """
+        self._drafts.begin_late = False
+        if not self._agrees_with_target(depth=2):
+            raise self._texts.model.unsupported("a draft that skips nothing differs from the model itself")
+        self._drafts.begin_late = True
+        try:
+            self._drafts.begin_late = self._agrees_with_target(depth=1)
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            self._drafts.begin_late = False
+            if is_out_of_memory(error):
+                raise
+
+    def _agrees_with_target(self, depth: int) -> bool:
+        """Return whether a draft that skips nothing has the target's confidences, at a few starts."""
+        (scan,) = self.sample(_CHECKED).scan([SkipMask.none(self.target.layers)], depth)
         tolerance = 1e-3 if self.target.dtype == "float32" else 0.1
         for text, trace in zip(self._texts.texts, scan.traces, strict=True):
             for place in range(trace.depth):
@@ -172,7 +127,8 @@ class Scanner:
                 expected = text.confidence[1 + place :]
                 known = ~np.isnan(found)
                 if not np.allclose(found[known], expected[known], rtol=tolerance, atol=tolerance):
-                    raise self._texts.model.unsupported("a draft that skips nothing differs from the model itself")
+                    return False
+        return True
 
     @torch.inference_mode()
     def scan(self, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None) -> list[Scan]:
@@ -180,85 +136,43 @@ class Scanner:
 
         Args:
             depth: the longest draft; None for the scanner's.
-            floor: greedy drafts are scanned past their first wrong token while their confidence is at least this. The lowest
-                threshold that will be replayed is best: rows in these passes cost less than passes of their own later.
+            floor: greedy drafts are scanned past their first wrong token while their confidence is at least this: the lowest
+                threshold that will be replayed; None for none.
         """
         if not self.sampling.greedy:
             floor = None
         depth = self.depth if depth is None else min(depth, self.depth)
-        scans = [Scan(mask, tuple(Trace.empty(p.starts, depth, self.runners) for p in self.continuations)) for mask in masks]
+        scans = [Scan(mask, tuple(Trace.empty(p.starts, depth) for p in self.continuations)) for mask in masks]
         for pack in self._packs:
             at_once = max(1, self.max_rows // len(pack.rows))
             for first in range(0, len(scans), at_once):
                 some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
                 for (m, p, s), place, token in self._drafts.draft(pack, [scan.mask for scan in some], rows, depth, floor):
-                    trace = some[m].traces[p]
-                    trace.record_confidence(s, place, token.confidence, token.runner_probs)
-                    if trace.agreed[s] == place or not self.sampling.greedy:
-                        trace.record_acceptance(s, place, token.acceptance, token.rank)
+                    some[m].traces[p].record(s, place, token.confidence, token.acceptance)
         return scans
 
-    def counts(
-        self, scan: Scan, num_speculative_tokens: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
-    ) -> list[Counts]:
-        """Return the counts of decoding every continuation with a scanned mask; the arguments are those of :meth:`rounds`.
+    def counts(self, scan: Scan, num_speculative_tokens: int, stop: StopRule) -> list[Counts]:
+        """Return the counts of decoding every continuation with a scanned mask; the errors are those of :meth:`rounds`."""
+        if self.sampling.greedy:
+            return [count(rounds) for rounds in self.rounds(scan, num_speculative_tokens, stop)]
+        pairs = self._traced(scan, num_speculative_tokens, stop)
+        return [expected_counts(continuation, trace, num_speculative_tokens, stop) for continuation, trace in pairs]
 
-        ``warmed`` has no effect for sampled texts.
-        """
-        if not self.sampling.greedy:
-            if branching.siblings:
-                raise ValueError("siblings: are supported for greedy decoding only")
-            pairs = zip(self.continuations, scan.traces, strict=True)
-            return [expected_counts(continuation, trace, num_speculative_tokens, stop) for continuation, trace in pairs]
-        return [count(rounds) for rounds in self.rounds(scan, num_speculative_tokens, stop, branching, warmed)]
-
-    def rounds(
-        self, scan: Scan, num_speculative_tokens: int, stop: StopRule, branching: Branching = CHAIN, warmed: bool = False
-    ) -> list[list[Round]]:
+    def rounds(self, scan: Scan, num_speculative_tokens: int, stop: StopRule) -> list[list[Round]]:
         """Return the rounds of greedy decoding for every continuation.
 
-        An adaptive stop rule carries over from each continuation to the next.
-
-        Args:
-            scan: a result of :meth:`scan`, which is extended where a stop rule needs it.
-            warmed: whether a stop rule that carries over has already run on all continuations, like one in use.
-
         Raises:
-            ValueError: tokens are sampled, or the draft length exceeds the scan's depth.
+            ValueError: tokens are sampled, the stop rule is adaptive, or its threshold or the draft length was not scanned.
         """
         if not self.sampling.greedy:
             raise ValueError("sampling: single rounds are known for greedy decoding only")
+        pairs = self._traced(scan, num_speculative_tokens, stop)
+        return [replay(continuation, trace, num_speculative_tokens, stop) for continuation, trace in pairs]
+
+    def _traced(self, scan: Scan, num_speculative_tokens: int, stop: StopRule) -> list[tuple[Continuation, Trace]]:
+        if stop.method == "adaptive":
+            raise ValueError("stop: an adaptive threshold is not replayed")
         if any(trace.depth < num_speculative_tokens for trace in scan.traces):
             raise ValueError(f"num_speculative_tokens: {num_speculative_tokens} exceeds the scan's depth")
-        extended: set[tuple[int, int, float]] = set()
-        repeats = 2 if warmed and stop.method == "adaptive" and stop.carry else 1
-        while True:
-            stopper = Stopper(stop)
-            rounds, missing, floor = list[list[Round]](), set(), 1.0
-            for index, continuation in [*enumerate(self.continuations)] * repeats:
-                stopper.start()
-                unresolved: dict[int, float] = {}
-                rounds.append(
-                    replay(continuation, scan.traces[index], num_speculative_tokens, stopper, unresolved, branching)
-                )
-                missing |= {(index, start) for start in unresolved}
-                floor = min([floor, *unresolved.values()])
-            if not missing:
-                return rounds[-len(self.continuations) :]
-            floor -= _MARGIN * (stop.method == "adaptive")
-            needed = {(*start, floor) for start in missing}
-            if needed <= extended:
-                raise RuntimeError(f"scan: drafts from {sorted(missing)} cannot be extended")
-            extended |= needed
-            self._extend(scan, missing, floor)
-
-    @torch.inference_mode()
-    def _extend(self, scan: Scan, starts: Collection[Start], floor: float) -> None:
-        """Scan some drafts past their first wrong token, while their confidence is at least ``floor``."""
-        for pack in self._packs:
-            rows = [(0, p, s) for p, s in pack.rows if (p, s) in starts]
-            if rows:
-                drafts = self._drafts.draft(pack, [scan.mask], rows, scan.traces[0].depth, floor, only_confident=True)
-                for (_, p, s), place, token in drafts:
-                    scan.traces[p].record_confidence(s, place, token.confidence, token.runner_probs)
+        return list(zip(self.continuations, scan.traces, strict=True))

@@ -228,10 +228,6 @@ class TextBatch:
         """Return ``[1, R, H]``: the target's input to a layer at the tokens of starts."""
         return torch.cat([self.texts[p].layer_inputs[layer][:, place : place + 1] for p, place in starts], 1)
 
-    def cache_positions(self, pack: StartPack, starts: Sequence[Start]) -> Tensor:
-        """Return ``[R]`` int64: the positions of starts in the pack's cache."""
-        return copy_to_device([pack.offsets[p] + self.position((p, place)) for p, place in starts], self.model.device)
-
     def pack(self, rows: list[Start], room: int) -> StartPack:
         """Pack starts with the continuations that they need and ``room`` positions for drafts."""
         used = sorted({continuation for continuation, _ in rows})

@@ -96,8 +96,6 @@ def vllm_config(
         raise Unsupported(f"config.method: {reason}")
     if config.stop != StopRule():
         raise Unsupported("config.stop: vLLM has no stop rules")
-    if config.draft_head:
-        raise Unsupported("config.draft_head: vLLM's draft models choose from the whole vocabulary")
     way = way_of_drafting(Deployment(Export.describe(target), config), suffix=True)
     return speculation(way, config, lambda: folder(config))
 

@@ -25,7 +25,7 @@ from layerskip.decoding.decode import decode
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.environment import machine
 from layerskip.models.prefill import Prefill
-from layerskip.scan.scan import Scanner, lowest_threshold
+from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts
 from searches.app.application import run
 from searches.app.checks import InputError, check_list, check_number, check_whole
@@ -75,7 +75,7 @@ def exactness(config: DictConfig) -> None:
 def _compare(scanner: Scanner, mask: SkipMask, lengths: Sequence[int], thresholds: Sequence[float]) -> dict[str, Any]:
     """Decode every prompt with a mask and every setting; return the counts, and what differs from the scan."""
     stops = [StopRule("threshold", value) for value in thresholds]
-    (scan,) = scanner.scan([mask], floor=lowest_threshold(stops))
+    (scan,) = scanner.scan([mask], floor=min(thresholds))
     counted, differing = Counter[str](), []
     prefills = [Prefill.of(scanner.target, continuation.prompt) for continuation in scanner.continuations]
     for length, stop in itertools.product(lengths, stops):

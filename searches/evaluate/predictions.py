@@ -40,12 +40,11 @@ def compare_predictions(config: DictConfig) -> None:
     check_fields(config, {"masks": 2, "lengths": 1}, ("min_correlation", "max_error", "max_trials"))
     parts, lengths, outputs = Parts(config), sorted(config.lengths), Path(config.outputs)
     ends = lengths[0], lengths[-1]
-    space = parts.space.narrowed(["layer_skip"], num_speculative_tokens=ends, stop=("length",), siblings=(0, 0))
+    space = parts.space.narrowed(["layer_skip"], num_speculative_tokens=ends, stop=("length",))
     preparation, new = Preparation(parts.target, parts.sampling, outputs), parts.measuring.max_new_tokens
     predictor = preparation.predictor(parts.prompts, new, space, parts.scanning, outputs / "predictions", config.seed)
     if predictor is None:
         raise InputError("target: it cannot be scanned, so there is nothing to compare")
-    predictor.sharpen()
     masks = _masks(space, config.masks, config.seed)
     predictor.predict(masks)
     measure = partial(measure_lengths, parts.bench, parts.prompts, parts.measuring.repeats, config.seed)

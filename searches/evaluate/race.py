@@ -19,6 +19,7 @@ from typing import Any
 import optuna
 from omegaconf import DictConfig
 from optuna.distributions import BaseDistribution, FloatDistribution
+from optuna.samplers import GPSampler
 from optuna.trial import create_trial
 
 from layerskip import Measurement, SkipMask, SpeculativeConfig, StopRule
@@ -31,7 +32,6 @@ from searches.predict.proposals import Limits, propose
 from searches.predict.scan_predictor import SCREENED_ROWS
 from searches.results import record_header
 from searches.study.bench import BASELINE
-from searches.study.gaussian_process import GaussianProcess
 from searches.study.plan import drop_unsupported
 
 _OURS, _CANDIDATE = "ours", "candidate"
@@ -90,7 +90,7 @@ def _scannable(prepared: Any) -> Any:
 
 def draft_verify(race: Race) -> None:
     """Search 2L numbers with a Gaussian process and a cut at one half: Draft & Verify, arXiv 2309.08168, section 3.2."""
-    study = optuna.create_study(direction="maximize", sampler=GaussianProcess(n_startup_trials=10, seed=race.seed))
+    study = optuna.create_study(direction="maximize", sampler=GPSampler(seed=race.seed))
     layers = range(race.parts.space.layers)
     while not race.is_over():
         trial = study.ask()
@@ -110,7 +110,7 @@ def swift(race: Race) -> None:
     sublayers = {f"{kind}_{layer}": (kind, layer) for kind in _SUBLAYERS for layer in space.skippable}
     ranges: dict[str, BaseDistribution] = dict.fromkeys(sublayers, FloatDistribution(0.0, 1.0))
     count = min(len(sublayers), round(_SKIP_RATIO * 2 * space.layers))
-    study = optuna.create_study(direction="maximize", sampler=GaussianProcess(n_startup_trials=1, seed=race.seed))
+    study = optuna.create_study(direction="maximize", sampler=GPSampler(seed=race.seed, n_startup_trials=1))
     best = -1.0
     for turn in range(1, _MAX_MASKS + 1):
         if race.is_over():

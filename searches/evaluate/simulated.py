@@ -324,9 +324,6 @@ class SimulatedPredictor:
         self._lengths = range(lengths[0], lengths[1] + 1)
         self._prompts, self.prompts = prompts, frozenset(item.id for item in prompts)
 
-    def sharpen(self) -> None:
-        """Do nothing, because the costs are measured no better."""
-
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return how often the first drafted token of each mask is right on the prompts."""
         difficulty = np.array([CATEGORIES[item.category][0] for item in self._prompts])
@@ -348,5 +345,5 @@ class SimulatedPredictor:
         return plain / self._believed.seconds(config, rounds)
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
-        """Return whether this is lossless layer skipping or prompt lookup without siblings."""
-        return config.method in ("layer_skip", "prompt_lookup") and not config.siblings and config.lossless
+        """Return whether this is lossless layer skipping or prompt lookup."""
+        return config.method in ("layer_skip", "prompt_lookup") and config.lossless

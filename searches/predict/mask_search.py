@@ -1,18 +1,16 @@
 """Search for promising masks among very many; each candidate is screened by its first drafted tokens.
 
 Random masks skip half of all sub-layers and never recover, so structured candidates come first: every sub-layer skipped
-alone, a knapsack over their losses (after KnapSpec, arXiv 2602.20217), published masks rescaled to the model's depth,
-contiguous runs of layers, and the cheapest losses added one by one. Then come flips and swaps around the best mask.
+alone, a knapsack over their losses (after KnapSpec, arXiv 2602.20217), contiguous runs of layers, and the cheapest losses
+added one by one. Then come flips and swaps around the best mask.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from importlib import resources
 
 import numpy as np
 
@@ -77,11 +75,6 @@ class MaskSearch:
                     self._on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
         return [self.scores.get(mask, 0.0) for mask in masks]
 
-    def rescore(self) -> None:
-        """Compute the expected speedups again, after the costs were measured again."""
-        for mask, agreement in self.agreements.items():
-            self.scores[mask], _ = expected_speedup(self.predictor, mask, agreement, self._lengths)
-
     @property
     def best(self) -> SkipMask:
         """The screened mask with the greatest expected speedup."""
@@ -91,19 +84,20 @@ class MaskSearch:
         """Return the screened masks with the greatest expected speedups, best first."""
         return sorted(self.scores, key=lambda mask: -self.scores[mask])[:maximum]
 
-    def explore(self, also: Sequence[SkipMask] = ()) -> Iterator[SkipMask]:
-        """Screen candidates of every kind, and further masks; yield the best so far after each part but the last."""
+    def screen_structured(self) -> None:
+        """Screen no skip, single sub-layers, knapsacks and runs, after which the best mask is nearly known."""
         self.screen([SkipMask.none(self.layers)])  # alone, since a small budget may allow no more
         self.screen(self.single(*part) for part in self.sublayers())
         self.screen(self._knapsacks())
-        yield self.best
-        self.screen(also)
-        self.screen(published_masks(self.layers, self.skippable))
         self._screen_all_runs()
-        yield self.best
+
+    def improve(self) -> None:
+        """Add sub-layers greedily, then flip and swap those of the best mask until none improves or the budget ends."""
         self._add_greedily()
-        yield self.best
-        self._improve_best()
+        before = None
+        while self.left and self.best != before:
+            before = self.best
+            self.screen(self.neighbours(before))
 
     def single(self, kind: str, layer: int) -> SkipMask:
         """Return the mask that skips one sub-layer."""
@@ -206,12 +200,6 @@ class MaskSearch:
             mask = flip(mask, *chosen)
             order.remove(chosen)
 
-    def _improve_best(self) -> None:
-        before = None
-        while self.left and self.best != before:
-            before = self.best
-            self.screen(self.neighbours(before))
-
     def _saved_seconds(self, part: tuple[str, int]) -> float:
         kind, layer = part
         return float(getattr(self.predictor.profile, f"{kind}_seconds")[layer])
@@ -243,14 +231,6 @@ def expected_speedup(
         speedups[length] = tokens * profile.verify_seconds[0] / profile.round_cost(mask, length)
     best = max(speedups.values(), default=0.0)
     return best, min((length for length, speedup in speedups.items() if speedup >= _CLOSE * best), default=shortest)
-
-
-def published_masks(layers: int, skippable: Sequence[int]) -> list[SkipMask]:
-    """Return the masks of published systems rescaled to a number of layers, without the protected layers."""
-    text = resources.files("searches").joinpath("data/published_masks.json").read_text(encoding="utf-8")
-    rescaled = [SkipMask.parse(row["mask"], row["layers"]).rescale(layers) for row in json.loads(text)["masks"]]
-    kinds = [[{i for i in skippable if flags[i]} for flags in (mask.attention, mask.mlp)] for mask in rescaled]
-    return [SkipMask.of(layers, attention, mlp) for attention, mlp in kinds]
 
 
 def flip(mask: SkipMask, kind: str, layer: int) -> SkipMask:

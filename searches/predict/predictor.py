@@ -46,10 +46,6 @@ class SpeedupPredictor(Protocol):
     def screened_together(self) -> int:
         """The number of masks to ask :meth:`agreements` for at once."""
 
-    def sharpen(self) -> None:
-        """Measure the costs well, where the choice of a mask depends on them; do nothing if they are known."""
-        return
-
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return how often the first drafted token of each mask is the target's, on few positions: the cheapest estimate."""
 

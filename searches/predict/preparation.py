@@ -5,17 +5,15 @@ All results are stored: continuations and cost profiles in the outputs folder fo
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
 from layerskip.costs.cost_model import CostProfile
-from layerskip.costs.profile import MIN_REPEATS, Repeats, profile_costs
+from layerskip.costs.profile import MIN_REPEATS, profile_costs
 from layerskip.device.memory import within_memory
 from layerskip.files import digest, read_json, write_json
 from layerskip.models.environment import machine
@@ -23,15 +21,14 @@ from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, ReportCost, continue_prompts
 from searches.app.checks import check_flag, check_list, check_number, check_whole
 from searches.predict.proposals import ProposalSettings
-from searches.predict.scan_predictor import DraftChoices, ScanPredictor, masks_at_once, mean_context, spread_contexts
+from searches.predict.scan_predictor import ScanPredictor, masks_at_once, mean_context
 from searches.progress import counting, say
 from searches.results import exclusive
 from searches.space.search_space import LOOKUP, SearchSpace
 from searches.workers.pool import ALONE, Workers
 
-PROFILE_REPEATS = 12  # runs of every part of a round, where the choice of masks depends on its time
-PROFILE_ERROR = 0.02  # timing goes on, up to twice as long, while the standard error of a median exceeds this share of it
-_SCAN_VERSION = 3  # of the counts; those of another version are scanned again
+PROFILE_REPEATS = 8  # runs of every part of a round
+_SCAN_VERSION = 4  # of the counts; those of another version are scanned again
 _PROFILE_VERSION = 6  # of stored profiles and their measurement
 _CPU_ROWS, _GPU_ROWS = 256, 2048  # rows per pass, if memory suffices
 _MIN_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
@@ -63,12 +60,10 @@ class ScanSettings:
             check_number("scan.thresholds", value, 1, or_zero=True)
 
     def stops(self, space: SearchSpace) -> tuple[StopRule, ...]:
-        """Return the stop rules of a space that every scanned mask is combined with."""
+        """Return the stop rules of a space that every scanned mask is combined with; adaptive ones are not predicted."""
         searched = space.values("layer_skip", "stop")
-        methods = [method for method in ("threshold", "adaptive") if method in searched]
-        plain = [StopRule()] if "length" in searched else []
-        values = dict.fromkeys(map(float, self.thresholds))
-        return (*plain, *(StopRule(method, value) for method in methods for value in values))
+        values = dict.fromkeys(map(float, self.thresholds)) if "threshold" in searched else ()
+        return (*([StopRule()] if "length" in searched else []), *(StopRule("threshold", value) for value in values))
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ class Preparation:
     Args:
         outputs: folder of continuations and profiles.
         pool: the workers that share all of this.
-        is_over: returns whether time has run out: nothing more is measured than a rough profile needs.
+        is_over: returns whether time has run out: nothing more is measured than a profile needs.
     """
 
     target: Target
@@ -99,26 +94,28 @@ class Preparation:
     ) -> ScanPredictor | None:
         """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned.
 
-        Continuations have ``max_new_tokens`` per turn. ``folder`` takes the scans. The costs are measured roughly;
-        :meth:`ScanPredictor.sharpen` measures them well.
+        Continuations have ``max_new_tokens`` per turn. ``folder`` takes the scans.
         """
+        (shortest, longest), stops = space.values("layer_skip", "num_speculative_tokens"), settings.stops(space)
+        if not stops:
+            say("scan: adaptive stop rules, the only ones of the space, are not predicted")
+            return None
         scanner = self.scanner(prompts, max_new_tokens, space, seed)
         if scanner is None:
             return None
+        choices = [(length, stop) for length in range(shortest, longest + 1) for stop in stops]
         lookups = space.values(LOOKUP, "num_speculative_tokens")[1] if LOOKUP in space.available_methods else 0
-        measure = partial(self.cost_profile, scanner.continuations, max(scanner.depth, lookups), scanner.runners > 0)
-        stops, lengths = settings.stops(space), space.values("layer_skip", "num_speculative_tokens")
+        profile = self.cost_profile(scanner.continuations, max(longest, lookups))
         identity = {
             "target": self.target.digest,
             "continuations": [astuple(continuation) for continuation in scanner.continuations],
             "sampling": self.sampling.to_dict(),
-            "choices": [list(lengths), [stop.to_dict() for stop in stops], scanner.runners],
+            "choices": [shortest, longest, [stop.to_dict() for stop in stops]],
             "machine": machine(self.target),  # another machine may round near-ties differently, and has other costs
             "recipe": _SCAN_VERSION,
         }
-        choices = DraftChoices(lengths, stops, tuple(range(scanner.runners + 1)))
         place = folder / f"scans-{digest(identity)[:16]}"
-        return ScanPredictor(scanner, measure(rough=True), choices, place, pool=self.pool, costs=measure)
+        return ScanPredictor(scanner, profile, choices, place, pool=self.pool)
 
     def scanner(self, prompts: PromptSet, max_new_tokens: int, space: SearchSpace, seed: int) -> Scanner | None:
         """Return a scanner of the target's continuations; print a line and return None if it cannot be scanned."""
@@ -143,33 +140,25 @@ class Preparation:
             say("scan: every continuation ends at once; there is nothing to scan")
             return None
         try:
-            depth, siblings = (space.values("layer_skip", name)[1] for name in ("num_speculative_tokens", "siblings"))
-            return make_scanner(self.target, continuations, self.sampling, depth, siblings)
+            _, depth = space.values("layer_skip", "num_speculative_tokens")
+            return make_scanner(self.target, continuations, self.sampling, depth)
         except UnsupportedModel as error:
             say(f"scan: {error}")
             return None
 
-    def cost_profile(
-        self,
-        continuations: Sequence[Continuation],
-        longest: int,
-        branching: bool = False,
-        rough: bool = False,
-    ) -> CostProfile:
-        """Return the cost profile at the contexts of continuations; measure it if no such one is stored.
+    def cost_profile(self, continuations: Sequence[Continuation], longest: int) -> CostProfile:
+        """Return the cost profile at the mean context of continuations; measure it if no such one is stored.
 
-        A stored profile will do if it was measured with as many repeats. It has the verification of up to ``longest``
-        drafted tokens, and trees if ``branching``. A ``rough`` one has few repeats.
+        It has the verification of up to ``longest`` drafted tokens. One whose time ran out is measured again when there is
+        more.
         """
-        repeats = min(MIN_REPEATS, PROFILE_REPEATS) if rough else PROFILE_REPEATS
-        contexts = spread_contexts([mean_context(continuation) for continuation in continuations])
+        context = mean_context(continuations)
         identity = {
             "target": self.target.digest,
-            "contexts": contexts,
+            "context": context,
             "longest": longest,
             "sampling": self.sampling.to_dict(),
             "machine": machine(self.target),
-            "branching": branching,
             "recipe": _PROFILE_VERSION,
         }
         name = digest(identity)[:16]
@@ -180,34 +169,30 @@ class Preparation:
                 seconds = 0.0
                 known: dict[str, Any] | None = read_json(file)
                 stored = known or {"repeats": 0}
-                if stored["repeats"] < repeats and not (known and self.is_over()):
+                if stored["repeats"] < PROFILE_REPEATS and not (known and self.is_over()):
                     start = time.monotonic()
-                    with counting((repeats + 1) * len(contexts), "repeats", "cost profile") as count:
-                        often = Repeats(repeats, math.inf if rough else PROFILE_ERROR, count, self.is_over)
-                        profile, *others = (
-                            profile_costs(self.target, context, longest, self.sampling, often, branching)
-                            for context in contexts
+                    with counting(PROFILE_REPEATS + 1, "repeats", "cost profile") as count:
+                        profile = profile_costs(
+                            self.target, context, longest, self.sampling, PROFILE_REPEATS, count, self.is_over
                         )
-                    profile, seconds = replace(profile, others=tuple(others)), time.monotonic() - start
+                    seconds = time.monotonic() - start
                     taken = stored.get("seconds", 0.0) + seconds
-                    done = min(repeats, MIN_REPEATS) if self.is_over() else repeats  # with more time, it is measured again
+                    done = min(PROFILE_REPEATS, MIN_REPEATS) if self.is_over() else PROFILE_REPEATS
                     stored = {"asked": identity, "profile": profile.to_dict(), "seconds": taken, "repeats": done}
                     write_json(file, stored)
             self.report_cost(f"profile {name}", float(stored["seconds"]), seconds)
             return stored
 
-        return CostProfile.from_dict(self.pool.share(f"profile {name} {repeats}", measure)["profile"])
+        return CostProfile.from_dict(self.pool.share(f"profile {name}", measure)["profile"])
 
 
-def make_scanner(
-    target: Target, continuations: Sequence[Continuation], sampling: Sampling, depth: int, siblings: int
-) -> Scanner | None:
+def make_scanner(target: Target, continuations: Sequence[Continuation], sampling: Sampling, depth: int) -> Scanner | None:
     """Return a scanner with as many rows per pass as memory allows; print a line and return None if it allows too few."""
     rows = _CPU_ROWS if target.device.type == "cpu" else _GPU_ROWS
 
     def checked_scanner() -> Scanner:
         """Check that a scanner agrees with decoding, and that its longest passes fit into memory."""
-        scanner = Scanner(target, continuations, sampling, depth, rows, siblings, _TEXT_BYTES)
+        scanner = Scanner(target, continuations, sampling, depth, rows, _TEXT_BYTES)
         scanner.check()
         # A mask that skips the first layer shares no pass with the target.
         scanner.scan([SkipMask.of(target.layers, {0}, set())] * masks_at_once(rows), depth=2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from layerskip import SkipMask, SpeculativeConfig
 from searches.app.checks import check_whole
@@ -18,10 +18,8 @@ from searches.space.search_space import SearchSpace
 
 _LOOKUPS = 3  # best prompt lookups that become trials
 _NEIGHBOURS = 4  # neighbours of the best mask that are scanned before its neighbours are listed again
-_EARLY_SCANS = 3  # the inverse of the largest share of scans that may come before the search has ended
-_PARTS = 2  # of the search: after single sub-layers, knapsacks and runs, the best mask is nearly known
 _MARGIN = 0.3
-"""Log speedup by which screening may underestimate the best mask: few positions, runs of agreement, siblings, stop rules."""
+"""Log speedup by which screening may underestimate the best mask: few positions, runs of agreement, stop rules."""
 
 
 @dataclass(frozen=True)
@@ -71,100 +69,66 @@ def propose(
     space: SearchSpace,
     settings: ProposalSettings,
     on_mask: Callable[[], object] = lambda: None,
-    also: Sequence[SkipMask] = (),
-    on_best: Callable[[SpeculativeConfig], None] | None = None,
+    on_best: Callable[[SpeculativeConfig], None] = lambda _: None,
     limits: Limits = Limits(),
 ) -> list[Prediction]:
     """Propose the masks with the greatest predicted speedups, best first.
 
     Args:
-        on_best: called with the best configuration after each scan, and with one that screening expects to be faster. If it
-            is given, some scans come early, after each part of the search.
-        limits: what ends the search early. The costs are measured well only if a mask may be of use.
+        on_best: called with every configuration that screening expects to be the best so far.
+        limits: what ends the search early.
     """
-    on_better = on_best or (lambda _: None)
-    scans = _Scans(predictor, settings.scanned, on_better, limits.is_over)
-
-    def on_screened(config: SpeculativeConfig) -> None:
-        if not scans.predictions or search.scores[search.best] > scans.predictions[scans.best].speedup:
-            on_better(config)
 
     def may_win() -> bool:
         """Return whether a mask may be faster than the leader, errors of screening included."""
         return search.scores[search.best] * math.exp(_MARGIN) >= limits.to_beat
 
-    search = MaskSearch(predictor, space, settings.budget(space), on_mask, on_screened, limits.is_over)
-    for part, best in enumerate(search.explore(also), 1):
-        if part >= _PARTS and not limits.is_over() and not may_win():
-            limits.report(
-                f"{len(search.scores)} masks screened: the best is expected at {search.scores[best]:.2f} x. As the leader "
-                f"has {limits.to_beat:.2f} x, none is scanned or tried"
-            )
-            return []
-        if on_best is not None and len(scans.predictions) < settings.scanned // _EARLY_SCANS:
-            scans.add([best])
+    search = MaskSearch(predictor, space, settings.budget(space), on_mask, on_best, limits.is_over)
+    search.screen_structured()
+    if not limits.is_over() and not may_win():
+        limits.report(
+            f"{len(search.scores)} masks screened: the best is expected at {search.scores[search.best]:.2f} x. As the "
+            f"leader has {limits.to_beat:.2f} x, none is scanned or tried"
+        )
+        return []
+    search.improve()
     if limits.is_over():
         limits.report(f"its share of the budget ended after {len(search.scores)} masks were screened")
         if not may_win():
             return []
-    else:
-        predictor.sharpen()
-        search.rescore()
-    found = _refined(search, scans, settings)
-    if limits.is_over() and len(scans.predictions) < settings.scanned:
-        done = f"{len(scans.predictions)} of {settings.scanned} masks were scanned"
-        limits.report(f"its share of the budget ended after {done}")
-    return found
+    return _best_first(_scan_best(search, settings.scanned, limits), settings.enqueued)
 
 
-def _refined(search: MaskSearch, scans: _Scans, settings: ProposalSettings) -> list[Prediction]:
-    """Scan the most promising masks, then neighbours of the best one with the last third of the scans; best first.
+def _scan_best(search: MaskSearch, budget: int, limits: Limits) -> list[Prediction]:
+    """Scan the most promising masks, then neighbours of the best one with the last third of the budget.
 
-    Full scans rank masks that screening on few positions cannot.
+    Full scans rank masks that screening on few positions cannot. Without time, none is scanned after the first.
     """
-    promising = search.best_masks(settings.scanned)
+    found: dict[SkipMask, Prediction] = {}
+
+    def is_done() -> bool:
+        return len(found) >= budget or (bool(found) and limits.is_over())
+
+    def scan(masks: Sequence[SkipMask]) -> None:
+        new = [mask for mask in masks if mask not in found][: budget - len(found)]
+        if new and not is_done():
+            found.update(zip(new, search.predictor.predict(new), strict=True))
+
+    promising = search.best_masks(budget)
     first = promising[: -(-len(promising) * 2 // 3)]
     for begin in range(0, len(first), _NEIGHBOURS):
-        scans.add(first[begin : begin + _NEIGHBOURS])
-    while scans.left:
-        search.screen(neighbours := search.neighbours(scans.best))
+        scan(first[begin : begin + _NEIGHBOURS])
+    while not is_done():
+        best = max(found, key=lambda mask: found[mask].speedup)
+        search.screen(neighbours := search.neighbours(best))
         screened = sorted((mask for mask in neighbours if mask in search.scores), key=lambda mask: -search.scores[mask])
-        new = [mask for mask in (*screened, *promising) if mask not in scans.predictions][:_NEIGHBOURS]
+        new = [mask for mask in (*screened, *promising) if mask not in found][:_NEIGHBOURS]
         if not new:
             break
-        scans.add(new)
-    return _best_first(scans.predictions.values(), settings.enqueued)
-
-
-class _Scans:
-    """Full scans within a budget; reports the best configuration after each."""
-
-    def __init__(
-        self,
-        predictor: SpeedupPredictor,
-        budget: int,
-        on_best: Callable[[SpeculativeConfig], None],
-        is_over: Callable[[], bool],
-    ) -> None:
-        self.predictions: dict[SkipMask, Prediction] = {}
-        self._predictor, self._budget, self._on_best, self._is_over = predictor, budget, on_best, is_over
-
-    @property
-    def left(self) -> int:
-        """The number of masks that may still be scanned; without time, none after the first."""
-        return 0 if self.predictions and self._is_over() else self._budget - len(self.predictions)
-
-    @property
-    def best(self) -> SkipMask:
-        """The scanned mask with the greatest predicted speedup."""
-        return max(self.predictions, key=lambda mask: self.predictions[mask].speedup)
-
-    def add(self, masks: Sequence[SkipMask]) -> None:
-        """Scan the masks that are new, within the budget."""
-        new = [mask for mask in masks if mask not in self.predictions][: self.left]
-        if new:
-            self.predictions.update(zip(new, self._predictor.predict(new), strict=True))
-            self._on_best(self.predictions[self.best].config)
+        scan(new)
+    if limits.is_over() and len(found) < budget:
+        limits.report(f"its share of the budget ended after {len(found)} of {budget} masks were scanned")
+    return list(found.values())
 
 
 def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace) -> list[Prediction]:
@@ -178,7 +142,6 @@ def propose_all(
     space: SearchSpace,
     settings: ProposalSettings,
     on_mask: Callable[[], object] = lambda: None,
-    also: Sequence[SkipMask] = (),
     limits: Limits = Limits(),
 ) -> list[SpeculativeConfig]:
     """Propose the configurations that a study tries first: lookups, then masks, best first.
@@ -186,14 +149,8 @@ def propose_all(
     Lookups come first because they are many times faster where the text repeats itself. The arguments are those of
     :func:`propose`.
     """
-    masks = propose(predictor, space, settings, on_mask, also, limits=limits)
-    configs = [prediction.config for prediction in (*propose_lookups(predictor, space), *masks)]
-    siblings = space.values("layer_skip", "siblings")[1]
-    if masks and siblings:
-        branching = replace(masks[0].config, siblings=siblings)
-        if not predictor.can_predict(branching):  # trees that cannot be predicted are tried with the best mask
-            configs.insert(configs.index(masks[0].config) + 1, branching)
-    return configs
+    masks = propose(predictor, space, settings, on_mask, limits=limits)
+    return [prediction.config for prediction in (*propose_lookups(predictor, space), *masks)]
 
 
 def _best_first(predictions: Iterable[Prediction], maximum: int | None = None) -> list[Prediction]:

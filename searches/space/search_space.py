@@ -38,7 +38,7 @@ def check_values(name: str, field: Field, values: Any) -> None:
         if isinstance(field.default, float):
             check_number(name, end, maximum=1, or_zero=not field.log)
         else:
-            check_whole(name, end, field.minimum)
+            check_whole(name, end)
 
 
 def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values: Sequence[Any]) -> Any:

@@ -11,7 +11,7 @@ import optuna
 from layerskip import Sampling, SpeculativeConfig, Target
 from layerskip.config import Costs
 from layerskip.costs.cost_model import in_steps
-from layerskip.costs.timing import draft_costs, time_verification
+from layerskip.costs.timing import time_drafting, time_verification
 from layerskip.device.memory import within_memory
 from searches.space.search_space import DraftCost
 
@@ -37,8 +37,24 @@ class CostTimer:
         return in_steps(seconds)
 
     def draft_costs(self, members: Configs, known: dict[str, float]) -> Costs:
-        """Return the cost of one drafted token for each member of a cascade; new measurements are added to ``known``."""
-        return draft_costs(self.target, members, self.context, self.sampling, self.seed, known)
+        """Return the cost of one drafted token for each member of a cascade: 0.0 for lookups; empty if all are lookups.
+
+        New measurements are added to ``known``.
+        """
+        if all(member.lookup for member in members):
+            return ()
+        return tuple(self._draft_cost(member, known) for member in members)
+
+    def _draft_cost(self, member: SpeculativeConfig, known: dict[str, float]) -> float:
+        if member.lookup:
+            return 0.0
+        fields = member.to_dict() | {"stop": member.stop.method}
+        if not member.head:  # the cost of a chain depends neither on its length nor on a threshold
+            fields.pop("num_speculative_tokens", None)
+        key = " ".join(f"{name}={value}" for name, value in fields.items() if value)
+        if key not in known:
+            known[key] = time_drafting(self.target, member, self.context, self.sampling, seed=self.seed)
+        return known[key]
 
 
 def verify_cost(study: optuna.Study, measure: Callable[[], Costs]) -> Costs:

@@ -81,14 +81,13 @@ class Finalist:
         return self.stayed and self.keeps_output and enough and self.low > 1.0
 
     @property
-    def complexity(self) -> tuple[int, int, int, int, int]:
+    def complexity(self) -> tuple[int, int, int, int]:
         """Sort key that decides ties: the simplest comes first."""
         parts = self.config.members or (self.config,)
         return (
             max(methods()[part.method].rank for part in parts),
             len(parts),
             sum(sum(mask.count_skipped(part.mask)) for part in parts),
-            max(part.siblings for part in parts),
             max(part.num_speculative_tokens for part in parts),
         )
 

@@ -20,8 +20,6 @@ from searches.study.leaderboard import LeaderboardEntry, leaderboard
 CANNOT_WIN = "cannot reach the best"
 _FIRST_ERROR = 0.15
 """Log error that is assumed until enough predicted configurations were measured."""
-_SIBLINGS = 0.15
-"""Log speedup that siblings may add to a mask's best chain if no scan has counted them."""
 _MIN_ERROR = 0.03
 _MIN_CONFIGURATIONS = 4
 _DEVIATIONS = 2.0
@@ -63,7 +61,7 @@ class BoundEstimator:
         """
         predictor = self._predictor
         predictable = predictor.can_predict(config)
-        if config.draft_head or not (predictable or config.method == "layer_skip"):
+        if not predictable and config.method != "layer_skip":
             return None
         board = leaderboard(study)
         to_beat = board.to_beat(predictor.prompts)
@@ -78,10 +76,9 @@ class BoundEstimator:
         if predictable:
             predicted = predictor.speedup(config)
             return SpeedupBound(predicted, min(by_cost, predicted) * math.exp(error), to_beat)
-        # The draft length, stop rule or siblings were not scanned: assume a little more than the best that was.
+        # This draft length or stop rule was not scanned: assume a little more than the best that was.
         (best,) = predictor.predict([mask])
-        margin = max(error, _FIRST_ERROR) + (_SIBLINGS if config.siblings else 0.0)
-        return SpeedupBound(None, min(by_cost, best.speedup) * math.exp(margin), to_beat)
+        return SpeedupBound(None, min(by_cost, best.speedup) * math.exp(max(error, _FIRST_ERROR)), to_beat)
 
 
 def calibrated_error(entries: Iterable[LeaderboardEntry], prompts: Collection[str], method: str) -> float:

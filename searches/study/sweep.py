@@ -368,8 +368,7 @@ class Sweep:
             partial(self.budget.leave_out, PREDICTIONS),
         )
         with self.progress.counting(settings.budget(plan.space), "masks") as count:
-            similar = predictor.similar_masks(plan.space.skippable)
-            return propose_all(predictor, plan.space, settings, self.view.after(count), similar, limits)
+            return propose_all(predictor, plan.space, settings, self.view.after(count), limits)
 
     def _space_with_costs(self) -> SearchSpace:
         """Return the space with the costs of verification and drafting, by which cascades choose."""

@@ -8,7 +8,7 @@ import pytest
 
 from layerskip import SpeculativeConfig
 from layerskip.costs import timing
-from layerskip.costs.timing import draft_costs, time_drafting
+from layerskip.costs.timing import time_drafting
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Sampling
@@ -43,23 +43,6 @@ def test_a_token_of_a_chain_costs_one_pass(target: Target, sampling: Sampling) -
     for length in (1, 3, 20):
         config = SpeculativeConfig("layer_skip", length, mask="layers:1")
         assert time_drafting(target, config, 9, sampling) == 1.0
-
-
-def test_equal_members_are_timed_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[int] = []
-
-    def time_at(_: Target, __: SpeculativeConfig, context: int, *___: Any, **____: Any) -> float:
-        timed.append(context)
-        return context / 10
-
-    monkeypatch.setattr("layerskip.costs.timing.time_drafting", time_at)
-    known: dict[str, float] = {}
-    longer, other = (SpeculativeConfig("layer_skip", 5, mask=mask) for mask in ("layers:1", "attention:1"))
-    for _ in range(2):
-        assert draft_costs(target, (LOOKUP, SKIP, longer), 9, known=known) == (0.0, 0.9, 0.9)
-        assert draft_costs(target, (LOOKUP, other), 9, known=known) == (0.0, 0.9)
-        assert draft_costs(target, (LOOKUP, LOOKUP), 9, known=known) == ()
-    assert timed == [9, 9]
 
 
 class _Trees(Member):

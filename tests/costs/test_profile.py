@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -15,16 +13,14 @@ from layerskip import Sampling, SkipMask, StopRule, Target
 from layerskip.costs import profile as profiling
 from layerskip.costs import timing
 from layerskip.costs.cost_model import CostProfile, in_steps
-from layerskip.costs.profile import Repeats, profile_costs
+from layerskip.costs.profile import profile_costs
 from layerskip.costs.timing import time_verification
 from layerskip.decoding.decode import Stops, decode
-from layerskip.decoding.tree import TreeModel
 from layerskip.drafters import layer_skip
-from layerskip.drafters.chain import SiblingCollector
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.models.architecture import architecture
 from layerskip.models.skip_view import skip_view
-from layerskip.scan.replay import Branching, count
+from layerskip.scan.replay import count
 from tests.families import build
 
 LONGEST = 4
@@ -32,7 +28,6 @@ WINDOWS = ("sliding_attention", "sliding_attention", "full_attention")
 VOCABULARY = 100  # no layer but the output layer is as wide
 PASS, TOKEN, ROW = 7.0, 0.02, 0.5  # of the output layer: fixed, per token of the vocabulary, per row
 BLOCK, ROUND, CONFIDENCE = 1.0, 4.0, 0.25
-SNAPSHOT, TREE = 0.75, 1.5
 FULL, KEYS = ("full_attention",), 0.5
 
 
@@ -115,34 +110,15 @@ def test_a_profile_recovers_the_cost_of_every_part(
         round_seconds=ROUND,
         verify_seconds=tuple(plain + ROW * (1 + drafted) for drafted in range(LONGEST + 1)),
     )
-    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=Repeats(1)), expected)
+    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
 
 
-def test_a_noisy_machine_is_timed_until_its_medians_are_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
-    def repeats(noise: float, error: float) -> int:
-        """The number of times that every job was timed."""
-        clock, draws, done = Clock(monkeypatch), random.Random(0), []
-        target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
-        clock.charge(timing, "verify", lambda *_: noise * draws.random())
-        profile_costs(target, 12, LONGEST, repeats=Repeats(4, error, lambda: done.append(1)))
-        return len(done) - 1  # the first repeat warms up
-
-    assert repeats(0.0, 0.02) == repeats(60.0, math.inf) == 4
-    assert repeats(60.0, 0.02) == 2 * 4
-    assert 4 < repeats(60.0, 0.12) < 2 * 4
-
-
-@pytest.mark.parametrize("siblings", [0, 1])
-def test_predicted_seconds_of_counts_equal_the_decodings(siblings: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafts are longer than the timed ones, and not every token has siblings."""
+def test_predicted_seconds_of_counts_equal_the_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts are longer than the timed ones."""
     clock = Clock(monkeypatch)
     target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
-    clock.charge(SiblingCollector, "collect", lambda *_: SNAPSHOT)
-    clock.charge(TreeModel, "run", lambda *_: TREE)
-    profile = profile_costs(target, 12, 2 * 6, repeats=Repeats(1), branching=True)
-    assert (profile.siblings_seconds, profile.tree_seconds) == (pytest.approx(SNAPSHOT), pytest.approx(TREE))
-    mask, branching = SkipMask.parse("mlp:1", target.layers), Branching(siblings, 0.3)
-    drafter = LayerSkip(skip_view(target.model, mask), 6, StopRule(), branching.siblings, branching.min_token_prob)
+    profile, mask = profile_costs(target, 12, 6, repeats=1), SkipMask.parse("mlp:1", target.layers)
+    drafter = LayerSkip(skip_view(target.model, mask), 6, StopRule())
     began: list[float] = []
     found = decode(
         target,
@@ -153,11 +129,7 @@ def test_predicted_seconds_of_counts_equal_the_decodings(siblings: int, monkeypa
         stops=Stops(frozenset()),
         callback=lambda _: began.append(clock.seconds),
     )
-    drafts = [each for each in found.stats.rounds if each.drafted]
-    assert {each.depth is None for each in drafts} == ({True, False} if siblings else {True})
-    assert profile.seconds(count(found.stats.rounds), mask, StopRule(), branching=branching) == pytest.approx(
-        clock.seconds - began[0]
-    )
+    assert profile.seconds(count(found.stats.rounds), mask, StopRule()) == pytest.approx(clock.seconds - began[0])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)], ids=["greedy", "sampled"])

@@ -22,7 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "token_recycling": {"min_token_prob": 0.0},
     "retrieval": {"min_token_prob": 0.0},
     "lookahead": {"window": 2, "num_speculative_tokens": 2},
-    "cascade": {"members": [{"method": "prompt_lookup"}, {"method": "layer_skip", "mask": "layers:1", "siblings": 2}]},
+    "cascade": {"members": [{"method": "prompt_lookup"}, {"method": "layer_skip", "mask": "layers:1"}]},
 }
 
 

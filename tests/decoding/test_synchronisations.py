@@ -17,21 +17,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerskip.config import SpeculativeConfig, StopRule
+from layerskip.config import StopRule
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host, waiting
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
-from layerskip.drafters.registry import build_drafter
 from layerskip.heads.readout import Readout
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
 from tests.drafters.contract import target_of
 from tests.drafters.heads import eagle_head
-from tests.drafters.members import SECONDS, SKIP, member_of
+from tests.drafters.members import SECONDS, member_of
 
 GREEDY = Sampling()
 SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(1.0), "warped": Sampling(0.8, 5, 0.9, 0.02, 1.2)}
@@ -129,7 +128,6 @@ def _eagle_trees(target: Target) -> Drafter:
 METHODS = ("none", *SECONDS, "draft_model", "eagle")
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     **{method: partial(member_of, method) for method in (*METHODS, "cascade")},
-    "siblings": lambda target: build_drafter(SpeculativeConfig.from_dict(SKIP | {"siblings": 2}), target),
     "eagle trees": _eagle_trees,
     "cascade with trees": lambda target: Cascade(
         [member_of("prompt_lookup", target), member_of("token_recycling", target), _eagle_trees(target)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
-from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter, NoDraft
-from layerskip.decoding.sampling import Sampling
+from layerskip.decoding.drafter import Drafter
 from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation
 from layerskip.drafters.registry import build_drafter
-from layerskip.models.draft_head import DraftHead, save_draft_tokens
 from layerskip.models.loading import load_target
-from layerskip.models.skip_view import shared_copy
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, DrafterContract, Recorder, contract, target_of, toy_target
+from tests.drafters.contract import DrafterContract, contract, toy_target
 from tests.drafters.members import LETTERS, spelling
 from tests.drafters.test_draft_model import noisy_copy
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
@@ -60,33 +55,6 @@ def _other_letters(target: Target) -> Drafter:
 TestOtherLetters = contract(_other_letters)
 
 
-def _few_of_other_letters(target: Target) -> Drafter:
-    """The draft's reduced vocabulary has every other letter, the toy's end token and one pair, and tokens of the text."""
-    model, translation = _reversed_letters(target)
-    width = model.config.vocab_size
-    head = DraftHead(model, torch.tensor(sorted({*range(0, width, 2), target.vocabulary - 2})), width)
-    view = shared_copy(model)
-    head.restrict(view)
-    return CrossTokenizer(view, target.layers, width, translation, 3, StopRule(), head)
-
-
-TestFewOfOtherLetters = contract(_few_of_other_letters, samples_by_default=False)
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
-def test_only_tokens_of_the_reduced_vocabulary_or_the_text_are_drafted(sampling: Sampling) -> None:
-    target, from_text = target_of("llama"), set()
-    few = {target.vocabulary - 1 - token for token in range(0, target.vocabulary, 2)} | {3, 4}
-    for prompt in PROMPTS[:4]:
-        recorder = Recorder(_few_of_other_letters(target))
-        decode(target, recorder, prompt, sampling, LENGTH, seed=0)
-        for context, branches in recorder.drafts:
-            drafted = {token for branch in branches for token in branch}
-            assert drafted <= few | set(context)
-            from_text |= drafted - few
-    assert from_text
-
-
 def _uneven(target: Target) -> Drafter:
     """Each tokenizer has a letter that its model or the target lacks: one cannot be read, one cannot be output."""
     size, end = target.vocabulary, "b" if target is toy_target() else None
@@ -119,21 +87,6 @@ def test_incremental_encoding_equals_encoding_the_whole_text() -> None:
     for end in range(1, len(tokens) + 1):
         known = translation.to_draft(tokens[:end], end - 1, known)
     assert known == tokens
-
-
-def test_a_reduced_vocabulary_belongs_to_the_draft_models_tokenizer(tmp_path: Path) -> None:
-    target = load_target(str(save_tiny(tmp_path / "target", chat=False)), dtype="float32", device=DEVICE)
-    draft = load_target(str(save_tiny(tmp_path / "draft", seed=2)), dtype="float32", device=DEVICE)
-    prompt = target.encode("Hello there")
-    config = SpeculativeConfig("cross_tokenizer", 2, draft_model=draft.name, draft_head=str(tmp_path / "common"))
-    common = torch.arange(0, draft.vocabulary, 3)
-    save_draft_tokens(tmp_path / "common", common, draft, {})
-    result = decode(target, build_drafter(config, target), prompt, GREEDY, 12)
-    assert result.tokens == decode(target, NoDraft(), prompt, GREEDY, 12).tokens
-    assert result.stats.drafted > 0
-    save_draft_tokens(tmp_path / "targets", common, target, {})
-    with pytest.raises(ConfigError, match="^draft_head: .*made for another target, .*target, not for .*draft: its w"):
-        build_drafter(replace(config, draft_head=str(tmp_path / "targets")), target)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

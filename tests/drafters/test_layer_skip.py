@@ -11,12 +11,10 @@ import torch
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter
-from layerskip.drafters import layer_skip
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, contract, generated, target_of, toy_target
-from tests.drafters.recorder import Recorder
 
 
 def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter:
@@ -28,21 +26,6 @@ def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter
 TestSkippedAttention = contract(
     lambda target: _drafter(target, "attention:0", "attention:0", num_speculative_tokens=3), samplings=SAMPLINGS[::2]
 )
-
-_SIBLINGS: dict[str, Any] = {"num_speculative_tokens": 3, "siblings": 2, "min_token_prob": 0.05}
-TestSiblings = contract(
-    lambda target: _drafter(target, "attention:1;mlp:2", "mlp:0", **_SIBLINGS), trees=True, samples_by_default=False
-)
-
-
-class TestSiblingsOnTheDevice(TestSiblings):  # type: ignore[misc, valid-type]
-    """Trees whose shape the host reads with the verdict, as on a GPU."""
-
-    samples_by_default = True
-
-    @pytest.fixture(autouse=True)
-    def on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(layer_skip, "reads_while_growing", lambda cache, device: False)
 
 
 @pytest.mark.parametrize("mask", ["", "layers:0-3", "layers:0,3", "attention:0-3", "mlp:0-3"])
@@ -61,23 +44,6 @@ def _chances(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> to
     """Returns the target's distributions of one pass. With nothing skipped, they are the draft's own."""
     ids = torch.tensor([[*prompt, *tokens]], device=DEVICE)
     return target.model(input_ids=ids, use_cache=False).logits[0].softmax(-1)
-
-
-def test_siblings_are_the_likely_runners_up_of_each_token() -> None:
-    target, minimum = target_of("llama"), 0.15
-    for prompt in PROMPTS[1:4]:
-        drafter = Recorder(_drafter(target, "", "", num_speculative_tokens=3, siblings=2, min_token_prob=minimum))
-        result = decode(target, drafter, prompt, GREEDY, LENGTH)
-        assert any(round.drafted > 3 for round in result.stats.rounds)
-        chances = _chances(target, prompt, result.tokens)
-        for context, branches in drafter.drafts:
-            chain = [branch for branch in branches if branch == max(branches, key=len)[: len(branch)]]
-            expected = []
-            for place in range(len(chain)):
-                probs = chances[len(context) - 1 + place]
-                likely = [token for token in probs.argsort(descending=True).tolist() if probs[token] >= minimum]
-                expected += [(*chain[place][:-1], token) for token in likely[1:3]]
-            assert sorted(branches) == sorted([*chain, *expected])
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 1.0])

@@ -22,16 +22,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from layerskip.config import ConfigError
 from layerskip.decoding import tree
+from layerskip.heads.readout import Readout
 from layerskip.mask import SkipMask
 from layerskip.models import architecture
 from layerskip.models import cache as cache_module
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
-from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.skip_view import decoding_view, skip_view
+from layerskip.models.target import Target
 from layerskip.models.weights import input_device
 from layerskip.scan.row_model import RowModel
 from tests.families import build
@@ -69,8 +70,8 @@ def check(mode: FakeTensorMode) -> None:
         assert trees.run(torch.arange(3, 7, device=device), (-1, -1, 0), cache).device == device
         cache.gather([0, 2, 3])
         assert not isinstance(acquire_cache(model, 4, 16, device, static_shapes=True), CapturingCache)
-        with pytest.raises(ConfigError, match=r"^target\.device: draft heads need "):
-            DraftHead(model, torch.arange(3, 9), 64)
+        with pytest.raises(ConfigError, match=r"^target\.device: heads need "):
+            Readout(Target(model), None)
         with pytest.raises(UnsupportedModel, match=r"^target\.device: scans need "):
             RowModel(model)
 

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from layerskip.config import SpeculativeConfig, StopRule
+from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import Stops
-from layerskip.decoding.drafter import Context, NoDraft
-from layerskip.decoding.sampling import Chooser, Sampling
+from layerskip.decoding.drafter import NoDraft
+from layerskip.decoding.sampling import Sampling
 from layerskip.device.trial import nearly_equal
-from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.drafters.registry import build_drafter
 from layerskip.mask import SkipMask
 from layerskip.measure.measure import measure
 from layerskip.models.cache_pool import release_cache
-from layerskip.models.draft_head import DraftHead
 from layerskip.models.forward import Features, forward
 from layerskip.models.graph_capture import CapturingCache, EagerPass, _refused, capture_seconds
 from layerskip.models.skip_view import decoding_view, skip_view
@@ -107,25 +105,6 @@ def test_passes_under_autocast_are_not_captured_and_those_without_logits_are() -
     assert not any(cache._passes.values())
     assert forward(view, tokens_of(2), cache, last=0).shape == (0, 64)
     assert any(cache._passes.values())
-
-
-@torch.inference_mode()
-def test_the_pass_of_a_draft_head_is_captured_while_its_vocabulary_grows() -> None:
-    """Its logits include the tokens of the text; with more of them than there is room for, the pass is captured anew."""
-    model = build("llama", vocab_size=600)
-    view, head = skip_view(model, SkipMask.parse("mlp:2", LAYERS)), DraftHead(model, torch.arange(8), 600)
-    head.restrict(view)
-    drafter, text = LayerSkip(view, 3, StopRule(), head=head), torch.arange(8, 500).to(TORCH_DEVICE)
-    cache, plain = filled(acquired(model), decoding_view(model), text[:10])
-    drafter.start([], cache, Chooser(Sampling(), 600, TORCH_DEVICE))
-    for known, passes in ((10, 1), (14, 1), (18, 1), (400, 2), (420, 2)):
-        head.follow(text[:known].tolist())
-        drafted, expected = (forward(view, text[known - 1 : known], held, last=1) for held in (cache, plain))
-        assert drafted.shape[-1] == 8 + known
-        assert_close(drafted, expected)
-        assert len(cache._passes[view]) == passes
-    drafted = drafter.draft(Context(text[:430].tolist(), text[429:430]), 3).tokens
-    assert drafted.shape == (3,) and int(drafted.max()) < 8 + 430
 
 
 @torch.inference_mode()

@@ -15,8 +15,8 @@ from torch.nn.functional import linear
 
 from layerskip import SkipMask, SpeculativeConfig, Target, generate, load_target
 from layerskip.drafters.registry import build_drafter
+from layerskip.heads.readout import Readout
 from layerskip.models import packing
-from layerskip.models.draft_head import DraftHead
 from layerskip.models.environment import machine
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import multiply, pack_like, uses_packing
@@ -183,7 +183,7 @@ def test_packing_follows_the_setting_and_otherwise_the_memory(monkeypatch: pytes
     refused = Target(build("llama"), pack_weights=False)
     assert not machine(refused)["packed_weights"]
     plain = generate(refused, [1, 2, 3], SKIP, max_new_tokens=8)
-    DraftHead(refused.model, torch.tensor([1, 2]), refused.vocabulary)
+    Readout(refused, torch.tensor([1, 2]))
     assert not packed
     model = build("llama")
     needed = sum(part.weight.nbytes for part in model.modules() if type(part) is nn.Linear)

@@ -20,7 +20,6 @@ from layerskip.drafters.eagle import Eagle
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.readout import Readout
 from layerskip.models import weights
-from layerskip.models.draft_head import DraftHead
 from layerskip.models.packing import uses_packing
 from layerskip.models.skip_view import decoding_view
 from tests.models.passes import LENGTH, METHODS, PROMPT, assert_every_method_gives, greedy
@@ -82,8 +81,6 @@ def test_rows_of_a_quantised_output_layer_are_refused(folders: dict[str, Path]) 
     assert generate(target, PROMPT, max_new_tokens=LENGTH).tokens == greedy(target)
     with pytest.raises(ConfigError, match=r"^target\.quantization: heads read rows of the output layer"):
         Readout(target, None)
-    with pytest.raises(ConfigError, match=r"^target\.quantization: draft heads read rows of the output layer"):
-        DraftHead(target.model, torch.arange(3, 60), target.vocabulary)
 
 
 @pytest.mark.parametrize("kind", ["none", "layer_skip"])

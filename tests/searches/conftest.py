@@ -28,7 +28,6 @@ def launch() -> Launch:
             patch.chdir(cwd)
             patch.setattr(sys, "argv", [program, *overrides])
             patch.setattr(preparation, "PROFILE_REPEATS", 2)
-            patch.setattr(preparation, "PROFILE_ERROR", 1.0)
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
                 run_as_main(f"searches.{program}")
         assert isinstance(end.value.code, int)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from layerskip import SkipMask
 from layerskip.measure.measurement import Sample
@@ -46,14 +47,20 @@ def logged(stage: str, work: Callable[..., Any], name: Callable[..., object]) ->
     return wrapper
 
 
-scan, compare = Scanner.scan, ModelBench.compare
+scan, check, compare = Scanner.scan, Scanner.check, ModelBench.compare
 
 
 def scan_one_by_one(self: Scanner, masks: list[SkipMask], depth: int | None = None, *args: Any, **more: Any) -> list[Scan]:
-    if depth != 2:  # the self-check, which runs at every start
+    if depth != 2:  # the test of memory, which runs at every start
         for mask in masks:
             begin("scan", f"{depth} {mask.format()}")
     return scan(self, masks, depth, *args, **more)
+
+
+def check_silently(self: Scanner) -> None:
+    """Run the self-check, which runs at every start, too."""
+    with mock.patch.object(Scanner, "scan", scan):
+        check(self)
 
 
 def compare_finalists(self: ModelBench, *args: Any) -> Iterator[Mapping[str, Sample]]:
@@ -66,6 +73,7 @@ def compare_finalists(self: ModelBench, *args: Any) -> Iterator[Mapping[str, Sam
 continuations._decode = logged("continuations", continuations._decode, lambda target, item, *_: item.id)
 preparation.profile_costs = logged("profile", preparation.profile_costs, lambda *_: "")  # type: ignore[attr-defined]
 Scanner.scan = scan_one_by_one  # type: ignore[method-assign, assignment]
+Scanner.check = check_silently  # type: ignore[method-assign]
 ModelBench.compare = compare_finalists  # type: ignore[method-assign, assignment]
 Objective.__call__ = logged("trials", Objective.__call__, lambda _, trial, *__: f"number {trial.number}")  # type: ignore[method-assign]
 

@@ -135,7 +135,7 @@ def _run(
     os.environ |= variables
     os.chdir(cwd)
     torch.set_num_threads(threads)
-    preparation.PROFILE_REPEATS, preparation.PROFILE_ERROR = 2, 1.0
+    preparation.PROFILE_REPEATS = 2
     sys.argv = [module, *arguments]
     run_as_main(module)
 

@@ -28,8 +28,7 @@ def _target(folder: Path, family: str = "llama") -> Target:
 def test_drafters_that_the_target_cannot_verify_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The attention of GPT-Neo does not accept tree masks."""
     target = _target(tmp_path, "gpt_neo")
-    skip = "{method:layer_skip,mask:'layers:1',siblings:1}"
-    fanned = f"+contenders.fanned={{method:cascade,members:[{{method:prompt_lookup}},{skip}]}}"
+    fanned = "+contenders.fanned={method:cascade,members:[{method:prompt_lookup},{method:token_recycling}]}"
     config = compose_config(
         "benchmark", ["contenders.layer_skip.mask=layers:1", *NO_PEERS, "contenders.draft_model=null", fanned]
     )

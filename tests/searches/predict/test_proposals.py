@@ -12,7 +12,7 @@ import pytest
 
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.costs.cost_model import CostProfile
-from searches.predict.mask_search import MaskSearch, expected_speedup, published_masks, run
+from searches.predict.mask_search import MaskSearch, expected_speedup, run
 from searches.predict.predictor import Prediction
 from searches.predict.proposals import ProposalSettings, propose
 from searches.space.search_space import SearchSpace
@@ -47,9 +47,6 @@ class Landscape:
         together = sum(mask.attention[i] and mask.mlp[i] and mask.attention[i + 1] for i in range(LAYERS - 1))
         return math.exp(-loss + 0.02 * together)
 
-    def sharpen(self) -> None:
-        pass
-
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         self.screened += masks
         return [self.agreement(mask) for mask in masks]
@@ -64,7 +61,7 @@ class Landscape:
         ]
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
-        return config.method == "layer_skip" and config.stop.method == "length" and not config.siblings and config.lossless
+        return config.method == "layer_skip" and config.stop.method == "length" and config.lossless
 
     def speedup(self, config: SpeculativeConfig) -> float:
         (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])
@@ -149,18 +146,11 @@ def swapped() -> tuple[LossLandscape, SkipMask]:
     return _landscape(14, loss), best
 
 
-def published() -> tuple[LossLandscape, SkipMask]:
-    """Solve with published masks only: one for 40 layers, rescaled to 21."""
-    best = published_masks(21, range(21))[1]
-    return _only(best), best
-
-
 @pytest.mark.parametrize(
     ("landscape", "part"),
     [
         (interacting, "MaskSearch._add_greedily"),
         (swapped, "MaskSearch.neighbours"),
-        (published, "published_masks"),
     ],
 )
 def test_every_kind_finds_a_mask_that_no_other_finds(
@@ -180,21 +170,12 @@ def test_knapsacks_are_optimal(seed: int) -> None:
     names = [f"{kind}:{i}" for kind in ("attention", "mlp") for i in range(5)]
     steps, saved = {name: source.randint(1, 40) for name in names}, {name: source.uniform(0.01, 0.1) for name in names}
     predictor = _landscape(5, lambda mask: 0.005 * sum(steps[part] for part in _parts(mask)), saved)
-    next(MaskSearch(predictor, _whole(5), 1000, lambda: None).explore())
+    MaskSearch(predictor, _whole(5), 1 + len(names) + len(budgets), lambda: None).screen_structured()
     screened = {_parts(mask) for mask in predictor.screened}
     choices = [frozenset(some) for count in range(11) for some in itertools.combinations(names, count)]
     for budget in budgets:
         within = [some for some in choices if sum(steps[name] for name in some) <= round(-math.log(1 - budget) / 0.005)]
         assert max(within, key=lambda some: sum(saved[name] for name in some)) in screened
-    assert len(screened) <= 1 + len(names) + len(budgets)
-
-
-def test_further_masks_are_screened() -> None:
-    """Those of CLaSp are such masks."""
-    odd = SkipMask.parse("attention:2,5,11;mlp:3,8", 14)
-    plain, space = _only(odd), _whole(14).narrowed(siblings=(0, 0))
-    assert propose(plain, space, ProposalSettings())[0].config.mask != odd.format()
-    assert propose(plain, space, ProposalSettings(), also=[odd])[0].config.mask == odd.format()
 
 
 def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
@@ -219,20 +200,13 @@ def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
     assert len(small.screened) == len(set(small.screened)) == 30
 
 
-def test_scans_are_reported_long_before_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, scanned, predictor = list[tuple[int, str]](), dict[SkipMask, int](), Landscape(0)
-    predict = predictor.predict
-
-    def recorded(masks: Sequence[SkipMask]) -> list[Prediction]:
-        scanned.update((mask, len(predictor.screened)) for mask in masks)
-        return predict(masks)
-
-    monkeypatch.setattr(predictor, "predict", recorded)
-    settings = ProposalSettings(screened=150, scanned=8, enqueued=3)
-    found = propose(predictor, SPACE, settings, on_best=lambda config: calls.append((len(predictor.screened), config.mask)))
-    assert len(scanned) == settings.scanned
-    assert min(scanned.values()) < len(predictor.screened) / 2
+def test_the_best_screened_mask_is_reported_at_once() -> None:
+    predictor, calls = Landscape(0), list[tuple[int, str]]()
+    on_best = lambda config: calls.append((len(predictor.screened), config.mask))  # noqa: E731
+    found = propose(predictor, SPACE, ProposalSettings(screened=150, scanned=8, enqueued=3), on_best=on_best)
     assert calls[0] == (1, "")  # the empty mask is screened first, alone
+    speedups = [predictor.expected(SkipMask.parse(mask, LAYERS)) for _, mask in calls]
+    assert speedups == sorted(speedups)
     assert calls[-1][1] == found[0].config.mask
 
 

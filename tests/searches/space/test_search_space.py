@@ -49,7 +49,6 @@ def drawn(space: SearchSpace, count: int) -> list[Config]:
     [
         Config(),
         Config("layer_skip", 3, mask="attention:2,5;mlp:7", stop=StopRule("threshold", 0.35)),
-        Config("layer_skip", 2, mask="mlp:4", siblings=2, min_token_prob=0.125),
         Config("prompt_lookup", 5, prompt_lookup_min=2, prompt_lookup_max=4, match="first"),
         Config("retrieval", 6, datastore="notes", prompt_lookup_max=4, tree_tokens=9, min_token_prob=0.1),
         Config("token_recycling", 5, tree_tokens=12, top_k=3, min_token_prob=0.25),
@@ -76,7 +75,7 @@ def test_trees_are_left_out_if_the_target_cannot_verify_them(capsys: pytest.Capt
     space = drop_unsupported(SPACE, Target(build("gpt_neo")))
     known = ("none", "prompt_lookup", "layer_skip", "eagle", "draft_model", "cross_tokenizer", "cascade")
     assert space.available_methods == known
-    left_out = "lookahead, trees of layer_skip, trees of eagle left out: GPTNeoForCausalLM: cannot verify trees"
+    left_out = "lookahead, trees of eagle left out: GPTNeoForCausalLM: cannot verify trees"
     assert left_out in capsys.readouterr().out
     configs = [*starting_points(space), *drawn(space, 100)]
     assert {config.method for config in configs} == set(known)
