@@ -74,20 +74,19 @@ def acceptance(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     return chart
 
 
-def throughput(trials: Iterable[FrozenTrial], level: str = "") -> go.Figure | None:
+def throughput(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     """Return the engine's tokens per second against the median time per token, and the trials that none exceeds in both.
 
-    A star is plain decoding, the median of trials. ``level`` is one of :func:`~searches.report.tables.levels`.
+    A star is plain decoding, the median of trials.
     """
-    names = [f"throughput{level}", f"tpot_p50{level}"]
-    known = [trial for trial in _measured(trials) if set(names) <= trial_requests(trial).keys()]
+    known = [trial for trial in _measured(trials) if {"throughput", "tpot_p50"} <= trial_requests(trial).keys()]
     if not known:
         return None
     chart, loads = _figure("ms per token", "tokens/s of the engine"), [trial_requests(trial) for trial in known]
-    speeds, milliseconds = [load[names[0]] for load in loads], [1000 * load[names[1]] for load in loads]
+    speeds, milliseconds = [load["throughput"] for load in loads], [1000 * load["tpot_p50"] for load in loads]
     _add_trials(chart, known, milliseconds, speeds)
     _add_front(chart, known, milliseconds, speeds, more_is_better=False)
-    baselines = [f"baseline_{name}" for name in names]
+    baselines = ["baseline_throughput", "baseline_tpot_p50"]
     plain = [[load[name] for name in baselines] for load in loads if set(baselines) <= load.keys()]
     if plain:  # trials were compared with plain decoding under the load
         speed, seconds = np.median(plain, axis=0).tolist()
@@ -229,7 +228,7 @@ def _describe(trial: FrozenTrial) -> str:
         f"speedup {_with_interval(metrics)}",
         f"{metrics['tokens_per_second']:.1f} tokens/s, acceptance {metrics['acceptance_rate']:.2f}",
         *([f"predicted {known[PREDICTED]:.3f}"] if PREDICTED in known else []),
-        *(f"{requests[name]:.1f} tokens/s of the engine" for name in requests if name.startswith("throughput")),
+        *([f"{requests['throughput']:.1f} tokens/s of the engine"] if "throughput" in requests else []),
         f"output {output_state(configuration(trial), metrics)}",
     ]
     return "<br>".join(lines)
