@@ -19,9 +19,9 @@ from optuna.trial import FrozenTrial, TrialState
 from plotly import graph_objects as go
 
 from layerskip import config
-from searches.report.tables import output_state, pareto_front, trial_requests
+from searches.report.tables import may_lead, output_state, pareto_front, trial_requests
 from searches.study.finals import Finals
-from searches.study.leaderboard import configuration, is_lossless
+from searches.study.leaderboard import configuration
 from searches.study.study import DUPLICATE_OF
 from searches.tracking.names import PREDICTED, RETRY_OF, WORKER
 
@@ -57,7 +57,7 @@ def history(trials: Iterable[FrozenTrial]) -> go.Figure | None:
         return None
     chart = _figure("trial", "speedup", plain=1.0)
     _add_trials(chart, measured, [t.number for t in measured], _speedups(measured), _bars([_metrics(t) for t in measured]))
-    leading = [trial for trial in measured if _may_lead(trial)]
+    leading = [trial for trial in measured if may_lead(trial)]
     _add_line(chart, "best so far", [t.number for t in leading], list(itertools.accumulate(_speedups(leading), max)))
     return chart.update_xaxes(dtick=1) if measured[-1].number < _FEW else chart
 
@@ -213,12 +213,6 @@ def _speedups(measured: Sequence[FrozenTrial]) -> list[float]:
     return [float(_metrics(trial)["speedup"]) for trial in measured]
 
 
-def _may_lead(trial: FrozenTrial) -> bool:
-    """Return True if a trial was measured to the end and kept the output, or is lossy by choice."""
-    kept = is_lossless(_metrics(trial)) or not configuration(trial).lossless
-    return kept and trial.state == TrialState.COMPLETE
-
-
 def _describe(trial: FrozenTrial) -> str:
     """Return the text that is shown for a measured trial under the pointer."""
     metrics, requests, known = _metrics(trial), trial_requests(trial), trial.user_attrs
@@ -265,7 +259,7 @@ def _add_front(
     chart: go.Figure, measured: Sequence[FrozenTrial], x: Sequence[float], y: Sequence[float], more_is_better: bool
 ) -> None:
     """Add the Pareto front of the trials that may lead, as a line: no other is better in both ``x`` and ``y``."""
-    leading = [place for place, trial in enumerate(measured) if _may_lead(trial)]
+    leading = [place for place, trial in enumerate(measured) if may_lead(trial)]
     front = pareto_front({place: (y[place], -x[place] if more_is_better else x[place]) for place in leading})[::-1]
     _add_line(chart, "Pareto front", _at(front, x), _at(front, y), dash="dash")
 

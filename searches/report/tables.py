@@ -125,10 +125,15 @@ def measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
     return [trial for trial in trials if trial.state == TrialState.COMPLETE and "measurement" in trial.user_attrs]
 
 
+def may_lead(trial: FrozenTrial) -> bool:
+    """Return True if a trial was measured to the end and kept the output, or is lossy by choice."""
+    kept = is_lossless(trial.user_attrs["measurement"]) or not configuration(trial).lossless
+    return kept and trial.state == TrialState.COMPLETE
+
+
 def best_trials(trials: Iterable[FrozenTrial], maximum: int = 10) -> list[FrozenTrial]:
     """Return the fastest trials that were measured to the end and kept the output."""
-    kept = [t for t in measured(trials) if is_lossless(t.user_attrs["measurement"]) or not configuration(t).lossless]
-    return sorted(kept, key=lambda t: -(t.value or 0.0))[:maximum]
+    return sorted(filter(may_lead, measured(trials)), key=lambda t: -(t.value or 0.0))[:maximum]
 
 
 def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:

@@ -13,10 +13,9 @@ import pytest
 import torch
 from transformers import LlamaModel, T5Config, T5ForConditionalGeneration
 
-from layerskip import SpeculativeConfig, Target, TargetError, UnsupportedModel, generate, load_target
+from layerskip import Target, TargetError, load_target
 from layerskip.models import loading
 from tests.accelerator import DEVICE
-from tests.families import build
 from tests.tiny import VOCABULARY
 
 
@@ -141,13 +140,6 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     message = _refused(tmp_path)
     assert str(tmp_path) in message and "T5" in message
-
-
-def test_recurrent_state_is_refused_by_every_drafter() -> None:
-    target = Target(build("mamba"))
-    for kind in ("none", "layer_skip", "prompt_lookup"):
-        with pytest.raises(UnsupportedModel, match="^MambaForCausalLM: .*rewind"):
-            generate(target, [7, 8], SpeculativeConfig(kind), max_new_tokens=4)
 
 
 CUSTOM = """
