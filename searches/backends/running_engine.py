@@ -10,7 +10,6 @@ seconds per token after it, at the median and the 95th percentile.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 import re
@@ -82,25 +81,14 @@ class Counters:
         reached = (self.drafts, *self.by_position, 0)
         lengths = enumerate(itertools.pairwise(reached))
         accepted = [length for length, (at_least, more) in lengths for _ in range(at_least - more)][::-1]
-        sizes = _even(accepted, self.drafted)
-        surplus = max(0, sum(accepted) + len(accepted) - decoded)
+        drafted, surplus = self.drafted, max(0, sum(accepted) + len(accepted) - decoded)
         rounds = []
-        for size, length in zip(sizes, accepted, strict=True):
-            cut = min(surplus, length)
-            surplus -= cut
+        for place, length in enumerate(accepted):  # the longest first, so that the drafts behind it share what is left
+            size, cut = max(length, drafted // (len(accepted) - place)), min(surplus, length)
+            drafted, surplus = drafted - size, surplus - cut
             rounds.append(Round(size, length, length + 1 - cut))
         plain = decoded - sum(each.committed for each in rounds)
         return rounds + [Round(0, 0, 1)] * max(0, plain)
-
-
-def _even(minimum: Sequence[int], total: int) -> list[int]:
-    """Return numbers with a sum, at least as large as these and as equal as possible: drafts are mostly of one length."""
-    sizes = [(size, place) for place, size in enumerate(minimum)]
-    heapq.heapify(sizes)
-    for _ in range(total - sum(minimum) if sizes else 0):
-        size, place = sizes[0]
-        heapq.heapreplace(sizes, (size + 1, place))
-    return [size for size, _ in sorted(sizes, key=lambda pair: pair[1])]
 
 
 def spread(rounds: Sequence[Round], decoded: Sequence[int]) -> list[DecodeStats]:

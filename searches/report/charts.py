@@ -19,9 +19,9 @@ from optuna.trial import FrozenTrial, TrialState
 from plotly import graph_objects as go
 
 from layerskip import config
-from searches.report.tables import output_state, pareto_front, trial_requests
+from searches.report.tables import may_lead, output_state, pareto_front, trial_requests
 from searches.study.finals import Finals
-from searches.study.leaderboard import configuration, is_lossless
+from searches.study.leaderboard import configuration
 from searches.study.study import DUPLICATE_OF
 from searches.tracking.names import PREDICTED, RETRY_OF, WORKER
 
@@ -57,7 +57,7 @@ def history(trials: Iterable[FrozenTrial]) -> go.Figure | None:
         return None
     chart = _figure("trial", "speedup", plain=1.0)
     _add_trials(chart, measured, [t.number for t in measured], _speedups(measured), _bars([_metrics(t) for t in measured]))
-    leading = [trial for trial in measured if _may_lead(trial)]
+    leading = [trial for trial in measured if may_lead(trial)]
     _add_line(chart, "best so far", [t.number for t in leading], list(itertools.accumulate(_speedups(leading), max)))
     return chart.update_xaxes(dtick=1) if measured[-1].number < _FEW else chart
 
@@ -74,20 +74,19 @@ def acceptance(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     return chart
 
 
-def throughput(trials: Iterable[FrozenTrial], level: str = "") -> go.Figure | None:
+def throughput(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     """Return the engine's tokens per second against the median time per token, and the trials that none exceeds in both.
 
-    A star is plain decoding, the median of trials. ``level`` is one of :func:`~searches.report.tables.levels`.
+    A star is plain decoding, the median of trials.
     """
-    names = [f"throughput{level}", f"tpot_p50{level}"]
-    known = [trial for trial in _measured(trials) if set(names) <= trial_requests(trial).keys()]
+    known = [trial for trial in _measured(trials) if {"throughput", "tpot_p50"} <= trial_requests(trial).keys()]
     if not known:
         return None
     chart, loads = _figure("ms per token", "tokens/s of the engine"), [trial_requests(trial) for trial in known]
-    speeds, milliseconds = [load[names[0]] for load in loads], [1000 * load[names[1]] for load in loads]
+    speeds, milliseconds = [load["throughput"] for load in loads], [1000 * load["tpot_p50"] for load in loads]
     _add_trials(chart, known, milliseconds, speeds)
     _add_front(chart, known, milliseconds, speeds, more_is_better=False)
-    baselines = [f"baseline_{name}" for name in names]
+    baselines = ["baseline_throughput", "baseline_tpot_p50"]
     plain = [[load[name] for name in baselines] for load in loads if set(baselines) <= load.keys()]
     if plain:  # trials were compared with plain decoding under the load
         speed, seconds = np.median(plain, axis=0).tolist()
@@ -214,12 +213,6 @@ def _speedups(measured: Sequence[FrozenTrial]) -> list[float]:
     return [float(_metrics(trial)["speedup"]) for trial in measured]
 
 
-def _may_lead(trial: FrozenTrial) -> bool:
-    """Return True if a trial was measured to the end and kept the output, or is lossy by choice."""
-    kept = is_lossless(_metrics(trial)) or not configuration(trial).lossless
-    return kept and trial.state == TrialState.COMPLETE
-
-
 def _describe(trial: FrozenTrial) -> str:
     """Return the text that is shown for a measured trial under the pointer."""
     metrics, requests, known = _metrics(trial), trial_requests(trial), trial.user_attrs
@@ -229,7 +222,7 @@ def _describe(trial: FrozenTrial) -> str:
         f"speedup {_with_interval(metrics)}",
         f"{metrics['tokens_per_second']:.1f} tokens/s, acceptance {metrics['acceptance_rate']:.2f}",
         *([f"predicted {known[PREDICTED]:.3f}"] if PREDICTED in known else []),
-        *(f"{requests[name]:.1f} tokens/s of the engine" for name in requests if name.startswith("throughput")),
+        *([f"{requests['throughput']:.1f} tokens/s of the engine"] if "throughput" in requests else []),
         f"output {output_state(configuration(trial), metrics)}",
     ]
     return "<br>".join(lines)
@@ -266,7 +259,7 @@ def _add_front(
     chart: go.Figure, measured: Sequence[FrozenTrial], x: Sequence[float], y: Sequence[float], more_is_better: bool
 ) -> None:
     """Add the Pareto front of the trials that may lead, as a line: no other is better in both ``x`` and ``y``."""
-    leading = [place for place, trial in enumerate(measured) if _may_lead(trial)]
+    leading = [place for place, trial in enumerate(measured) if may_lead(trial)]
     front = pareto_front({place: (y[place], -x[place] if more_is_better else x[place]) for place in leading})[::-1]
     _add_line(chart, "Pareto front", _at(front, x), _at(front, y), dash="dash")
 

@@ -26,7 +26,7 @@ from searches.app.checks import InputError
 from searches.app.interrupt import defer_interrupt, is_interrupt
 from searches.report import charts
 from searches.report.markdown import study_notes, verdict, winner_notes
-from searches.report.tables import Tables, as_html, finals_tables, levels, trial_requests, trial_tables
+from searches.report.tables import Tables, as_html, finals_tables, trial_tables
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, ranking
 from searches.study.study import SETTINGS, finished
@@ -123,9 +123,8 @@ def _charts(study: optuna.Study, page: Page, now: datetime, concurrency: int) ->
     yield _Chart("history", charts.history(done), "Search history", text, "wide")
     text = "Dashed: the Pareto front of trials measured to the end."
     yield _Chart("acceptance", charts.acceptance(done), "Speedup against acceptance", text)
-    for level in levels(map(trial_requests, done)):
-        text = f"Requests in flight: {level.removeprefix('_at_') or concurrency}. Star: plain decoding. Dashed: the best."
-        yield _Chart(f"load{level}", charts.throughput(done, level), "Throughput against time per token", text)
+    text = f"Requests in flight: {concurrency}. Star: plain decoding. Dashed: the best."
+    yield _Chart("load", charts.throughput(done), "Throughput against time per token", text)
     text = "By layer: how often the first drafted token is right with one skipped. Grey: unknown."
     yield _Chart("scans", charts.agreement_of_scans(page.singles), "Scanned sub-layers", text, "low wide")
     text = "Faint: stopped early or not run. Grey: running or interrupted. Stroke: killed. Pauses are cut out."

@@ -86,9 +86,7 @@ def finals_tables(finals: Finals) -> Tables:
     ]
     tables = {"Finalists (held-out prompts)": shown}
     loads = [metrics.get(METRICS, {}) for *_, metrics, _ in rows]
-    for level in levels(loads):
-        tables |= _load_table([{"configuration": row[0]} for row in rows], loads, level, "held-out prompts")
-    return tables
+    return tables | _load_table([{"configuration": row[0]} for row in rows], loads, "held-out prompts")
 
 
 def race_rows(race: Race) -> list[Row]:
@@ -127,25 +125,28 @@ def measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
     return [trial for trial in trials if trial.state == TrialState.COMPLETE and "measurement" in trial.user_attrs]
 
 
+def may_lead(trial: FrozenTrial) -> bool:
+    """Return True if a trial was measured to the end and kept the output, or is lossy by choice."""
+    kept = is_lossless(trial.user_attrs["measurement"]) or not configuration(trial).lossless
+    return kept and trial.state == TrialState.COMPLETE
+
+
 def best_trials(trials: Iterable[FrozenTrial], maximum: int = 10) -> list[FrozenTrial]:
     """Return the fastest trials that were measured to the end and kept the output."""
-    kept = [t for t in measured(trials) if is_lossless(t.user_attrs["measurement"]) or not configuration(t).lossless]
-    return sorted(kept, key=lambda t: -(t.value or 0.0))[:maximum]
+    return sorted(filter(may_lead, measured(trials)), key=lambda t: -(t.value or 0.0))[:maximum]
 
 
 def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:
-    """Return the fastest trials, and those that none exceeds in throughput and latency, by number of requests in flight.
+    """Return the fastest trials, and those that none exceeds in throughput and latency, if an engine reports these.
 
-    Speedups are those on the tune prompts that every trial decodes. There is one table if no engine reports these metrics.
+    Speedups are those on the tune prompts that every trial decodes.
     """
     best = [_named(t) | {"speedup": f"{t.value:.3f}"} | _rates(t.user_attrs["measurement"]) for t in best_trials(trials)]
-    tables = {"Best trials (tune prompts)": best}
     kept = {t.number: t for t in measured(trials) if is_lossless(t.user_attrs["measurement"])}
     loads = {number: trial_requests(trial) for number, trial in kept.items()}
-    for level in levels(loads.values()):
-        front = pareto_front({n: (x.get(f"throughput{level}"), x.get(f"tpot_p50{level}")) for n, x in loads.items()})
-        tables |= _load_table([_named(kept[n]) for n in front], [loads[n] for n in front], level, "Pareto front")
-    return tables
+    front = pareto_front({number: (load.get("throughput"), load.get("tpot_p50")) for number, load in loads.items()})
+    rates = _load_table([_named(kept[n]) for n in front], [loads[n] for n in front], "Pareto front")
+    return {"Best trials (tune prompts)": best} | rates
 
 
 def _named(trial: FrozenTrial) -> Row:
@@ -166,24 +167,16 @@ def _rates(metrics: Mapping[str, Any]) -> Row:
     }
 
 
-def levels(loads: Iterable[Mapping[str, float]]) -> list[str]:
-    """Return the ends of the names of metrics: one for each number of requests in flight, empty for a single one."""
-    ends = {name.removeprefix("throughput") for workload in loads for name in workload if name.startswith("throughput")}
-    return sorted(ends, key=lambda end: (len(end), end))
-
-
-def _load_table(names: Sequence[Row], loads: Sequence[Mapping[str, float]], level: str, of: str) -> Tables:
-    """Return the table of an engine's metrics under one of :func:`levels`; a metric that no row has is no column."""
-    shown = {name: each for name, each in _REQUEST_COLUMNS.items() if any(name + level in load for load in loads)}
+def _load_table(names: Sequence[Row], loads: Sequence[Mapping[str, float]], of: str) -> Tables:
+    """Return the table of an engine's metrics; a metric that no row has is no column. No engine reports any: no table."""
+    shown = {name: each for name, each in _REQUEST_COLUMNS.items() if any(name in load for load in loads)}
     rows = []
     for row, load in zip(names, loads, strict=True):
         cells = {
-            title: form.format(factor * load[name + level]) if name + level in load else ""
-            for name, (title, form, factor) in shown.items()
+            title: form.format(factor * load[name]) if name in load else "" for name, (title, form, factor) in shown.items()
         }
         rows.append(row | cells)
-    flight = f", {level.removeprefix('_at_')} requests in flight" if level else ""
-    return {f"Throughput and latency{flight} ({of})": rows} if rows else {}
+    return {f"Throughput and latency ({of})": rows} if shown else {}
 
 
 def pareto_front(points: Mapping[int, tuple[float | None, float | None]]) -> list[int]:

@@ -1,14 +1,16 @@
-"""The key-value cache: one length for all layers, rewound by assignment, also past sliding windows."""
+"""The key-value cache: one length for all layers, rewound by assignment, also past sliding windows; which keys are read."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from layerskip.models import attention
 from layerskip.models.cache import CacheFull, CacheOverflow, KVCache
 from layerskip.models.forward import forward
 from layerskip.models.skip_view import decoding_view
@@ -94,3 +96,34 @@ def test_memory_is_allocated_once(static_shapes: bool) -> None:
         addresses.append([states.data_ptr() for states in cache.buffers()])
     assert addresses[0] == addresses[1] == addresses[2]
     assert cache.nbytes == 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * LENGTH * config.head_dim
+
+
+@pytest.mark.parametrize("count", [1, 6, 70])
+def test_layers_with_a_window_read_no_keys_before_it(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window of 8 of the first of 6 queries begins 7 keys before it."""
+    model, tokens = build("mistral", sliding_window=8), tokens_of(LENGTH + count)
+    view, cache = decoding_view(model), _cache(model, length=len(tokens))
+    read: list[int] = []
+    compute = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        read.append(key.shape[2])
+        return compute(query, key, *args, **kwargs)
+
+    for module in (attention, torch.nn.functional):  # transformers uses the second one
+        monkeypatch.setattr(module, "scaled_dot_product_attention", attend)
+    with torch.inference_mode():
+        forward(view, tokens[:LENGTH], cache, last=1)
+        cache.length, _ = LENGTH, read.clear()
+        forward(view, tokens[LENGTH:], cache, last=1)
+    assert set(read) == {7 + count}
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_a_cache_of_transformers_that_drops_keys_is_read_whole(family: str) -> None:
+    model, tokens = build(family), tokens_of(40)[None]
+    view, expected = decoding_view(model), fresh(model, tokens[0])[-3:]
+    with torch.inference_mode():
+        cache = view(input_ids=tokens[:, :-3], use_cache=True).past_key_values
+        block = view(input_ids=tokens[:, -3:], past_key_values=cache).logits[0]
+    torch.testing.assert_close(block, expected, atol=1e-4, rtol=1e-4)

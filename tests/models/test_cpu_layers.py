@@ -63,6 +63,20 @@ def forms(view: PreTrainedModel) -> set[type[nn.Module]]:
     return {type(module).__mro__[1] for module in used}
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of layers of each call."""
+    numbers: list[int] = []
+    compute = DecoderStack.__call__
+
+    def counted(self: DecoderStack, *args: Any) -> Any:
+        numbers.append(len(self.layers))
+        return compute(self, *args)
+
+    monkeypatch.setattr(DecoderStack, "__call__", counted)
+    return numbers
+
+
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
@@ -71,24 +85,26 @@ def forms(view: PreTrainedModel) -> set[type[nn.Module]]:
         ("qwen3", ALL),  # norms of queries and keys
         ("gemma", ALL),  # another activation, norms by 1 + weight
         ("gemma3_text", ALL),  # and windows
+        ("ministral", ALL),  # layers with the same positions, and in passes of several rows two masks
         ("olmo2", {_Norm}),  # norms before heads are split
         ("helium", {_Norm}),  # other rotary positions
         ("cohere", set()),
         ("phi3", {_Norm}),
     ],
 )
-def test_steps_equal_those_of_transformers(family: str, expected: set[type[nn.Module]]) -> None:
-    """From the first position on, where rotary positions of all forms are the same."""
+def test_steps_equal_those_of_transformers(family: str, expected: set[type[nn.Module]], calls: list[int]) -> None:
+    """From the first position on, where rotary positions of all forms are the same. At last, each layer is computed once."""
     model = in_bfloat16(family)
-    view, cache, text = decoding_view(model), KVCache(model.config.num_hidden_layers, 64), tokens_of(40)
+    view, cache, text = shared_copy(model), KVCache(model.config.num_hidden_layers, 64), tokens_of(40)
     with torch.inference_mode():
         reference = model(input_ids=text[None]).logits[0]
-        for count in (1, 1, 1, 3, 1, 27, 2):  # of them only 27 is no step
-            start = cache.length
+        for count in (1, 1, 1, 3, 1, 27, 2, 1):  # of them only 27 is no step
+            start, _ = cache.length, calls.clear()
             logits = forward(view, text[start : start + count], cache, count)
             cache.length += count
             assert_alike(logits, reference[start : start + count])
     assert forms(view) == expected
+    assert sum(calls) == (len(cache.layers) if expected == ALL else 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
@@ -114,20 +130,6 @@ def test_no_row_depends_on_the_others_bit_by_bit(family: str, threads: int) -> N
         torch.set_num_threads(before)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of layers of each call."""
-    numbers: list[int] = []
-    compute = DecoderStack.__call__
-
-    def counted(self: DecoderStack, *args: Any) -> Any:
-        numbers.append(len(self.layers))
-        return compute(self, *args)
-
-    monkeypatch.setattr(DecoderStack, "__call__", counted)
-    return numbers
-
-
 @pytest.mark.parametrize(
     ("family", "mask", "expected"),
     [
@@ -145,34 +147,9 @@ def test_layers_with_the_same_inputs_share_a_call(family: str, mask: str, expect
     view = skip_view(model, SkipMask.parse(mask, 4))
     found = step(view)
     assert calls[-len(expected) :] == expected
+    assert torch.equal(step(view), found)  # forms were known before the first text
     set_packing(model, False)
     assert_alike(found, step(skip_view(model, SkipMask.parse(mask, 4))))
-
-
-@pytest.mark.parametrize("family", ["llama", "ministral", "gemma3_text"])
-def test_each_layer_is_computed_once_where_masks_differ_in_some_passes(family: str, calls: list[int]) -> None:
-    """The layers of a Ministral have the same positions, and in passes of several rows two masks."""
-    model, text = in_bfloat16(family), tokens_of(40)
-    view, cache = shared_copy(model), KVCache(model.config.num_hidden_layers, 64)
-    with torch.inference_mode():
-        reference = model(input_ids=text[None]).logits[0]
-        forward(view, text[:20], cache, 1)
-        cache.length = 20
-        for count in (1, 3, 1, 3, 1, 3):
-            calls.clear()
-            logits = forward(view, text[cache.length : cache.length + count], cache, count)
-            assert_alike(logits, reference[cache.length : cache.length + count])
-            cache.length += count
-    assert sum(calls) == model.config.num_hidden_layers
-
-
-def test_forms_are_known_before_the_first_text(calls: list[int]) -> None:
-    view = shared_copy(in_bfloat16())
-    assert forms(view) == ALL
-    calls.clear()
-    first = step(view)
-    assert calls == [4]
-    assert torch.equal(step(view), first)
 
 
 @pytest.mark.parametrize("changes_input", [True, False])

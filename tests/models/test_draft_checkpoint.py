@@ -10,16 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from layerskip import (
-    MaskError,
-    SkipMask,
-    SpeculativeConfig,
-    Target,
-    UnsupportedModel,
-    generate,
-    load_target,
-    save_draft_checkpoint,
-)
+from layerskip import SkipMask, SpeculativeConfig, Target, UnsupportedModel, generate, load_target, save_draft_checkpoint
+from layerskip.mask import MaskError
 from layerskip.models.skip_view import skip_view
 from tests.accelerator import DEVICE
 from tests.families import build

@@ -68,12 +68,11 @@ def test_a_native_target_decodes_as_the_float32_model_of_its_file(
 
 
 def test_what_is_not_in_blocks_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    plain = str(save_gguf(tiny_folder, tmp_path / "plain.gguf"))
-    with pytest.raises(
-        TargetError, match=r"^target.dtype: native needs linear layers in one of Q4_0, .*plain.gguf has none"
+    plain = save_gguf(tiny_folder, tmp_path / "plain.gguf")
+    for source, packs, reason in (
+        (plain, None, "needs linear layers in one of Q4_0, .*plain.gguf has none"),
+        (tiny_folder, None, "is for a .gguf file, and "),
+        (plain, False, "needs packed weights"),
     ):
-        load_target(plain, dtype="native", device="cpu")
-    with pytest.raises(TargetError, match="^target.dtype: native is for a .gguf file, and "):
-        load_target(str(tiny_folder), dtype="native", device="cpu")
-    with pytest.raises(TargetError, match="^target.dtype: native needs packed weights"):
-        load_target(plain, dtype="native", device="cpu", pack_weights=False)
+        with pytest.raises(TargetError, match=f"^target.dtype: native {reason}"):
+            load_target(str(source), dtype="native", device="cpu", pack_weights=packs)

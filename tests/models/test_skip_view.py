@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from layerskip import SpeculativeConfig, Target, generate
 from layerskip.mask import MaskError, SkipMask
-from layerskip.models.architecture import UnsupportedModel, check_rewind
+from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
 from layerskip.models.packing import set_packing
@@ -159,6 +160,6 @@ def test_what_cannot_be_skipped_is_refused_by_name_and_reason(family: str) -> No
     words = {"recurrent state": "rewind", "the residual": "residual", "no child": "MLP"}
     (word,) = (word for start, word in words.items() if REFUSED[family].startswith(start))
     assert re.match(f"{type(model).__name__}: .*{word}", str(refusal.value))
-    if word == "rewind":
+    for kind in ("none", "prompt_lookup") if word == "rewind" else ():
         with pytest.raises(UnsupportedModel, match=f"^{type(model).__name__}: .*rewind"):
-            check_rewind(model)
+            generate(Target(model), [7, 8], SpeculativeConfig(kind), max_new_tokens=4)

@@ -100,13 +100,13 @@ class BackendContract:
             assert TOKENS < sample.tokens <= 2 * TOKENS
             assert (sample.lossless.compared, sample.lossless.verdict) == (2, "exact")
 
-    def test_descriptions_are_plain_and_repeat(self, backend: Backend, make: Any, tiny_target: Target) -> None:
+    def test_descriptions_are_plain_and_repeat_and_refusals_are_one_line(
+        self, backend: Backend, make: Any, tiny_target: Target
+    ) -> None:
         described = backend.describe()
         assert json.loads(json.dumps(described)) == described
         assert make(tiny_target).describe() == described
         assert backend.name
-
-    def test_methods_are_supported_or_refused_in_one_line(self, backend: Backend) -> None:
         for method in ("none", self.config.method, self.other.method):
             assert backend.supports(method) is None
         reason = backend.supports("astrology")

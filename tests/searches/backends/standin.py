@@ -46,6 +46,20 @@ def planted_rounds(count: int, drafted: int) -> list[int]:
     return accepted
 
 
+def counters(rounds: list[tuple[int, int]], engine: str = "0") -> str:
+    """Return what vLLM publishes after rounds of so many drafted and accepted tokens; those without a draft do not count."""
+    drafts, labels = [each for each in rounds if each[0]], f'engine="{engine}",model_name="a {{strange}} name"'
+    values = {"drafts": len(drafts), "draft_tokens": sum(d for d, _ in drafts), "accepted_tokens": sum(a for _, a in drafts)}
+    lines = [f"vllm:spec_decode_num_{name}_total{{{labels}}} {float(value)}" for name, value in values.items()]
+    for place in range(max((drafted for drafted, _ in drafts), default=0)):
+        count = sum(accepted > place for _, accepted in drafts)
+        lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}} {float(count)}')
+    head = "# HELP vllm:spec_decode_num_drafts_total Number of drafts."
+    return "\n".join(
+        [head, f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e+09", *lines, "vllm:prompt_tokens_total 3.0"]
+    )
+
+
 def record(folder: str | None, process: int) -> None:
     """Write down a process, so that a test can see whether it still runs."""
     if folder:
@@ -68,38 +82,24 @@ class Standin(BaseHTTPRequestHandler):
             self.send_error(401)
             return
         pages = {"/v1/models": json.dumps({"data": [{"id": "standin"}]}), "/seen": json.dumps(self.seen)}
-        own = self._metrics() if self.drafted else 'vllm:num_requests_running{engine="0"} 0.0'
+        own = counters([(self.drafted, accepted) for accepted in self.accepted])
         pages["/metrics"] = own if self.options.fault != "other_metrics" else "other:requests_total 3.0"
         pages["/max_in_flight"] = str(type(self).max_in_flight)
-        body = pages.get(self.path, "").encode()
-        self.send_response(200 if self.path in pages else 404)
+        self._answer(pages.get(self.path))
+
+    def _answer(self, page: str | None) -> None:
+        """Send a page, or that there is none."""
+        body = (page or "").encode()
+        self.send_response(404 if page is None else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def _metrics(self) -> str:
-        labels, rounds = 'engine="0",model_name="standin"', self.accepted
-        lines = [
-            "# TYPE vllm:spec_decode_num_drafts counter",
-            f"vllm:spec_decode_num_drafts_total{{{labels}}} {len(rounds)}.0",
-            f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {len(rounds) * self.drafted}.0",
-            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {sum(rounds)}.0",
-            f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e+09",
-        ]
-        for place in range(self.drafted):
-            count = sum(length > place for length in rounds)
-            lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}} {count}.0')
-        return "\n".join(lines)
 
     def do_POST(self) -> None:
         """Stream a completion, or fail as planned."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
-            body = json.dumps({"tokens": [len(message["content"]) for message in asked["messages"]]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self._answer(json.dumps({"tokens": [len(message["content"]) for message in asked["messages"]]}))
             return
         fault = self.options.fault if len(self.seen) >= self.options.after else ""
         if fault == "strict" and "return_token_ids" in asked:

@@ -9,19 +9,7 @@ import pytest
 
 from layerskip.decoding.stats import DecodeStats
 from searches.backends.running_engine import Counters, spread
-
-
-def _page(rounds: list[tuple[int, int]], engine: str = "0") -> str:
-    """Return what vLLM publishes after rounds of so many drafted and accepted tokens; those without a draft do not count."""
-    drafts = [each for each in rounds if each[0]]
-    labels = f'engine="{engine}",model_name="a {{strange}} name"'
-    values = {"drafts": len(drafts), "draft_tokens": sum(d for d, _ in drafts), "accepted_tokens": sum(a for _, a in drafts)}
-    lines = [f"vllm:spec_decode_num_{name}_total{{{labels}}} {float(value)}" for name, value in values.items()]
-    for place in range(5):
-        count = sum(accepted > place for _, accepted in drafts)
-        lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{place}"}} {float(count)}')
-    described = "# HELP vllm:spec_decode_num_drafts_total Number of drafts."
-    return "\n".join([described, *lines, 'vllm:prompt_tokens_total{engine="0"} 3.0'])
+from tests.searches.backends.standin import counters
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -30,7 +18,7 @@ def test_rounds_have_the_accepted_and_drafted_tokens_that_were_counted(seed: int
     sizes = [source.randint(0, 5) for _ in range(12)]
     earlier = [(3, 1), (5, 5)]
     rounds = [(size, source.randint(0, size)) for size in sizes]
-    found = Counters.parse(_page(earlier + rounds)).since(Counters.parse(_page(earlier)))
+    found = Counters.parse(counters(earlier + rounds)).since(Counters.parse(counters(earlier)))
     decoded = sum(accepted + 1 for _, accepted in rounds)
     stats = DecodeStats(tuple(found.rounds(decoded)))
     assert Count(each.accepted for each in stats.rounds) == Count(accepted for _, accepted in rounds)
@@ -40,22 +28,22 @@ def test_rounds_have_the_accepted_and_drafted_tokens_that_were_counted(seed: int
 
 
 def test_a_last_round_that_accepted_too_many_adds_what_was_left() -> None:
-    found = Counters.parse(_page([(4, 4), (4, 1)]))
+    found = Counters.parse(counters([(4, 4), (4, 1)]))
     assert sum(each.committed for each in found.rounds(5)) == 5  # 7 were accepted or added, 5 were asked for
 
 
 def test_counters_of_several_engines_are_added_up() -> None:
-    found = Counters.parse(_page([(2, 1)]) + "\n" + _page([(3, 3)], engine="1"))
-    assert found == Counters(2, 5, 4, (2, 1, 1, 0, 0))
+    found = Counters.parse(counters([(2, 1)]) + "\n" + counters([(3, 3)], engine="1"))
+    assert found == Counters(2, 5, 4, (2, 1, 1))
 
 
 def test_a_page_without_counters_is_not_taken_for_no_drafts() -> None:
     assert Counters.parse("vllm:prompt_tokens_total 3.0") is None
-    assert Counters.parse(_page([])) == Counters(0, 0, 0, (0,) * 5)
+    assert Counters.parse(counters([])) == Counters()
 
 
 def test_rounds_are_dealt_in_proportion() -> None:
-    rounds = Counters.parse(_page([(3, 2)] * 10)).rounds(60)  # and 30 tokens without a draft
+    rounds = Counters.parse(counters([(3, 2)] * 10)).rounds(60)  # and 30 tokens without a draft
     parts = spread(rounds, [40, 0, 20])
     assert [len(part.rounds) for part in parts] == [27, 0, 13]
     assert DecodeStats.join(parts).accepted == 20

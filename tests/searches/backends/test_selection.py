@@ -54,7 +54,7 @@ def test_the_own_decoder_does_not_change_what_identifies_a_study(tiny_folder: Pa
     def planned(*overrides: str) -> tuple[Plan, dict[str, Any]]:
         config = compose_config("layerskip", [*quick(tiny_folder, tmp_path), *overrides])
         plan = Plan.of(config)
-        return plan, describe(config, plan.target, plan.prompts, False, plan.backend)
+        return plan, describe(config, plan.target, plan.prompts, plan.backend)
 
     (alone, own), (_, other) = planned(), planned(*_server("serve"))
     loaded, settings = planned(*_server("other"), "workload.concurrency=4")
@@ -79,12 +79,8 @@ def test_an_export_is_measured_on_its_own_engine_under_its_load(tiny_target: Tar
     assert workload == Workload(8, "throughput")
     with pytest.raises(InputError, match="^workload: the export was measured with 8 requests in flight, for throughput"):
         exported_backend(compose_config("verify", [*_server("serve"), "workload.concurrency=4"]), export, tiny_target)
-
-
-def test_an_export_of_an_engine_is_measured_on_servers_that_run_it(tiny_target: Target) -> None:
-    config = compose_config("verify", _server("serve"))
     backend, _ = exported_backend(config, _exported(tiny_target, name="vllm"), tiny_target)
-    assert isinstance(backend, ServerBackend)
+    assert type(backend) is ServerBackend  # servers may run what was measured on another engine
     with pytest.raises(InputError, match=r"^backend: the export was measured with layerskip, not with server"):
         exported_backend(config, _exported(tiny_target), tiny_target)
 
