@@ -10,7 +10,7 @@ EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/tes
 ARGS ?=
 
 .DEFAULT_GOAL := sweep
-.PHONY: sweep benchmark engines test system lossless gpu gemma setup clean
+.PHONY: sweep benchmark engines test system lossless launchers gpu gemma setup clean
 
 sweep: setup            ## the default study; ARGS="experiment=smoke seed=1" are its overrides
 	$(BIN)/python -m searches.layerskip $(ARGS)
@@ -38,6 +38,10 @@ system: setup           ## the second tier: whole programs, killed processes, se
 
 lossless: setup gemma   ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts
 	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest -n 2 --dist load $(EXHAUSTIVE)
+
+launchers: setup        ## two workers of one study by each launcher whose cluster runs here; docs/scale.md
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[launchers]"
+	LAYERSKIP_LAUNCHERS=1 $(BIN)/python -m pytest tests/searches/test_launchers.py
 
 gpu: setup              ## the tests that put models on a GPU, its speed in one record, and a small study
 	LAYERSKIP_TEST_DEVICE=cuda TORCHDYNAMO_DISABLE=1 $(BIN)/python -m pytest -n 6 --dist loadfile tests/kernels tests/models \

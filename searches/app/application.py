@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import hydra
 import optuna
+from hydra._internal.core_plugins.basic_launcher import BasicLauncherConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
@@ -67,17 +68,24 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
 
     def guarded(config: DictConfig) -> None:
         # Errors are handled in here, because Hydra prints its own message first. It lets SystemExit pass.
-        code, interrupted = 0, False
+        _set_up()
+        code, line, interrupted = 0, "", False
         try:
             with interruptible():
                 check_output_paths(config)
                 task(fill_defaults(config))
         except SystemExit as end:
-            if not isinstance(end.code, int):
+            # submitit itself ends a job with a negative code before it submits the job again.
+            if not (isinstance(end.code, int) and end.code > 0):
                 raise
-            code, interrupted = end.code, is_interrupt(end)
+            code, line, interrupted = end.code, f"error: the job ended with exit code {end.code}", is_interrupt(end)
         except (Exception, KeyboardInterrupt) as error:
-            code, interrupted = _report(error, resumable), is_interrupt(error)
+            interrupted = is_interrupt(error)
+            code, line = _report(error, resumable)
+        if _is_launched():
+            if code:  # a launcher carries exceptions alone; with SystemExit, submitit waits and Ray starts again
+                raise JobFailed(code, line)
+            return
         ended.append((" ".join(HydraConfig.get().overrides.task), code))
         if code and (interrupted or HydraConfig.get().mode != RunMode.MULTIRUN):
             sys.exit(code)
@@ -93,7 +101,7 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except (Exception, KeyboardInterrupt) as error:
-        code = _report(error, resumable)
+        code, _ = _report(error, resumable)
     if len(ended) > 1:
         print("\n".join(["| exit code | job |", "|---|---|", *(f"| {number} | {job} |" for job, number in ended)]))
     code = worst([code, *(number for _, number in ended)])
@@ -113,7 +121,7 @@ def _with_output(code: int, is_printed: bool) -> int:
 
 
 def _set_up() -> None:
-    """Set the filters of the warnings and logs of libraries."""
+    """Set the filters of a process that runs a task, which a launcher may have started."""
     tolerate_loss()
     # Optuna marks grouped TPE and the Wilcoxon pruner as experimental.
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -124,17 +132,33 @@ def _set_up() -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
-def _report(error: BaseException, resumable: bool) -> int:
-    """Print an error that ends the program; return the exit code."""
-    if is_interrupt(error):
+def _is_launched() -> bool:
+    """Return whether another launcher than Hydra's own, which stays in this process, runs the job of a multirun."""
+    settings = HydraConfig.get()
+    return settings.mode == RunMode.MULTIRUN and settings.launcher._target_ != BasicLauncherConf._target_
+
+
+def _report(error: BaseException, resumable: bool) -> tuple[int, str]:
+    """Print an error that ends the program; return the exit code and the last printed line."""
+    if isinstance(error, JobFailed):
+        code, line = error.code, error.line
+    elif is_interrupt(error):
         kept = "the same command continues from here" if resumable else "nothing is kept"
         code, line = interrupt_code(error), f"interrupted; {kept}"
     elif (reason := explain(error)) is not None:
         code, line = BAD_INPUT, f"error: {reason}"
+    elif _is_of_launcher(error):
+        code, line = 1, f"error: hydra.launcher: {type(error).__name__}: {' '.join(str(error).splitlines()[:2])}"
     else:
         code, line = 1, "".join(traceback.format_exception(error)).rstrip()
     print(line, file=sys.stderr)
-    return code
+    return code, line.splitlines()[-1]
+
+
+def _is_of_launcher(error: BaseException) -> bool:
+    """Return whether an error was raised by a launcher, for example without its cluster, or when a job was killed."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(str(frame.f_globals.get("__name__")).startswith("hydra_plugins.") for frame, _ in frames)
 
 
 def explain(error: BaseException) -> str | None:
@@ -162,6 +186,14 @@ def _one_line(error: BaseException) -> str:
     """Return the message of an error in one line. Others' text in it must not control the terminal."""
     line = " ".join(str(error).split())
     return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in line)
+
+
+class JobFailed(Exception):
+    """The failure of a job that a launcher ran elsewhere, with its exit code and the last line that it printed."""
+
+    def __init__(self, code: int, line: str) -> None:
+        super().__init__(code, line)  # the arguments alone are pickled
+        self.code, self.line = code, line
 
 
 def worst(codes: Sequence[int]) -> int:

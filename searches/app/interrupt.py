@@ -54,7 +54,7 @@ def guard_exit(code: int) -> None:
 def interruptible() -> Iterator[None]:
     """Raise :class:`Terminated` for SIGTERM and SIGHUP, and KeyboardInterrupt for Ctrl-C, within a block.
 
-    A signal that is ignored (nohup) or has a handler keeps it.
+    A signal that is ignored (nohup) or has a handler (submitit submits a job again) keeps it.
     """
     begun: dict[int, _Handler] = {}
     if threading.current_thread() is threading.main_thread():  # only it handles signals

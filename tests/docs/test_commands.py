@@ -9,9 +9,12 @@ import ast
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from searches.app.composition import compose_config
@@ -62,8 +65,17 @@ def test_a_command_composes(command: Command) -> None:
         overrides = command_line(overrides)
     if overrides[-2:] == ["--cfg", "job"]:
         overrides = overrides[:-2]
+    if overrides[:1] == ["-m"]:
+        overrides = _first_job(overrides[1:])
     config = compose_config(name, overrides)
     OmegaConf.to_container(config, resolve=True)
+
+
+def _first_job(overrides: Sequence[str]) -> list[str]:
+    """The overrides of a multirun's first job, without those of the launcher, which is optional."""
+    own = [override for override in overrides if not re.match(r"\+?hydra[./]", override)]
+    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), max_batch_size=None)
+    return jobs[0]
 
 
 def test_all_other_commands_are_known() -> None:

@@ -49,7 +49,7 @@ def test_commas_separate_the_jobs_of_a_multirun() -> None:
 
 
 def test_a_first_argument_is_an_override_only_if_it_looks_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for given in ("record=x", "+new.field=1", "target@other=local", "~record", "--cfg", "hydra/launcher=basic"):
+    for given in ("record=x", "+new.field=1", "target@other=local", "~record", "--cfg", "hydra/launcher=joblib"):
         assert command_line([given]) == [given]
     monkeypatch.chdir(tmp_path)
     Path("record=x").touch()

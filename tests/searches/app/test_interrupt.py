@@ -94,7 +94,7 @@ def test_a_signal_that_ends_a_program_waits_for_a_write_and_comes_once(number: s
 def test_a_signal_that_is_ignored_or_has_a_handler_keeps_it(handlers: None) -> None:
     seen = []
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
-    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))  # submitit
     with interruptible(), defer_interrupt():
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGTERM)
