@@ -162,7 +162,8 @@ class Objective:
         bound = within_memory(lambda: bounds.estimate(trial.study, known.config))
         if bound is None:
             return None
-        trial.set_user_attr(PREDICTED, bound.predicted)
+        if bound.predicted is not None:
+            trial.set_user_attr(PREDICTED, bound.predicted)
         return bound.reason() if bound.cannot_win else None
 
     def _measure(self, race: _Race) -> str | None:

@@ -54,7 +54,7 @@ def test_the_own_decoder_does_not_change_what_identifies_a_study(tiny_folder: Pa
     def planned(*overrides: str) -> tuple[Plan, dict[str, Any]]:
         config = compose_config("layerskip", [*quick(tiny_folder, tmp_path), *overrides])
         plan = Plan.of(config)
-        return plan, describe(config, plan.target, plan.prompts, False, plan.backend)
+        return plan, describe(config, plan.target, plan.prompts, plan.backend)
 
     (alone, own), (_, other) = planned(), planned(*_server("serve"))
     loaded, settings = planned(*_server("other"), "workload.concurrency=4")

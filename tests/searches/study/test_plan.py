@@ -80,7 +80,7 @@ def test_an_unusable_draft_model_is_refused(tiny_folder: Path, tmp_path: Path) -
     spelling("αβγδ").save_pretrained(greek)
     with pytest.raises(TargetError, match="^draft_model: the tokenizer of .*greek is not that of"):
         _plan(tiny_folder, f"space.ranges.draft_model.draft_model=[{greek}]")
-    with pytest.raises(ConfigError, match="^draft_model: .*greek cannot draft for .*share no token"):
+    with pytest.raises(ConfigError, match="^draft_model: its tokenizer does not reproduce the target's text"):
         _plan(tiny_folder, f"space.ranges.cross_tokenizer.draft_model=[{greek}]")
 
 
