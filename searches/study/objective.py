@@ -256,8 +256,10 @@ class _Race:
             self.rows.append(row)
             objective.on_prompt()
             is_last, is_first_look = len(self.rows) == decodings, len(self.rows) == few
-            slower = not is_last and self.trial.should_prune() and self._is_slower()
-            if slower or is_last or is_first_look:
+            is_look = is_last or is_first_look
+            # The pruner comes last, because it reads the database.
+            slower = not is_look and len(self.rows) > 1 and self._is_slower() and self.trial.should_prune()
+            if slower or is_look:
                 if metrics := dict(objective.bench.metrics()):
                     self.trial.set_user_attr(METRICS, metrics)
                 self._remeasure_drifted(prompts)
