@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +15,13 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import requests
 import sqlalchemy
 from mlflow.tracking import MlflowClient
 from sqlalchemy import event
 
 from searches.app.checks import InputError
-from searches.backends.engine_process import free_port
+from searches.backends.engine_process import EngineProcess, free_port
 from searches.connections import sqlite_url
 from searches.study import study
 from searches.tracking import store
@@ -196,69 +194,49 @@ def test_a_store_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch, c
     assert "***" in printed and "secret" not in printed
 
 
-class TrackingServer:
-    """An MLflow server with a store of its own.
+@contextlib.contextmanager
+def _served(folder: Path, port: int) -> Iterator[str]:
+    """Serve the store of a folder by MLflow, with artifacts in ``served``, and yield the URL; the end kills the server."""
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", sqlite(folder), "--artifacts-destination", str(folder / "served")]
+    alone = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no processes for jobs that runs do not need
 
-    Args:
-        store: URI of the SQLite store.
-        artifacts: folder of the artifacts.
-    """
+    def ready() -> bool:
+        with contextlib.suppress(requests.RequestException):
+            return requests.get(f"{url}/health", timeout=1).ok
+        return False
 
-    def __init__(self, store: str, artifacts: Path) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self._command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-        self._command += ["--workers", "1", "--backend-store-uri", store, "--artifacts-destination", str(artifacts)]
-        self.start()
-
-    def close(self) -> None:
-        """Stop the server and the processes that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def start(self) -> None:
-        """Start the server, also after it was closed."""
-        alone = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no processes for jobs that runs do not need
-        self._process = subprocess.Popen(
-            self._command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=1).close()
-                return
-            except OSError:
-                time.sleep(0.25)
-        self.close()
-        raise RuntimeError("the MLflow server did not start")
+    server = EngineProcess(command, alone, "MLflow", grace_seconds=0.0)
+    server.wait_until(ready, 120)
+    try:
+        yield url
+    finally:
+        server.stop()
 
 
 def test_a_server_that_fails_and_is_killed_is_completed_when_it_is_back(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = TrackingServer(sqlite(tmp_path), tmp_path / "served")
-    try:
-        tracker = _open(tmp_path, server.url)
+    port, served = free_port(), tmp_path / "served"
+    with _served(tmp_path, port) as url:
+        tracker = _open(tmp_path, url)
         tracker.record(TRIALS[0])
-        (tmp_path / "served").rename(tmp_path / "away")
-        (tmp_path / "served").touch()  # artifacts cannot be written: the server answers 500
+        served.rename(tmp_path / "away")
+        served.touch()  # artifacts cannot be written: the server answers 500
         tracker.record(TRIALS[1])
         assert len(runs(sqlite(tmp_path), "trial")) == 2
-        server.close()
-        tracker.record(TRIALS[2])
-        tracker.log({"loss": 2.0}, step=7)
-        tracker.record(TRIALS[3])
-        _finish(tracker, file)
-        (printed,) = capsys.readouterr().out.splitlines()
-        assert printed.startswith(f"{LOST} {server.url}: ") and "500" in printed
-        (tmp_path / "served").unlink()
-        (tmp_path / "away").rename(tmp_path / "served")
-        server.start()
-        _finish(_open(tmp_path, server.url), file)
-        _check_complete(server.url)
-    finally:
-        server.close()
+    tracker.record(TRIALS[2])
+    tracker.log({"loss": 2.0}, step=7)
+    tracker.record(TRIALS[3])
+    _finish(tracker, file)
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert printed.startswith(f"{LOST} {url}: ") and "500" in printed
+    served.unlink()
+    (tmp_path / "away").rename(served)
+    with _served(tmp_path, port):
+        _finish(_open(tmp_path, url), file)
+        _check_complete(url)
 
 
 def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
