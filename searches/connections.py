@@ -10,9 +10,12 @@ import copy
 import itertools
 import random
 import sqlite3
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +33,10 @@ _PATIENCE = 600.0  # seconds
 _LONGEST_PAUSE = 2.0  # seconds between two attempts
 _RANDOM = random.SystemRandom()  # forked processes differ
 _NONCE = "nonce"  # system attribute of a trial: identifies the call that created it
+
+_CHANGES = ("set_trial_param", "set_trial_user_attr", "set_trial_system_attr", "set_trial_intermediate_value")
+_UNAFFECTED = ("get_study_user_attrs", "get_study_system_attrs", "set_study_user_attr", "get_trial_system_attrs")
+"""Calls whose results do not depend on those changes; Optuna reads a trial's system attributes before each constraint."""
 
 Result = TypeVar("Result")
 
@@ -89,10 +96,16 @@ def _is_of_connection(error: BaseException) -> bool:
 
 
 def _retried(name: str) -> Any:
-    """Return a method that calls the storage's until it is reached."""
+    """Return a method that calls the storage's until it is reached; a joined trial's changes wait for the next read."""
 
     def call(self: RetryingStorage, *args: Any, **kwargs: Any) -> Any:
-        return self._retry(lambda: getattr(self._storage, name)(*args, **kwargs))
+        method = partial(getattr(self._storage, name), *args, **kwargs)
+        if name in _CHANGES and args[0] == self._waiting.trial:
+            self._waiting.changes.append(method)
+            return None
+        if name not in _UNAFFECTED:
+            self._write_changes()
+        return self._retry(method)
 
     return call
 
@@ -104,16 +117,51 @@ _Retried: Any = type(
 )
 
 
+class _Waiting(threading.local):
+    """The trial of a thread whose changes are joined, and those that wait."""
+
+    def __init__(self) -> None:
+        self.trial: int | None = None
+        self.changes: list[Callable[[], None]] = []
+
+
 class RetryingStorage(_Retried):  # type: ignore[misc]
     """A storage whose calls are repeated while its database cannot be reached.
+
+    ``transaction`` makes a context in which all changes of the thread are one transaction.
 
     Attributes:
         signature: user attributes of the trials that are created without any.
     """
 
-    def __init__(self, storage: BaseStorage, retry: Retry | None = None) -> None:
+    def __init__(
+        self,
+        storage: BaseStorage,
+        retry: Retry | None = None,
+        transaction: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.signature: dict[str, str] = {}
         self._storage, self._retry = storage, retry or Retry("study.storage: the database")
+        self._transaction, self._waiting = transaction, _Waiting()
+
+    def join_changes(self, trial_id: int) -> None:
+        """Let changes of a trial, from this thread, wait until it reads trials or ends one, and then make them together.
+
+        A transaction waits for the disk, and a trial makes tens of changes.
+        """
+        self._waiting.trial = trial_id
+
+    @defer_interrupt()
+    def _write_changes(self) -> None:
+        changes, self._waiting.changes = self._waiting.changes, []
+
+        def write() -> None:
+            with self._transaction():
+                for change in changes:
+                    change()
+
+        if changes:
+            self._retry(write)
 
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
         """Create a trial, once: a repeated call first looks for the trial of the call before."""
@@ -122,6 +170,7 @@ class RetryingStorage(_Retried):  # type: ignore[misc]
         nonce = uuid.uuid4().hex
         template.system_attrs = template.system_attrs | {_NONCE: nonce}
         attempts = itertools.count()
+        self._write_changes()
 
         def create() -> int:
             if next(attempts):
@@ -136,6 +185,7 @@ class RetryingStorage(_Retried):  # type: ignore[misc]
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
         """Set the state of a trial; a repeated call succeeds if the trial was finished like this."""
         attempts = itertools.count()
+        self._write_changes()
 
         def update() -> bool:
             is_repeated = next(attempts) > 0

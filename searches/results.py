@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import time
@@ -53,14 +54,15 @@ class ResultLog:
         self._path = path
         self._values: dict[str, Any] = {}
         if path is not None and path.exists():
-            _drop_partial_line(path)
             self._read(path)
 
     def _read(self, path: Path) -> None:
-        """Read the lines of the file; a damaged last line is dropped."""
+        """Read the lines of the file; a last line that a full disk or a kill left damaged is dropped."""
         lines = path.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
+                if not line.endswith(b"\n"):
+                    raise ValueError
                 name, value = json.loads(line)
             except (ValueError, TypeError):
                 if number < len(lines):
@@ -90,37 +92,22 @@ class ResultLog:
             line = f"{json.dumps([name, value])}\n".encode()
             # Unbuffered, because another process may append a line of its own.
             with report_full_disk(self._path, self._path), self._path.open("ab", buffering=0) as file:
-                if file.write(line) < len(line):
-                    _drop_partial_line(self._path)
+                if (written := file.write(line)) < len(line):
+                    file.truncate(file.tell() - written)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._values[name] = value
-
-
-def _drop_partial_line(path: Path) -> None:
-    """Cut off a partial last line, which a full disk or a killed machine leaves, so that it does not spoil the next line."""
-    if not path.exists() or not path.stat().st_size:
-        return
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read() == b"\n":
-            return
-    print(f"{path}: its last line is cut off, as after a kill or on a full disk, and is dropped", flush=True)
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Wait until no other process writes a file or folder, then hold its lock, which a killed process releases."""
-    with exclusive_if_free(path) as free:
-        if free:
-            yield
-            return
-    print(f"waiting for another program, which writes {path}", flush=True)
-    while True:
+    for attempt in itertools.count():
         with exclusive_if_free(path) as free:
             if free:
                 yield
                 return
+        if not attempt:
+            print(f"waiting for another program, which writes {path}", flush=True)
         time.sleep(_POLL_SECONDS)
 
 

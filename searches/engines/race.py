@@ -8,7 +8,7 @@ decoding; an engine rounds in its own way, so that its lookup is compared with i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -165,29 +165,22 @@ def _surviving_rows(
             dropped.update(dict.fromkeys(ended, str(error)))
 
 
-def _measured(rows: Sequence[Mapping[str, Sample]], over: str, name: str) -> Measurement:
-    """Return a comparison on the prompts that both decoded."""
-    return Measurement.of([row for row in rows if over in row and name in row], over, name)
-
-
-def _fastest(rows: Sequence[Mapping[str, Sample]], names: Iterable[str]) -> str:
-    return max(names, key=lambda name: _measured(rows, PLAIN, name).speedup)
-
-
 def _judged(rows: Sequence[Mapping[str, Sample]], peers: Mapping[str, EnginePeer], dropped: Mapping[str, str]) -> Race:
     """Return the results, contenders that decoded to the end first."""
     measured = list(dict.fromkeys(name for row in rows for name in row))
-    plain = _fastest(rows, [name for name in rows[-1] if name.endswith("plain")])
+    plain = max(
+        (name for name in rows[-1] if name.endswith("plain")), key=lambda name: Measurement.of(rows, PLAIN, name).speedup
+    )
     found = []
     for name in measured:
         engine = name.partition(",")[0]
         base, own = f"{engine}, plain", None
         if name != base and any(base in row and name in row for row in rows):
-            against = _measured(rows, base, name)
+            against = Measurement.of(rows, base, name)
             own = against.speedup, *against.interval()
-        row = RaceRow(name, _measured(rows, plain, name).to_dict(), own, (0, 0), ended=dropped.get(name, ""))
+        row = RaceRow(name, Measurement.of(rows, plain, name).to_dict(), own, (0, 0), ended=dropped.get(name, ""))
         if (peer := peers.get(name)) is None:
-            verdicts = _measured(rows, PLAIN, name).lossless
+            verdicts = Measurement.of(rows, PLAIN, name).lossless
             row = replace(row, same_outputs=(verdicts.compared - len(verdicts.divergences), verdicts.compared))
         else:
             expected = peers[base].outputs if base in peers else {}

@@ -213,7 +213,7 @@ def measure_held_out(
                 leader = _leader(rows, left)
                 dropped |= {name for name in left if name != leader and _is_slower(rows, leader, name)}
                 left = {name: config for name, config in left.items() if name not in dropped}
-                if settings.indifference is not None and _is_clear(rows, left, settings.indifference):
+                if settings.indifference is not None and _is_settled(rows, left, settings.indifference):
                     is_clear = True
                     break
         if ended or is_clear or _is_settled(rows, left):
@@ -259,25 +259,19 @@ def _leader(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig]) -> st
     return max(configs, key=lambda name: (not changed[name], measured[name].speedup), default=BASELINE)
 
 
-def _is_settled(rows: Sequence[Row], left: Collection[str]) -> bool:
-    """Return whether more repeats would change nothing: none can win, or one is left, significantly faster or slower."""
-    slower = all(_is_slower(rows, BASELINE, name) for name in left)
-    return slower or (len(left) == 1 and all(_is_slower(rows, name, BASELINE) for name in left))
+def _is_settled(rows: Sequence[Row], left: Collection[str], indifference: float | None = None) -> bool:
+    """Return whether more decodings would change nothing.
 
-
-def _is_clear(rows: Sequence[Row], left: Collection[str], indifference: float) -> bool:
-    """Return whether one configuration surely is faster than plain decoding, and none surely more than a little slower.
-
-    If all are slower than plain decoding, that is clear, too.
+    All are significantly slower than plain decoding, or the fastest is significantly faster and the only one. With
+    ``indifference`` others may be left that are not more than this share faster than it.
     """
     if all(_is_slower(rows, BASELINE, name) for name in left):
         return True
-    measured = {name: Measurement.of(rows, BASELINE, name) for name in left}
-    leader = max(left, key=lambda name: measured[name].speedup)
+    leader = max(left, key=lambda name: Measurement.of(rows, BASELINE, name).speedup)
     if not _is_slower(rows, leader, BASELINE):
         return False
-    others = (Measurement.of(rows, leader, name) for name in left if name != leader)
-    return all(other.interval()[1] <= 1 + indifference for other in others)
+    others = [Measurement.of(rows, leader, name) for name in left if name != leader]
+    return not others or (indifference is not None and all(each.interval()[1] <= 1 + indifference for each in others))
 
 
 def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:

@@ -162,7 +162,8 @@ class Objective:
         bound = within_memory(lambda: bounds.estimate(trial.study, known.config))
         if bound is None:
             return None
-        trial.set_user_attr(PREDICTED, bound.predicted)
+        if bound.predicted is not None:
+            trial.set_user_attr(PREDICTED, bound.predicted)
         return bound.reason() if bound.cannot_win else None
 
     def _measure(self, race: _Race) -> str | None:
@@ -255,8 +256,10 @@ class _Race:
             self.rows.append(row)
             objective.on_prompt()
             is_last, is_first_look = len(self.rows) == decodings, len(self.rows) == few
-            slower = not is_last and self.trial.should_prune() and self._is_slower()
-            if slower or is_last or is_first_look:
+            is_look = is_last or is_first_look
+            # The pruner comes last, because it reads the database.
+            slower = not is_look and len(self.rows) > 1 and self._is_slower() and self.trial.should_prune()
+            if slower or is_look:
                 if metrics := dict(objective.bench.metrics()):
                     self.trial.set_user_attr(METRICS, metrics)
                 self._remeasure_drifted(prompts)

@@ -28,6 +28,7 @@ from optuna.trial import FrozenTrial, TrialState
 from layerskip import SpeculativeConfig
 from searches.app.checks import InputError, check_number, check_whole
 from searches.app.interrupt import defer_interrupt
+from searches.connections import RetryingStorage
 from searches.space.search_space import SearchSpace
 from searches.study.budget import TimeLedger
 from searches.study.leaderboard import FINISHED, leaderboard
@@ -195,7 +196,6 @@ def run_trials(
         state, value, started = TrialState.FAIL, None, time.monotonic()
         try:
             while trial is None:
-                pool.wait(lambda: _places(study, pool, settings.n_trials) != 0)
                 with pool.claim(_TURN), defer_interrupt():
                     if (places := _places(study, pool, settings.n_trials)) is None:
                         return False
@@ -203,8 +203,13 @@ def run_trials(
                         trial = ask()
                         started = time.monotonic()
                         pool.sign(trial)
+                        if isinstance(study._storage, RetryingStorage):
+                            study._storage.join_changes(trial._trial_id)
                         trial.set_user_attr(OVERHEAD_SECONDS, started - ended)
-            value = objective(trial, _refuse_duplicate) if duplicates < _DUPLICATES else objective(trial)
+                if trial is None:
+                    pool.wait(lambda: _places(study, pool, settings.n_trials) != 0)
+            is_refused = not pool.alone and duplicates < _DUPLICATES
+            value = objective(trial, _refuse_duplicate) if is_refused else objective(trial)
             state = TrialState.COMPLETE
         except optuna.TrialPruned:
             state = TrialState.PRUNED
@@ -227,7 +232,7 @@ def run_trials(
             on_trial(done)
         return True
 
-    while len(finished(study)) < _MIN_TRIALS or seconds_left() > _usual_seconds(study):
+    while _has_time(study, seconds_left()):
         if not run():
             break
     else:
@@ -258,10 +263,11 @@ def wait_for_trials(study: optuna.Study, pool: Workers) -> None:
     pool.wait(is_idle)
 
 
-def _usual_seconds(study: optuna.Study) -> float:
-    """Return the mean seconds of the trials that were measured, each apart; 0 without any."""
-    measured = [trial.user_attrs[MEASURING_SECONDS] for trial in finished(study) if MEASURING_SECONDS in trial.user_attrs]
-    return statistics.fmean(measured) if measured else 0.0
+def _has_time(study: optuna.Study, seconds: float) -> bool:
+    """Return whether a trial takes less, by the mean of those that were measured apart; the first few run in any case."""
+    trials = finished(study)
+    measured = [trial.user_attrs[MEASURING_SECONDS] for trial in trials if MEASURING_SECONDS in trial.user_attrs]
+    return len(trials) < _MIN_TRIALS or seconds > (statistics.fmean(measured) if measured else 0.0)
 
 
 class _Duplicate(Exception):

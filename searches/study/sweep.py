@@ -97,9 +97,9 @@ def search(config: DictConfig, reports: Reports) -> Finals:
     with Progress(settings.max_seconds) as progress, _opened_sweep(config, progress, reports) as sweep, sweep.view.closing():
         try:
             sweep.compare_arms()
-            predictions = sweep.predict()
-            sweep.run_trials(predictions)
-            return sweep.finish(predictions.predictor)
+            predictor, starts = sweep.predict()
+            sweep.run_trials(predictor, starts)
+            return sweep.finish(predictor)
         except BaseException as error:
             if is_interrupt(error):
                 say(reports.summary(sweep.study, None))
@@ -135,8 +135,8 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
             described |= {MLFLOW_SOURCE_NAME: "python -m searches.layerskip", MLFLOW_SOURCE_TYPE: "LOCAL"}
             if described["git_commit"] is not None:
                 described[MLFLOW_GIT_COMMIT] = described["git_commit"]
-            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described, prompts=plan.prompts)
-            tracker.log_text(composed(config), "config.yaml")
+            texts = {"config.yaml": composed(config)}
+            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described, prompts=plan.prompts, texts=texts)
             budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
             budget.save()  # for workers that open it from now on
         # A resumed sampler must not repeat its earlier draws, nor those of other workers.
@@ -144,14 +144,6 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
         plan = dataclasses.replace(plan, space=with_stored_methods(plan.space, study))
         with tracker.closing(pool.leave), closing(plan.backend):
             yield Sweep(plan, study, tracker, folder, pool, progress, budget, reports)
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """What is known before the first trial: a predictor of masks, if layer skipping is scanned, and what to try first."""
-
-    predictor: ScanPredictor | None
-    starts: Sequence[SpeculativeConfig]
 
 
 class Sweep:
@@ -213,8 +205,8 @@ class Sweep:
                 return {}
         return found or {}
 
-    def predict(self) -> Predictions:
-        """Scan masks, measure costs, and choose the configurations to try first."""
+    def predict(self) -> tuple[ScanPredictor | None, Sequence[SpeculativeConfig]]:
+        """Scan masks, if layer skipping is searched; return their predictor and the configurations to try first."""
         self._begin(PREDICTIONS)
         self.budget.begin(PREDICTIONS)
         with counting_preparation(self.study, self.ledger, self.pool):
@@ -223,15 +215,15 @@ class Sweep:
             starts = [*self.arms, *starting_points(self.space, proposed, predictor is not None)]
         self.budget.save()
         self.view.singles = None if predictor is None else predictor.single_agreements()
-        return Predictions(predictor, starts)
+        return predictor, starts
 
-    def run_trials(self, predictions: Predictions) -> None:
+    def run_trials(self, predictor: ScanPredictor | None, starts: Sequence[SpeculativeConfig]) -> None:
         """Run trials until the study has enough, or its share of the budget ends."""
         self._begin(TRIALS)
         self.budget.begin(TRIALS)
-        predictor, wanted = predictions.predictor, self.plan.settings.n_trials
+        wanted = self.plan.settings.n_trials
         bounds = None if predictor is None else BoundEstimator(predictor)
-        self._run_trials(self._objective(bounds), wanted, predictions.starts, partial(self.budget.left, TRIALS))
+        self._run_trials(self._objective(bounds), wanted, starts, partial(self.budget.left, TRIALS))
         if (done := len(finished(self.study))) < wanted:
             self.budget.leave_out(TRIALS, f"{done} of {wanted} ran in the budget")
 

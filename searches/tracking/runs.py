@@ -91,11 +91,10 @@ def dataset_of(prompts: PromptSet) -> DatasetInput:
 class StudyRun:
     """The run of a study or a training. It is found, or made again after it was deleted, when it is written to.
 
-    ``identity`` and ``role`` distinguish it from others of its name.
+    ``identity`` and ``role`` distinguish it from others of its name. ``texts`` are artifacts by name.
 
     Attributes:
         id: the identifier; None until the store was reached.
-        texts: artifacts of the run, by name.
         dataset: what the run and those of its trials decode; None if the store is not told.
         source: the tags of the program that made the run, by the names that MLflow shows.
     """
@@ -108,14 +107,13 @@ class StudyRun:
         role: str,
         params: Mapping[str, str],
         tags: Mapping[str, str],
+        texts: Mapping[str, str],
     ) -> None:
         self.id: str | None = None
-        self.texts: dict[str, str] = {}
         self.dataset: DatasetInput | None = None
         self.source = {name: value for name, value in tags.items() if name.startswith("mlflow.source.")}
         self.name, self.identity, self.role, self.params = name, identity, role, params
-        self._store, self._is_checked = store, False
-        self._logged: tuple[str, dict[str, str]] | None = None  # the run that has texts, and which
+        self._store, self._texts, self._is_checked = store, texts, False
         self._tags = {"study": name, "study_id": identity, "role": role} | dict(tags)
         self._query = f"tags.study_id = '{identity}' and tags.role = '{role}'"
 
@@ -137,14 +135,6 @@ class StudyRun:
             except MlflowException:
                 self.dataset = None
 
-    def log_texts(self) -> None:
-        """Log the texts that the run does not have."""
-        wanted = self.current(), dict(self.texts)
-        if self._logged != wanted:
-            for name, text in self.texts.items():
-                self._store.client.log_text(wanted[0], text, name)
-            self._logged = wanted
-
     def doubled(self) -> list[str]:
         """Return the further runs of the study, which processes made that missed a deleted one at the same time."""
         return [run.info.run_id for run in self._store.search(self._query)[:-1]]
@@ -161,6 +151,8 @@ class StudyRun:
             run_id = self._store.create(self.name, self._tags)
             if deleted:
                 print(f"tracking.uri: the run of {self.name} was deleted; it is made again", flush=True)
+        for name, text in self._texts.items():
+            client.log_text(run_id, text, name)
         if not found or not found[-1].data.params:  # a failure may have come before them
             self._store.log(run_id, metrics_now(NOT_MEASURED if self.role == "study" else {}), self.params)
             self.log_dataset(run_id)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mlflow.entities import RunTag
@@ -21,9 +22,9 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from optuna.trial import FrozenTrial
 
 from layerskip import PromptSet
-from searches.app.interrupt import defer_interrupt, is_interrupt
+from searches.app.interrupt import is_interrupt
 from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, dataset_of, metrics_now
-from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
+from searches.tracking.store import PATIENCE, Outbox, open_experiment
 
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
 _BEST = "best"
@@ -63,6 +64,7 @@ class Tracker:
         tags: Mapping[str, Any],
         role: str = "study",
         prompts: PromptSet | None = None,
+        texts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Create the run of a study, or resume it.
 
@@ -73,10 +75,11 @@ class Tracker:
             tags: the tags of the study's run only.
             role: the tag of the run's purpose, if it is not a study.
             prompts: those of the study, which become its dataset; None without any.
+            texts: artifacts of the study's run, by name.
         """
         given = {key: str(value)[:500] for key, value in params.items()}
         own = {key: str(value) for key, value in tags.items()}
-        self._run = StudyRun(self._store, name, identity, role, given, own)
+        self._run = StudyRun(self._store, name, identity, role, given, own, texts)
         self._run.dataset = None if prompts is None else dataset_of(prompts)
         self._trials = TrialRuns(self._store, self._run)
         self._send({})
@@ -158,11 +161,6 @@ class Tracker:
 
         self._send({"model": write})
 
-    def log_text(self, text: str, name: str) -> None:
-        """Log a text as an artifact of the study's run."""
-        self._run.texts[name] = text
-        self._send({})
-
     def log_file(self, path: Path) -> None:
         """Log a file as an artifact of the study's run."""
         run = self._run
@@ -208,17 +206,17 @@ class Tracker:
     def _send(self, writes: Mapping[Hashable, Callable[[], object]], patience: float | None = None) -> None:
         """Write to the study's run, after it was found or made."""
         self._run.check_again()
-        for key, write in {"run": self._run.log_texts, **writes}.items():
+        for key, write in {"run": self._run.current, **writes}.items():
             self._outbox.put(key, write)
         self._outbox.send(patience)
 
-    @defer_interrupt()
     def log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
-        """Write the runs of a benchmark, one run and one nested run per contender, unless the store fails."""
+        """Write the runs of a benchmark, one run and one nested run per contender."""
         client, store = self._store.client, self._store
         tags = {"role": "benchmark", "date": record["date"]} | {k: str(v) for k, v in record["environment"].items()}
         params = {key: str(record["target"][key]) for key in ("name", "dtype")}
-        try:
+
+        def write() -> None:
             run_id = store.create("benchmark", tags)
             for name, result in record["results"].items():
                 child = store.create(name, {PARENT: run_id, "role": "contender", "contender": name})
@@ -229,7 +227,6 @@ class Tracker:
                 client.log_text(run_id, text, name)
             client.log_artifact(run_id, str(file))
             client.set_terminated(run_id)
-        except Exception as error:
-            if not is_of_store(error):
-                raise
-            print(f"tracking.uri: the benchmark is incomplete in the store: {reason(error, self.uri)}", flush=True)
+
+        self._outbox.put("benchmark", write)
+        self._outbox.send()

@@ -38,8 +38,8 @@ class LeaseLost(Exception):
     """The end of a claim whose worker was presumed dead; another worker has it now."""
 
 
-class Alone:
-    """A process that works on a study alone, and what several workers of a study agree on; a context."""
+class Workers:
+    """What the workers of a study agree on, here for a process that works on it alone; a context."""
 
     alone = True
     seed = 0
@@ -105,11 +105,10 @@ class Alone:
         self.waited_seconds += time.monotonic() - start
 
 
-Workers = Alone
-ALONE = Alone()
+ALONE = Workers()
 
 
-class WorkerPool(Alone):
+class WorkerPool(Workers):
     """A worker among the others of its study; a context that it joins and leaves.
 
     A worker is presumed dead after ``patience`` beats of an observer without a sign of it, and then gets another number.

@@ -7,7 +7,8 @@ import io
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,14 @@ def launch() -> Launch:
         return subprocess.CompletedProcess([program, *overrides], end.value.code, out.getvalue(), err.getvalue())
 
     return run
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[str]:
+    """The URL of a new SQLite database for processes of a test, in memory if possible: on a busy disk, changes take long."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
+        yield f"sqlite:///{folder}/study.db"
 
 
 @pytest.fixture

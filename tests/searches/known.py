@@ -8,6 +8,7 @@ from typing import Any
 
 import optuna
 from optuna.pruners import BasePruner
+from optuna.trial import FrozenTrial, create_trial
 
 from layerskip import PromptSet, SpeculativeConfig
 from layerskip.decoding.stats import DecodeStats, Round
@@ -18,6 +19,7 @@ from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, ModelBench
 from searches.study.objective import MeasureSettings, Objective
 from searches.study.study import StudySettings, run_trials
+from searches.tracking.names import PREDICTED
 
 PROMPTS = PromptSet.of([f"prompt {i}" for i in range(8)])
 HELD_OUT = PromptSet.of([f"held-out {i}" for i in range(24)])
@@ -75,6 +77,22 @@ class Known(ModelBench):
 
 def lookup(length: int) -> SpeculativeConfig:
     return SpeculativeConfig("prompt_lookup", length)
+
+
+def measured_trial(
+    config: SpeculativeConfig, speedups: Mapping[str, float], predicted: float | None = None, low: float = 1.0
+) -> FrozenTrial:
+    """Return a trial with speedups by prompt over ten tokens per second, the first as its value."""
+    rates = [10 * speedup for speedup in speedups.values()]
+    table = {
+        "prompt_id": list(speedups),
+        "tokens_per_second": rates,
+        "decode_seconds": [10 / rate for rate in rates],
+        "baseline_tokens_per_second": [10.0] * len(rates),
+    }
+    measurement = {"losslessness": {"verdict": "exact"}, "speedup_low": low}
+    attributes = {"config": config.to_dict(), "table": table, "measurement": measurement, PREDICTED: predicted}
+    return create_trial(value=rates[0] / 10, user_attrs=attributes)
 
 
 def new_study(*configs: SpeculativeConfig, pruner: BasePruner | None = None) -> optuna.Study:

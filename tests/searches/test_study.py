@@ -30,12 +30,6 @@ pytestmark = pytest.mark.system
 CHEAP = "space.methods=[none,prompt_lookup,token_recycling,cascade]"  # nothing to scan, hence no profile
 
 
-@pytest.fixture(scope="module")
-def done(finished_study: Path) -> Path:
-    """Return the outputs of one finished study."""
-    return finished_study
-
-
 def _check_complete(outputs: Path, name: str, trials: int) -> None:
     """Check the number of finished trials, and that each has exactly one run."""
     finished = [t for t in stored_study(outputs, name).trials if t.state in FINISHED]
@@ -52,19 +46,19 @@ def _search(folder: Path) -> dict[str, Any]:
     return fields
 
 
-def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: Path) -> None:
-    _check_complete(done, "one", 5)
-    folder = done / "one"
+def test_a_study_leaves_trials_runs_report_and_export(finished_study: Path, tiny_folder: Path) -> None:
+    _check_complete(finished_study, "one", 5)
+    folder = finished_study / "one"
     export = json.loads((folder / "best.json").read_text(encoding="utf-8"))
     assert export["schema"] == "layerskip.export/2"
     assert export["search"]["trials"] == 5
-    assert export["search"]["mlflow_run_id"] == runs(sqlite(done), "study")[0].info.run_id
+    assert export["search"]["mlflow_run_id"] == runs(sqlite(finished_study), "study")[0].info.run_id
     assert {"speedup", "speedup_low", "speedup_high", "tokens_per_second", "losslessness"} <= export["evidence"].keys()
     assert export["evidence"]["max_new_tokens"] == 8
     assert (folder / "report.png").stat().st_size > 10_000
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "5 of 5 trials finished" in page
-    measured = [trial.number for trial in stored_study(done, "one").trials if "measurement" in trial.user_attrs]
+    measured = [trial.number for trial in stored_study(finished_study, "one").trials if "measurement" in trial.user_attrs]
     drawn = [trace["x"] for trace in metrics_of(page)["history"]["data"] if trace["mode"] == "markers"]
     assert sorted(itertools.chain(*drawn)) == measured
     target = layerskip.load_target(str(tiny_folder), dtype="float32", device=DEVICE)
@@ -73,11 +67,11 @@ def test_a_study_leaves_trials_runs_report_and_export(done: Path, tiny_folder: P
     assert layerskip.generate(target, "a prompt", loaded.config, max_new_tokens=12).tokens == expected
 
 
-def test_the_run_of_the_study_tells_its_environment_its_verdict_and_the_winning_run(done: Path) -> None:
-    (study,) = runs(sqlite(done), "study")
+def test_the_run_of_the_study_tells_its_environment_its_verdict_and_the_winning_run(finished_study: Path) -> None:
+    (study,) = runs(sqlite(finished_study), "study")
     assert {"prompts_digest", "device", "versions", "git_commit"} <= study.data.tags.keys()
-    assert study.data.tags["mlflow.note.content"] in (done / "one" / "report.md").read_text(encoding="utf-8")
-    (best,) = [run for run in runs(sqlite(done), "trial") if run.data.tags.get("best") == "true"]
+    assert study.data.tags["mlflow.note.content"] in (finished_study / "one" / "report.md").read_text(encoding="utf-8")
+    (best,) = [run for run in runs(sqlite(finished_study), "trial") if run.data.tags.get("best") == "true"]
     assert best.data.tags["config"] == study.data.tags["winner"]
     assert best.data.params["measure.max_new_tokens"] == "8"
     for run in (study, best):  # what MLflow shows as source and dataset
@@ -87,28 +81,32 @@ def test_the_run_of_the_study_tells_its_environment_its_verdict_and_the_winning_
         assert used.dataset.digest == study.data.tags["prompts_digest"][:36] and used.dataset.name
 
 
-def test_another_process_decodes_with_the_registered_winner(done: Path, tiny_folder: Path) -> None:
+def test_another_process_decodes_with_the_registered_winner(finished_study: Path, tiny_folder: Path) -> None:
     program = "import mlflow; print(mlflow.pyfunc.load_model('models:/one@best').predict(['a prompt']))"
-    variables = os.environ | {"MLFLOW_TRACKING_URI": sqlite(done)}
+    variables = os.environ | {"MLFLOW_TRACKING_URI": sqlite(finished_study)}
     loaded = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
     target = layerskip.load_target(str(tiny_folder), dtype="float32", device="cpu")
     expected = layerskip.generate(target, "a prompt", max_new_tokens=256)
     assert loaded.stdout.splitlines()[-1] == str([expected.text])
 
 
-def test_a_finished_study_is_not_run_again_and_more_trials_extend_it(done: Path, tiny_folder: Path, launch: Launch) -> None:
-    before = stored_study(done, "one").trials
-    overrides = quick(tiny_folder, done, "study.name=one")
+def test_a_finished_study_is_not_run_again_and_more_trials_extend_it(
+    finished_study: Path, tiny_folder: Path, launch: Launch
+) -> None:
+    before = stored_study(finished_study, "one").trials
+    overrides = quick(tiny_folder, finished_study, "study.name=one")
     for trials in (5, 7):
-        again = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=done.parent)
+        again = launch("layerskip", *overrides, f"study.n_trials={trials}", cwd=finished_study.parent)
         assert again.returncode == 0, again.stderr
-        assert stored_study(done, "one").trials[: len(before)] == before
-        _check_complete(done, "one", trials)
-    refused = launch("layerskip", *overrides, "study.n_trials=9", "sampling.repetition_penalty=1.5", cwd=done.parent)
+        assert stored_study(finished_study, "one").trials[: len(before)] == before
+        _check_complete(finished_study, "one", trials)
+    refused = launch(
+        "layerskip", *overrides, "study.n_trials=9", "sampling.repetition_penalty=1.5", cwd=finished_study.parent
+    )
     assert refused.returncode == 2
     assert "sampling.repetition_penalty" in refused.stderr
-    with exclusive(done / "one" / "study.db"):  # as by another process
-        refused = launch("layerskip", *overrides, "study.n_trials=9", cwd=done.parent)
+    with exclusive(finished_study / "one" / "study.db"):  # as by another process
+        refused = launch("layerskip", *overrides, "study.n_trials=9", cwd=finished_study.parent)
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: study.name: another process is running the study")
 

@@ -22,7 +22,7 @@ from searches.report.page import FINISHED, LiveView, Page, write_page
 from searches.report.tables import pareto_front, trial_tables
 from searches.study.finals import measure_finals
 from searches.study.objective import MeasureSettings
-from searches.workers.pool import Alone
+from searches.workers.pool import Workers
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
 from tests.searches.report.pages import engine_study, known_study, metrics_of, workers_study
 
@@ -117,7 +117,7 @@ def test_a_page_that_cannot_be_written_stops_no_study(study: optuna.Study, tmp_p
 
 
 def test_the_first_worker_writes_the_page_until_one_is_alone(study: optuna.Study, tmp_path: Path) -> None:
-    class Second(Alone):
+    class Second(Workers):
         def leads(self) -> bool:
             return False
 

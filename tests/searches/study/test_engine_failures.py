@@ -30,6 +30,7 @@ class Failing(Known):
     fails: Collection[SpeculativeConfig] = ()
     after: int = 0
     attempts: int = 0
+    lacks: str = ""  # what the machine lacks for them
 
     def compare(
         self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, *rest: Any
@@ -41,6 +42,8 @@ class Failing(Known):
         self.attempts += 1
         if self.after:
             yield from super().compare(configs, PromptSet(prompts.items[: self.after]), *rest)
+        if self.lacks:
+            raise UnsupportedModel(self.lacks)
         raise BackendError("out of memory\nat layer 3", "one\ntwo", "" if BASELINE in broken else broken[0])
 
 
@@ -63,18 +66,9 @@ def test_a_failed_trial_keeps_its_reason_and_is_tried_twice() -> None:
     text = report.summary(study, None)
     assert "5 trials: 0 stopped early, 3 not run (3 the engine failed)." in text
     assert "- 0: the engine failed: out of memory at layer 3\n" in text
-
-
-def test_a_method_that_this_machine_lacks_is_a_failed_trial() -> None:
-    class Lacking(Known):
-        def compare(self, configs: Mapping[str, SpeculativeConfig], *rest: Any) -> Iterator[dict[str, Sample]]:
-            if lookup(8) in configs.values():
-                raise UnsupportedModel("quantized: it needs a C++ compiler")
-            return super().compare(configs, *rest)
-
-    study = run_known(Lacking({lookup(4): 1.5}), lookup(8), lookup(4))
+    study = run_known(Failing({good: 1.5}, fails=[bad], lacks="quantized: it needs a C++ compiler"), bad, good)
     assert study.trials[0].user_attrs["reason"] == "the engine failed: quantized: it needs a C++ compiler"
-    assert ranking(study)[0].config == lookup(4)
+    assert ranking(study)[0].config == good
 
 
 def test_an_engine_that_runs_nothing_ends_the_study() -> None:

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import optuna
 import pytest
 
 from layerskip import SpeculativeConfig
 from searches.study.leaderboard import LeaderboardEntry, contenders, ranking
-from tests.searches.known import Known, lookup, run_known
+from tests.searches.known import Known, lookup, measured_trial, run_known
 
 
-def _table(*speedups: float) -> dict[str, list[Any]]:
-    return {
-        "prompt_id": [f"p{place}" for place in range(len(speedups))],
-        "tokens_per_second": [10 * speedup for speedup in speedups],
-        "decode_seconds": [1 / speedup for speedup in speedups],
-        "baseline_tokens_per_second": [10.0] * len(speedups),
-    }
+def _entry(*tables: Mapping[str, float]) -> LeaderboardEntry:
+    entry = LeaderboardEntry(lookup(4))
+    for speedups in tables:
+        entry.add(measured_trial(lookup(4), speedups).user_attrs["table"])
+    return entry
 
 
 def test_a_prompt_weighs_no_more_if_it_was_decoded_more_often() -> None:
-    once, often = LeaderboardEntry(lookup(4)), LeaderboardEntry(lookup(5))
-    once.add(_table(4.0, 1.0, 1.0))
-    often.add(_table(4.0, 1.0, 1.0))
-    for _ in range(5):
-        often.add(_table(4.0))
-    assert often.speedup == pytest.approx(once.speedup) == pytest.approx(3 / 2.25)
+    once = {"a": 4.0, "b": 1.0, "c": 1.0}
+    assert _entry(once, *[{"a": 4.0}] * 5).speedup == pytest.approx(_entry(once).speedup) == pytest.approx(3 / 2.25)
 
 
 def test_configurations_are_compared_on_common_prompts() -> None:
     """The first is fast on an easy prompt that the second did not decode, which is faster on all common prompts."""
     study = optuna.create_study(direction="maximize")
-    for config, table in ((lookup(4), _table(1.2, 1.2, 1.8)), (lookup(5), _table(1.3, 1.3))):
-        lossless = {"losslessness": {"verdict": "exact"}}
-        attributes = {"config": config.to_dict(), "measurement": lossless, "table": table}
-        study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs=attributes))
+    study.add_trial(measured_trial(lookup(4), {"a": 1.2, "b": 1.2, "c": 1.8}))
+    study.add_trial(measured_trial(lookup(5), {"a": 1.3, "b": 1.3}))
     first, second = ranking(study)
     assert (first.config, second.config) == (lookup(5), lookup(4))
     assert first.speedup < second.speedup

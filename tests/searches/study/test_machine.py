@@ -35,7 +35,9 @@ def test_the_data_type_follows_the_instruction_set_that_torch_may_use(monkeypatc
     assert choose_dtype("auto", torch.device("cpu"))[0] == torch.float32
 
 
-def test_other_programs_on_all_cores_are_noticed() -> None:
+def test_other_programs_are_noticed_while_they_run_and_by_the_load_average_in_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     command = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(command) for _ in range(2 * len(machine.usable_cores()))]
     try:
@@ -46,9 +48,6 @@ def test_other_programs_on_all_cores_are_noticed() -> None:
             other.wait()
     assert line is not None
     assert line.startswith("busy: ")
-
-
-def test_other_programs_that_pause_are_noticed_by_the_load_average(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_percent", lambda *_, **__: [0.0] * (os.cpu_count() or 1))
     for load, noticed in ((0.5, False), (1.0 + (os.cpu_count() or 1), True)):
         monkeypatch.setattr(psutil, "getloadavg", lambda load=load: (load, load, load))

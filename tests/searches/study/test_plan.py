@@ -112,26 +112,20 @@ TALK = [
 
 
 @pytest.mark.parametrize(
-    ("template", "refused"),
+    ("condition", "refused"),
     [
-        (
-            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x",
-            "q2: .*no system role",
-        ),
-        ("{{ 'a' + tools }}", "q1: .*TypeError"),
-        ({"rag": "x", "tool_use": "y"}, "q1: .*tool_use"),
-        ("{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% else %}x{% endif %}", "q3: .*one turn"),
+        ("messages[0]['role'] == 'system'", "q2"),
+        ("messages | length > 2", "q3"),
     ],
-    ids=str,
 )
-def test_a_prompt_that_a_chat_template_refuses_is_named(template: object, refused: str, tmp_path: Path) -> None:
+def test_a_prompt_that_a_chat_template_refuses_is_named(condition: str, refused: str, tmp_path: Path) -> None:
     model, prompts = save_tiny(tmp_path / "model"), tmp_path / "talk.jsonl"
     prompts.write_text("\n".join(map(json.dumps, TALK)), encoding="utf-8")
     words = AutoTokenizer.from_pretrained(model)
     (model / "chat_template.jinja").unlink()
-    words.chat_template = template
+    words.chat_template = f"{{% if {condition} %}}{{{{ raise_exception('refused') }}}}{{% endif %}}x"
     words.save_pretrained(model)
-    with pytest.raises(TargetError, match=f"^prompts: {refused}"):
+    with pytest.raises(TargetError, match=f"^prompts: {refused}: .*refused"):
         _plan(model, "prompts=jsonl", f"prompts.path={prompts}")
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import optuna
 import pytest
-from optuna.trial import TrialState, create_trial
+from optuna.trial import TrialState
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
 from layerskip.config import EXACT, AcceptRule
@@ -16,30 +15,11 @@ from searches.report import markdown as report
 from searches.study.leaderboard import Leaderboard
 from searches.study.pruning import BoundEstimator, SpeedupBound, calibrated_error
 from searches.tracking.names import PREDICTED
-from tests.searches.known import Known, lookup, run_known
+from tests.searches.known import Known, lookup, measured_trial, run_known
 from tests.searches.predict.test_proposals import LAYERS, Landscape
 
 UNKNOWN = math.exp(0.15)  # the error that is assumed of predictions
 AWFUL = SpeculativeConfig("layer_skip", 4, mask="attention:0-7")
-
-
-def _trial(
-    config: SpeculativeConfig,
-    value: float,
-    predicted: float | None,
-    prompts: Sequence[str] = ("x",),
-    low: float | None = None,
-) -> optuna.trial.FrozenTrial:
-    """Return a trial, whose interval begins at ``low`` or at its value; predictions are of the prompt x."""
-    table = {
-        "prompt_id": list(prompts),
-        "tokens_per_second": [10.0 * value, 500.0][: len(prompts)],
-        "decode_seconds": [1.0] * len(prompts),
-        "baseline_tokens_per_second": [10.0] * len(prompts),
-    }
-    measurement = {"losslessness": {"verdict": "exact"}, "speedup_low": value if low is None else low}
-    attributes = {"config": config.to_dict(), "table": table, "measurement": measurement, PREDICTED: predicted}
-    return create_trial(value=value, user_attrs=attributes)
 
 
 def _estimate(config: SpeculativeConfig, *trials: optuna.trial.FrozenTrial) -> SpeedupBound:
@@ -61,7 +41,7 @@ def test_a_suggestion_below_the_leader_cannot_win() -> None:
     assert bound.predicted == pytest.approx(PREDICTOR.speedup(AWFUL))
     assert bound.upper == pytest.approx(PREDICTOR.speedup(AWFUL) * UNKNOWN)
     assert not _estimate(BEST.config).cannot_win
-    bound = _estimate(BEST.config, _trial(lookup(4), 100.0, None))
+    bound = _estimate(BEST.config, measured_trial(lookup(4), {"x": 100.0}, low=100.0))
     assert bound.cannot_win and "100.000 x" in bound.reason()
     assert bound.predicted is None  # costs alone rule it out
     assert bound.upper == pytest.approx(PREDICTOR.profile.speedup_bound(SkipMask.parse("mlp:3", LAYERS)) * UNKNOWN)
@@ -69,26 +49,30 @@ def test_a_suggestion_below_the_leader_cannot_win() -> None:
 
 
 def test_a_suggestion_is_compared_with_the_leader_on_the_predicted_prompts() -> None:
-    bound = _estimate(BEST.config, _trial(lookup(4), 1.05, None, ("x", "y")))  # far ahead on another prompt
+    bound = _estimate(BEST.config, measured_trial(lookup(4), {"x": 1.05, "y": 50.0}))  # far ahead on another prompt
     assert not bound.cannot_win
     assert bound.to_beat == pytest.approx(1.05)
 
 
 def test_a_disturbed_leader_rules_nothing_out_that_beats_twice_its_lowest_speedup() -> None:
-    assert _estimate(BEST.config, _trial(lookup(4), 5.5, None, low=0.5)).to_beat == 1.0
-    assert _estimate(BEST.config, _trial(lookup(4), 5.5, None, low=1.3)).to_beat == pytest.approx(2.6)
+    assert _estimate(BEST.config, measured_trial(lookup(4), {"x": 5.5}, low=0.5)).to_beat == 1.0
+    assert _estimate(BEST.config, measured_trial(lookup(4), {"x": 5.5}, low=1.3)).to_beat == pytest.approx(2.6)
 
 
 def test_a_lossy_rule_is_bounded_by_costs_alone() -> None:
     mask = "attention:0-4"
     lossy = SpeculativeConfig("layer_skip", 4, mask=mask, accept=AcceptRule("threshold", 0.05))
-    exact, bound = (_estimate(config, _trial(lookup(4), 1.2, None)) for config in (replace(lossy, accept=EXACT), lossy))
+    exact, bound = (
+        _estimate(config, measured_trial(lookup(4), {"x": 1.2})) for config in (replace(lossy, accept=EXACT), lossy)
+    )
     assert exact.cannot_win and not bound.cannot_win
     assert bound.upper == pytest.approx(PREDICTOR.profile.speedup_bound(SkipMask.parse(mask, LAYERS)) * UNKNOWN)
 
 
 def test_an_unscanned_stop_rule_is_bounded_by_the_best_scanned_one() -> None:
-    right = [_trial(SpeculativeConfig("layer_skip", 1 + i), 0.9, 0.9) for i in range(8)]  # earlier predictions
+    right = [
+        measured_trial(SpeculativeConfig("layer_skip", 1 + i), {"x": 0.9}, 0.9) for i in range(8)
+    ]  # earlier predictions
     scanned = SpeculativeConfig("layer_skip", 2, mask="mlp:3")
     exact, other = (_estimate(replace(scanned, stop=stop), *right) for stop in (StopRule(), StopRule("threshold", 0.85)))
     assert other.predicted is None
@@ -106,16 +90,18 @@ def _error(trials: list[optuna.trial.FrozenTrial], method: str) -> float:
 def test_the_bound_widens_with_prediction_errors() -> None:
     configs = [SpeculativeConfig("layer_skip", 1 + i) for i in range(8)]
     good = [1.0 + 0.001 * i for i in range(8)]
-    right = [_trial(config, value, 1.0) for config, value in zip(configs, good, strict=True)]
+    right = [measured_trial(config, {"x": value}, 1.0) for config, value in zip(configs, good, strict=True)]
     assert _error([], "layer_skip") == pytest.approx(0.15)
     assert _error(right, "layer_skip") == pytest.approx(0.03)
-    assert _error([_trial(configs[0], value, 1.0) for value in good], "layer_skip") == pytest.approx(0.15)  # replicates
-    bad = [_trial(config, 1.3 if i % 2 else 0.8, 1.0) for i, config in enumerate(configs)]
+    assert _error([measured_trial(configs[0], {"x": value}, 1.0) for value in good], "layer_skip") == pytest.approx(
+        0.15
+    )  # replicates
+    bad = [measured_trial(config, {"x": 1.3 if i % 2 else 0.8}, 1.0) for i, config in enumerate(configs)]
     assert _error(bad, "layer_skip") > 0.4
-    lookups = [_trial(lookup(1 + i), 1.0, 1.0) for i in range(8)]
+    lookups = [measured_trial(lookup(1 + i), {"x": 1.0}, 1.0) for i in range(8)]
     assert _error(lookups, "prompt_lookup") == pytest.approx(0.03)
     assert _error(lookups, "layer_skip") == pytest.approx(0.15)  # errors of lookups do not count for masks
-    others = [_trial(config, 1.1, 0.9, ("y",)) for config in configs]
+    others = [measured_trial(config, {"y": 1.1}, 0.9) for config in configs]
     assert _error(others, "layer_skip") == pytest.approx(0.15)  # nor do trials on other prompts
 
 

@@ -14,14 +14,18 @@ import optuna
 import pytest
 import sqlalchemy
 from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import Engine, event
 
+from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError
 from searches.connections import sqlite_url
 from searches.study import storage
 from searches.study.storage import joined, open_database
-from searches.study.study import StudySettings
+from searches.study.study import StudySettings, run_trials
 from searches.workers.pool import Workers
 from tests.disk import fill
+from tests.searches.known import Known, lookup, objective_of
 
 
 def test_names_and_storages_that_cannot_be_are_refused() -> None:
@@ -132,3 +136,35 @@ def test_a_database_on_a_full_disk_names_the_file(small_disk: Path) -> None:
     (small_disk / "ballast").unlink()
     study.tell(study.ask(), 1.0)
     assert len(study.trials) == 1
+
+
+def test_a_trial_is_few_transactions_and_its_choices_are_stored_before_it_is_measured(
+    database: str,
+) -> None:
+    changes = list[bool]()  # of each transaction, whether there are any
+    stored = list[FrozenTrial]()
+
+    def begin(_: object) -> None:
+        changes.append(False)
+
+    def execute(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        changes[-1] |= statement.startswith(("INSERT", "UPDATE"))
+
+    class Watched(Known):
+        def compare(self, *arguments: Any) -> Iterator[dict[str, Sample]]:
+            other = optuna.load_study(study_name="s", storage=database)
+            stored.extend(other.get_trials(states=(TrialState.RUNNING,)))
+            return super().compare(*arguments)
+
+    study = optuna.create_study(study_name="s", storage=open_database(database), direction="maximize")
+    objective = objective_of(Watched({lookup(4): 1.5}))
+    listeners = (("begin", begin), ("before_cursor_execute", execute))
+    for name, listener in listeners:
+        event.listen(Engine, name, listener)
+    run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
+    for name, listener in listeners:
+        event.remove(Engine, name, listener)
+    assert sum(changes) == 5
+    (running,), (finished,) = stored, study.trials
+    assert (running.params, running.user_attrs["config"]) == (finished.params, lookup(4).to_dict())
+    assert finished.user_attrs.keys() > running.user_attrs.keys() and len(finished.intermediate_values) == 5

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +15,13 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import requests
 import sqlalchemy
 from mlflow.tracking import MlflowClient
 from sqlalchemy import event
 
 from searches.app.checks import InputError
-from searches.backends.engine_process import free_port
+from searches.backends.engine_process import EngineProcess, free_port
 from searches.connections import sqlite_url
 from searches.study import study
 from searches.tracking import store
@@ -100,8 +97,7 @@ FAULTS: dict[Fault, str | None] = {
 
 def _open(folder: Path, uri: str | None = None) -> Tracker:
     tracker = Tracker(uri, folder, "own")
-    tracker.open_study("a study", "1", PARAMS, {})
-    tracker.log_text("seed: 0", "config.yaml")
+    tracker.open_study("a study", "1", PARAMS, {}, texts={"config.yaml": "seed: 0"})
     return tracker
 
 
@@ -169,16 +165,7 @@ def test_a_store_that_fails_is_completed_when_it_is_back_or_at_the_next_start(
     assert len(printed) == (FAULTS[fault] is not None)
     assert all(str(FAULTS[fault]) in line for line in printed)
     _finish(_open(tmp_path) if is_restarted else tracker, file)
-    _check_complete(sqlite(tmp_path), "earlier", *(() if is_restarted else ("later",)))
-
-
-def test_a_benchmark_ends_without_its_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tracker = _open(tracked(tmp_path))
-    record = {"date": "2026-11-28", "environment": {}, "target": {"name": "a model", "dtype": "float32"}, "results": {}}
-    with _without_experiment(tmp_path):
-        tracker.log_benchmark(record, {}, tmp_path / "benchmark.json")
-    (printed,) = capsys.readouterr().out.splitlines()
-    assert printed.startswith("tracking.uri: the benchmark is incomplete in the store: ")
+    _check_complete(sqlite(tmp_path))
 
 
 def test_a_store_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,86 +194,49 @@ def test_a_store_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch, c
     assert "***" in printed and "secret" not in printed
 
 
-class TrackingServer:
-    """An MLflow server with a store of its own.
+@contextlib.contextmanager
+def _served(folder: Path, port: int) -> Iterator[str]:
+    """Serve the store of a folder by MLflow, with artifacts in ``served``, and yield the URL; the end kills the server."""
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", sqlite(folder), "--artifacts-destination", str(folder / "served")]
+    alone = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no processes for jobs that runs do not need
 
-    Args:
-        store: URI of the SQLite store.
-        artifacts: folder of the artifacts.
-    """
+    def ready() -> bool:
+        with contextlib.suppress(requests.RequestException):
+            return requests.get(f"{url}/health", timeout=1).ok
+        return False
 
-    def __init__(self, store: str, artifacts: Path) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self._command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-        self._command += ["--workers", "1", "--backend-store-uri", store, "--artifacts-destination", str(artifacts)]
-        self.start()
-
-    def close(self) -> None:
-        """Stop the server and the processes that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def start(self) -> None:
-        """Start the server, also after it was closed."""
-        alone = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no processes for jobs that runs do not need
-        self._process = subprocess.Popen(
-            self._command, env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=1).close()
-                return
-            except OSError:
-                time.sleep(0.25)
-        self.close()
-        raise RuntimeError("the MLflow server did not start")
+    server = EngineProcess(command, alone, "MLflow", grace_seconds=0.0)
+    server.wait_until(ready, 120)
+    try:
+        yield url
+    finally:
+        server.stop()
 
 
-class _Unavailable(http.server.BaseHTTPRequestHandler):
-    """Answers as a proxy does whose server is away."""
-
-    def do_GET(self) -> None:
-        self.send_error(503)
-
-    def do_POST(self) -> None:
-        self.do_GET()
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
-def test_a_server_that_is_killed_refuses_and_fails_is_completed_when_it_is_back(
+def test_a_server_that_fails_and_is_killed_is_completed_when_it_is_back(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = TrackingServer(sqlite(tmp_path), tmp_path / "served")
-    try:
-        tracker = _open(tmp_path, server.url)
+    port, served = free_port(), tmp_path / "served"
+    with _served(tmp_path, port) as url:
+        tracker = _open(tmp_path, url)
         tracker.record(TRIALS[0])
-        (tmp_path / "served").rename(tmp_path / "away")
-        (tmp_path / "served").touch()  # artifacts cannot be written: the server answers 500
+        served.rename(tmp_path / "away")
+        served.touch()  # artifacts cannot be written: the server answers 500
         tracker.record(TRIALS[1])
         assert len(runs(sqlite(tmp_path), "trial")) == 2
-        server.close()
-        tracker.record(TRIALS[2])
-        tracker.log({"loss": 2.0}, step=7)
-        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
-        with http.server.ThreadingHTTPServer(address, _Unavailable) as proxy:
-            threading.Thread(target=proxy.serve_forever, daemon=True).start()
-            tracker.record(TRIALS[3])
-            _finish(tracker, file)
-            proxy.shutdown()
-        (printed,) = capsys.readouterr().out.splitlines()
-        assert printed.startswith(f"{LOST} {server.url}: ") and "500" in printed
-        (tmp_path / "served").unlink()
-        (tmp_path / "away").rename(tmp_path / "served")
-        server.start()
-        _finish(_open(tmp_path, server.url), file)
-        _check_complete(server.url, "earlier")
-    finally:
-        server.close()
+    tracker.record(TRIALS[2])
+    tracker.log({"loss": 2.0}, step=7)
+    tracker.record(TRIALS[3])
+    _finish(tracker, file)
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert printed.startswith(f"{LOST} {url}: ") and "500" in printed
+    served.unlink()
+    (tmp_path / "away").rename(served)
+    with _served(tmp_path, port):
+        _finish(_open(tmp_path, url), file)
+        _check_complete(url)
 
 
 def test_a_study_ends_without_its_store_and_the_same_command_completes_it(
@@ -357,14 +307,10 @@ def test_everything_is_written_into_the_folder_also_after_it_was_moved_or_copied
     runs = client.search_runs([experiment])
     assert sorted(len(client.list_artifacts(run.info.run_id)) for run in runs) == [1, 1, 1]
     assert len(list((tmp_path / "plain" / "mlartifacts").rglob("*.txt"))) == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
-
-
-def test_artifacts_of_a_named_store_are_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    client, _, experiment = open_experiment(f"sqlite:///{tracked(tmp_path / 'store')}/mlflow.db", tmp_path / "outputs", "e")
+    named = f"sqlite:///{tracked(tmp_path / 'named')}/mlflow.db"
+    client, _, experiment = open_experiment(named, tmp_path / "outputs", "e")
     client.log_text(client.create_run(experiment).info.run_id, "new", "a.txt")
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "named"}
 
 
 @pytest.mark.parametrize("is_named", [False, True])

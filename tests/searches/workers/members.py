@@ -95,7 +95,7 @@ def hold(place: str, held: Path, seconds: float = 60.0, patience: int = 4) -> No
 
 def stop_in_a_piece(place: str, held: Path) -> None:
     """Begin a piece of work and stop the process in the middle of it."""
-    with member(place) as pool:
+    with member(place, beat=60) as pool:  # a thread that is stopped in a transaction would lock the database
 
         def work() -> str:
             held.touch()

@@ -142,22 +142,6 @@ def test_a_worker_that_was_presumed_dead_in_a_line_stands_in_it_anew(pair: tuple
     assert _claims(one) == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
 
 
-def test_work_of_a_worker_that_was_presumed_dead_is_done_again(pair: tuple[WorkerPool, WorkerPool]) -> None:
-    one, other = pair
-    done: list[int] = []
-
-    def work() -> str:
-        done.append(other.worker)
-        if len(done) == 1:
-            one.board.finish(other.worker, TrialState.FAIL)
-            one.snapshot()  # finishes what it held
-        return f"value {len(done)}"
-
-    assert other.share("piece", work) == "value 2"
-    assert done[0] < done[1] == other.worker
-    assert one.share("piece", lambda: pytest.fail("done before")) == "value 2"
-
-
 def test_an_interrupt_in_a_line_gives_up_the_place(
     pair: tuple[WorkerPool, WorkerPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +165,7 @@ def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(pair: t
         assert pair[0].leave()
 
 
-def test_a_process_ends_for_all_that_see_it() -> None:
+def test_a_process_ends_for_all_that_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         identity = this_process() | {"pid": child.pid, "started": start_of(child.pid)}
         assert not has_ended(identity)
@@ -191,8 +175,5 @@ def test_a_process_ends_for_all_that_see_it() -> None:
     assert has_ended(identity)
     assert not has_ended(identity | {"machine": "another"})  # it cannot be seen from here
     assert start_of(child.pid) == ""
-
-
-def test_nothing_is_known_to_have_ended_on_an_unknown_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "_machine", lambda: "")
-    assert not has_ended(this_process() | {"started": "1"})
+    monkeypatch.setattr(pools, "_machine", lambda: "")  # an unknown one
+    assert not has_ended(identity)

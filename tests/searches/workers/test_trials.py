@@ -74,16 +74,9 @@ def test_killed_workers_leave_the_exact_number_of_trials(database: str, tmp_path
         assert not any(snapshot.is_held(row) for row in snapshot.rows)
 
 
-def test_finished_trials_from_before_there_were_workers_count(database: str) -> None:
-    study = study_in(open_database(database))
-    _run(study, 3)
-    with member(database, beat=60) as pool:
-        _run(study, 5, pool=pool)
-    assert _finished(study) == 5
-
-
 def test_no_worker_adds_a_trial_after_another_found_the_time_for_trials_over(database: str) -> None:
     study = study_in(open_database(database))
+    _run(study, 1)  # by a process alone, before there were workers
     with member(database, beat=60) as late:
         with member(database, beat=60) as first:
             _run(study, 9, pool=first, seconds_left=lambda: 0.0)
