@@ -1,8 +1,4 @@
-"""Drafts from many positions of texts at once. A scan runs one pass per drafted token, over the drafts that still matter.
-
-The layers before a draft's first skip compute what the target computed when it read the text. Where only first tokens are
-drafted, the pass therefore begins at that layer, with the target's own hidden states, keys and values.
-"""
+"""Drafts from many positions of texts at once. A scan runs one pass per drafted token, over the drafts that still matter."""
 
 from __future__ import annotations
 
@@ -37,14 +33,10 @@ class DraftedToken(NamedTuple):
 
 
 class ParallelDrafts:
-    """A drafter from many starts of texts at once.
-
-    Attributes:
-        begin_late: whether passes may begin at the first skipped layer, if only first tokens are drafted.
-    """
+    """A drafter from many starts of texts at once."""
 
     def __init__(self, texts: TextBatch) -> None:
-        self.texts, self.sampling, self.begin_late = texts, texts.sampling, False
+        self.texts, self.sampling = texts, texts.sampling
 
     def draft(
         self, pack: StartPack, masks: Sequence[SkipMask], rows: list[Row], depth: int, floor: float | None
@@ -61,9 +53,6 @@ class ParallelDrafts:
             The row, the place in its draft from 0, and the drafted token.
         """
         model, texts, cache = self.texts.model, self.texts.continuations, self.texts.load(pack)
-        layers = range(model.layers)
-        skips = (layer for layer in layers if any(mask.attention[layer] or mask.mlp[layer] for mask in masks))
-        first = next(skips, model.layers - 1) if self.begin_late and depth == 1 else 0
         chain = self.texts.tokens([(p, s) for _, p, s in rows])[:, None]
         draft_ids = torch.arange(len(rows), device=chain.device)
         reach = np.ones(len(rows))
@@ -79,8 +68,7 @@ class ParallelDrafts:
                 mask_ids = torch.tensor([m for m, _, _ in live], device=chain.device)
                 parts = runs_of([p for p, _ in starts])
                 model.prepare(visible, masks, mask_ids, parts)
-                late = (first, self.texts.layer_input(first, starts)) if first else None
-                logits = model.run(chain[:, -1], positions, cache, late)
+                logits = model.run(chain[:, -1], positions, cache)
                 passes.append((draft_ids, place))
                 cache.length += len(live)
                 drafted, results = self._accept(logits, starts, chain, place)

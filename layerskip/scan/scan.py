@@ -25,7 +25,6 @@ import torch
 from layerskip.config import StopRule
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
-from layerskip.device.memory import is_out_of_memory
 from layerskip.mask import SkipMask
 from layerskip.models.target import Target
 from layerskip.scan.parallel_drafts import ParallelDrafts
@@ -62,7 +61,7 @@ class Scanner:
         continuations: its continuations, from :func:`~layerskip.texts.continuations.continue_prompts`.
         max_rows: rows per pass, which bounds memory: a pass holds ``[max_rows, V]`` logits, and the one cache has room for
             ``max_rows * depth`` positions after the continuations of as many starts.
-        max_bytes: budget for the target's keys, values and layer inputs of the continuations, without that cache.
+        max_bytes: budget for the target's keys and values of the continuations, without that cache.
             Continuations beyond it are left out; None for no limit.
 
     Raises:
@@ -101,25 +100,8 @@ class Scanner:
         return [self._texts.pack(part, max(1, self.max_rows // len(part)) * len(part) * self.depth) for part in parts]
 
     def check(self) -> None:
-        """Raise :class:`UnsupportedModel` unless a draft that skips nothing has the target's own confidences.
-
-        Passes of one drafted token begin late from now on, unless that changes them: some families pass on more than hidden
-        states from layer to layer.
-        """
-        self._drafts.begin_late = False
-        if not self._agrees_with_target(depth=2):
-            raise self._texts.model.unsupported("a draft that skips nothing differs from the model itself")
-        self._drafts.begin_late = True
-        try:
-            self._drafts.begin_late = self._agrees_with_target(depth=1)
-        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            self._drafts.begin_late = False
-            if is_out_of_memory(error):
-                raise
-
-    def _agrees_with_target(self, depth: int) -> bool:
-        """Return whether a draft that skips nothing has the target's confidences, at a few starts."""
-        (scan,) = self.sample(_CHECKED).scan([SkipMask.none(self.target.layers)], depth)
+        """Raise :class:`UnsupportedModel` unless a draft that skips nothing has the target's confidences at a few starts."""
+        (scan,) = self.sample(_CHECKED).scan([SkipMask.none(self.target.layers)], depth=2)
         tolerance = 1e-3 if self.target.dtype == "float32" else 0.1
         for text, trace in zip(self._texts.texts, scan.traces, strict=True):
             for place in range(trace.depth):
@@ -127,8 +109,7 @@ class Scanner:
                 expected = text.confidence[1 + place :]
                 known = ~np.isnan(found)
                 if not np.allclose(found[known], expected[known], rtol=tolerance, atol=tolerance):
-                    return False
-        return True
+                    raise self._texts.model.unsupported("a draft that skips nothing differs from the model itself")
 
     @torch.inference_mode()
     def scan(self, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None) -> list[Scan]:

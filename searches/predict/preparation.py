@@ -194,8 +194,7 @@ def make_scanner(target: Target, continuations: Sequence[Continuation], sampling
         """Check that a scanner agrees with decoding, and that its longest passes fit into memory."""
         scanner = Scanner(target, continuations, sampling, depth, rows, _TEXT_BYTES)
         scanner.check()
-        # A mask that skips the first layer shares no pass with the target.
-        scanner.scan([SkipMask.of(target.layers, {0}, set())] * masks_at_once(rows), depth=2)
+        scanner.scan([SkipMask.none(target.layers)] * masks_at_once(rows), depth=2)
         return scanner
 
     while (scanner := within_memory(checked_scanner)) is None:

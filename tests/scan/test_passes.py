@@ -1,52 +1,13 @@
-"""Tests of the passes of scans: late begins, and bounded memory."""
+"""Tests of the memory of scans."""
 
 from __future__ import annotations
 
 import random
 
-import numpy as np
-import pytest
-import torch
-
 from layerskip import SkipMask, StopRule, Target
 from layerskip.scan.scan import Scanner
-from layerskip.scan.text_batch import TextBatch
 from tests.allocations import peak_bytes
-from tests.drafters.contract import PROMPTS
-from tests.exhaustive import representative
-from tests.families import build
-from tests.scan.test_scan import FAMILIES, GREEDY, continuation_of, random_mask
-
-
-def _first_tokens(scanner: Scanner, mask: SkipMask) -> tuple[list[np.ndarray], int]:
-    """Return the confidences in the first tokens of a mask's drafts, and the rows that the first layer computed."""
-    rows: list[int] = []
-    blocks = scanner._texts.model._model_copy.get_submodule(scanner._texts.model.architecture.path)
-    name = scanner._texts.model.architecture.blocks[0].mlp[0]
-    hook = blocks.get_submodule(f"0.{name}").register_forward_hook(lambda _, args, __: rows.append(args[0].shape[-2]))
-    (scan,) = scanner.scan([mask], depth=1)
-    hook.remove()
-    return [trace.confidence for trace in scan.traces], sum(rows)
-
-
-@pytest.mark.parametrize("family", representative(["gemma3_text", "llama"], FAMILIES))
-def test_first_tokens_are_drafted_from_the_first_skip_on(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless what a layer reads is not all that it needs, as in some families."""
-    target = Target(build(family))
-    continuations = [continuation_of(target, i, prompt, GREEDY, 12) for i, prompt in enumerate(PROMPTS)]
-    mask = SkipMask.parse(f"mlp:{target.layers - 1}", target.layers)
-    scanner = Scanner(target, continuations, GREEDY, depth=3)
-    expected, every = _first_tokens(scanner, mask)
-    scanner.check()
-    found, none = _first_tokens(scanner, mask)
-    assert none == 0 < every
-    monkeypatch.setattr(TextBatch, "layer_input", lambda self, layer, starts: torch.zeros(1, len(starts), 1))
-    scanner.check()
-    without, again = _first_tokens(scanner, mask)
-    assert again == every
-    for whole, late, refused in zip(expected, found, without, strict=True):
-        np.testing.assert_allclose(late, whole, rtol=1e-3, atol=1e-5)
-        np.testing.assert_array_equal(refused, whole)
+from tests.scan.test_scan import GREEDY, continuation_of, random_mask
 
 
 def test_the_memory_of_a_scan_grows_with_rows_and_not_with_masks(tiny_target: Target) -> None:
