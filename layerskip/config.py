@@ -78,7 +78,7 @@ def check_costs(name: str, costs: Any, minimum: float) -> None:
 
 
 class _Rule:
-    """A kind of rule with its parameters, which are numbers in [0, 1] or booleans."""
+    """A kind of rule with its parameters, which are numbers in [0, 1]."""
 
     method: str
 
@@ -95,11 +95,7 @@ class _Rule:
         known = self._fields_of(self.method)
         _refuse_foreign(self, ("method", *known), f"{self._NAME} rule {self.method}", f"{self._NAME}.")
         for name in known:
-            value = getattr(self, name)
-            if isinstance(getattr(type(self), name), bool):
-                check_type(f"{self._NAME}.{name}", value, bool)
-            else:
-                check_number(f"{self._NAME}.{name}", value, 0.0, 1.0)
+            check_number(f"{self._NAME}.{name}", getattr(self, name), 0.0, 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that this kind of rule reads, as plain values."""
@@ -123,34 +119,21 @@ class StopRule(_Rule):
 
     ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
     token) is below ``threshold``. ``adaptive``: as ``threshold``, with a threshold that follows the acceptance rate as in
-    Draft & Verify (arXiv 2309.08168), section 3.3. After every round ``rate = acceptance_decay * rate +
-    (1 - acceptance_decay) * accepted / drafted``. The threshold moves up by ``step`` if the rate is at most
-    ``target_acceptance``, else down, smoothed by ``threshold_decay``.
+    Draft & Verify (arXiv 2309.08168), section 3.3, from prompt to prompt until the drafter is reset.
 
     Args:
         method: ``length``, ``threshold`` or ``adaptive``.
         threshold: confidence in [0, 1]; for ``adaptive`` the initial one.
-        target_acceptance: the acceptance rate that ``adaptive`` aims at, in [0, 1].
-        step: how far ``adaptive`` moves the threshold per round, in [0, 1].
-        acceptance_decay: weight of the past in the acceptance rate, in [0, 1].
-        threshold_decay: weight of the past in the threshold, in [0, 1].
-        carry: whether ``adaptive`` keeps its threshold from prompt to prompt until the drafter is reset; otherwise each
-            prompt starts with ``threshold``.
     """
 
     method: str = "length"
     threshold: float = 0.6
-    target_acceptance: float = 0.9
-    step: float = 0.01
-    acceptance_decay: float = 0.5
-    threshold_decay: float = 0.9
-    carry: bool = True
 
     _NAME: ClassVar[str] = "stop"
     _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
         "length": (),
         "threshold": ("threshold",),
-        "adaptive": ("threshold", "target_acceptance", "step", "acceptance_decay", "threshold_decay", "carry"),
+        "adaptive": ("threshold",),
     }
 
 

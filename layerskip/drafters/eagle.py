@@ -93,7 +93,6 @@ class Eagle(StopRuleDrafter):
         self._reads = reads_while_growing(cache, device)
         self._pending: list[Tensor] = []
         self.readout.begin()
-        self.stopper.start()
 
     def observe_features(self, features: Tensor) -> None:
         """Keep the hidden states until the next draft, when the context has the token after each of them."""
