@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ class ScanPredictor:
             return self.profile.lookup_speedup(sum(counts, Counts()))
         mask, choice = SkipMask.parse(config.mask, self.layers), (config.num_speculative_tokens, config.stop)
         (known,) = self._scanned([mask])
-        total = Counts.from_list(known["counts"][self._choices.index(choice)])
+        total = Counts(*known["counts"][self._choices.index(choice)])
         return self.profile.speedup(total, mask, config.stop)
 
     def single_agreements(self) -> np.ndarray:
@@ -167,12 +168,12 @@ class ScanPredictor:
             for mask in named[name]:
                 log.add(mask.format(), results[mask.format()])
 
-    def _all_counts(self, scan: Scan) -> list[list[Any]]:
-        """Return the counts of all continuations together, as a list, for every choice."""
-        return [sum(self._scanner.counts(scan, *choice), Counts()).to_list() for choice in self._choices]
+    def _all_counts(self, scan: Scan) -> list[tuple[Any, ...]]:
+        """Return the fields of the counts of all continuations together, for every choice."""
+        return [astuple(sum(self._scanner.counts(scan, *choice), Counts())) for choice in self._choices]
 
     def _fastest(self, rows: Sequence[Any], mask: SkipMask) -> tuple[DraftChoice, float]:
         """Return the choice with the greatest predicted speedup, from the rows of :meth:`_all_counts`."""
-        pairs = zip(self._choices, map(Counts.from_list, rows), strict=True)
-        speedups = {choice: self.profile.speedup(counts, mask, choice[1]) for choice, counts in pairs}
+        pairs = zip(self._choices, rows, strict=True)
+        speedups = {choice: self.profile.speedup(Counts(*row), mask, choice[1]) for choice, row in pairs}
         return max(speedups.items(), key=lambda pair: pair[1])
