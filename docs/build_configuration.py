@@ -134,8 +134,7 @@ def _searched(method: Method, field: Field) -> str:
     if field.range is None:
         return f" {'/'.join(field.choices)} ({getattr(first, 'method', first)})" if field.choices else ""
     low, high = field.range
-    chains = f" or {field.chains}" if field.chains is not None and not low <= field.chains <= high else ""
-    return f" {low:g} to {high:g}{chains} ({first})"
+    return f" {low:g} to {high:g} ({first})"
 
 
 def drafter_fields() -> Fields:

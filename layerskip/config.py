@@ -198,8 +198,6 @@ class Field:
         choices: the values that a study chooses from. Texts of a field that is no path have no other values.
         first: the value in the first configuration of a study and in the benchmark; None for the default.
         at_least: the name of a field that precedes this one in its method, and whose value is a lower bound.
-        chains: the value with which chains are drafted in place of trees. Outside ``range``, a study chooses it half of the
-            time. A target that cannot verify trees leaves this value alone.
         used: whether a configuration of the method reads the field. Otherwise it must keep its default.
         path: whether it names a file, a folder or a model. A study chooses from those that its user names.
         required: whether a path must be given.
@@ -215,7 +213,6 @@ class Field:
     choices: tuple[str, ...] = ()
     first: Any = None
     at_least: str = ""
-    chains: int | None = None
     used: Callable[[SpeculativeConfig], bool] = _always
     path: bool = False
     required: bool = False

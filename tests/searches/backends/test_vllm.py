@@ -28,7 +28,7 @@ def save_head(target: Target, folder: Path, **shape: Any) -> None:
     """Save an EAGLE head with random weights."""
     torch.manual_seed(1)
     head = EagleHead(EagleShape.of(target, **shape))
-    save_trained(folder, "eagle", head.shape.to_dict(), head.weights(), target, {})
+    save_trained(folder, head.shape.to_dict(), head.weights(), target, {})
 
 
 def test_configurations_have_the_fields_that_vllm_documents(tiny_target: Target) -> None:

@@ -21,7 +21,7 @@ from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
 from searches.training.texts import drafted_tokens, opening_texts, write_texts
-from searches.training.trainer import HeadTrainer, TrainingCheckpoint, check_training_folder
+from searches.training.trainer import HeadTrainer, check_training_folder
 from tests.drafters.heads import tiny
 from tests.searches.programs import FORKS, tracked
 from tests.tiny import save_tiny
@@ -46,7 +46,7 @@ def _trainer(file: Path, identity: str = "who", kind: type[HeadTrainer] = HeadTr
     target, store = tiny("llama"), FeatureStore(file.parent / "features")
     store.fill(target, [TrainingText((3, 4, 5, 6, 7), 2), TrainingText((5, 4, 3, 8), 1)], 10**6)
     head, config = EagleHead(EagleShape.of(target)), OmegaConf.create(CONFIG | changes)
-    return kind(config, head, target, store, [], TrainingCheckpoint(file, identity, "asked"))
+    return kind(config, head, target, store, [], file.parent, identity, "asked")
 
 
 def test_a_checkpoint_of_another_training_is_refused(file: Path) -> None:
