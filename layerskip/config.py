@@ -78,28 +78,27 @@ def check_costs(name: str, costs: Any, minimum: float) -> None:
 
 
 class _Rule:
-    """A kind of rule with its parameters, which are numbers in [0, 1]."""
+    """A kind of rule: its method, and a threshold in [0, 1], which all methods but the first one have."""
 
     method: str
+    threshold: float
 
     _NAME: ClassVar[str]
-    _FIELDS: ClassVar[dict[str, tuple[str, ...]]]
+    _METHODS: ClassVar[tuple[str, ...]]
 
     @classmethod
     def _fields_of(cls, method: Any) -> tuple[str, ...]:
-        if not isinstance(method, str) or method not in cls._FIELDS:
-            raise ConfigError(f"{cls._NAME}.method: {method!r} is not one of {', '.join(cls._FIELDS)}")
-        return cls._FIELDS[method]
+        if method not in cls._METHODS:
+            raise ConfigError(f"{cls._NAME}.method: {method!r} is not one of {', '.join(cls._METHODS)}")
+        return ("method",) if method == cls._METHODS[0] else ("method", "threshold")
 
     def __post_init__(self) -> None:
-        known = self._fields_of(self.method)
-        _refuse_foreign(self, ("method", *known), f"{self._NAME} rule {self.method}", f"{self._NAME}.")
-        for name in known:
-            check_number(f"{self._NAME}.{name}", getattr(self, name), 0.0, 1.0)
+        _refuse_foreign(self, self._fields_of(self.method), f"{self._NAME} rule {self.method}", f"{self._NAME}.")
+        check_number(f"{self._NAME}.threshold", self.threshold, 0.0, 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that this kind of rule reads, as plain values."""
-        return {"method": self.method} | {name: getattr(self, name) for name in self._FIELDS[self.method]}
+        return {name: getattr(self, name) for name in self._fields_of(self.method)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any] | str) -> Self:
@@ -109,7 +108,7 @@ class _Rule:
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{cls._NAME}: {fields!r} is neither the name of a rule nor a table of its fields")
         method = fields.get("method", cls.method)
-        refuse_unknown(fields, ("method", *cls._fields_of(method)), f"{cls._NAME} rule {method}", f"{cls._NAME}.")
+        refuse_unknown(fields, cls._fields_of(method), f"{cls._NAME} rule {method}", f"{cls._NAME}.")
         return cls(**fields)
 
 
@@ -130,11 +129,7 @@ class StopRule(_Rule):
     threshold: float = 0.6
 
     _NAME: ClassVar[str] = "stop"
-    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "length": (),
-        "threshold": ("threshold",),
-        "adaptive": ("threshold",),
-    }
+    _METHODS: ClassVar[tuple[str, ...]] = ("length", "threshold", "adaptive")
 
 
 NEVER = StopRule()
@@ -145,29 +140,19 @@ NEVER = StopRule()
 class AcceptRule(_Rule):
     """The condition under which a drafted token is accepted.
 
-    ``exact``: speculative sampling, whose output follows the target's own distribution. The other rules exist for comparison
-    and change the output. ``threshold``: accept a token whose probability under the target is at least ``threshold``.
-    ``typical``: accept a token with at least ``min(epsilon, delta * exp(-entropy))``, as in Medusa (arXiv 2401.10774),
-    section 2.3.1.
+    ``exact``: speculative sampling, whose output follows the target's own distribution. ``threshold``: accept a token whose
+    probability under the target is at least ``threshold``, which changes the output and exists for comparison.
 
     Args:
-        method: ``exact``, ``threshold`` or ``typical``.
+        method: ``exact`` or ``threshold``.
         threshold: in [0, 1].
-        epsilon: in [0, 1].
-        delta: in [0, 1].
     """
 
     method: str = "exact"
     threshold: float = 0.3
-    epsilon: float = 0.09
-    delta: float = 0.3
 
     _NAME: ClassVar[str] = "accept"
-    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "exact": (),
-        "threshold": ("threshold",),
-        "typical": ("epsilon", "delta"),
-    }
+    _METHODS: ClassVar[tuple[str, ...]] = ("exact", "threshold")
 
     @property
     def lossless(self) -> bool:

@@ -70,11 +70,11 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (CASCADE | {"draft_cost": [0.0, 0.5]}, "draft_cost"),
     *((CASCADE | {"verify_cost": [1.5], "draft_cost": cost}, "draft_cost") for cost in ([0.5], [0.0, -0.5])),
-    ({"method": "none", "accept": "typical"}, "accept"),
-    (LAYER_SKIP | {"accept": {"method": "typical", "threshold": 0.5}}, "accept.threshold"),
+    ({"method": "none", "accept": "threshold"}, "accept"),
+    (LAYER_SKIP | {"accept": {"method": "exact", "threshold": 0.5}}, "accept.threshold"),
     (LAYER_SKIP | {"accept": {"method": "threshold"}, "lossless": True}, "lossless"),
     (LAYER_SKIP | {"lossless": False}, "lossless"),
-    (CASCADE | {"members": [LOOKUP, LAYER_SKIP | {"accept": "typical"}]}, "members"),
+    (CASCADE | {"members": [LOOKUP, LAYER_SKIP | {"accept": "threshold"}]}, "members"),
     ([{"method": "none"}], "config"),
 ]  # fmt: skip
 

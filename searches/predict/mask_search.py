@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from layerskip import SkipMask, SpeculativeConfig
-from searches.predict.predictor import SpeedupPredictor
+from layerskip.costs.cost_model import CostProfile
 from searches.space.search_space import SearchSpace
 
 _CLOSE = 0.99  # speedups closer than this cannot be distinguished by a cost profile
@@ -23,6 +24,56 @@ _PATIENCE = 2  # steps without a gain after which the greedy search ends
 _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
 _LOSS_STEP = 0.005  # resolution of log agreement in a knapsack
+
+
+SCREENED_TOGETHER = 8  # by one process
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted speedup.
+
+    Args:
+        config: the configuration; for a mask, with its best draft length and stop rule.
+        speedup: over plain decoding.
+        agreement: the share of positions whose first drafted token is the target's; 0 if no mask was scanned.
+    """
+
+    config: SpeculativeConfig
+    speedup: float
+    agreement: float
+
+
+class SpeedupPredictor(Protocol):
+    """Predictor of speedups before anything is decoded, above all those of layer skipping."""
+
+    @property
+    def layers(self) -> int:
+        """The number of decoder layers of a mask."""
+
+    @property
+    def prompts(self) -> Collection[str]:
+        """The ids of the prompts that speedups are predicted for."""
+
+    @property
+    def profile(self) -> CostProfile:
+        """The cost profile."""
+
+    @property
+    def screened_together(self) -> int:
+        """The number of masks to ask :meth:`agreements` for at once."""
+
+    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
+        """Return how often the first drafted token of each mask is the target's, on few positions: the cheapest estimate."""
+
+    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+        """Predict each mask's best speedup, from all positions."""
+
+    def can_predict(self, config: SpeculativeConfig) -> bool:
+        """Return whether the speedup of a configuration, with its draft length and stop rule, can be predicted."""
+
+    def speedup(self, config: SpeculativeConfig) -> float:
+        """Predict the speedup of a configuration for which :meth:`can_predict` is true."""
 
 
 class MaskSearch:

@@ -25,7 +25,7 @@ from layerskip.files import digest
 from layerskip.scan.replay import Counts, count, replay_lookup
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts.continuations import Continuation
-from searches.predict.predictor import SCREENED_TOGETHER, Prediction
+from searches.predict.mask_search import SCREENED_TOGETHER, Prediction
 from searches.results import ResultLog
 from searches.workers.pool import ALONE, Workers
 
@@ -52,7 +52,7 @@ def masks_at_once(rows: int) -> int:
 
 
 class ScanPredictor:
-    """A :class:`~searches.predict.predictor.SpeedupPredictor` that scans masks.
+    """A :class:`~searches.predict.mask_search.SpeedupPredictor` that scans masks.
 
     Args:
         profile: the costs at the mean context of the continuations.

@@ -251,7 +251,7 @@ class SearchSpace:
             config = self._suggest(method, trial)
         if not self.allow_lossy or method == "none":
             return config
-        rule = str(trial.suggest_categorical("accept", ("exact", "threshold", "typical")))
+        rule = str(trial.suggest_categorical("accept", ("exact", "threshold")))
         if rule == "threshold":
             return replace(config, accept=AcceptRule(rule, trial.suggest_float("accept.threshold", 0.05, 0.95, step=0.05)))
         return replace(config, accept=AcceptRule(rule))

@@ -12,8 +12,7 @@ import pytest
 
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.costs.cost_model import CostProfile
-from searches.predict.mask_search import MaskSearch, expected_speedup, run
-from searches.predict.predictor import Prediction
+from searches.predict.mask_search import MaskSearch, Prediction, expected_speedup, run
 from searches.predict.proposals import ProposalSettings, propose
 from searches.space.search_space import SearchSpace
 
