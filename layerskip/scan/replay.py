@@ -34,13 +34,11 @@ class Trace:
     """The drafts of one mask from every position of a continuation.
 
     Args:
-        agreed: ``[S]`` int64: length of the drafted prefix that equals the continuation, up to the scan's depth.
         confidence: ``[S, depth]`` float64: the draft's probability of its most likely token; NaN where not computed.
         acceptance: ``[S, depth]`` float64: the probability that a drafted token is accepted, given that those before it were
             and that the continuation is the output; 1 or 0 for greedy decoding.
     """
 
-    agreed: NDArray[np.int64]
     confidence: NDArray[np.float64]
     acceptance: NDArray[np.float64]
 
@@ -48,22 +46,17 @@ class Trace:
     def empty(cls, starts: int, depth: int) -> Trace:
         """Return a trace with nothing recorded."""
         unknown = np.full((starts, depth), np.nan)
-        return cls(np.zeros(starts, dtype=np.int64), unknown, unknown.copy())
+        return cls(unknown, unknown.copy())
 
     @property
     def depth(self) -> int:
         """The longest recorded draft."""
         return int(self.confidence.shape[1])
 
-    def record(self, start: int, place: int, confidence: float, acceptance: float) -> None:
-        """Record the token at a place of a draft, from 0."""
-        self.confidence[start, place], self.acceptance[start, place] = confidence, acceptance
-        self.agreed[start] += acceptance == 1.0 and self.agreed[start] == place
-
     @functools.cached_property
     def lists(self) -> tuple[list[int], list[list[float]]]:
-        """``agreed`` and ``confidence`` of a finished scan as lists, whose items are faster to access."""
-        return self.agreed.tolist(), self.confidence.tolist()
+        """Of a finished greedy scan, from every position: how many drafted tokens agree, and their confidences."""
+        return np.cumprod(self.acceptance == 1.0, axis=1).sum(axis=1).tolist(), self.confidence.tolist()
 
 
 @dataclass(frozen=True)

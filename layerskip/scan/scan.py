@@ -150,7 +150,8 @@ class Scanner:
                 some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
                 for (m, p, s), place, token in self._draft(pack, [scan.mask for scan in some], rows, depth, floor):
-                    some[m].traces[p].record(s, place, token.confidence, token.acceptance)
+                    trace = some[m].traces[p]
+                    trace.confidence[s, place], trace.acceptance[s, place] = token
         return scans
 
     def _draft(
