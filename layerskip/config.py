@@ -177,7 +177,6 @@ class Field:
         default: the value where none is given. Its type is that of all values. Whole numbers are at least 1, others from 0
             to 1.
         meaning: one phrase for the documentation.
-        unit: of the values, such as ``tokens``; empty for none.
         range: the lowest and the highest value that a study chooses; None if it chooses no number.
         log: whether a study chooses on a logarithmic scale.
         choices: the values that a study chooses from. Texts of a field that is no path have no other values.
@@ -186,13 +185,11 @@ class Field:
         used: whether a configuration of the method reads the field. Otherwise it must keep its default.
         path: whether it names a file, a folder or a model. A study chooses from those that its user names.
         required: whether a path must be given.
-        omitted: whether ``to_dict`` leaves it out if it is empty.
     """
 
     name: str
     default: Any
     meaning: str
-    unit: str = ""
     range: tuple[float, float] | None = None
     log: bool = False
     choices: tuple[str, ...] = ()
@@ -201,7 +198,6 @@ class Field:
     used: Callable[[SpeculativeConfig], bool] = _always
     path: bool = False
     required: bool = False
-    omitted: bool = False
 
     def check(self, config: SpeculativeConfig) -> None:
         """Raise ``ConfigError`` for an invalid value."""
@@ -224,8 +220,8 @@ _SHARED = (
     Field("num_speculative_tokens", 4, "the most tokens of a draft, or the greatest depth of a tree"),
     Field("mask", "", "the skipped sub-layers"),
     Field("stop", NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive")),
-    Field("prompt_lookup_min", 1, "the shortest n-gram to look up", "tokens"),
-    Field("prompt_lookup_max", 3, "the longest n-gram, which is tried first", "tokens", at_least="prompt_lookup_min"),
+    Field("prompt_lookup_min", 1, "the shortest n-gram to look up, in tokens"),
+    Field("prompt_lookup_max", 3, "the longest n-gram, which is tried first, in tokens", at_least="prompt_lookup_min"),
     Field("match", "last", "which of several matches is copied from", choices=("last", "first")),
     Field("datastore", "", "the folder of a datastore", path=True),
     Field("tree_tokens", 8, "the most tokens of a tree"),
@@ -236,8 +232,8 @@ _SHARED = (
     Field("head", "", "the folder of a trained head", path=True, required=True),
     Field("draft_model", "", "a hub id, a folder or a .gguf file", path=True, required=True),
     Field("members", (), "at least two configurations that draft"),
-    Field("verify_cost", (), "the cost of verifying 1, 2, ... tokens", "steps of plain decoding", omitted=True),
-    Field("draft_cost", (), "the cost of each member per drafted token or level", "steps of plain decoding", omitted=True),
+    Field("verify_cost", (), "the cost of verifying 1, 2, ... tokens, in steps of plain decoding"),
+    Field("draft_cost", (), "the cost of each member per drafted token or level, in steps of plain decoding"),
 )
 _FIELDS = {each.name: each for each in _SHARED}
 
@@ -458,7 +454,7 @@ class SpeculativeConfig:
         fields: dict[str, Any] = {"method": self.method}
         for each in _method(self.method).fields:
             value = self.value(each.name)
-            if not each.used(self) or (each.omitted and not value):
+            if not each.used(self) or value == ():
                 continue
             if each.name == "members":
                 value = [member.to_dict() for member in value]
