@@ -134,8 +134,7 @@ def _searched(method: Method, field: Field) -> str:
     if field.range is None:
         return f" {'/'.join(field.choices)} ({getattr(first, 'method', first)})" if field.choices else ""
     low, high = field.range
-    chains = f" or {field.chains}" if field.chains is not None and not low <= field.chains <= high else ""
-    return f" {low:g} to {high:g}{chains} ({first})"
+    return f" {low:g} to {high:g} ({first})"
 
 
 def drafter_fields() -> Fields:
@@ -144,10 +143,9 @@ def drafter_fields() -> Fields:
     found: Fields = {"accept": ("exact", "the [acceptance rule](drafters.md#lossy-rules) of all methods that draft")}
     for method in methods().values():
         for field in method.fields:
-            meaning = f"{field.meaning}, in {field.unit}" if field.unit else field.meaning
-            meanings.setdefault(field.name, {}).setdefault(meaning, []).append(f"`{method.name}`")
+            meanings.setdefault(field.name, {}).setdefault(field.meaning, []).append(f"`{method.name}`")
             default = "" if field.required else _value(getattr(field.default, "method", field.default))
-            found[field.name] = (default, meaning)
+            found[field.name] = (default, field.meaning)
     for name, by_meaning in meanings.items():
         usual = max(by_meaning, key=lambda meaning: len(by_meaning[meaning]))
         others = [f"{', '.join(of)}: {meaning}" for meaning, of in by_meaning.items() if meaning != usual]

@@ -19,16 +19,13 @@ RECORDS = DOCS.parent / "notebooks" / "records"
 
 
 class Row(dict[str, Any]):
-    """Values; ``range`` is a speedup and its interval, ``x_ms`` and ``x_mb`` are ``x_seconds`` and ``x_bytes``."""
+    """Values; ``range`` is a speedup and its interval."""
 
     def __missing__(self, key: str) -> Any:
-        name, _, unit = key.rpartition("_")
         if key == "range":
             name = next((name for name in ("speedup", "ratio", "value", "over_plain") if name in self), "")
             low, high = (self.get(f"{name}_{limit}", self.get(limit)) for limit in ("low", "high"))
             return f"{self[name]:.2f} ({low:.2f} to {high:.2f})"
-        if unit in ("ms", "mb"):
-            return 1000 * self[f"{name}_seconds"] if unit == "ms" else self[f"{name}_bytes"] / 2**20
         raise KeyError(key)
 
     def text(self, template: str) -> str:
@@ -112,7 +109,7 @@ def generate(described: Mapping[str, Any]) -> Iterator[str]:
     records = [Record(path) for name in described["records"].split(", ") for path in sorted(RECORDS.glob(f"{name}.json"))]
     source, only = described["rows"], described.get("only", "").split(", ")
     found = [Row(row) for one in records for row in (SOURCES[source](one) if source in SOURCES else entries(one, source))]
-    rows = [row for row in found if only == [""] or row.text(described.get("by", "{name}")) in only]
+    rows = [row for row in found if only == [""] or row.text("{name}") in only]
     head, cells = (line.split(" | ") for line in described["table"].splitlines())
     yield from table(head, ([row.text(cell) for cell in cells] for row in rows))
     yield from ("", f"*Conditions:* {conditions(records, rows, described['work'])}.")

@@ -78,32 +78,27 @@ def check_costs(name: str, costs: Any, minimum: float) -> None:
 
 
 class _Rule:
-    """A kind of rule with its parameters, which are numbers in [0, 1] or booleans."""
+    """A kind of rule: its method, and a threshold in [0, 1], which all methods but the first one have."""
 
     method: str
+    threshold: float
 
     _NAME: ClassVar[str]
-    _FIELDS: ClassVar[dict[str, tuple[str, ...]]]
+    _METHODS: ClassVar[tuple[str, ...]]
 
     @classmethod
     def _fields_of(cls, method: Any) -> tuple[str, ...]:
-        if not isinstance(method, str) or method not in cls._FIELDS:
-            raise ConfigError(f"{cls._NAME}.method: {method!r} is not one of {', '.join(cls._FIELDS)}")
-        return cls._FIELDS[method]
+        if method not in cls._METHODS:
+            raise ConfigError(f"{cls._NAME}.method: {method!r} is not one of {', '.join(cls._METHODS)}")
+        return ("method",) if method == cls._METHODS[0] else ("method", "threshold")
 
     def __post_init__(self) -> None:
-        known = self._fields_of(self.method)
-        _refuse_foreign(self, ("method", *known), f"{self._NAME} rule {self.method}", f"{self._NAME}.")
-        for name in known:
-            value = getattr(self, name)
-            if isinstance(getattr(type(self), name), bool):
-                check_type(f"{self._NAME}.{name}", value, bool)
-            else:
-                check_number(f"{self._NAME}.{name}", value, 0.0, 1.0)
+        _refuse_foreign(self, self._fields_of(self.method), f"{self._NAME} rule {self.method}", f"{self._NAME}.")
+        check_number(f"{self._NAME}.threshold", self.threshold, 0.0, 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that this kind of rule reads, as plain values."""
-        return {"method": self.method} | {name: getattr(self, name) for name in self._FIELDS[self.method]}
+        return {name: getattr(self, name) for name in self._fields_of(self.method)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any] | str) -> Self:
@@ -113,7 +108,7 @@ class _Rule:
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{cls._NAME}: {fields!r} is neither the name of a rule nor a table of its fields")
         method = fields.get("method", cls.method)
-        refuse_unknown(fields, ("method", *cls._fields_of(method)), f"{cls._NAME} rule {method}", f"{cls._NAME}.")
+        refuse_unknown(fields, cls._fields_of(method), f"{cls._NAME} rule {method}", f"{cls._NAME}.")
         return cls(**fields)
 
 
@@ -123,35 +118,18 @@ class StopRule(_Rule):
 
     ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
     token) is below ``threshold``. ``adaptive``: as ``threshold``, with a threshold that follows the acceptance rate as in
-    Draft & Verify (arXiv 2309.08168), section 3.3. After every round ``rate = acceptance_decay * rate +
-    (1 - acceptance_decay) * accepted / drafted``. The threshold moves up by ``step`` if the rate is at most
-    ``target_acceptance``, else down, smoothed by ``threshold_decay``.
+    Draft & Verify (arXiv 2309.08168), section 3.3, from prompt to prompt until the drafter is reset.
 
     Args:
         method: ``length``, ``threshold`` or ``adaptive``.
         threshold: confidence in [0, 1]; for ``adaptive`` the initial one.
-        target_acceptance: the acceptance rate that ``adaptive`` aims at, in [0, 1].
-        step: how far ``adaptive`` moves the threshold per round, in [0, 1].
-        acceptance_decay: weight of the past in the acceptance rate, in [0, 1].
-        threshold_decay: weight of the past in the threshold, in [0, 1].
-        carry: whether ``adaptive`` keeps its threshold from prompt to prompt until the drafter is reset; otherwise each
-            prompt starts with ``threshold``.
     """
 
     method: str = "length"
     threshold: float = 0.6
-    target_acceptance: float = 0.9
-    step: float = 0.01
-    acceptance_decay: float = 0.5
-    threshold_decay: float = 0.9
-    carry: bool = True
 
     _NAME: ClassVar[str] = "stop"
-    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "length": (),
-        "threshold": ("threshold",),
-        "adaptive": ("threshold", "target_acceptance", "step", "acceptance_decay", "threshold_decay", "carry"),
-    }
+    _METHODS: ClassVar[tuple[str, ...]] = ("length", "threshold", "adaptive")
 
 
 NEVER = StopRule()
@@ -162,29 +140,19 @@ NEVER = StopRule()
 class AcceptRule(_Rule):
     """The condition under which a drafted token is accepted.
 
-    ``exact``: speculative sampling, whose output follows the target's own distribution. The other rules exist for comparison
-    and change the output. ``threshold``: accept a token whose probability under the target is at least ``threshold``.
-    ``typical``: accept a token with at least ``min(epsilon, delta * exp(-entropy))``, as in Medusa (arXiv 2401.10774),
-    section 2.3.1.
+    ``exact``: speculative sampling, whose output follows the target's own distribution. ``threshold``: accept a token whose
+    probability under the target is at least ``threshold``, which changes the output and exists for comparison.
 
     Args:
-        method: ``exact``, ``threshold`` or ``typical``.
+        method: ``exact`` or ``threshold``.
         threshold: in [0, 1].
-        epsilon: in [0, 1].
-        delta: in [0, 1].
     """
 
     method: str = "exact"
     threshold: float = 0.3
-    epsilon: float = 0.09
-    delta: float = 0.3
 
     _NAME: ClassVar[str] = "accept"
-    _FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "exact": (),
-        "threshold": ("threshold",),
-        "typical": ("epsilon", "delta"),
-    }
+    _METHODS: ClassVar[tuple[str, ...]] = ("exact", "threshold")
 
     @property
     def lossless(self) -> bool:
@@ -209,34 +177,27 @@ class Field:
         default: the value where none is given. Its type is that of all values. Whole numbers are at least 1, others from 0
             to 1.
         meaning: one phrase for the documentation.
-        unit: of the values, such as ``tokens``; empty for none.
         range: the lowest and the highest value that a study chooses; None if it chooses no number.
         log: whether a study chooses on a logarithmic scale.
         choices: the values that a study chooses from. Texts of a field that is no path have no other values.
         first: the value in the first configuration of a study and in the benchmark; None for the default.
         at_least: the name of a field that precedes this one in its method, and whose value is a lower bound.
-        chains: the value with which chains are drafted in place of trees. Outside ``range``, a study chooses it half of the
-            time. A target that cannot verify trees leaves this value alone.
         used: whether a configuration of the method reads the field. Otherwise it must keep its default.
         path: whether it names a file, a folder or a model. A study chooses from those that its user names.
         required: whether a path must be given.
-        omitted: whether ``to_dict`` leaves it out if it is empty.
     """
 
     name: str
     default: Any
     meaning: str
-    unit: str = ""
     range: tuple[float, float] | None = None
     log: bool = False
     choices: tuple[str, ...] = ()
     first: Any = None
     at_least: str = ""
-    chains: int | None = None
     used: Callable[[SpeculativeConfig], bool] = _always
     path: bool = False
     required: bool = False
-    omitted: bool = False
 
     def check(self, config: SpeculativeConfig) -> None:
         """Raise ``ConfigError`` for an invalid value."""
@@ -259,8 +220,8 @@ _SHARED = (
     Field("num_speculative_tokens", 4, "the most tokens of a draft, or the greatest depth of a tree"),
     Field("mask", "", "the skipped sub-layers"),
     Field("stop", NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive")),
-    Field("prompt_lookup_min", 1, "the shortest n-gram to look up", "tokens"),
-    Field("prompt_lookup_max", 3, "the longest n-gram, which is tried first", "tokens", at_least="prompt_lookup_min"),
+    Field("prompt_lookup_min", 1, "the shortest n-gram to look up, in tokens"),
+    Field("prompt_lookup_max", 3, "the longest n-gram, which is tried first, in tokens", at_least="prompt_lookup_min"),
     Field("match", "last", "which of several matches is copied from", choices=("last", "first")),
     Field("datastore", "", "the folder of a datastore", path=True),
     Field("tree_tokens", 8, "the most tokens of a tree"),
@@ -271,8 +232,8 @@ _SHARED = (
     Field("head", "", "the folder of a trained head", path=True, required=True),
     Field("draft_model", "", "a hub id, a folder or a .gguf file", path=True, required=True),
     Field("members", (), "at least two configurations that draft"),
-    Field("verify_cost", (), "the cost of verifying 1, 2, ... tokens", "steps of plain decoding", omitted=True),
-    Field("draft_cost", (), "the cost of each member per drafted token or level", "steps of plain decoding", omitted=True),
+    Field("verify_cost", (), "the cost of verifying 1, 2, ... tokens, in steps of plain decoding"),
+    Field("draft_cost", (), "the cost of each member per drafted token or level, in steps of plain decoding"),
 )
 _FIELDS = {each.name: each for each in _SHARED}
 
@@ -493,7 +454,7 @@ class SpeculativeConfig:
         fields: dict[str, Any] = {"method": self.method}
         for each in _method(self.method).fields:
             value = self.value(each.name)
-            if not each.used(self) or (each.omitted and not value):
+            if not each.used(self) or value == ():
                 continue
             if each.name == "members":
                 value = [member.to_dict() for member in value]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from tqdm import tqdm
 from layerskip import PromptSet, Target
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.files import digest
-from layerskip.heads.eagle import KIND, MOST_BACK, EagleHead, EagleShape
+from layerskip.heads.eagle import MOST_BACK, EagleHead, EagleShape
 from layerskip.heads.feature_store import FeatureStore, check_readout, extract_features
 from layerskip.models.environment import environment
 from layerskip.models.trained_module import save_trained
-from layerskip.texts.continuations import Continuation, continue_prompts
+from layerskip.texts.continuations import continue_prompts
 from layerskip.texts.training_texts import TrainingText
 from searches.app.application import run
 from searches.app.checks import InputError, check_folder, check_number, check_seed, check_whole
@@ -36,11 +35,10 @@ from searches.training.texts import (
     drafted_tokens,
     opening_texts,
     texts_digest,
-    texts_identity,
     texts_settings,
     write_texts,
 )
-from searches.training.trainer import HeadTrainer, TrainingCheckpoint, check_training_folder
+from searches.training.trainer import HeadTrainer, check_training_folder
 
 _WHOLE = ("tokens", "max_new_tokens", "batch", "held_out_tokens", "feature_bytes", "steps", "texts_per_step", "unroll")
 _VERSION = 15  # of the trainer and layerskip.heads.training; a training resumes only with the same version
@@ -57,11 +55,12 @@ def train(config: DictConfig) -> Path:
     target: Target = instantiate(config.target)
     check_draft_vocabulary("vocabulary", config.vocabulary, target)
     outputs = Path(config.outputs)
-    texts_id = digest(texts_identity(config, target, sampling, like))
+    of_texts = texts_settings(config, target, sampling, like)
+    texts_id = digest(of_texts | {"tokens": config.tokens})
     identity = {"recipe": _VERSION, "texts": texts_id, **{name: config[name] for name in _LEARNING}}
-    folder = Path(config.head or outputs / f"{KIND}-{digest(identity)[:8]}")
+    folder = Path(config.head or outputs / f"eagle-{digest(identity)[:8]}")
     check_training_folder(folder, digest(identity))
-    with exclusive(folder), _opened_run(config, target, folder, identity) as run:
+    with exclusive(folder), _opened_run(config, target, folder, identity) as tracker:
         with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
             continuations = continue_prompts(
                 target,
@@ -74,90 +73,62 @@ def train(config: DictConfig) -> Path:
             )
         # Targets whose output layer heads cannot use, and full disks, are refused before the texts are written.
         check_readout(target)
-        states = outputs / "features" / digest(texts_settings(config, target, sampling, like))[:16]
+        states = outputs / "features" / digest(of_texts)[:16]
         with exclusive(states):
             store = FeatureStore(states)
             store.check_disk(int(config.feature_bytes))
         texts, seconds = write_texts(config, target, sampling, like)
-        return _train_head(run, texts, seconds, continuations, store)
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """One run of the program.
-
-    Args:
-        folder: for the checkpoint and the result.
-        identity: everything that the training depends on, except the texts.
-    """
-
-    config: DictConfig
-    target: Target
-    folder: Path
-    identity: dict[str, Any]
-    tracker: Tracker
+        store = _fill_store(config, target, texts, store)
+        torch.manual_seed(config.seed)
+        tokens = drafted_tokens(target, texts, config.vocabulary)
+        head = EagleHead(EagleShape.of(target, None if tokens is None else len(tokens), int(config.lookback)), tokens)
+        answers = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt)) for p in continuations]
+        whole = digest([identity, head.shape.to_dict(), texts_digest(texts)])
+        trainer = HeadTrainer(config, head, target, store, answers, folder, whole, digest(identity))
+        trainer.train(tracker)
+        training = {"data": texts_digest(texts[: trainer.texts]), "positions": store.positions(trainer.texts)}
+        _save(trainer, folder, target, training | {"texts_seconds": seconds} | identity)
+        tracker.log_file(folder / "head.json")
+    print(f"wrote {folder}; decode with method=eagle head={folder}")
+    return folder
 
 
 @contextlib.contextmanager
-def _opened_run(config: DictConfig, target: Target, folder: Path, identity: dict[str, Any]) -> Iterator[TrainingRun]:
+def _opened_run(config: DictConfig, target: Target, folder: Path, identity: dict[str, Any]) -> Iterator[Tracker]:
     """Open the tracked run of a training, or resume it."""
     tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
     run_identity = digest([identity, str(folder.resolve())])
     tracker.open_study(folder.name, run_identity, identity, environment(target), role="training")
     with tracker.closing():
-        yield TrainingRun(config, target, folder, identity, tracker)
+        yield tracker
 
 
-def _train_head(
-    run: TrainingRun,
-    texts: list[TrainingText],
-    texts_seconds: float,
-    continuations: tuple[Continuation, ...],
-    store: FeatureStore,
-) -> Path:
-    config, target, folder = run.config, run.target, run.folder
-    tokens = drafted_tokens(target, texts, config.vocabulary)
-    torch.manual_seed(config.seed)
-    head = EagleHead(EagleShape.of(target, None if tokens is None else len(tokens), int(config.lookback)), tokens)
-    store = _fill_store(run, texts, store)
-    held_out = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt)) for p in continuations]
-    whole = digest([run.identity, head.shape.to_dict(), texts_digest(texts)])
-    checkpoint = TrainingCheckpoint(folder / "training.pt", whole, digest(run.identity))
-    trainer = HeadTrainer(config, head, target, store, held_out, checkpoint)
-    trainer.train(run.tracker)
+def _save(trainer: HeadTrainer, folder: Path, target: Target, training: dict[str, Any]) -> None:
+    """Save a trained head with the record of its training, and print its acceptance rates."""
     trainer.unscale()
-    accepted = trainer.evaluate()
-    training: dict[str, Any] = {
-        "data": texts_digest(texts[: trainer.texts]),
-        "positions": store.positions(trainer.texts),
-        "texts_seconds": texts_seconds,
-    } | run.identity
-    validation = range(trainer.texts, len(store))
-    spared = trainer.acceptance(store[index] for index in validation) if validation else []
+    accepted, validation = trainer.evaluate(), range(trainer.texts, len(trainer.store))
+    spared = trainer.acceptance(trainer.store[index] for index in validation) if validation else []
     training |= {"steps_done": trainer.step, "seconds": trainer.seconds, "held_out": accepted, "spared": spared}
-    save_trained(folder, KIND, head.shape.to_dict(), head.weights(), target, training)
-    run.tracker.log_file(folder / "head.json")
+    save_trained(folder, trainer.head.shape.to_dict(), trainer.head.weights(), target, training)
     print(f"accepted on held-out prompts, token by token: {_format_rates(accepted)}")
     if spared:
         rates = _format_rates(spared)
         print(f"on texts like the training texts: {rates}; begin_like makes training texts like the prompts in use")
-    print(f"wrote {folder}; decode with method=eagle head={folder}")
-    return folder
 
 
 def _format_rates(rates: list[float]) -> str:
     return ", ".join(f"{rate:.3f}" for rate in rates)
 
 
-def _fill_store(run: TrainingRun, texts: list[TrainingText], store: FeatureStore) -> FeatureStore:
+def _fill_store(config: DictConfig, target: Target, texts: list[TrainingText], store: FeatureStore) -> FeatureStore:
     """Store the hidden states of texts, within the budget."""
     with exclusive(store.folder), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
         store = FeatureStore(store.folder)  # another training may have extended it
-        store.fill(run.target, texts, int(run.config.feature_bytes), bar.update)
+        store.fill(target, texts, int(config.feature_bytes), bar.update)
     if len(store) < len(texts):
-        print(f"feature_bytes: {run.config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
+        print(f"feature_bytes: {config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
     if not len(store):
-        raise InputError(f"feature_bytes: {run.config.feature_bytes} hold not even one text")
+        raise InputError(f"feature_bytes: {config.feature_bytes} hold not even one text")
     return store
 
 

@@ -24,13 +24,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"method": "none"},
     LAYER_SKIP | _LENGTH | {"mask": "attention:6-9;mlp:2"},
     LAYER_SKIP | {"mask": "", "num_speculative_tokens": 1, "stop": {"method": "threshold", "threshold": 0.25}},
-    DRAFT_MODEL | {
-        "num_speculative_tokens": 8,
-        "stop": {
-            "method": "adaptive", "threshold": 0.5, "target_acceptance": 0.8, "step": 0.02, "acceptance_decay": 0.4,
-            "threshold_decay": 0.7, "carry": False,
-        },
-    },
+    DRAFT_MODEL | {"num_speculative_tokens": 8, "stop": {"method": "adaptive", "threshold": 0.5}},
     *_MEMBERS,
     {"method": "retrieval", "datastore": "d", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 3,
      "tree_tokens": 6, "min_token_prob": 0.1},
@@ -52,14 +46,10 @@ REFUSED: list[tuple[Any, str]] = [
     *((LAYER_SKIP | {"stop": stop}, "stop") for stop in (0.5, None)),
     *((LAYER_SKIP | {"stop": stop}, "stop.method") for stop in ("never", {"method": ["length"]})),
     (LAYER_SKIP | {"stop": {"method": "length", "threshold": 0.6}}, "stop.threshold"),
-    (LAYER_SKIP | {"stop": {"method": "threshold", "step": 0.01}}, "stop.step"),
     (LAYER_SKIP | {"stop": {"method": "threshold", "patience": 2}}, "stop.patience"),
-    *((LAYER_SKIP | {"stop": {"method": "threshold", "threshold": n}}, "stop.threshold") for n in (1.5, float("nan"), True)),
     *(
-        (LAYER_SKIP | {"stop": {"method": "adaptive", name: value}}, f"stop.{name}")
-        for name, value in (
-            ("target_acceptance", -0.1), ("step", 2), ("acceptance_decay", "0.5"), ("threshold_decay", 1.01), ("carry", 1)
-        )
+        (LAYER_SKIP | {"stop": {"method": "threshold", "threshold": value}}, "stop.threshold")
+        for value in (1.5, "0.5", float("nan"), True)
     ),
     (LOOKUP | {"prompt_lookup_min": 0}, "prompt_lookup_min"),
     (LOOKUP | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_max"),
@@ -80,11 +70,11 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (CASCADE | {"draft_cost": [0.0, 0.5]}, "draft_cost"),
     *((CASCADE | {"verify_cost": [1.5], "draft_cost": cost}, "draft_cost") for cost in ([0.5], [0.0, -0.5])),
-    ({"method": "none", "accept": "typical"}, "accept"),
-    (LAYER_SKIP | {"accept": {"method": "typical", "threshold": 0.5}}, "accept.threshold"),
+    ({"method": "none", "accept": "threshold"}, "accept"),
+    (LAYER_SKIP | {"accept": {"method": "exact", "threshold": 0.5}}, "accept.threshold"),
     (LAYER_SKIP | {"accept": {"method": "threshold"}, "lossless": True}, "lossless"),
     (LAYER_SKIP | {"lossless": False}, "lossless"),
-    (CASCADE | {"members": [LOOKUP, LAYER_SKIP | {"accept": "typical"}]}, "members"),
+    (CASCADE | {"members": [LOOKUP, LAYER_SKIP | {"accept": "threshold"}]}, "members"),
     ([{"method": "none"}], "config"),
 ]  # fmt: skip
 
@@ -96,7 +86,6 @@ CONSTRUCTED: list[tuple[type, dict[str, Any], str]] = [
     (SpeculativeConfig, LAYER_SKIP | {"stop": {"method": "length"}}, "stop: "),
     (SpeculativeConfig, LAYER_SKIP | {"stop": 0.5}, "stop: "),
     (StopRule, {"threshold": 0.3}, "stop.threshold: "),
-    (StopRule, {"method": "threshold", "step": 0.5}, "stop.step: "),
 ]
 
 

@@ -188,7 +188,7 @@ def test_an_export_with_a_missing_datastore_is_refused(tiny_target: Target, tmp_
 
 
 def test_a_head_of_another_model_is_refused(tiny_target: Target, tmp_path: Path) -> None:
-    save_trained(tmp_path / "head", "eagle", {}, {"weight": torch.zeros(1)}, tiny_target, {})
+    save_trained(tmp_path / "head", {}, {"weight": torch.zeros(1)}, tiny_target, {})
     own = SpeculativeConfig("eagle", head=str(tmp_path / "head"))
     cascade = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), own))
     other = Target(build("llama", 1, num_hidden_layers=3))

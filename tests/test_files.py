@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from layerskip import SkipMask, Target, save_draft_checkpoint
 from layerskip.drafters.retrieval import Datastore
 from layerskip.files import atomic_write, read_json, short_name, write_json
-from layerskip.heads.eagle import KIND, EagleHead, EagleShape, load_eagle
+from layerskip.heads.eagle import EagleHead, EagleShape, load_eagle
 from layerskip.heads.feature_store import FeatureStore
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.training_texts import TrainingText
@@ -64,10 +64,10 @@ def test_other_errors_are_not_converted(tmp_path: Path) -> None:
 def test_a_head_that_does_not_fit_leaves_the_earlier_one(small_disk: Path, tiny_target: Target) -> None:
     head, folder = EagleHead(EagleShape.of(tiny_target)), small_disk / "head"
     for leave in (0, 10_000):
-        save_trained(folder, KIND, head.shape.to_dict(), head.weights(), tiny_target, {})
+        save_trained(folder, head.shape.to_dict(), head.weights(), tiny_target, {})
         fill(small_disk, leave)
         with pytest.raises(OSError, match="No space left on device"):
-            save_trained(folder, KIND, head.shape.to_dict(), head.weights(), tiny_target, {})
+            save_trained(folder, head.shape.to_dict(), head.weights(), tiny_target, {})
         assert sorted(path.name for path in folder.iterdir()) == ["head.json", "head.safetensors"]
         (small_disk / "ballast").unlink()
         assert load_eagle(folder, tiny_target).shape == head.shape

@@ -149,7 +149,7 @@ class Parts:
         embeddings, readout = self.target.model.get_input_embeddings(), Readout(self.target, self.common_tokens)
         fit_linear(head, embeddings, features)
         add_induction_heads(head, embeddings, readout, torch.cat([text.tokens for text in features]))
-        save_trained(folder, "eagle", head.shape.to_dict(), head.weights(), self.target, {})
+        save_trained(folder, head.shape.to_dict(), head.weights(), self.target, {})
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,11 @@ from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import read_to_host
 
 _ROWS = 8
+# Of the adaptive rule, as in the paper:
+_TARGET_ACCEPTANCE = 0.9
+_STEP = 0.01  # of the threshold in a round, before it is smoothed
+_ACCEPTANCE_DECAY = 0.5  # weight of the past in the acceptance rate
+_THRESHOLD_DECAY = 0.9  # weight of the past in the threshold
 
 
 def confidence(logits: Tensor) -> Tensor:
@@ -31,7 +36,7 @@ def portions(rows: Tensor) -> Sequence[Tensor]:
 
 
 class Stopper:
-    """A stop rule over the rounds of one prompt, or of several prompts if the rule carries its threshold."""
+    """A stop rule over the rounds of all prompts."""
 
     def __init__(self, rule: StopRule) -> None:
         self.rule = rule
@@ -41,11 +46,6 @@ class Stopper:
         """Return to the rule's initial threshold."""
         self.threshold = self.rule.threshold
         self._acceptance_rate: float | None = None
-
-    def start(self) -> None:
-        """Begin a prompt."""
-        if not self.rule.carry:
-            self.reset()
 
     def stops(self, logits: Tensor) -> bool:
         """Return whether the draft ends after the token of these ``[1, V]`` logits; waits for the device."""
@@ -60,15 +60,14 @@ class Stopper:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Move an adaptive threshold by the acceptance rate of a round; rounds without a draft change nothing."""
-        rule = self.rule
-        if rule.method != "adaptive" or drafted == 0:
+        if self.rule.method != "adaptive" or drafted == 0:
             return
         rate = accepted / drafted
         if self._acceptance_rate is not None:
-            rate = rule.acceptance_decay * self._acceptance_rate + (1 - rule.acceptance_decay) * rate
+            rate = _ACCEPTANCE_DECAY * self._acceptance_rate + (1 - _ACCEPTANCE_DECAY) * rate
         self._acceptance_rate = rate
-        moved = self.threshold + (rule.step if rate <= rule.target_acceptance else -rule.step)
-        smoothed = rule.threshold_decay * self.threshold + (1 - rule.threshold_decay) * moved
+        moved = self.threshold + (_STEP if rate <= _TARGET_ACCEPTANCE else -_STEP)
+        smoothed = _THRESHOLD_DECAY * self.threshold + (1 - _THRESHOLD_DECAY) * moved
         self.threshold = min(1.0, max(0.0, smoothed))
 
 
@@ -79,7 +78,7 @@ class StopRuleDrafter(Drafter):
 
     @property
     def keeps_state(self) -> bool:
-        return self.stopper.rule.method == "adaptive" and self.stopper.rule.carry
+        return self.stopper.rule.method == "adaptive"
 
     def reset_state(self) -> None:
         self.stopper.reset()

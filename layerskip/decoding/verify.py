@@ -145,21 +145,16 @@ def accept_lossy(
 ) -> Verdict:
     """Accept tokens that the target finds likely enough, along the deepest such branch, and add one token of the target.
 
-    Such rules are faster and change the output. They exist for comparison with published systems: a threshold on the
-    target's probability, and typical acceptance, Medusa (arXiv 2401.10774), section 2.3.1. Of several branches of that
+    Such a rule is faster, changes the output, and exists for comparison with published systems. Of several branches of that
     depth the likeliest is accepted. ``logits``, ``[K + 1, V]``, are the target's before any warping; see :func:`verify`.
     """
     probs = logits.float().softmax(-1)
-    limits = torch.full_like(probs[:, 0], rule.threshold)
-    if rule.method == "typical":
-        entropy = torch.special.entr(probs).sum(-1)
-        limits = (rule.delta * (-entropy).exp()).clamp_max(rule.epsilon)
     draft = draft.read_shape()
     tokens, *values = read_to_host(draft.tokens, *late)
     branches: dict[int, tuple[float, tuple[int, ...]]] = {-1: (1.0, ())}  # accepted branches by their last node
     for node, (token, parent) in enumerate(zip(tokens, draft.known_parents, strict=True)):
         prob = float(probs[parent + 1, token])
-        if parent in branches and prob >= float(limits[parent + 1]):
+        if parent in branches and prob >= rule.threshold:
             prob_above, path_above = branches[parent]
             branches[node] = prob_above * prob, (*path_above, node)
     _, path = max(branches.values(), key=lambda branch: (len(branch[1]), branch[0]))

@@ -1,4 +1,4 @@
-"""Memory measurements: peaks, allocations, and errors that mean "out of memory".
+"""Memory measurements: peaks, limits, and errors that mean "out of memory".
 
 A peak is the device's own on CUDA, and that of the whole process on a CPU.
 """
@@ -9,17 +9,12 @@ import contextlib
 import gc
 import resource
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -50,52 +45,6 @@ class PeakMemory:
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
-class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A count of the bytes of tensors that operations create within a ``with`` block, gradients included, and of their peak.
-
-    Views of tensors that can be reached from ``existing`` objects are not counted, and temporary memory in a kernel is not
-    seen.
-    """
-
-    def __init__(self, existing: Iterable[object] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {address for thing in existing for address in _storages(thing)}
-        self._current = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                storage = tensor.untyped_storage()
-                if (address := storage.data_ptr()) not in self._known:
-                    self._known.add(address)
-                    self._current += storage.nbytes()
-                    self.peak = max(self.peak, self._current)
-                    weakref.finalize(storage, self._discount, address, storage.nbytes()).atexit = False
-        return result
-
-    def _discount(self, address: int, size: int) -> None:
-        self._known.remove(address)
-        self._current -= size
-
-
-def _storages(thing: object) -> Iterator[int]:
-    """Return the address of every tensor storage that can be reached; of functions, only the closures are followed."""
-    pending: list[Any] = [thing]
-    seen: dict[int, Any] = {}
-    while pending:
-        obj = pending.pop()
-        if id(obj) in seen or isinstance(obj, (type, ModuleType)):
-            continue
-        seen[id(obj)] = obj  # kept alive, so that no other object gets the same id
-        if isinstance(obj, FunctionType):
-            pending += obj.__closure__, obj.__defaults__
-        elif not isinstance(obj, Tensor):
-            pending += filter(gc.is_tracked, gc.get_referents(obj))
-        elif obj.layout == torch.strided:  # oneDNN's layouts have no storage
-            yield obj.untyped_storage().data_ptr()
 
 
 def total_bytes() -> int:

@@ -157,7 +157,6 @@ class CrossTokenizer(StopRuleDrafter):
         self._fed = self._known[:-1] if len(self._known) <= room else []
         if self._fed:
             run_prefill(self.model, clamp_tokens(self.model, copy_to_device(self._fed, device)), self._cache)
-        self.stopper.start()
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Re-encode the committed tokens, feed the new ones, draft, and translate the draft into the target's tokens.

@@ -62,7 +62,6 @@ class DraftModel(StopRuleDrafter):
         if self._reach(len(prompt)) > 0:
             run_prefill(self.model, clamp_tokens(self.model, copy_to_device(prompt, self._device)), self._cache)
         self._cache.length = self._verified = len(prompt)
-        self.stopper.start()
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Feed the committed tokens that the model lacks, then draft, up to the model's last position."""

@@ -40,12 +40,7 @@ class Eagle(StopRuleDrafter):
             shared("head"),
             shared("num_speculative_tokens", range=(1, 8), first=3),
             shared("stop", used=lambda config: config.top_k == 1),
-            shared(
-                "top_k",
-                range=(2, 8),
-                chains=1,
-                meaning="branches per level, and tokens of each; 1 drafts chains",
-            ),
+            shared("top_k", range=(1, 8), log=True, meaning="branches per level, and tokens of each; 1 drafts chains"),
             shared("tree_tokens", range=(4, 24), used=lambda config: config.top_k > 1),
             shared("min_token_prob", range=(0.005, 0.5), used=lambda config: config.top_k > 1),
         ),
@@ -93,7 +88,6 @@ class Eagle(StopRuleDrafter):
         self._reads = reads_while_growing(cache, device)
         self._pending: list[Tensor] = []
         self.readout.begin()
-        self.stopper.start()
 
     def observe_features(self, features: Tensor) -> None:
         """Keep the hidden states until the next draft, when the context has the token after each of them."""

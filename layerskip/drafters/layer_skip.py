@@ -60,7 +60,6 @@ class LayerSkip(StopRuleDrafter):
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         self._cache, self._chooser = cache, chooser
-        self.stopper.start()
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Draft on the target's cache, then restore its length."""

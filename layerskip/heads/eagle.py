@@ -48,7 +48,6 @@ class AppendedEmbeddings(nn.Module):
         return torch.cat((hidden, self.embeddings.to(hidden.dtype)), -1)
 
 
-KIND = "eagle"
 MOST_BACK = 64  # the largest lookback, in tokens
 # Rotary base of heads with lookback: most dimensions hardly rotate within a text, so that distant matches count, too.
 _LOOKBACK_BASE = 1e9
@@ -216,7 +215,7 @@ def read_eagle(folder: Path, target: Target) -> tuple[EagleShape, dict[str, Tens
 
     A head that is damaged or was made for another target is refused with a :class:`ConfigError`.
     """
-    fields, weights = read_published(folder, target) if is_published(folder) else load_trained(folder, KIND, target)
+    fields, weights = read_published(folder, target) if is_published(folder) else load_trained(folder, target)
     try:
         shape = EagleShape(**fields)
     except (ConfigError, TypeError) as error:

@@ -1,6 +1,6 @@
-"""Files of trained modules: heads, modules in place of sub-layers, and draft heads, with the target that they belong to.
+"""Files of trained heads, with the target that they belong to.
 
-A folder holds ``head.safetensors`` and ``head.json``. A trained module reads one target's hidden states, and on another
+A folder holds ``head.safetensors`` and ``head.json``. A head reads one target's hidden states, and on another
 target it would draft noise. The target is identified by a sample of its weights, in any dtype, and by the revision where
 both have the same name.
 """
@@ -32,25 +32,23 @@ _SMALLEST = 2**-24  # float16 rounds to multiples of it
 
 def save_trained(
     folder: Path,
-    kind: str,
     shape: Mapping[str, Any],
     weights: Mapping[str, Tensor],
     target: Target,
     training: Mapping[str, Any],
 ) -> None:
-    """Save a trained module. ``head.json`` is written last, so that an incomplete folder is not a trained module.
+    """Save a trained head. ``head.json`` is written last, so that an incomplete folder is not a trained head.
 
     Args:
-        folder: created if needed; with a full disk (``OSError``), an earlier trained module in it is kept.
-        kind: what is trained, such as ``eagle``.
-        shape: the arguments to build the module.
-        weights: the module's own tensors, without those of the target.
+        folder: created if needed; with a full disk (``OSError``), an earlier head in it is kept.
+        shape: the arguments to build the head.
+        weights: the head's own tensors, without those of the target.
         target: the target whose hidden states it reads.
         training: a record of data and training for the reader, with the digest of the data.
     """
     metadata = {
         "schema": _SCHEMA,
-        "kind": kind,
+        "kind": "eagle",  # for the reader
         "shape": dict(shape),
         "target": _identity(target),
         "training": dict(training),
@@ -62,16 +60,13 @@ def save_trained(
 
 
 def has_trained(folder: Path) -> bool:
-    """Return whether a folder has a trained module written by :func:`save_trained`."""
+    """Return whether a folder has a head written by :func:`save_trained`."""
     return (folder / _METADATA).is_file()
 
 
-def load_trained(folder: str | Path, kind: str, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Load the shape and weights of a trained module; errors are those of :func:`check_trained`, and name another kind."""
-    folder = Path(folder)
+def load_trained(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Load the shape and weights of a trained head; errors are those of :func:`check_trained`."""
     metadata = check_trained(folder, target)
-    if metadata.get("kind") != kind:
-        raise ConfigError(f"head: {folder} is for {metadata.get('kind')}, not for {kind}")
     try:
         weights = load_file(folder / _WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
@@ -83,7 +78,7 @@ def load_trained(folder: str | Path, kind: str, target: Target) -> tuple[dict[st
 
 
 def restore_weights(module: nn.Module, weights: Mapping[str, Tensor], damaged: str, optional: Sequence[str] = ()) -> None:
-    """Load all weights of a trained module but some optional ones; refuse others with an error that begins ``damaged``."""
+    """Load all weights of a trained head but some optional ones; refuse others with an error that begins ``damaged``."""
     try:
         missing, unknown = module.load_state_dict(weights, strict=False)
     except RuntimeError as error:
@@ -94,7 +89,7 @@ def restore_weights(module: nn.Module, weights: Mapping[str, Tensor], damaged: s
 
 
 def check_trained(folder: Path, target: Target) -> dict[str, Any]:
-    """Return the contents of ``head.json`` of a trained module of any kind.
+    """Return the contents of ``head.json`` of a trained head.
 
     Raises:
         ConfigError: the folder has none, its metadata is damaged, or it belongs to another target.

@@ -19,13 +19,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.config import StopRule
-from layerskip.decoding.stats import DecodeStats, Round
+from layerskip.decoding.stats import Round
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.texts.continuations import Continuation
 
@@ -35,13 +34,11 @@ class Trace:
     """The drafts of one mask from every position of a continuation.
 
     Args:
-        agreed: ``[S]`` int64: length of the drafted prefix that equals the continuation, up to the scan's depth.
         confidence: ``[S, depth]`` float64: the draft's probability of its most likely token; NaN where not computed.
         acceptance: ``[S, depth]`` float64: the probability that a drafted token is accepted, given that those before it were
             and that the continuation is the output; 1 or 0 for greedy decoding.
     """
 
-    agreed: NDArray[np.int64]
     confidence: NDArray[np.float64]
     acceptance: NDArray[np.float64]
 
@@ -49,22 +46,17 @@ class Trace:
     def empty(cls, starts: int, depth: int) -> Trace:
         """Return a trace with nothing recorded."""
         unknown = np.full((starts, depth), np.nan)
-        return cls(np.zeros(starts, dtype=np.int64), unknown, unknown.copy())
+        return cls(unknown, unknown.copy())
 
     @property
     def depth(self) -> int:
         """The longest recorded draft."""
         return int(self.confidence.shape[1])
 
-    def record(self, start: int, place: int, confidence: float, acceptance: float) -> None:
-        """Record the token at a place of a draft, from 0."""
-        self.confidence[start, place], self.acceptance[start, place] = confidence, acceptance
-        self.agreed[start] += acceptance == 1.0 and self.agreed[start] == place
-
     @functools.cached_property
     def lists(self) -> tuple[list[int], list[list[float]]]:
-        """``agreed`` and ``confidence`` of a finished scan as lists, whose items are faster to access."""
-        return self.agreed.tolist(), self.confidence.tolist()
+        """Of a finished greedy scan, from every position: how many drafted tokens agree, and their confidences."""
+        return np.cumprod(self.acceptance == 1.0, axis=1).sum(axis=1).tolist(), self.confidence.tolist()
 
 
 @dataclass(frozen=True)
@@ -72,37 +64,21 @@ class Counts:
     """Counts of a decoding; expected values for sampled decoding.
 
     Args:
-        rounds: rounds of draft and verification.
-        drafted: drafted tokens.
-        accepted: accepted tokens.
         tokens: tokens that the rounds committed; plain decoding would take one pass for each.
         verified: entry g: rounds that verified g drafted tokens.
     """
 
-    rounds: float = 0.0
-    drafted: float = 0.0
-    accepted: float = 0.0
     tokens: float = 0.0
-    verified: tuple[float, ...] = ()
+    verified: Sequence[float] = ()
+
+    @property
+    def drafted(self) -> float:
+        """The number of drafted tokens."""
+        return sum(drafted * rounds for drafted, rounds in enumerate(self.verified))
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.rounds + other.rounds,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            self.tokens + other.tokens,
-            tuple(map(sum, itertools.zip_longest(self.verified, other.verified, fillvalue=0.0))),
-        )
-
-    def to_list(self) -> list[Any]:
-        """Return the counts as a list that JSON can hold."""
-        return [self.rounds, self.drafted, self.accepted, self.tokens, list(self.verified)]
-
-    @classmethod
-    def from_list(cls, values: Sequence[Any]) -> Counts:
-        """Return the counts of a list from :meth:`to_list`."""
-        rounds, drafted, accepted, tokens, verified = values
-        return cls(rounds, drafted, accepted, tokens, tuple(verified))
+        verified = itertools.zip_longest(self.verified, other.verified, fillvalue=0.0)
+        return Counts(self.tokens + other.tokens, tuple(map(sum, verified)))
 
 
 def replay(continuation: Continuation, trace: Trace, num_speculative_tokens: int, stop: StopRule) -> list[Round]:
@@ -164,8 +140,7 @@ def count(rounds: Sequence[Round]) -> Counts:
     verified = [0.0] * (1 + max((r.drafted for r in rounds), default=0))
     for r in rounds:
         verified[r.drafted] += 1
-    stats = DecodeStats(tuple(rounds))
-    return Counts(len(rounds), stats.drafted, stats.accepted, sum(r.committed for r in rounds), tuple(verified))
+    return Counts(sum(r.committed for r in rounds), tuple(verified))
 
 
 def expected_counts(continuation: Continuation, trace: Trace, num_speculative_tokens: int, stop: StopRule) -> Counts:
@@ -177,7 +152,6 @@ def expected_counts(continuation: Continuation, trace: Trace, num_speculative_to
     visits = np.zeros(continuation.starts + 1)  # expected rounds from each position
     visits[0] = 1.0
     verified = np.zeros(num_speculative_tokens + 1)
-    total_accepted = 0.0
     for start in range(continuation.starts):
         left = continuation.starts - start
         length = max(min(num_speculative_tokens, continuation.limit(start)), 0)
@@ -191,7 +165,5 @@ def expected_counts(continuation: Continuation, trace: Trace, num_speculative_to
         for accepted, probability in enumerate(exactly):
             ends = accepted == left  # the output ends inside the draft, which is trimmed to the committed tokens
             visits[min(start + accepted + 1, continuation.starts)] += visits[start] * probability
-            total_accepted += visits[start] * probability * accepted
             verified[left if ends else drafted] += visits[start] * probability
-    drafts = float(verified @ np.arange(num_speculative_tokens + 1))
-    return Counts(float(verified.sum()), drafts, total_accepted, float(continuation.starts), tuple(verified.tolist()))
+    return Counts(float(continuation.starts), tuple(verified.tolist()))

@@ -40,8 +40,6 @@ class RowModel:
         # Set by prepare():
         self._kept: dict[tuple[str, int], Tensor | bool] = {}  # rows that run a sub-layer, or True or False for all
         self._masks: list[Tensor] = []  # attention masks by layer
-        # Set for one pass:
-        self._late: tuple[int, Tensor] | None = None  # the layer to begin at, and its input
         self._replace_forwards()
 
     @property
@@ -60,10 +58,6 @@ class RowModel:
 
     def _layer(self, original: Callable[..., Any], index: int, form: Form) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._late is not None and index < self._late[0]:
-                return as_output(hidden_states(args, kwargs), form)
-            if self._late is not None and index == self._late[0]:
-                args, kwargs = _with_hidden(args, kwargs, self._late[1])
             if self._kept["attention", index] is False and self._kept["mlp", index] is False:
                 return as_output(hidden_states(args, kwargs), form)
             return original(*args, **kwargs)
@@ -119,34 +113,22 @@ class RowModel:
                 else:
                     self._kept[kind, index] = torch.tensor(kept, device=mask_ids.device)[mask_ids][None, :, None]
 
-    def run(self, tokens: Tensor, positions: Tensor, cache: Cache, late: tuple[int, Tensor] | None = None) -> Tensor:
+    def run(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Run one pass. It writes the rows' keys and values after ``cache.length``, which stays as it is.
 
         Args:
             tokens: ``[R]`` int64.
             positions: ``[R]`` int64: position of each token in its own text.
             cache: keys and values before the rows.
-            late: a layer and its input ``[1, R, H]``. The layers before it compute and write nothing.
 
         Returns:
             ``[R, V]`` logits.
         """
-        self._late = late
-        try:
-            return forward(self._model_copy, tokens, cache, last=tokens.shape[0], positions=positions)
-        finally:
-            self._late = None
+        return forward(self._model_copy, tokens, cache, last=tokens.shape[0], positions=positions)
 
     def unsupported(self, reason: str) -> UnsupportedModel:
         """Return the error that the model cannot be scanned."""
         return UnsupportedModel(f"{type(self.model).__name__}: cannot be scanned: {reason}")
-
-
-def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the hidden states among a module's arguments."""
-    own = hidden_states(args, kwargs)
-    new_args = tuple(hidden if value is own else value for value in args)
-    return new_args, {name: hidden if value is own else value for name, value in kwargs.items()}
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

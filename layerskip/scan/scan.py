@@ -16,25 +16,45 @@ of a draft after its first wrong token; a scan follows drafts for these, down to
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from layerskip.config import StopRule
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
-from layerskip.device.memory import is_out_of_memory
+from layerskip.decoding.stopping import confidence, portions
 from layerskip.mask import SkipMask
 from layerskip.models.target import Target
-from layerskip.scan.parallel_drafts import ParallelDrafts
 from layerskip.scan.replay import Counts, Trace, count, expected_counts, replay
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.text_batch import Start, StartPack, TextBatch
+from layerskip.scan.text_batch import Start, StartPack, TextBatch, runs_of
 from layerskip.texts.continuations import Continuation
 
 _CHECKED = 8  # starts in the self-check
+
+
+Row = tuple[int, int, int]
+"""Index of a mask, index of a continuation, and the start in it."""
+
+_HOPELESS = 1e-4  # sampled texts: a start whose draft is reached with a lower probability is left out of deeper passes
+
+
+class DraftedToken(NamedTuple):
+    """A drafted token with its acceptance.
+
+    Args:
+        confidence: the draft's probability of its most likely token.
+        acceptance: the probability that the token is accepted, given that those before it were.
+    """
+
+    confidence: float
+    acceptance: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +82,7 @@ class Scanner:
         continuations: its continuations, from :func:`~layerskip.texts.continuations.continue_prompts`.
         max_rows: rows per pass, which bounds memory: a pass holds ``[max_rows, V]`` logits, and the one cache has room for
             ``max_rows * depth`` positions after the continuations of as many starts.
-        max_bytes: budget for the target's keys, values and layer inputs of the continuations, without that cache.
+        max_bytes: budget for the target's keys and values of the continuations, without that cache.
             Continuations beyond it are left out; None for no limit.
 
     Raises:
@@ -87,7 +107,6 @@ class Scanner:
         self.continuations = self._texts.continuations
         texts = enumerate(self.continuations)
         self._packs = self._pack([(p, s) for p, text in texts for s in range(text.starts) if text.limit(s) > 0])
-        self._drafts = ParallelDrafts(self._texts)
 
     def sample(self, rows: int) -> Scanner:
         """Return a scanner of about ``rows`` evenly spread starts, which suffices for agreements, not for rounds."""
@@ -101,25 +120,8 @@ class Scanner:
         return [self._texts.pack(part, max(1, self.max_rows // len(part)) * len(part) * self.depth) for part in parts]
 
     def check(self) -> None:
-        """Raise :class:`UnsupportedModel` unless a draft that skips nothing has the target's own confidences.
-
-        Passes of one drafted token begin late from now on, unless that changes them: some families pass on more than hidden
-        states from layer to layer.
-        """
-        self._drafts.begin_late = False
-        if not self._agrees_with_target(depth=2):
-            raise self._texts.model.unsupported("a draft that skips nothing differs from the model itself")
-        self._drafts.begin_late = True
-        try:
-            self._drafts.begin_late = self._agrees_with_target(depth=1)
-        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            self._drafts.begin_late = False
-            if is_out_of_memory(error):
-                raise
-
-    def _agrees_with_target(self, depth: int) -> bool:
-        """Return whether a draft that skips nothing has the target's confidences, at a few starts."""
-        (scan,) = self.sample(_CHECKED).scan([SkipMask.none(self.target.layers)], depth)
+        """Raise :class:`UnsupportedModel` unless a draft that skips nothing has the target's confidences at a few starts."""
+        (scan,) = self.sample(_CHECKED).scan([SkipMask.none(self.target.layers)], depth=2)
         tolerance = 1e-3 if self.target.dtype == "float32" else 0.1
         for text, trace in zip(self._texts.texts, scan.traces, strict=True):
             for place in range(trace.depth):
@@ -127,8 +129,7 @@ class Scanner:
                 expected = text.confidence[1 + place :]
                 known = ~np.isnan(found)
                 if not np.allclose(found[known], expected[known], rtol=tolerance, atol=tolerance):
-                    return False
-        return True
+                    raise self._texts.model.unsupported("a draft that skips nothing differs from the model itself")
 
     @torch.inference_mode()
     def scan(self, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None) -> list[Scan]:
@@ -148,9 +149,97 @@ class Scanner:
             for first in range(0, len(scans), at_once):
                 some = scans[first : first + at_once]
                 rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
-                for (m, p, s), place, token in self._drafts.draft(pack, [scan.mask for scan in some], rows, depth, floor):
-                    some[m].traces[p].record(s, place, token.confidence, token.acceptance)
+                for (m, p, s), place, token in self._draft(pack, [scan.mask for scan in some], rows, depth, floor):
+                    trace = some[m].traces[p]
+                    trace.confidence[s, place], trace.acceptance[s, place] = token
         return scans
+
+    def _draft(
+        self, pack: StartPack, masks: Sequence[SkipMask], rows: list[Row], depth: int, floor: float | None
+    ) -> Iterator[tuple[Row, int, DraftedToken]]:
+        """Draft from starts of a pack.
+
+        A draft continues while it agrees with the text, and while its confidence is at least ``floor``.
+
+        Args:
+            rows: the drafts, at least one for every mask.
+            floor: the confidence that keeps a draft going; None for none.
+
+        Yields:
+            The row, the place in its draft from 0, and the drafted token.
+        """
+        model, texts, cache = self._texts.model, self._texts.continuations, self._texts.load(pack)
+        chain = self._texts.tokens([(p, s) for _, p, s in rows])[:, None]
+        draft_ids = torch.arange(len(rows), device=chain.device)
+        reach = np.ones(len(rows))
+        passes: list[tuple[Tensor, int]] = []  # draft ids of the rows, and their distance from the start
+        try:
+            for place in range(depth):
+                here = draft_ids.tolist()
+                if not here:
+                    break
+                live = [rows[i] for i in here]
+                starts = [(p, s) for _, p, s in live]
+                visible, positions = self._texts.visible(pack, starts, draft_ids, passes, place)
+                mask_ids = torch.tensor([m for m, _, _ in live], device=chain.device)
+                parts = runs_of([p for p, _ in starts])
+                model.prepare(visible, masks, mask_ids, parts)
+                logits = model.run(chain[:, -1], positions, cache)
+                passes.append((draft_ids, place))
+                cache.length += len(live)
+                drafted, results = self._accept(logits, starts, chain, place)
+                for i, row, result in zip(here, live, results, strict=True):
+                    reach[i] *= result.acceptance
+                    yield row, place, result
+                going = [
+                    place + 1 < texts[p].limit(s)
+                    and (
+                        (floor is not None and result.confidence >= floor)
+                        or (reached > _HOPELESS and s + place + 1 < texts[p].starts)
+                    )
+                    for (p, s), result, reached in zip(starts, results, reach[here], strict=True)
+                ]
+                chosen = torch.tensor(going, device=chain.device)
+                draft_ids = draft_ids[chosen]
+                chain = torch.cat((chain, drafted[:, None]), 1)[chosen]
+        finally:
+            cache.length = pack.end
+
+    def _accept(
+        self, logits: Tensor, starts: Sequence[Start], chain: Tensor, place: int
+    ) -> tuple[Tensor, list[DraftedToken]]:
+        """Choose the next token of every draft and compute its acceptance. Sampled drafts continue with the texts' tokens.
+
+        Args:
+            chain: ``[n, place + 1]`` int64: the token at the start, then the drafted ones.
+            place: index of the next drafted token, from 0.
+        """
+        seen = None
+        if self.sampling.needs_seen:
+            prefixes = [self._texts.texts[p].tokens[: self._texts.position((p, s))] for p, s in starts]
+            seen = torch.cat([self._texts.seen(torch.cat(parts)) for parts in zip(prefixes, chain, strict=True)])
+        ahead = [(p, s + place + 1) for p, s in starts]
+        text_tokens = self._texts.tokens(ahead)
+        # A few rows at a time: on a CPU, converting all logits to float32 takes as long as everything computed from them.
+        seen_rows = itertools.repeat(None) if seen is None else portions(seen)
+        rows = zip(portions(logits), portions(text_tokens), seen_rows, strict=False)
+        results = [self._score(some.float(), own, before) for some, own, before in rows]
+        confidences, scored = (torch.cat(parts) for parts in zip(*results, strict=True))
+        sure = confidences.nan_to_num(nan=1.0).tolist()  # NaN stops no draft, in decoding either
+        if self.sampling.greedy:
+            accepted = [float(self._texts.agrees(start, token)) for start, token in zip(ahead, scored.tolist(), strict=True)]
+            return scored, list(map(DraftedToken, sure, accepted))
+        ratios = zip(scored.tolist(), map(self._texts.token_prob, ahead), strict=True)
+        accepted = [min(1.0, q / p) if p > 0 else 1.0 for q, p in ratios]
+        return text_tokens, list(map(DraftedToken, sure, accepted))
+
+    def _score(self, logits: Tensor, text_tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the confidences of a few rows ``[n, V]``, and the drafted tokens.
+
+        If tokens are sampled, return the draft's probabilities of the text's own tokens instead.
+        """
+        confidences, chosen = confidence(logits), self.sampling.distribution(logits, seen)
+        return confidences, chosen if self.sampling.greedy else chosen.gather(1, text_tokens[:, None])[:, 0]
 
     def counts(self, scan: Scan, num_speculative_tokens: int, stop: StopRule) -> list[Counts]:
         """Return the counts of decoding every continuation with a scanned mask; the errors are those of :meth:`rounds`."""

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import confidence
 from layerskip.device.transfer import copy_to_device
-from layerskip.models.architecture import hidden_states
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
 from layerskip.models.skip_view import decoding_view
@@ -37,10 +36,9 @@ class TextStates:
     Args:
         tokens: ``[n]`` int64: prompt, continuation, and padding up to the requested length.
         cache: the target's keys and values of these tokens.
-        visible: per layer ``[n, n]`` bool or None, as in :class:`TargetPass`.
+        visible: per layer which positions attend to which, ``[n, n]`` bool, or None for plain causal attention.
         confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
         token_probs: ``[N]``: its probability of the token itself; empty for greedy decoding.
-        layer_inputs: per layer the input hidden states ``[1, N, H]`` at every token of the continuation.
     """
 
     tokens: Tensor
@@ -48,39 +46,22 @@ class TextStates:
     visible: list[Tensor | None]
     confidence: NDArray[np.float64]
     token_probs: NDArray[np.float64]
-    layer_inputs: tuple[Tensor, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors. Layers may share a mask, which counts once."""
         masks = {id(mask): mask for mask in self.visible if mask is not None}
-        tensors = (self.tokens, *masks.values(), *self.layer_inputs)
-        total: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return self.cache.nbytes + total
+        return self.cache.nbytes + self.tokens.nbytes + sum(mask.nbytes for mask in masks.values())
 
 
-class TargetPass(NamedTuple):
-    """A pass of the target over a text.
-
-    Args:
-        logits: ``[last, V]``.
-        cache: all keys and values; its length is 0.
-        visible: per layer which positions attend to which, ``[n, n]`` bool, or None for plain causal attention.
-        layer_inputs: per layer the input hidden states ``[1, recorded, H]`` at the last positions, if requested.
-    """
-
-    logits: Tensor
-    cache: KVCache
-    visible: list[Tensor | None]
-    layer_inputs: list[Tensor]
-
-
-def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> TargetPass:
+def run_target(rows: RowModel, tokens: Tensor, last: int) -> tuple[Tensor, KVCache, list[Tensor | None]]:
     """Run the target over a text.
 
     Args:
         last: number of final positions whose logits are returned.
-        recorded: number of those whose layer inputs are returned.
+
+    Returns:
+        Their logits ``[last, V]``, all keys and values in a cache whose length is 0, and :attr:`TextStates.visible`.
 
     Raises:
         UnsupportedModel: an attention sub-layer takes no mask by name, or its mask differs between heads.
@@ -88,10 +69,6 @@ def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> 
     view = decoding_view(rows.model)
     blocks = view.get_submodule(rows.architecture.path)
     masks: dict[int, Tensor | None] = {}
-    layer_inputs: list[Tensor] = []
-
-    def record_input(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        layer_inputs.append(hidden_states(args, kwargs)[:, -recorded:].clone())  # a layer may overwrite its input
 
     def record_mask(index: int, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         if "attention_mask" not in kwargs:
@@ -103,8 +80,6 @@ def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> 
         for index, block in enumerate(rows.architecture.blocks)
         for name in block.attention
     ]
-    for index in range(rows.layers if recorded else 0):
-        hooks.append(blocks.get_submodule(str(index)).register_forward_pre_hook(record_input, with_kwargs=True))
     cache = KVCache(rows.layers, tokens.shape[0], device=tokens.device)
     try:
         logits = forward(view, tokens, cache, last=last)
@@ -114,7 +89,7 @@ def run_target(rows: RowModel, tokens: Tensor, last: int, recorded: int = 0) -> 
     different = {id(mask): mask for mask in masks.values()}
     converted = {key: None if mask is None else _visible(rows, mask, tokens.shape[0]) for key, mask in different.items()}
     visible = [converted[id(masks[index])] for index in range(rows.layers)]  # layers go on sharing masks
-    return TargetPass(logits, cache, visible, layer_inputs)
+    return logits, cache, visible
 
 
 def _visible(rows: RowModel, mask: Tensor, count: int) -> Tensor:
@@ -209,8 +184,7 @@ class TextBatch:
             [*continuation.prompt, *continuation.tokens, *continuation.tokens[-1:] * missing], self.model.device
         )
         begin, end = len(continuation.prompt), len(continuation.prompt) + len(continuation.tokens)
-        new = tokens.shape[0] - begin
-        logits, cache, visible, layer_inputs = run_target(self.model, tokens, new + 1, new)
+        logits, cache, visible = run_target(self.model, tokens, tokens.shape[0] - begin + 1)
         logits = logits[: end - begin]
         token_probs = np.empty(0)
         if not self.sampling.greedy:
@@ -219,14 +193,8 @@ class TextBatch:
                 seen = torch.cat([self.seen(tokens[:place]) for place in range(begin, end)])
             probs = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
             token_probs = probs.double().cpu().numpy()
-        # Without padding there is nothing to cut off, and a copy would only take memory.
-        kept = tuple(states[:, : end - begin].clone() if missing else states for states in layer_inputs)
         confidences = confidence(logits).double().cpu().numpy()
-        return TextStates(tokens, cache, visible, confidences, token_probs, kept)
-
-    def layer_input(self, layer: int, starts: Sequence[Start]) -> Tensor:
-        """Return ``[1, R, H]``: the target's input to a layer at the tokens of starts."""
-        return torch.cat([self.texts[p].layer_inputs[layer][:, place : place + 1] for p, place in starts], 1)
+        return TextStates(tokens, cache, visible, confidences, token_probs)
 
     def pack(self, rows: list[Start], room: int) -> StartPack:
         """Pack starts with the continuations that they need and ``room`` positions for drafts."""

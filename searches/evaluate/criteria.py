@@ -123,8 +123,7 @@ def conclude(config: DictConfig, name: str, record: Mapping[str, Any], counts: S
     file = Path(config.record or Path(config.outputs) / name)
     judged = [asdict(count) | {"share": count.share, "passed": count.passed} for count in counts]
     write_json(file, {**record, "config": OmegaConf.to_container(config, resolve=True), "counts": judged})
-    if counts:
-        print("\n".join(as_markdown([count.cells() for count in counts])))
+    print("\n".join(as_markdown([count.cells() for count in counts])))
     print(f"wrote {file}")
     if not all(count.passed for count in counts):
         sys.exit(NOT_CONFIRMED)

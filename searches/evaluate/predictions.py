@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def compare_predictions(config: DictConfig) -> None:
             drafting = SpeculativeConfig("layer_skip", length, mask=mask.format())
             trial_seconds.append(seconds)
             # The prediction with the real rounds: its remaining error is that of the cost profile.
-            from_real_rounds = predictor.profile.speedup(Counts.from_list(rounds), mask, StopRule())
+            from_real_rounds = predictor.profile.speedup(Counts(*rounds), mask, StopRule())
             found = {"measured": speedup, "predicted": predictor.speedup(drafting), _FROM_REAL: from_real_rounds}
             points.append({"mask": mask.format(), "num_speculative_tokens": length, **found})
     true, predicted, timed = (np.array([point[name] for point in points]) for name in ("measured", "predicted", _FROM_REAL))
@@ -95,7 +96,7 @@ def measure_lengths(
     for length in configs:
         measured = Measurement.of(rows, BASELINE, length)
         seconds = sum(s.prefill_seconds + s.decode_seconds for s in (*measured.baseline, *measured.candidate))
-        metrics.append([measured.speedup, count(measured.stats.rounds).to_list(), seconds])
+        metrics.append([measured.speedup, astuple(count(measured.stats.rounds)), seconds])
     return metrics
 
 

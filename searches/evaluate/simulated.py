@@ -26,7 +26,7 @@ from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
 from searches.backends.backend import Backend, Workload
-from searches.predict.predictor import SCREENED_TOGETHER, Prediction
+from searches.predict.mask_search import SCREENED_TOGETHER, Prediction
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, ModelBench
 

@@ -9,21 +9,71 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from layerskip import SkipMask, SpeculativeConfig
-from searches.predict.predictor import SpeedupPredictor
+from layerskip.costs.cost_model import CostProfile
 from searches.space.search_space import SearchSpace
 
 _CLOSE = 0.99  # speedups closer than this cannot be distinguished by a cost profile
 _PATIENCE = 2  # steps without a gain after which the greedy search ends
-_BEST_RUNS = 3  # runs whose ends are moved
 _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
 _LOSS_STEP = 0.005  # resolution of log agreement in a knapsack
+
+
+SCREENED_TOGETHER = 8  # by one process
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted speedup.
+
+    Args:
+        config: the configuration; for a mask, with its best draft length and stop rule.
+        speedup: over plain decoding.
+        agreement: the share of positions whose first drafted token is the target's; 0 if no mask was scanned.
+    """
+
+    config: SpeculativeConfig
+    speedup: float
+    agreement: float
+
+
+class SpeedupPredictor(Protocol):
+    """Predictor of speedups before anything is decoded, above all those of layer skipping."""
+
+    @property
+    def layers(self) -> int:
+        """The number of decoder layers of a mask."""
+
+    @property
+    def prompts(self) -> Collection[str]:
+        """The ids of the prompts that speedups are predicted for."""
+
+    @property
+    def profile(self) -> CostProfile:
+        """The cost profile."""
+
+    @property
+    def screened_together(self) -> int:
+        """The number of masks to ask :meth:`agreements` for at once."""
+
+    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
+        """Return how often the first drafted token of each mask is the target's, on few positions: the cheapest estimate."""
+
+    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+        """Predict each mask's best speedup, from all positions."""
+
+    def can_predict(self, config: SpeculativeConfig) -> bool:
+        """Return whether the speedup of a configuration, with its draft length and stop rule, can be predicted."""
+
+    def speedup(self, config: SpeculativeConfig) -> float:
+        """Predict the speedup of a configuration for which :meth:`can_predict` is true."""
 
 
 class MaskSearch:
@@ -37,7 +87,6 @@ class MaskSearch:
         left: the number of masks that may still be screened.
         scores: the expected speedup of every screened mask.
         agreements: how often its first drafted token is the target's.
-        runs: the expected speedups of contiguous runs of whole layers, by first layer and end (exclusive).
     """
 
     def __init__(
@@ -52,7 +101,6 @@ class MaskSearch:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
-        self.runs: dict[tuple[int, int], float] = {}
         self._lengths, self.left = space.values("layer_skip", "num_speculative_tokens"), budget
         self._on_mask, self._on_best, self._is_over = on_mask, on_best, is_over
 
@@ -85,11 +133,18 @@ class MaskSearch:
         return sorted(self.scores, key=lambda mask: -self.scores[mask])[:maximum]
 
     def screen_structured(self) -> None:
-        """Screen no skip, single sub-layers, knapsacks and runs, after which the best mask is nearly known."""
+        """Screen no skip, single sub-layers, knapsacks and contiguous runs of whole layers.
+
+        A long run may pay off when none of its parts does, so no run is left out because shorter ones score low.
+        """
         self.screen([SkipMask.none(self.layers)])  # alone, since a small budget may allow no more
         self.screen(self.single(*part) for part in self.sublayers())
         self.screen(self._knapsacks())
-        self._screen_all_runs()
+        runs = [(first, last) for first in self.skippable for last in self.skippable if first <= last]
+        # Where the budget does not cover all, those between spaced ends come first, and half of it is left for other masks.
+        runs.sort(key=lambda ends: -math.gcd(ends[0], ends[1] + 1, 8))
+        most = max(self.left - 2 * len(self.sublayers()), self.left // 2)
+        self.screen(run(self.layers, first, last + 1 - first) for first, last in runs[:most])
 
     def improve(self) -> None:
         """Add sub-layers greedily, then flip and swap those of the best mask until none improves or the budget ends."""
@@ -118,46 +173,6 @@ class MaskSearch:
         dearest = sorted(skipped, key=lambda part: -self._loss_per_second(part))[:_SHORTLIST]
         pairs = itertools.combinations([*dearest, *cheapest], 2)
         return [flip(mask, *part) for part in self.sublayers()] + [flip(flip(mask, *one), *other) for one, other in pairs]
-
-    def screen_runs(self, new: Iterable[tuple[int, int]], reserve: int = 0) -> None:
-        """Screen contiguous runs of whole layers, given by first layer and exclusive end.
-
-        Runs that reach into protected layers are left out, and so are those that ``reserve`` masks of the budget are kept
-        from.
-        """
-        begin, end = self.skippable[0], self.skippable[-1] + 1
-        new = [(a, b) for a, b in dict.fromkeys(new) if begin <= a < b <= end and (a, b) not in self.runs]
-        new = new[: max(0, self.left - reserve)]
-        self.runs.update(zip(new, self.screen(run(self.layers, a, b - a) for a, b in new), strict=True))
-
-    def move_ends(self, reserve: int = 0) -> None:
-        """Move the ends of the best runs by one layer until none improves."""
-        for _, (first, last) in sorted(((score, ends) for ends, score in self.runs.items()), reverse=True)[:_BEST_RUNS]:
-            best = None
-            while (first, last) != best:
-                best = first, last
-                moved = [(first + i, last + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
-                self.screen_runs(moved, reserve)
-                first, last = max((ends for ends in moved if ends in self.runs), key=lambda ends: self.runs[ends])
-
-    def _screen_all_runs(self) -> None:
-        """Screen all contiguous runs of whole layers, if the budget covers them and two further masks per sub-layer.
-
-        A smaller budget covers runs of doubling lengths from spaced starts, and the best of them with their ends moved. A
-        long run may pay off when none of its parts does, so no run is left out because shorter ones score low. Starts far
-        apart come first, so that a budget that does not cover all of them has covered the whole depth.
-        """
-        end = self.skippable[-1] + 1
-        every = [(first, last) for first in self.skippable for last in range(first + 1, end + 1)]
-        if len(every) <= self.left - 2 * len(self.sublayers()):
-            self.screen_runs(every)
-            return
-        reserve = self.left // 2  # for the parts that follow
-        for offset in (0, 4, 2, 6):
-            for first in self.skippable[offset::8]:
-                doubled = ((first, min(end, first + 2**power)) for power in range(1, (end - first).bit_length() + 1))
-                self.screen_runs(doubled, reserve)
-        self.move_ends(self.left // 2)
 
     def _knapsacks(self) -> list[SkipMask]:
         """Return, for several budgets of lost agreement, the sub-layers that save most time within it if losses add up.

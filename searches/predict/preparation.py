@@ -28,7 +28,7 @@ from searches.space.search_space import LOOKUP, SearchSpace
 from searches.workers.pool import ALONE, Workers
 
 PROFILE_REPEATS = 8  # runs of every part of a round
-_SCAN_VERSION = 4  # of the counts; those of another version are scanned again
+_SCAN_VERSION = 5  # of the counts; those of another version are scanned again
 _PROFILE_VERSION = 6  # of stored profiles and their measurement
 _CPU_ROWS, _GPU_ROWS = 256, 2048  # rows per pass, if memory suffices
 _MIN_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
@@ -194,8 +194,7 @@ def make_scanner(target: Target, continuations: Sequence[Continuation], sampling
         """Check that a scanner agrees with decoding, and that its longest passes fit into memory."""
         scanner = Scanner(target, continuations, sampling, depth, rows, _TEXT_BYTES)
         scanner.check()
-        # A mask that skips the first layer shares no pass with the target.
-        scanner.scan([SkipMask.of(target.layers, {0}, set())] * masks_at_once(rows), depth=2)
+        scanner.scan([SkipMask.none(target.layers)] * masks_at_once(rows), depth=2)
         return scanner
 
     while (scanner := within_memory(checked_scanner)) is None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from layerskip import SkipMask, SpeculativeConfig
 from searches.app.checks import check_whole
-from searches.predict.mask_search import MaskSearch
-from searches.predict.predictor import Prediction, SpeedupPredictor
+from searches.predict.mask_search import MaskSearch, Prediction, SpeedupPredictor
 from searches.space.search_space import SearchSpace
 
 _LOOKUPS = 3  # best prompt lookups that become trials

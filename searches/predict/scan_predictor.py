@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from layerskip.files import digest
 from layerskip.scan.replay import Counts, count, replay_lookup
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts.continuations import Continuation
-from searches.predict.predictor import SCREENED_TOGETHER, Prediction
+from searches.predict.mask_search import SCREENED_TOGETHER, Prediction
 from searches.results import ResultLog
 from searches.workers.pool import ALONE, Workers
 
@@ -51,7 +52,7 @@ def masks_at_once(rows: int) -> int:
 
 
 class ScanPredictor:
-    """A :class:`~searches.predict.predictor.SpeedupPredictor` that scans masks.
+    """A :class:`~searches.predict.mask_search.SpeedupPredictor` that scans masks.
 
     Args:
         profile: the costs at the mean context of the continuations.
@@ -146,7 +147,7 @@ class ScanPredictor:
             return self.profile.lookup_speedup(sum(counts, Counts()))
         mask, choice = SkipMask.parse(config.mask, self.layers), (config.num_speculative_tokens, config.stop)
         (known,) = self._scanned([mask])
-        total = Counts.from_list(known["counts"][self._choices.index(choice)])
+        total = Counts(*known["counts"][self._choices.index(choice)])
         return self.profile.speedup(total, mask, config.stop)
 
     def single_agreements(self) -> np.ndarray:
@@ -167,12 +168,12 @@ class ScanPredictor:
             for mask in named[name]:
                 log.add(mask.format(), results[mask.format()])
 
-    def _all_counts(self, scan: Scan) -> list[list[Any]]:
-        """Return the counts of all continuations together, as a list, for every choice."""
-        return [sum(self._scanner.counts(scan, *choice), Counts()).to_list() for choice in self._choices]
+    def _all_counts(self, scan: Scan) -> list[tuple[Any, ...]]:
+        """Return the fields of the counts of all continuations together, for every choice."""
+        return [astuple(sum(self._scanner.counts(scan, *choice), Counts())) for choice in self._choices]
 
     def _fastest(self, rows: Sequence[Any], mask: SkipMask) -> tuple[DraftChoice, float]:
         """Return the choice with the greatest predicted speedup, from the rows of :meth:`_all_counts`."""
-        pairs = zip(self._choices, map(Counts.from_list, rows), strict=True)
-        speedups = {choice: self.profile.speedup(counts, mask, choice[1]) for choice, counts in pairs}
+        pairs = zip(self._choices, rows, strict=True)
+        speedups = {choice: self.profile.speedup(Counts(*row), mask, choice[1]) for choice, row in pairs}
         return max(speedups.items(), key=lambda pair: pair[1])

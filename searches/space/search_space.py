@@ -53,8 +53,6 @@ def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values
         # Optuna's steps add up to 0.7000000000000001, which would be another rule than the 0.7 of scans.
         return StopRule(str(value), round(trial.suggest_float(f"{name}.threshold", low, high, step=step), 9))
     low, high = values
-    if _may_be_chains(field, values) and not trial.suggest_int(f"{name}.trees", 0, 1):
-        return field.chains
     if low == high:
         return low
     if isinstance(field.default, float):
@@ -64,18 +62,14 @@ def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values
 
 def value_params(name: str, field: Field, values: Sequence[Any], value: Any) -> Params:
     """Return the parameters that lead to a value; the reverse of :func:`suggest_value`."""
-    found: Params = {}
     if field.range is None:
+        found: Params = {}
         if len(values) > 1:
             found[name] = value.method if isinstance(value, StopRule) else value
         if isinstance(value, StopRule) and value.method != "length":
             found[f"{name}.threshold"] = value.threshold
         return found
-    if _may_be_chains(field, values):
-        found[f"{name}.trees"] = int(value != field.chains)
-        if value == field.chains:
-            return found
-    return found if values[0] == values[1] else found | {name: value}
+    return {} if values[0] == values[1] else {name: value}
 
 
 def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
@@ -84,13 +78,7 @@ def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
         method = value.method if isinstance(value, StopRule) else value
         first = values[0] if values else value
         return value if method in values else StopRule(first) if isinstance(value, StopRule) else first
-    if _may_be_chains(field, values) and value == field.chains:
-        return value
     return min(max(value, values[0]), values[1])
-
-
-def _may_be_chains(field: Field, values: Sequence[Any]) -> bool:
-    return field.chains is not None and not values[0] <= field.chains <= values[1]
 
 
 def check_masks(space: SearchSpace) -> None:
@@ -233,8 +221,8 @@ class SearchSpace:
         return self._values(methods()[method], methods()[method][name])
 
     def _values(self, method: Method, declared: Field) -> tuple[Any, ...]:
-        if declared.chains is not None and not self.trees:
-            return declared.chains, declared.chains
+        if declared.name == "top_k" and not self.trees:
+            return 1, 1  # chains
         given = self.ranges.get(method.name, {}).get(declared.name)
         if declared.path:
             return (*(() if declared.required else ("",)), *map(str, given or ()))
@@ -263,7 +251,7 @@ class SearchSpace:
             config = self._suggest(method, trial)
         if not self.allow_lossy or method == "none":
             return config
-        rule = str(trial.suggest_categorical("accept", ("exact", "threshold", "typical")))
+        rule = str(trial.suggest_categorical("accept", ("exact", "threshold")))
         if rule == "threshold":
             return replace(config, accept=AcceptRule(rule, trial.suggest_float("accept.threshold", 0.05, 0.95, step=0.05)))
         return replace(config, accept=AcceptRule(rule))

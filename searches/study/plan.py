@@ -12,7 +12,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
+from layerskip import PromptSet, Sampling, Target, UnsupportedModel
 from layerskip.config import methods
 from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.decoding.drafter import drafter_classes
@@ -156,11 +156,9 @@ def _check_drafters(space: SearchSpace, target: Target) -> None:
     Draft models stay loaded, as each is among the study's first trials.
     """
     for method in map(methods().__getitem__, space.available_methods):
-        # Chains, since trees may have been left out for a target that cannot verify them.
-        chains = {field.name: field.chains for field in method.fields if field.chains is not None}
         for field in (field for field in method.fields if field.required):
             for name in space.values(method.name, field.name):
-                config = SpeculativeConfig.of(method.name, chains | {field.name: name})
+                config = space.nearest(method.name, {field.name: name})
                 if within_memory(partial(build_drafter, config, target)) is None:
                     raise InputError(f"space.ranges.{method.name}.{field.name}: {name} does not fit into memory")
 
@@ -175,12 +173,8 @@ def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
             raise InputError(f"space.methods: the target supports none of {', '.join(refused)}")
     chosen = [methods()[method] for method in space.available_methods]
     trees = [method.name for method in chosen if method.trees_only]
-    trees += [
-        f"trees of {method.name}"
-        for method in chosen
-        for field in method.fields
-        if field.chains is not None and space.values(method.name, field.name)[1] > field.chains
-    ]
+    others = [method.name for method in chosen if "top_k" in method and not method.trees_only]
+    trees += [f"trees of {name}" for name in others if space.values(name, "top_k")[1] > 1]
     if not trees:
         return space
     try:

@@ -14,7 +14,7 @@ import numpy as np
 import optuna
 
 from layerskip import SkipMask, SpeculativeConfig
-from searches.predict.predictor import SpeedupPredictor
+from searches.predict.mask_search import SpeedupPredictor
 from searches.study.leaderboard import LeaderboardEntry, leaderboard
 
 CANNOT_WIN = "cannot reach the best"

@@ -32,11 +32,6 @@ _FIELDS = ("max_new_tokens", "batch", "seed")
 _VERSION = 5  # of layerskip.texts.training_texts; texts of another version are written again
 
 
-def texts_identity(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
-    """Return everything that texts depend on, their number of tokens included; see :func:`texts_settings`."""
-    return texts_settings(config, target, sampling, like) | {"tokens": config.tokens}
-
-
 def texts_settings(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
     """Return what texts depend on apart from their number. A smaller number gives the first of the same texts.
 

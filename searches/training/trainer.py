@@ -6,7 +6,6 @@ import math
 import pickle
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from layerskip.models.trained_module import has_trained
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
 
+_FILE = "training.pt"
 _WARMUP = 0.03  # share of the training during which the learning rate rises
 _CLIP = 1.0
 _MIN_SECONDS = 1e-3  # of training, if initialisation took all the time
@@ -49,23 +49,9 @@ _VALIDATION = 32  # the most validation texts; one text in twenty is one
 _NEXT_ONLY = 0.6
 
 
-@dataclass(frozen=True)
-class TrainingCheckpoint:
-    """The file of a training's state, and the identity of the training.
-
-    Args:
-        identity: digest of everything that the training depends on.
-        settings_digest: digest of the part of it that is known before texts are written.
-    """
-
-    path: Path
-    identity: str
-    settings_digest: str
-
-
 def check_training_folder(folder: Path, settings_digest: str) -> None:
     """Refuse a folder that holds another training or another head, before texts are written."""
-    file = folder / "training.pt"
+    file = folder / _FILE
     found = _read(file, mmap=True).get("asked") if file.exists() else None
     if found and found != settings_digest:
         raise InputError(f"head: {folder} holds another training; name another folder")
@@ -87,6 +73,11 @@ def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
 class HeadTrainer:
     """Trainer of a head in scaled units (:mod:`layerskip.heads.training`), which resumes from its checkpoint.
 
+    Args:
+        folder: for the checkpoint.
+        identity: digest of everything that the training depends on.
+        settings_digest: digest of the part of it that is known before texts are written.
+
     Attributes:
         texts: the number of texts that it trains on; the store's others are for validation.
         seconds: that initialisation and steps took.
@@ -100,7 +91,9 @@ class HeadTrainer:
         target: Target,
         store: FeatureStore,
         held_out: list[TextFeatures],
-        checkpoint: TrainingCheckpoint,
+        folder: Path,
+        identity: str,
+        settings_digest: str,
     ) -> None:
         self.config, self.device, self.store, self._held_out = config, target.device, store, held_out
         self.head = head.to(self.device).float().train()
@@ -113,12 +106,11 @@ class HeadTrainer:
         self.step, self.seconds, self._start_seconds = 0, 0.0, 0.0
         self.evaluation_seconds = 0.0
         self._scaling = HeadScaling.of(head, self.embeddings, (store[index] for index in range(min(_SCALED, self.texts))))
-        identity = digest([checkpoint.identity, self._scaling.embeddings, self._scaling.states])
-        self.checkpoint = replace(checkpoint, identity=identity)
-        if checkpoint.path.exists():
-            state = _read(checkpoint.path)
-            if state.get("identity") != identity:
-                folder = checkpoint.path.parent
+        self._file, self._settings_digest = folder / _FILE, settings_digest
+        self._identity = digest([identity, self._scaling.embeddings, self._scaling.states])
+        if self._file.exists():
+            state = _read(self._file)
+            if state.get("identity") != self._identity:
                 raise InputError(f"head: {folder} holds another training, or one of other texts; name another folder")
             self._scaling.apply(head)  # scales what the checkpoint does not hold; it holds scaled weights
             head.load_state_dict(state["head"])
@@ -221,8 +213,8 @@ class HeadTrainer:
         state: dict[str, Any] = {"head": self.head.state_dict(), "optimiser": self.optimiser.state_dict()}
         state |= {"step": self.step, "seconds": self.seconds, "begun": self._start_seconds}
         state |= {"judging": self.evaluation_seconds}
-        state |= {"identity": self.checkpoint.identity, "asked": self.checkpoint.settings_digest}
-        with atomic_write(self.checkpoint.path) as partial:
+        state |= {"identity": self._identity, "asked": self._settings_digest}
+        with atomic_write(self._file) as partial:
             torch.save(state, partial)
 
     def _next_texts(self) -> list[int]:

@@ -22,13 +22,13 @@ def test_a_draft_pass_costs_what_it_keeps(mask: str, seconds: float) -> None:
 
 
 def test_seconds_follow_from_counts() -> None:
-    counts = Counts(rounds=4, drafted=5, accepted=3, tokens=7, verified=(1, 1, 2))
+    counts = Counts(tokens=7, verified=(1, 1, 2))
     mask = SkipMask.parse("layers:0", 2)
     assert PROFILE.seconds(counts, mask, StopRule()) == pytest.approx(5 * 9.5 + 3 * 0.5 + 20 + 21 + 2 * 24)
     assert PROFILE.seconds(counts, mask, StopRule("threshold", 0.5)) == pytest.approx(5 * 9.75 + 3 * 0.5 + 20 + 21 + 2 * 24)
     assert PROFILE.speedup(counts, mask, StopRule()) == pytest.approx(7 * 20 / (5 * 9.5 + 1.5 + 89))
     with pytest.raises(ValueError, match="verified"):
-        PROFILE.seconds(Counts(1, 3, 0, 1, (0, 0, 0, 1)), mask, StopRule())
+        PROFILE.seconds(Counts(1, (0, 0, 0, 1)), mask, StopRule())
     assert PROFILE.lookup_speedup(counts) == pytest.approx(7 * 20 / 89)
     assert CostProfile.from_dict(json.loads(json.dumps(PROFILE.to_dict()))) == PROFILE
 

@@ -65,12 +65,6 @@ class Choosing(DrafterContract):
         assert {*self.takers} <= taken and len(taken) > 1
 
 
-TestLookupThenLayerSkip = contract(
-    lambda target: Cascade([member_of(method, target) for method in ("prompt_lookup", "layer_skip")]),
-    Choosing,
-    takers=(0, 1),
-    samples_by_default=False,
-)
 # The second member has decoded before, so that it has something to draft.
 TestLookupThenTreesThatHaveToPay = contract(
     lambda target: Cascade([member_of("prompt_lookup", target), copy.deepcopy(experienced_drafter(target))], (1.25, 1.3)),

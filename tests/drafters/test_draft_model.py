@@ -19,7 +19,7 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
-from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, contract, generated, target_of
+from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, contract, generated, target_of
 from tests.drafters.members import member_of
 from tests.tiny import save_tiny
 
@@ -46,18 +46,14 @@ def _resized(model: PreTrainedModel, vocabulary: int) -> PreTrainedModel:
     return other
 
 
-TestNoisyTarget = contract(lambda target: DraftModel(noisy_copy(target), target.layers, 3, StopRule()))
-
-
 def _padded(target: Target) -> Drafter:
     """A wider output, whose extra tokens are likely ones for the draft and unknown to the target."""
     torch.manual_seed(2)
     model = _resized(noisy_copy(target), target.vocabulary + 6)
-    # It falls as soon as anything was accepted, so that no run of prompts leaves drafts of one token only.
-    return DraftModel(model, target.layers, 4, StopRule("adaptive", 0.3, 0.0, step=0.5, threshold_decay=0.5))
+    return DraftModel(model, target.layers, 4, StopRule("threshold", 0.3))
 
 
-TestPaddedVocabulary = contract(_padded, keeps_state=True, samplings=SAMPLINGS[1:2])
+TestPaddedVocabulary = contract(_padded)
 # Without the target's last token, which the target outputs and the draft model cannot read.
 TestNarrowVocabulary = contract(
     lambda target: DraftModel(_resized(noisy_copy(target), target.vocabulary - 1), target.layers, 3, StopRule()),

@@ -29,13 +29,10 @@ def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | No
     return Eagle(head, embeddings, Readout(target, head.tokens), length, stop or StopRule(), **tree)  # type: ignore[arg-type]
 
 
-TestChain = contract(lambda target: _eagle(target, eagle_head(family_of(target))))
-
 _TREE = {"top_k": 3, "tree_tokens": 7, "min_token_prob": 0.01}
 # It drafts from a part of the vocabulary.
 TestFewTokens = contract(
-    lambda target: _eagle(target, eagle_head(family_of(target), target.vocabulary - 1), 4, StopRule("threshold", 0.2)),
-    samples_by_default=False,
+    lambda target: _eagle(target, eagle_head(family_of(target), target.vocabulary - 1), 4, StopRule("threshold", 0.2))
 )
 # It looks further back than prompts reach.
 TestTreesLookingBack = contract(

@@ -35,7 +35,7 @@ class RepeatLast(Drafter):
 
     method = Method(
         "repeat_last",
-        (Field("repeats", 2, "how often the last token is repeated", "tokens", range=(1, 4), first=3),),
+        (Field("repeats", 2, "how often the last token is repeated", range=(1, 4), first=3),),
         source="the last token",
         rank=1,
         color="#123456",
@@ -130,7 +130,7 @@ def test_everything_that_lists_methods_has_the_new_one(monkeypatch: pytest.Monke
     page = importlib.import_module("build_configuration")
     declared = ["[`repeat_last`](drafters.md#repeat_last)", "the last token", "`repeats` 1 to 4 (3)"]
     assert declared in list(page.drafter_rows())
-    assert page.drafter_fields()["repeats"] == ("2", "how often the last token is repeated, in tokens")
+    assert page.drafter_fields()["repeats"] == ("2", "how often the last token is repeated")
     with pytest.raises(Unsupported, match=r"^config\.method: repeat_last: no engine knows it"):
         way_of_drafting(Deployment({"layers": 2}, _of()))
 

@@ -32,7 +32,7 @@ CONFIGS = {
     "lookahead": SpeculativeConfig("lookahead", 3),
     "lookup then model": SpeculativeConfig("cascade", members=(LOOKUP, MODEL)),
     "lookup then recycling": SpeculativeConfig("cascade", members=(LOOKUP, SpeculativeConfig("token_recycling", 3))),
-    "lossy": SpeculativeConfig("prompt_lookup", 5, accept=AcceptRule("typical")),
+    "lossy": SpeculativeConfig("prompt_lookup", 5, accept=AcceptRule("threshold")),
 }
 
 

@@ -32,7 +32,7 @@ def _eagle(target: Target, folder: Path, lookback: int = 0) -> EagleHead:
         for name, weight in head.named_parameters():
             if "self_attn" in name or "mlp" in name or "norm" in name:  # zeros and ones in new heads
                 nn.init.normal_(weight, mean=float("norm" in name), std=0.2)
-    save_trained(folder, "eagle", head.shape.to_dict(), head.weights(), target, {})
+    save_trained(folder, head.shape.to_dict(), head.weights(), target, {})
     return head
 
 

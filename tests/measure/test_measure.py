@@ -139,7 +139,7 @@ def test_all_contenders_continue_from_the_first_contenders_answers(tiny_target: 
     [
         (SpeculativeConfig("token_recycling", 3, min_token_prob=0.0), True),
         (SpeculativeConfig("layer_skip", 3, mask="layers:1", stop=StopRule("adaptive", 0.6)), True),
-        (SpeculativeConfig("layer_skip", 3, mask="layers:1", stop=StopRule("adaptive", 0.6, carry=False)), False),
+        (SpeculativeConfig("layer_skip", 3, mask="layers:1", stop=StopRule("threshold", 0.6)), False),
         (SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup", 3), CONFIGS[1])), True),
     ],
     ids=str,

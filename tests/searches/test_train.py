@@ -134,7 +134,7 @@ def test_validation_texts_are_not_trained_on(tmp_path: Path, train: Train) -> No
 def test_a_head_of_another_origin_is_not_overwritten(model: Path, tmp_path: Path, train: Train) -> None:
     target = load_target(str(model), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(target))
-    save_trained(tmp_path / "h", "eagle", head.shape.to_dict(), head.weights(), target, {})
+    save_trained(tmp_path / "h", head.shape.to_dict(), head.weights(), target, {})
     _check_refused(train(), "name another folder")
     assert not (tmp_path / "texts").exists()
 

@@ -10,7 +10,7 @@ import pytest
 
 from layerskip import load_target
 from layerskip.drafters.retrieval import Datastore
-from layerskip.heads.eagle import KIND, EagleHead, EagleShape
+from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
 from searches.app.application import explain
 from searches.app.checks import InputError
@@ -100,7 +100,7 @@ def test_an_error_that_the_user_can_fix_is_one_line(error: Exception, line: str 
 def _foreign_head(folder: Path) -> Path:
     other = load_target(str(save_tiny(folder / "other", seed=5)), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(other))
-    save_trained(folder / "head", KIND, head.shape.to_dict(), head.weights(), other, {})
+    save_trained(folder / "head", head.shape.to_dict(), head.weights(), other, {})
     return folder / "head"
 
 

@@ -28,7 +28,7 @@ def save_head(target: Target, folder: Path, **shape: Any) -> None:
     """Save an EAGLE head with random weights."""
     torch.manual_seed(1)
     head = EagleHead(EagleShape.of(target, **shape))
-    save_trained(folder, "eagle", head.shape.to_dict(), head.weights(), target, {})
+    save_trained(folder, head.shape.to_dict(), head.weights(), target, {})
 
 
 def test_configurations_have_the_fields_that_vllm_documents(tiny_target: Target) -> None:
@@ -58,7 +58,7 @@ def test_the_method_of_a_head_is_read_from_its_folder(tmp_path: Path, tiny_targe
         (SpeculativeConfig("token_recycling"), "method: "),
         (SpeculativeConfig("layer_skip", mask="layers:1"), "method: "),
         (SpeculativeConfig("draft_model", draft_model="a", stop=StopRule("threshold", 0.5)), "stop: "),
-        (SpeculativeConfig("prompt_lookup", accept=AcceptRule("typical")), "accept: "),
+        (SpeculativeConfig("prompt_lookup", accept=AcceptRule("threshold")), "accept: "),
         (SpeculativeConfig("retrieval", datastore="a"), "method: retrieval: no engine drafts from a datastore"),
         (SpeculativeConfig("eagle", head="nowhere", top_k=1), "head: "),
     ],

@@ -43,10 +43,10 @@ def test_a_wrong_scan_is_detected(
     def wrong_scan(self: Scanner, masks: list[SkipMask], *args: object, **kwargs: object) -> list[object]:
         scans = scan(self, masks, *args, **kwargs)  # type: ignore[arg-type]
         for each in scans:
-            trace = each.traces[-1]
-            right = trace.agreed.argmax()
-            assert trace.agreed[right] > 0
-            trace.agreed[right] -= 1
+            accepted = each.traces[-1].acceptance
+            right = (accepted[:, 0] == 1.0).argmax()
+            assert accepted[right, 0] == 1.0
+            accepted[right, 0] = 0.0
         return list(scans)
 
     monkeypatch.setattr(Scanner, "scan", wrong_scan)

@@ -14,7 +14,6 @@ from searches.app.composition import compose_config
 from searches.evaluate.calibration import calibrate
 from searches.evaluate.exactness import exactness
 from searches.evaluate.gpu import measure_gpu
-from searches.evaluate.long_context import measure_long_contexts
 from searches.evaluate.predictions import compare_predictions
 from searches.evaluate.race import race_strategies
 from searches.evaluate.scale import measure_scale
@@ -23,7 +22,6 @@ REFUSED = {
     calibrate: ("itself.prompts=4", "coverage.prompts=[12,x]", "planted.layers=2", "itself.max_winners=few", "seed=-1"),
     exactness: ("lengths=[]", "lengths=[0]", "thresholds=[1.5]", "shares=3", "count=none", "max_new_tokens=1"),
     measure_gpu: ("seconds=0", "seed=x"),
-    measure_long_contexts: ("lengths=[]", "repeats=0"),
     compare_predictions: ("lengths=[a]", "masks=1", "max_error=-1"),
     race_strategies: ("strategies=[x]", "strategies=[ours]", "strategies=[draft_verify,swift]", "seeds=1", "max_share=5%"),
     measure_scale: ("only=[five]", "layers=1", "scenarios.one.kills=-1", "trial_prompts=x"),

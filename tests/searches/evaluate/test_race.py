@@ -17,7 +17,7 @@ from searches.predict.proposals import ProposalSettings
 from searches.space.search_space import SearchSpace
 from tests.searches.conftest import Launch
 from tests.searches.known import Known
-from tests.searches.predict.test_proposals import LAYERS, Landscape
+from tests.searches.predict.test_proposals import LAYERS, additive
 
 pytestmark = pytest.mark.system
 
@@ -31,14 +31,14 @@ class _Scanner:
         return self
 
     def scan(self, masks: Sequence[SkipMask], depth: int) -> list[Any]:
-        return [SimpleNamespace(agreement=agreement) for agreement in Landscape(0).agreements(masks)]
+        return [SimpleNamespace(agreement=agreement) for agreement in additive(0).agreements(masks)]
 
 
 @pytest.fixture
 def race(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Race]:
     """Makes a race on a known landscape, by a clock that ticks whenever it is read."""
     monkeypatch.setattr("searches.evaluate.race.monotonic", itertools.count(1.0).__next__)
-    prepared: Any = SimpleNamespace(outputs=Path(), predictor=lambda *_: Landscape(0), scanner=lambda *_: _Scanner())
+    prepared: Any = SimpleNamespace(outputs=Path(), predictor=lambda *_: additive(0), scanner=lambda *_: _Scanner())
     measuring, scanning = SimpleNamespace(max_new_tokens=8), SimpleNamespace(proposals=ProposalSettings())
     parts: Any = SimpleNamespace(
         bench=Known({}), prompts=PromptSet.of(["one"]), space=SearchSpace(LAYERS), measuring=measuring, scanning=scanning

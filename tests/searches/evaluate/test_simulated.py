@@ -10,7 +10,7 @@ import pytest
 
 from layerskip import Measurement, SkipMask, SpeculativeConfig
 from searches.evaluate.simulated import PROSPECTS, Landscape, Machine, SimulatedPredictor, draw_prompts, simulated_bench
-from searches.predict.predictor import SpeedupPredictor
+from searches.predict.mask_search import SpeedupPredictor
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE
 

@@ -12,8 +12,7 @@ import pytest
 
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.costs.cost_model import CostProfile
-from searches.predict.mask_search import MaskSearch, expected_speedup, run
-from searches.predict.predictor import Prediction
+from searches.predict.mask_search import MaskSearch, Prediction, expected_speedup, run
 from searches.predict.proposals import ProposalSettings, propose
 from searches.space.search_space import SearchSpace
 
@@ -31,21 +30,17 @@ LONG_SPACE = SearchSpace(28, ranges=LENGTHS)
 
 @dataclass
 class Landscape:
-    """A predictor whose losses add up, except that adjacent sub-layers lose less together."""
+    """A predictor whose lost log agreement is a given function of the mask."""
 
-    seed: int
-    screened: list[SkipMask] = field(default_factory=list)
+    loss: Callable[[SkipMask], float]
     layers: int = LAYERS
     profile: CostProfile = PROFILE
+    screened: list[SkipMask] = field(default_factory=list)
     prompts: frozenset[str] = frozenset("x")
     screened_together: int = 8
 
     def agreement(self, mask: SkipMask) -> float:
-        source = random.Random(self.seed)
-        losses = {(sublayer, i): source.uniform(0.005, 0.2) for sublayer in ("attention", "mlp") for i in range(LAYERS)}
-        loss = sum(losses[method, i] for method, i in losses if getattr(mask, method)[i])
-        together = sum(mask.attention[i] and mask.mlp[i] and mask.attention[i + 1] for i in range(LAYERS - 1))
-        return math.exp(-loss + 0.02 * together)
+        return math.exp(-self.loss(mask))
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         self.screened += masks
@@ -68,25 +63,27 @@ class Landscape:
         return found.speedup
 
 
+def additive(seed: int) -> Landscape:
+    """Return a landscape whose losses add up, except that adjacent sub-layers lose less together."""
+    source = random.Random(seed)
+    losses = {(sublayer, i): source.uniform(0.005, 0.2) for sublayer in ("attention", "mlp") for i in range(LAYERS)}
+
+    def loss(mask: SkipMask) -> float:
+        together = sum(mask.attention[i] and mask.mlp[i] and mask.attention[i + 1] for i in range(LAYERS - 1))
+        return sum(losses[method, i] for method, i in losses if getattr(mask, method)[i]) - 0.02 * together
+
+    return Landscape(loss)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_proposals_are_close_to_the_best_of_all_masks(seed: int) -> None:
-    predictor = Landscape(seed)
+    predictor = additive(seed)
     found = propose(predictor, SPACE, ProposalSettings(screened=150, scanned=8, enqueued=3))
     bits = [(False, True) if i in SPACE.skippable else (False,) for i in range(LAYERS)]
     every = [SkipMask(a, m) for a in itertools.product(*bits) for m in itertools.product(*bits)]
     assert found[0].speedup == pytest.approx(max(map(predictor.expected, every)), rel=0.005)
     assert len({prediction.config for prediction in found}) == 3
     assert len(predictor.screened) == len(set(predictor.screened)) <= 150
-
-
-@dataclass
-class LossLandscape(Landscape):
-    """A landscape whose lost log agreement is a given function of the mask."""
-
-    loss: Callable[[SkipMask], float] = field(default=lambda mask: 0.0)
-
-    def agreement(self, mask: SkipMask) -> float:
-        return math.exp(-self.loss(mask))
 
 
 def _parts(mask: SkipMask) -> Parts:
@@ -99,23 +96,18 @@ def _apart(one: SkipMask, other: SkipMask) -> int:
     return len(_parts(one) ^ _parts(other))
 
 
-def _landscape(layers: int, loss: Callable[[SkipMask], float], saved: dict[str, float] | None = None) -> LossLandscape:
+def _landscape(layers: int, loss: Callable[[SkipMask], float], saved: dict[str, float] | None = None) -> Landscape:
     """Return a landscape in which some sub-layers save the given seconds, and all others 0.02."""
     costs = [tuple((saved or {}).get(f"{kind}:{i}", 0.02) for i in range(layers)) for kind in ("attention", "mlp")]
     profile = CostProfile(100, 0.1, 0.0, costs[0], costs[1], 0.0, 0.0, (1.0,) * 7)
-    return LossLandscape(0, layers=layers, profile=profile, loss=loss)
-
-
-def _only(best: SkipMask) -> LossLandscape:
-    """Return a landscape on which every other mask that skips anything loses nearly all agreement."""
-    return _landscape(best.layers, lambda mask: 3.0 * (mask not in (best, SkipMask.none(best.layers))))
+    return Landscape(loss, layers, profile)
 
 
 def _whole(layers: int) -> SearchSpace:
     return SearchSpace(layers, protect_first=0, protect_last=0, ranges=LENGTHS)
 
 
-def interacting() -> tuple[LossLandscape, SkipMask]:
+def interacting() -> tuple[Landscape, SkipMask]:
     """Solve by adding greedily only: five sub-layers combine, each with a gain.
 
     The cheapest one and the best single one combine with no other, which misleads sums. Four others lose least and save
@@ -134,7 +126,7 @@ def interacting() -> tuple[LossLandscape, SkipMask]:
     return _landscape(12, loss, saved), SkipMask.of(12, {4, 6, 8, 10, 11}, set())
 
 
-def swapped() -> tuple[LossLandscape, SkipMask]:
+def swapped() -> tuple[Landscape, SkipMask]:
     """Solve with swaps only: a run with one sub-layer in place of another; another number of sub-layers loses much."""
     best = SkipMask.of(14, {3, 4, 5, 6, 8, 9, 10, 12}, {3, 4, 5, 6, 7, 8, 9, 10})
 
@@ -154,7 +146,7 @@ def swapped() -> tuple[LossLandscape, SkipMask]:
     ],
 )
 def test_every_kind_finds_a_mask_that_no_other_finds(
-    landscape: Callable[[], tuple[LossLandscape, SkipMask]], part: str, monkeypatch: pytest.MonkeyPatch
+    landscape: Callable[[], tuple[Landscape, SkipMask]], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     predictor, best = landscape()
     space = _whole(predictor.layers)
@@ -188,7 +180,7 @@ def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
         missing = 0 if not skipped else sum(i not in skipped for i in range(9, 20))
         return 0.15 * bool(skipped) + 0.1 * odd + 0.3 * outside + 0.05 * missing
 
-    predictor, small = (LossLandscape(0, layers=28, profile=LONG_PROFILE, loss=loss) for _ in range(2))
+    predictor, small = (Landscape(loss, 28, LONG_PROFILE) for _ in range(2))
     some = [run(28, 9, 1), run(28, 9, 2), run(28, 12, 3), SkipMask.none(28)]
     *short, plain = map(predictor.expected, some)
     assert max(short) < plain
@@ -201,7 +193,7 @@ def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
 
 
 def test_the_best_screened_mask_is_reported_at_once() -> None:
-    predictor, calls = Landscape(0), list[tuple[int, str]]()
+    predictor, calls = additive(0), list[tuple[int, str]]()
     on_best = lambda config: calls.append((len(predictor.screened), config.mask))  # noqa: E731
     found = propose(predictor, SPACE, ProposalSettings(screened=150, scanned=8, enqueued=3), on_best=on_best)
     assert calls[0] == (1, "")  # the empty mask is screened first, alone
@@ -213,7 +205,7 @@ def test_the_best_screened_mask_is_reported_at_once() -> None:
 def test_expected_speedup_matches_the_paper() -> None:
     """arXiv 2211.17192, theorem 3.8, verification cost constant: (1 - a^(g+1)) / ((1 - a) (g c + 1)), for the best g."""
     profile = CostProfile(1, 0.1, 0.0, (0.1, 0.1), (0.1, 0.1), 0.0, 0.0, (0.5,) * 6)
-    predictor, mask = Landscape(0, layers=2, profile=profile), SkipMask.parse("layers:1", 2)
+    predictor, mask = Landscape(lambda _: 0.0, 2, profile), SkipMask.parse("layers:1", 2)
     alpha, cost = 0.8, 0.3 / 0.5
     expected = max((1 - alpha ** (g + 1)) / ((1 - alpha) * (g * cost + 1)) for g in range(1, 5))
     assert expected_speedup(predictor, mask, alpha, (1, 4))[0] == pytest.approx(expected)

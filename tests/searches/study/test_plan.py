@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from layerskip import ConfigError, PromptSet, SpeculativeConfig, TargetError, generate, load_target
-from layerskip.heads.eagle import KIND, EagleHead, EagleShape
+from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models.trained_module import save_trained
 from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
@@ -51,7 +51,7 @@ def test_heads_draft_chains_if_trees_cannot_be_verified(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", "gpt_neo")
     target = load_target(str(model), dtype="float32", device=DEVICE)
     head = EagleHead(EagleShape.of(target))
-    save_trained(tmp_path / "head", KIND, head.shape.to_dict(), head.weights(), target, {})
+    save_trained(tmp_path / "head", head.shape.to_dict(), head.weights(), target, {})
     planned = _plan(model, f"space.ranges.eagle.head=[{tmp_path / 'head'}]", "space.methods=[none,eagle]")
     assert planned.space.available_methods == ("none", "eagle")
     chain = SpeculativeConfig("eagle", 3, head=planned.space.values("eagle", "head")[0], top_k=1)

@@ -16,7 +16,7 @@ from searches.study.leaderboard import Leaderboard
 from searches.study.pruning import BoundEstimator, SpeedupBound, calibrated_error
 from searches.tracking.names import PREDICTED
 from tests.searches.known import Known, lookup, measured_trial, run_known
-from tests.searches.predict.test_proposals import LAYERS, Landscape
+from tests.searches.predict.test_proposals import LAYERS, additive
 
 UNKNOWN = math.exp(0.15)  # the error that is assumed of predictions
 AWFUL = SpeculativeConfig("layer_skip", 4, mask="attention:0-7")
@@ -30,7 +30,7 @@ def _estimate(config: SpeculativeConfig, *trials: optuna.trial.FrozenTrial) -> S
     return bound
 
 
-PREDICTOR = Landscape(0)
+PREDICTOR = additive(0)
 (BEST,) = PREDICTOR.predict([SkipMask.parse("mlp:3", LAYERS)])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +20,9 @@ from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
 from searches.training.texts import drafted_tokens, opening_texts, write_texts
-from searches.training.trainer import HeadTrainer, TrainingCheckpoint, check_training_folder
+from searches.training.trainer import HeadTrainer, check_training_folder
 from tests.drafters.heads import tiny
-from tests.searches.programs import FORKS, tracked
+from tests.searches.programs import tracked
 from tests.tiny import save_tiny
 
 CONFIG = {
@@ -46,7 +45,7 @@ def _trainer(file: Path, identity: str = "who", kind: type[HeadTrainer] = HeadTr
     target, store = tiny("llama"), FeatureStore(file.parent / "features")
     store.fill(target, [TrainingText((3, 4, 5, 6, 7), 2), TrainingText((5, 4, 3, 8), 1)], 10**6)
     head, config = EagleHead(EagleShape.of(target)), OmegaConf.create(CONFIG | changes)
-    return kind(config, head, target, store, [], TrainingCheckpoint(file, identity, "asked"))
+    return kind(config, head, target, store, [], file.parent, identity, "asked")
 
 
 def test_a_checkpoint_of_another_training_is_refused(file: Path) -> None:
@@ -147,15 +146,6 @@ def test_more_texts_extend_those_that_exist_and_fewer_are_the_first_of_them(tmp_
     request(tmp_path / "other", 30, ["the one two three"])  # others, as they begin otherwise
     assert len(list((tmp_path / "other" / "texts").glob("*.jsonl"))) == 2
     assert file.read_text(encoding="utf-8") == now
-
-
-def test_two_programs_write_the_same_texts_once(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(2, FORKS) as programs:
-        both = list(programs.map(request, [tmp_path] * 2, [90, 90]))
-    alone = request(tmp_path / "alone", 90)
-    assert both == [alone, alone]
-    (file,) = (tmp_path / "texts").glob("*.jsonl")
-    assert len(file.read_text(encoding="utf-8").splitlines()) == len(alone)
 
 
 def test_opening_texts_that_are_measured_prompts_are_refused(tmp_path: Path) -> None:
