@@ -32,7 +32,7 @@ class Quantized(LayerSkip):
         ),
         source="the target with weights of fewer bits",
         rank=5,
-        color="#17becf",
+        color="#bcbd22",
         label=lambda config: str(config.option("weights")),
         also=({"weights": "int8"},),
         paired=True,
