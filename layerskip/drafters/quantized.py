@@ -32,7 +32,7 @@ class Quantized(LayerSkip):
         ),
         source="the target with weights of fewer bits",
         rank=5,
-        color="#bcbd22",
+        color="#1b9e77",
         label=lambda config: str(config.option("weights")),
         also=({"weights": "int8"},),
         paired=True,
