@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,14 +35,24 @@ class Features:
     def collect(self, model: nn.Module) -> Iterator[None]:
         """Collect from the pass of a model, or of a view of it, within the ``with`` block."""
 
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            self.states = output[0][0]
-
-        handle = _body(model).register_forward_hook(hook)
+        body = _body(model)
+        if body not in _hooked:  # once, because layers on a CPU prepare their calls again after any hook was added
+            body.register_forward_hook(_receive)
+            _hooked.add(body)
+        _receivers[body] = self
         try:
             yield
         finally:
-            handle.remove()
+            del _receivers[body]
+
+
+_hooked = weakref.WeakSet[nn.Module]()
+_receivers = weakref.WeakKeyDictionary[nn.Module, Features]()
+
+
+def _receive(body: nn.Module, _args: Any, output: Any) -> None:
+    if (receiver := _receivers.get(body)) is not None:
+        receiver.states = output[0][0]
 
 
 def _body(model: nn.Module) -> nn.Module:
