@@ -100,7 +100,7 @@ def _retried(name: str) -> Any:
 
     def call(self: RetryingStorage, *args: Any, **kwargs: Any) -> Any:
         method = partial(getattr(self._storage, name), *args, **kwargs)
-        if name in _CHANGES and args[0] == self._waiting.trial:
+        if name in _CHANGES and args[:1] == (self._waiting.trial,):
             self._waiting.changes.append(method)
             return None
         if name not in _UNAFFECTED:
@@ -153,7 +153,7 @@ class RetryingStorage(_Retried):  # type: ignore[misc]
 
     @defer_interrupt()
     def _write_changes(self) -> None:
-        changes, self._waiting.changes = self._waiting.changes, []
+        changes = self._waiting.changes
 
         def write() -> None:
             with self._transaction():
@@ -162,6 +162,7 @@ class RetryingStorage(_Retried):  # type: ignore[misc]
 
         if changes:
             self._retry(write)
+            changes.clear()  # after a success alone: a change may be repeated, but not lost
 
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
         """Create a trial, once: a repeated call first looks for the trial of the call before."""

@@ -23,7 +23,7 @@ from layerskip.config import ConfigError
 from layerskip.files import atomic_write, write_json
 from layerskip.models.target import Target
 
-_SCHEMA = "layerskip.head/1"
+_SCHEMA = "layerskip.head/2"
 _WEIGHTS = "head.safetensors"
 _METADATA = "head.json"
 _ROUNDING = 2**-7  # bfloat16 keeps eight bits, and the last one can depend on the conversions before

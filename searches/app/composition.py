@@ -28,7 +28,7 @@ _CHOICE = re.compile(r"[+~]?\w+(@[\w.]+)?=[\w-]+$")
 _TEXT = re.compile(r"(?P<start>\+{0,2}(?P<field>[\w.]+)=)(?P<value>.+)", re.DOTALL)
 _AS_HYDRA_READS = re.compile(r"""null|'(\\.|[^'\\])*'|"(\\.|[^"\\])*"|.*\$\{[^}]*\}.*""")
 _PATHS = (
-    *("outputs", "record", "config", "export", "output", "inspect", "model", "corpus", "begin_like", "warm_start", "path"),
+    *("outputs", "record", "config", "export", "output", "inspect", "model", "corpus", "begin_like", "path"),
     *("url", "plain", "draft", "folder", "python", "draft_folder", "cross_draft"),
     *("eagle_head", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
 )

@@ -103,7 +103,7 @@ class Publisher:
         metrics |= {"search_seconds": search_seconds(self.study, finals), "trials": len(finished(self.study))}
         winner = _winning_trial(self.study, finals.winner.config)
         self.tracker.conclude(finals.winner.config.label(), verdict(finals), winner, metrics, files, again)
-        if self.plan.backend.name == "layerskip":
+        if again and self.plan.backend.name == "layerskip":
             self.tracker.register([(self.folder / "best.json", None), *attached])
 
     def _export(

@@ -145,8 +145,9 @@ def joined(
         with exclusive_if_free(file) as free:
             if not free:
                 raise InputError(f"study.name: another process is running the study in {folder}")
-            yield storage, ALONE
-        return
+            if not has_board(storage, name):  # a worker may have joined since
+                yield storage, ALONE
+                return
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it warns of every connection that breaks
     with contextlib.ExitStack() as stack:
         with contextlib.nullcontext() if database is not None else exclusive(file):  # a process alone ends first

@@ -1,8 +1,8 @@
 """The Optuna study of a search, which can be stopped and resumed at any time.
 
 The study is the truth: everything in it is done, whatever was killed. One process works on it, or any number of workers. A
-trial that is found running without a worker that is alive was killed. It is marked as
-failed and its choices are queued again.
+trial that is found running without a worker that is alive was killed. It is marked as failed, and its choices are queued
+again.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def wait_for_trials(study: optuna.Study, pool: Workers) -> None:
 
     def is_idle() -> bool:
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        return fail_orphans(study, pool.orphans(running)) or not running
+        return not fail_orphans(study, pool.orphans(running)) and not running
 
     pool.wait(is_idle)
 

@@ -142,7 +142,7 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
         # A resumed sampler must not repeat its earlier draws, nor those of other workers.
         study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + pool.seed)
         plan = dataclasses.replace(plan, space=with_stored_methods(plan.space, study))
-        with tracker.closing(pool.leave), closing(plan.backend):
+        with tracker.closing(pool.leave, pool.name), closing(plan.backend):
             yield Sweep(plan, study, tracker, folder, pool, progress, budget, reports)
 
 

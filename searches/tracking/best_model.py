@@ -61,7 +61,7 @@ def save(files: Iterable[tuple[Path, str | None]], folder: Path) -> None:
             python_model=__file__,
             artifacts={"export": str(Path(place, "export"))},
             model_config={"device": "auto", "max_new_tokens": 256},
-            pip_requirements=["layerskip"],
+            pip_requirements=[],
         )
 
 

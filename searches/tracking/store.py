@@ -72,7 +72,7 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
     except InputError:  # names what it is about
         raise
     except Exception as error:  # whatever the store's driver raises
-        raise InputError(f"{field}: cannot open {without_password(uri)}: {_reason(error, uri)}") from error
+        raise InputError(f"{field}: cannot open {without_password(uri)}: {reason(error, uri)}") from error
     if experiment.lifecycle_stage != LifecycleStage.ACTIVE:
         place = shlex.quote(without_password(uri))
         raise InputError(
@@ -82,7 +82,7 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
     return client, uri, str(experiment.experiment_id)
 
 
-def _reason(error: BaseException, uri: str) -> str:
+def reason(error: BaseException, uri: str) -> str:
     """Return one line that says why a store failed: what the system or the database says, if that is the cause."""
     cause = next((link for link in reversed(error_chain(error)) if isinstance(link, (OSError, sqlite3.Error))), error)
     text = str(cause) or type(cause).__name__
@@ -164,7 +164,7 @@ class Outbox:
                 write()
                 del self._writes[key]
             except Exception as error:
-                if is_interrupt(error) or not _is_of_store(error):
+                if is_interrupt(error) or not is_of_store(error):
                     raise
                 failure = error
                 if is_unreachable(error) or time.monotonic() - start > _LONGEST:
@@ -177,7 +177,7 @@ class Outbox:
         if self._lost_since is None:
             self._lost_since = start
             print(
-                f"tracking.uri: cannot write to {without_password(self._uri)}: {_reason(failure, self._uri)}; "
+                f"tracking.uri: cannot write to {without_password(self._uri)}: {reason(failure, self._uri)}; "
                 "the program goes on, and what is missing is written when the store is back, or by the same command",
                 flush=True,
             )
@@ -186,7 +186,7 @@ class Outbox:
         return is_unreachable(failure)
 
 
-def _is_of_store(error: BaseException) -> bool:
+def is_of_store(error: BaseException) -> bool:
     """Return whether an error comes from a tracking store, its artifacts, or the way to it; others are defects."""
     frames = traceback.walk_tb(error.__traceback__)
     return is_unreachable(error) or any(str(frame.f_globals.get("__name__")).startswith("mlflow.") for frame, _ in frames)

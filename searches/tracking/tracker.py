@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from optuna.trial import FrozenTrial
 from layerskip import PromptSet
 from searches.app.interrupt import is_interrupt
 from searches.tracking.runs import MEASURED, PARENT, Store, StudyRun, TrialRuns, dataset_of, metrics_now
-from searches.tracking.store import PATIENCE, Outbox, open_experiment
+from searches.tracking.store import PATIENCE, Outbox, is_of_store, open_experiment, reason
 
 _NOTE = "mlflow.note.content"  # the tag that MLflow shows as the description of a run
 _BEST = "best"
@@ -153,10 +154,14 @@ class Tracker:
             with tempfile.TemporaryDirectory() as place:
                 best_model.save(files, Path(place, _MODEL))
                 client.log_artifacts(run_id, place)
-            with contextlib.suppress(MlflowException):  # it exists
-                client.create_registered_model(run.name)
-            version = client.create_model_version(run.name, f"runs:/{run_id}/{_MODEL}", run_id)
-            client.set_registered_model_alias(run.name, best_model.ALIAS, version.version)
+            name = re.sub("[/:]", "-", run.name)  # which MLflow refuses
+            try:
+                client.create_registered_model(name)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+            version = client.create_model_version(name, f"runs:/{run_id}/{_MODEL}", run_id)
+            client.set_registered_model_alias(name, best_model.ALIAS, version.version)
             client.set_tag(run_id, _REGISTERED, digest)
 
         self._send({"model": write})
@@ -167,13 +172,13 @@ class Tracker:
         self._send({("file", path): lambda: self._store.client.log_artifact(run.current(), str(path))})
 
     @contextlib.contextmanager
-    def closing(self, leave: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    def closing(self, leave: Callable[[], bool] = lambda: False, worker: str | None = None) -> Iterator[None]:
         """Close the study's run after a block, also if it raises, unless others work on the study (``leave``).
 
-        Within the block, MLflow logs the use of processor, memory and GPU.
+        Within the block, MLflow logs the use of processor, memory and GPU, apart for each ``worker`` of several.
         """
         try:
-            with self._watching():
+            with self._watching(worker):
                 yield
         except BaseException as error:
             with contextlib.suppress(Exception):  # the first error is the one to report
@@ -183,12 +188,12 @@ class Tracker:
         self.finish(patience=PATIENCE)
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, worker: str | None) -> Iterator[None]:
         if self.run_id is None:  # the store is away
             yield
             return
         monitor: Any = SystemMetricsMonitor(  # type: ignore[no-untyped-call]
-            self.run_id, _WATCH_SECONDS, resume_logging=True, tracking_uri=self.uri
+            self.run_id, _WATCH_SECONDS, resume_logging=True, node_id=worker, tracking_uri=self.uri
         )
         monitor.start()
         try:
@@ -211,12 +216,11 @@ class Tracker:
         self._outbox.send(patience)
 
     def log_benchmark(self, record: Mapping[str, Any], texts: Mapping[str, str], file: Path) -> None:
-        """Write the runs of a benchmark, one run and one nested run per contender."""
+        """Write the runs of a benchmark, one run and one nested run per contender, unless the store fails."""
         client, store = self._store.client, self._store
         tags = {"role": "benchmark", "date": record["date"]} | {k: str(v) for k, v in record["environment"].items()}
         params = {key: str(record["target"][key]) for key in ("name", "dtype")}
-
-        def write() -> None:
+        try:
             run_id = store.create("benchmark", tags)
             for name, result in record["results"].items():
                 child = store.create(name, {PARENT: run_id, "role": "contender", "contender": name})
@@ -227,6 +231,7 @@ class Tracker:
                 client.log_text(run_id, text, name)
             client.log_artifact(run_id, str(file))
             client.set_terminated(run_id)
-
-        self._outbox.put("benchmark", write)
-        self._outbox.send()
+        except Exception as error:
+            if not is_of_store(error):
+                raise
+            print(f"tracking.uri: the benchmark is incomplete in the store: {reason(error, self.uri)}", flush=True)

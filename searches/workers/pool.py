@@ -45,6 +45,11 @@ class Workers:
     seed = 0
     waited_seconds = 0.0
 
+    @property
+    def name(self) -> str | None:
+        """The name of the worker; None if it works alone."""
+        return None
+
     def __enter__(self) -> Self:
         return self
 
