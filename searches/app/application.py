@@ -30,7 +30,7 @@ from layerskip.files import DISK_FULL, UNUSABLE
 from layerskip.models.cache import CacheOverflow
 from searches.app.checks import InputError, check_output_paths
 from searches.app.composition import CONF, fill_defaults, prepare_overrides, store_drafters
-from searches.app.interrupt import error_chain, guard_exit, interrupt_code, interruptible, is_interrupt
+from searches.app.interrupt import error_chain, guard_exit, interrupt_code, interruptible, is_interrupt, resend_interrupt
 from searches.app.streams import lost_output, tolerate_loss
 
 _NO_PRIMITIVE = "could not create a primitive"  # what oneDNN says where it gets no memory
@@ -130,6 +130,8 @@ def _set_up() -> None:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it logs the traceback of what it then raises
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    if sys.unraisablehook is sys.__unraisablehook__:  # keep the hook of a test runner
+        sys.unraisablehook = resend_interrupt
 
 
 def _is_launched() -> bool:

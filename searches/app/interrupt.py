@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -130,3 +131,15 @@ def error_chain(error: BaseException) -> list[BaseException]:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     return chain
+
+
+def resend_interrupt(dropped: sys.UnraisableHookArgs) -> None:
+    """Send a signal again shortly after Python dropped it, because it was raised in a finaliser (``sys.unraisablehook``)."""
+    if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    number: int = signal.SIGINT
+    if isinstance(dropped.exc_value, Terminated):
+        number = dropped.exc_value.number
+        signal.signal(number, _terminate)  # once more
+    threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, number)).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from searches.app.checks import InputError
 from tests.accelerator import DEVICE
 from tests.disk import fill
 from tests.searches.conftest import Launch
-from tests.searches.programs import QUICK, Fork, execute, quick, tracked
+from tests.searches.programs import QUICK, Fork, execute, fork, quick, tracked
 from tests.tiny import save_tiny
 
 
@@ -59,6 +60,29 @@ def test_a_full_disk_is_refused_before_writing(small_disk: Path, tiny_folder: Pa
     outputs = small_disk / "outputs"
     assert _refused(launch("layerskip", *quick(tiny_folder, outputs), cwd=small_disk)).startswith("error: outputs")
     assert not outputs.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_finaliser_ends_the_program(number: signal.Signals, tmp_path: Path) -> None:
+    program = f"""
+import signal, time
+from searches.app.application import run
+
+class Dying:
+    def __del__(self):
+        signal.raise_signal({number:d})
+
+def task(config):
+    Dying()
+    print("dropped", flush=True)
+    time.sleep(60)
+
+run("datastore", task)
+"""
+    (tmp_path / "dying.py").write_text(program, encoding="utf-8")
+    ended = fork("dying.py", cwd=tmp_path, timeout=50)
+    assert (ended.returncode, ended.stdout) == (128 + number, "dropped\n"), ended.stderr
+    assert ended.stderr == "interrupted; the same command continues from here\n"
 
 
 @pytest.mark.system
