@@ -94,17 +94,15 @@ class Publisher:
         names = ("report.md", "report.png", PAGE, "best.json")
         files: list[tuple[Path, str | None]] = [(self.folder / name, None) for name in names]
         files += [(path, None) for path in (self.folder / RACE_FILE,) if path.exists()]
-        attached = [
-            (path, place.name) for place in attached_folders(self.folder / "best.json") for path in sorted(place.iterdir())
-        ]
-        files += attached
+        for place in attached_folders(self.folder / "best.json"):
+            files += [(path, place.name) for path in sorted(place.iterdir())]
         figures = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")
         metrics = {f"held_out_{name}": finals.winner.held_out[name] for name in figures}
         metrics |= {"search_seconds": search_seconds(self.study, finals), "trials": len(finished(self.study))}
         winner = _winning_trial(self.study, finals.winner.config)
         self.tracker.conclude(finals.winner.config.label(), verdict(finals), winner, metrics, files, again)
         if again and self.plan.backend.name == "layerskip":
-            self.tracker.register([(self.folder / "best.json", None), *attached])
+            self.tracker.register(self.folder / "best.json")
 
     def _export(
         self, config: SpeculativeConfig, figures: Mapping[str, Any], prompts: PromptSet, seconds: float, **marks: bool

@@ -137,13 +137,9 @@ class Tracker:
 
         self._send({"result": write})
 
-    def register(self, files: Sequence[tuple[Path, str | None]]) -> None:
-        """Register an export as the version ``best`` of a model with the study's name, unless it was.
-
-        Args:
-            files: the export first, then the files that it names with their folders.
-        """
-        run, digest = self._run, hashlib.sha256(files[0][0].read_bytes()).hexdigest()
+    def register(self, export: Path) -> None:
+        """Register an export's file as the version ``best`` of a model with the study's name, unless it was."""
+        run, digest = self._run, hashlib.sha256(export.read_bytes()).hexdigest()
 
         def write() -> None:
             from searches.tracking import best_model  # MLflow's models take a second to import
@@ -152,7 +148,7 @@ class Tracker:
             if client.get_run(run_id).data.tags.get(_REGISTERED) == digest:
                 return
             with tempfile.TemporaryDirectory() as place:
-                best_model.save(files, Path(place, _MODEL))
+                best_model.save(export, Path(place, _MODEL))
                 client.log_artifacts(run_id, place)
             name = re.sub("[/:]", "-", run.name)  # which MLflow refuses
             try:
