@@ -140,7 +140,7 @@ def _searched(method: Method, field: Field) -> str:
 def drafter_fields() -> Fields:
     """The fields that some drafter has. Where drafters differ, the meaning names them."""
     meanings: dict[str, dict[str, list[str]]] = {}
-    found: Fields = {"accept": ("exact", "the [acceptance rule](drafters.md#lossy-rules) of all methods that draft")}
+    found: Fields = {}
     for method in methods().values():
         for field in method.fields:
             meanings.setdefault(field.name, {}).setdefault(field.meaning, []).append(f"`{method.name}`")

@@ -1,6 +1,6 @@
 """Lossless speculative decoding of Hugging Face decoders: generate, measure, export."""
 
-from layerskip.config import AcceptRule, ConfigError, SpeculativeConfig, StopRule
+from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.sampling import Sampling, SamplingError
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.drafters.registry import build_drafter, load_drafters
@@ -16,7 +16,6 @@ from layerskip.models.target import Target, TargetError
 from layerskip.prompts import PromptError, PromptSet
 
 __all__ = [
-    "AcceptRule",
     "ConfigError",
     "DecodeStats",
     "Export",

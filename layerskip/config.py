@@ -136,34 +136,6 @@ NEVER = StopRule()
 """The stop rule without early stopping."""
 
 
-@dataclass(frozen=True)
-class AcceptRule(_Rule):
-    """The condition under which a drafted token is accepted.
-
-    ``exact``: speculative sampling, whose output follows the target's own distribution. ``threshold``: accept a token whose
-    probability under the target is at least ``threshold``, which changes the output and exists for comparison.
-
-    Args:
-        method: ``exact`` or ``threshold``.
-        threshold: in [0, 1].
-    """
-
-    method: str = "exact"
-    threshold: float = 0.3
-
-    _NAME: ClassVar[str] = "accept"
-    _METHODS: ClassVar[tuple[str, ...]] = ("exact", "threshold")
-
-    @property
-    def lossless(self) -> bool:
-        """True if the output follows the target's own distribution."""
-        return self.method == "exact"
-
-
-EXACT = AcceptRule()
-"""The lossless acceptance rule."""
-
-
 def _always(config: SpeculativeConfig) -> bool:
     return True
 
@@ -249,8 +221,8 @@ class Method:
 
     Args:
         name: the value of ``SpeculativeConfig.method``.
-        fields: the fields that a configuration of this method has, apart from ``method`` and ``accept``. Those that are no
-            attributes of :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.option`.
+        fields: the fields that a configuration of this method has, apart from ``method``. Those that are no attributes
+            of :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.option`.
         source: where its drafts come from, as a phrase for the documentation.
         rank: its place among all methods, the simplest first. It decides ties between finalists, and the order of tables.
         color: in charts, as ``#rrggbb``; empty for one that follows from the name.
@@ -286,8 +258,8 @@ class Method:
 
     def __post_init__(self) -> None:
         names = [each.name for each in self.fields]
-        for name in ("method", "accept", "options", *names):
-            if names.count(name) > (name not in ("method", "accept", "options")):
+        for name in ("method", "options", *names):
+            if names.count(name) > (name not in ("method", "options")):
                 raise ValueError(f"{self.name}.{name}: is declared twice")
         if not self.name.isidentifier() or not all(map(str.isidentifier, names)):
             raise ValueError(f"{self.name}: it and its fields are not all names")
@@ -316,7 +288,7 @@ class Method:
     @property
     def known(self) -> tuple[str, ...]:
         """The names of all fields that a configuration of this method may set."""
-        return ("method", *(each.name for each in self.fields), *(("accept",) if self.name != "none" else ()))
+        return ("method", *(each.name for each in self.fields))
 
     @property
     def first(self) -> dict[str, Any]:
@@ -366,7 +338,6 @@ class SpeculativeConfig:
     Args:
         method: ``none`` (plain decoding) or a declared method, such as ``prompt_lookup``.
         mask: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
-        accept: the acceptance rule, for all methods that draft. Any rule but ``exact`` changes the output.
         members: the configurations that a cascade chooses from; see :class:`~layerskip.drafters.cascade.Cascade`.
         verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as measured by
             :func:`~layerskip.costs.timing.time_verification`.
@@ -393,7 +364,6 @@ class SpeculativeConfig:
     min_token_prob: float = _FIELDS["min_token_prob"].default
     head: str = ""
     draft_model: str = ""
-    accept: AcceptRule = EXACT
     members: tuple[SpeculativeConfig, ...] = ()
     verify_cost: Costs = ()
     draft_cost: Costs = ()
@@ -405,7 +375,6 @@ class SpeculativeConfig:
         refuse_unknown(dict(self.options), tuple(method.options), f"method {self.method}")
         given = dict(method.options) | dict(self.options)  # so that two configurations that decode alike are equal
         object.__setattr__(self, "options", tuple((name, given[name]) for name in method.options))
-        check_type("accept", self.accept, AcceptRule)
         for each in method.fields:
             each.check(self)
         method.check(self)
@@ -418,10 +387,10 @@ class SpeculativeConfig:
             raise ConfigError(str(error)) from None
 
     @classmethod
-    def of(cls, method: str, values: Mapping[str, Any], accept: AcceptRule = EXACT) -> SpeculativeConfig:
+    def of(cls, method: str, values: Mapping[str, Any]) -> SpeculativeConfig:
         """Return a configuration of a method with values by field, those of its own fields included."""
         own = tuple((name, values[name]) for name in _method(method).options if name in values)
-        return cls(method, **{name: value for name, value in values.items() if name in _FIELDS}, accept=accept, options=own)
+        return cls(method, **{name: value for name, value in values.items() if name in _FIELDS}, options=own)
 
     def option(self, name: str) -> Any:
         """Return the value of a field that only this method has."""
@@ -437,11 +406,6 @@ class SpeculativeConfig:
         return {each.name: self.value(each.name) for each in _method(self.method).fields}
 
     @property
-    def lossless(self) -> bool:
-        """True if the output follows the target's own distribution."""
-        return self.accept.lossless
-
-    @property
     def lookup(self) -> bool:
         """True if drafts are copied from earlier text, at almost no cost."""
         return _method(self.method).lookup
@@ -449,7 +413,7 @@ class SpeculativeConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that this method reads, as plain values; ``from_dict`` makes an equal configuration from them.
 
-        Fields without effect are left out. An acceptance rule that changes the output adds ``lossless: false``.
+        Fields without effect are left out.
         """
         fields: dict[str, Any] = {"method": self.method}
         for each in _method(self.method).fields:
@@ -461,23 +425,21 @@ class SpeculativeConfig:
             if isinstance(value, tuple):
                 value = list(value)
             fields[each.name] = value.to_dict() if isinstance(value, StopRule) else value
-        if not self.lossless:
-            fields |= {"accept": self.accept.to_dict(), "lossless": False}
         return fields
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SpeculativeConfig:
-        """Build from plain values; a key that ``method`` does not know is refused by name."""
+        """Build from plain values; a key that ``method`` does not know is refused by name.
+
+        Earlier versions had a rule ``accept``. Files in which it was ``exact`` mean the same without it.
+        """
         if not isinstance(fields, Mapping):
             raise ConfigError(f"config: {fields!r} is not a table of fields")
-        method = _method(fields.get("method", "none"))
-        refuse_unknown(fields, (*method.known, "lossless"), f"method {method.name}")
         values = dict(fields)
-        lossless = values.pop("lossless", None)
-        if "accept" in values:
-            values["accept"] = AcceptRule.from_dict(values["accept"])
-        if lossless is not None and lossless is not values.get("accept", AcceptRule()).lossless:
-            raise ConfigError(f"lossless: {lossless!r} contradicts the acceptance rule")
+        if (accept := values.pop("accept", "exact")) not in ("exact", {"method": "exact"}):
+            raise ConfigError(f"accept: {accept!r} changes the output, which is no longer supported")
+        method = _method(values.get("method", "none"))
+        refuse_unknown(values, method.known, f"method {method.name}")
         if "stop" in values:
             values["stop"] = StopRule.from_dict(values["stop"])
         if "members" in values:
@@ -485,19 +447,18 @@ class SpeculativeConfig:
                 raise ConfigError(f"members: {values['members']!r} is not a list of configurations")
             values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls.of(method.name, values, values.get("accept", EXACT))
+        return cls.of(method.name, values)
 
     def label(self) -> str:
         """Return a short name for tables and logs."""
         if self.method == "none":
             return "no drafting"
-        lossy = "" if self.lossless else f", LOSSY: {self.accept.method}"
         detail = _method(self.method).label(self)
         if self.members:
-            return f"{self.method}: {detail}{lossy}"
+            return f"{self.method}: {detail}"
         stop = "" if self.stop.method == "length" else f", {self.stop.method} {self.stop.threshold:g}"
         length = f"length {self.num_speculative_tokens}{stop}" if "num_speculative_tokens" in _method(self.method) else ""
-        shown = "; ".join(filter(None, (detail, (length + lossy).removeprefix(", "))))
+        shown = "; ".join(filter(None, (detail, length)))
         return self.method.replace("_", " ") + (f" ({shown})" if shown else "")
 
 

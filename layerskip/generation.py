@@ -42,7 +42,7 @@ def generate(
     callback: Callable[[list[int]], None] | None = None,
     seed: int | None = None,
 ) -> Generation:
-    """Continue a prompt. The output is the target's own for every configuration with exact acceptance.
+    """Continue a prompt. The output is the target's own for every configuration.
 
     Args:
         target: from :func:`layerskip.load_target`.

@@ -3,8 +3,7 @@
 Usage: ``python -m searches.verify outputs/<study>/best.json [field=value]``
 
 The export's configuration and plain decoding take turns on held-out prompts, repeat by repeat, until the verdict is clear or
-the repeats are used up. An interrupted run resumes. The exit code states the verdict: 0 confirmed, 3 weaker, 4 refuted. A
-lossy export is refused.
+the repeats are used up. An interrupted run resumes. The exit code states the verdict: 0 confirmed, 3 weaker, 4 refuted.
 
 A configuration that drafts claims three things: to keep the output, to be faster than plain decoding, and to be as fast as
 its evidence states, up to the difference between machines and days.
@@ -94,7 +93,9 @@ def verify(config: DictConfig) -> None:
     """
     check_seed(config.seed)
     settings = VerifySettings(**config.measure)
-    export = _load_export(config)
+    if OmegaConf.is_missing(config, "export"):
+        raise InputError("export: is missing; name the file, as in python -m searches.verify best.json")
+    export = Export.load(str(config.export))
     max_new_tokens = settings.max_new_tokens or export.evidence.get("max_new_tokens", _MAX_NEW_TOKENS)
     check_whole("evidence.max_new_tokens", max_new_tokens)
     held_out: PromptSet = instantiate(config.prompts).split()[1]
@@ -159,17 +160,6 @@ def verify(config: DictConfig) -> None:
     unfinished.unlink(missing_ok=True)  # the next run measures again
     if verdict.name != "confirmed":
         sys.exit(EXIT_CODES[verdict.name])
-
-
-def _load_export(config: DictConfig) -> Export:
-    """Return the export, unless it is lossy."""
-    if OmegaConf.is_missing(config, "export"):
-        raise InputError("export: is missing; name the file, as in python -m searches.verify best.json")
-    path = str(config.export)
-    export = Export.load(path)
-    if not export.config.lossless:
-        raise InputError(f"config.accept: {export.config.accept.method} may change the output (in {path})")
-    return export
 
 
 def _is_alike(export: Export, target: Target) -> bool:

@@ -19,7 +19,7 @@ from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
 from layerskip.decoding.sampling import Chooser, Sampling, largest_logits
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.decoding.tree import tree_depth, tree_model
-from layerskip.decoding.verify import Verdict, accept_lossy, verify
+from layerskip.decoding.verify import Verdict, verify
 from layerskip.device.transfer import begin_reading, copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, generation_lock, release_cache
@@ -68,7 +68,7 @@ def decode(
     callback: Callable[[list[int]], None] | None = None,
     seed: int | None = None,
 ) -> DecodeResult:
-    """Continue a prompt with exactly the tokens that the target alone would produce, unless the drafter's rule is lossy.
+    """Continue a prompt with exactly the tokens that the target alone would produce.
 
     Args:
         target: the model to decode with.
@@ -128,8 +128,7 @@ class _Loop:
         self._trees = tree_model(target.model) if drafter.tree_tokens else None
         # Of plain decoding with static shapes: the logits of the next pass, which is launched before a token is read.
         self._ahead: Tensor | None = None
-        ahead = drafter.never_drafts and cache.may_be_static and drafter.accept.lossless
-        self._runs_ahead = ahead and not chooser.sampling.needs_seen
+        self._runs_ahead = drafter.never_drafts and cache.may_be_static and not chooser.sampling.needs_seen
 
     def prefill(self, prompt: list[int], known: Prefill | None) -> list[int]:
         """Read the prompt, commit the target's first token and start the drafter."""
@@ -170,10 +169,7 @@ class _Loop:
         distribution = chooser.distribution(logits, block, draft.parents)
         late = drafter.observe_logits(VerifyOutput(block, logits))
         values = [largest_logits(logits, distribution), *(read.values for read in late)]
-        if drafter.accept.lossless:
-            verdict = verify(draft, distribution, chooser.generator, values)
-        else:
-            verdict = accept_lossy(draft, distribution, logits, drafter.accept, chooser.generator, values)
+        verdict = verify(draft, distribution, chooser.generator, values)
         largest, *late_values = verdict.late
         self._check_finite([largest[row] for row in verdict.rows])
         if verdict.path is not None:

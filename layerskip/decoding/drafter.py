@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layerskip.config import EXACT, PLAIN, AcceptRule, Method, SpeculativeConfig, declare
+from layerskip.config import PLAIN, Method, SpeculativeConfig, declare
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree import draft_depth
@@ -70,7 +70,6 @@ class Drafter:
 
     Attributes:
         method: the declaration of the method that the class drafts for.
-        accept: the acceptance rule of its drafts; ``build_drafter`` sets it.
         tree_tokens: the most tokens of its trees; 0 if it drafts chains.
         reads_features: whether it reads the hidden states that the target's output layer reads.
         lookup: whether it finds its drafts without running a model, so that requesting one costs next to nothing; as the
@@ -81,7 +80,6 @@ class Drafter:
 
     method: ClassVar[Method]
 
-    accept: AcceptRule = EXACT
     tree_tokens: int = 0
     reads_features: bool = False
     lookup: bool = False

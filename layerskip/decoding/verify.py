@@ -1,6 +1,6 @@
-"""The acceptance rules: they decide which drafted tokens the target accepts, and which token comes next.
+"""The acceptance rule: it decides which drafted tokens the target accepts, and which token comes next.
 
-The exact rule is a pure function of distributions: Fast Inference from Transformers via Speculative Decoding (arXiv
+It is a pure function of distributions: Fast Inference from Transformers via Speculative Decoding (arXiv
 2211.17192), algorithm 1. A drafted token x is accepted with probability min(1, p(x) / q(x)); after the first rejection a
 token is drawn from max(0, p - q), and after a fully accepted block from p. The result is distributed exactly as tokens
 drawn from p one by one. A deterministic draft is a one-hot q; if p is one-hot too, the rule reduces to comparing tokens.
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.config import AcceptRule
 from layerskip.decoding.draft import DeviceTree, Draft, chain_or_tree
 from layerskip.decoding.sampling import draw
 from layerskip.device.transfer import read_to_host
@@ -133,33 +132,3 @@ def _accept_tree(draft: Draft, target_probs: Tensor, generator: torch.Generator 
         path.append(node)
         row = node + 1
     return Verdict(tuple(drafted), len(path), expected[row], following[row, None], tuple(path), known, values)
-
-
-def accept_lossy(
-    draft: Draft,
-    target_probs: Tensor,
-    logits: Tensor,
-    rule: AcceptRule,
-    generator: torch.Generator | None = None,
-    late: Sequence[Tensor] = (),
-) -> Verdict:
-    """Accept tokens that the target finds likely enough, along the deepest such branch, and add one token of the target.
-
-    Such a rule is faster, changes the output, and exists for comparison with published systems. Of several branches of that
-    depth the likeliest is accepted. ``logits``, ``[K + 1, V]``, are the target's before any warping; see :func:`verify`.
-    """
-    probs = logits.float().softmax(-1)
-    draft = draft.read_shape()
-    tokens, *values = read_to_host(draft.tokens, *late)
-    branches: dict[int, tuple[float, tuple[int, ...]]] = {-1: (1.0, ())}  # accepted branches by their last node
-    for node, (token, parent) in enumerate(zip(tokens, draft.known_parents, strict=True)):
-        prob = float(probs[parent + 1, token])
-        if parent in branches and prob >= rule.threshold:
-            prob_above, path_above = branches[parent]
-            branches[node] = prob_above * prob, (*path_above, node)
-    _, path = max(branches.values(), key=lambda branch: (len(branch[1]), branch[0]))
-    row = target_probs[(path[-1] if path else -1) + 1]
-    last = row[None] if target_probs.dtype == torch.int64 else draw(row[None], generator)
-    if draft.parents is None:
-        return Verdict(tuple(tokens), len(path), int(last), last, late=values)
-    return Verdict(tuple(tokens), len(path), int(last), last, path, tuple(draft.known_parents), values)

@@ -41,8 +41,8 @@ def _check(config: SpeculativeConfig) -> None:
     if not isinstance(config.members, tuple) or len(config.members) < 2:
         raise ConfigError("members: a cascade needs at least two configurations")
     for member in config.members:
-        if not isinstance(member, SpeculativeConfig) or member.method in ("none", "cascade") or not member.lossless:
-            raise ConfigError(f"members: {member!r} is not the configuration of a single lossless drafter")
+        if not isinstance(member, SpeculativeConfig) or member.method in ("none", "cascade"):
+            raise ConfigError(f"members: {member!r} is not the configuration of a single drafter")
     check_costs("verify_cost", config.verify_cost, 0.1)
     check_costs("draft_cost", config.draft_cost, 0.0)
     if config.draft_cost and not config.verify_cost:

@@ -33,7 +33,6 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
     if reason := drafter_class.unsupported(target):
         raise UnsupportedModel(f"{config.method}: {reason}")
     drafter = drafter_class.build(config, target)
-    drafter.accept = config.accept
     if drafter.tree_tokens:
         tree_model(target.model)  # raises UnsupportedModel if the target cannot verify trees
     return drafter

@@ -115,8 +115,6 @@ def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
         Unsupported: no engine drafts so.
     """
     config = deployment.config
-    if not config.lossless:
-        raise Unsupported(f"config.accept: the rule {config.accept.method} changes the output; engines accept exactly")
     if deployment.target.get("quantization") is not None:
         raise Unsupported("target.quantization: weights that are quantised while they are loaded are no model of the engine")
     method = methods()[config.method]

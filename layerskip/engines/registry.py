@@ -165,7 +165,7 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
 def _members(config: SpeculativeConfig) -> tuple[SpeculativeConfig, ...]:
     """Return the drafters of a configuration; the engine combines a lookup with a draft model behind it."""
     methods = [member.method for member in config.members]
-    if config.lossless and methods in (["prompt_lookup", "draft_model"], ["prompt_lookup", "layer_skip"]):
+    if methods in (["prompt_lookup", "draft_model"], ["prompt_lookup", "layer_skip"]):
         return config.members
     return (config,)
 

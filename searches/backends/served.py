@@ -107,13 +107,13 @@ class ServedBackend(Backend):
         return {"engines": self.engines} | model
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
-        """Return the space without choices that servers do not have: stop rules, matches, datastores and lossy rules.
+        """Return the space without choices that servers do not have: stop rules, matches and datastores.
 
         Their n-grams are copied from their first match. Heads draft chains: a method keeps its trees only if it has no
         chains.
         """
         trees = any(methods()[method].trees_only for method in space.available_methods)
-        found = replace(space, allow_lossy=False).narrowed(stop=("length",), match=("first",), datastore=())
+        found = space.narrowed(stop=("length",), match=("first",), datastore=())
         return found if trees else replace(found, trees=False)
 
     def metrics(self) -> dict[str, float]:

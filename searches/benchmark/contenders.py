@@ -169,6 +169,6 @@ def _with_costs(
     costs: dict[str, Any] = {}
     if config.members and "verify_cost" not in given:
         costs["verify_cost"] = list(verify_costs())
-    if costs.get("verify_cost", config.verify_cost) and config.members and config.lossless and "draft_cost" not in given:
+    if costs.get("verify_cost", config.verify_cost) and config.members and "draft_cost" not in given:
         costs["draft_cost"] = list(draft_costs(config.members))
     return SpeculativeConfig.from_dict(config.to_dict() | costs) if costs else config

@@ -70,11 +70,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         "repeats": repeats,
         "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
         "configs": {name: drafting.to_dict() for name, drafting in configs.items()},
-        "results": {
-            name: _result(rows, name, rivals.get(name), configs)
-            | {"lossless": name not in configs or configs[name].lossless}
-            for name in decoders
-        },
+        "results": {name: _result(rows, name, rivals.get(name), configs) for name in decoders},
         "read_gigabytes_per_second": reads,
         "engines": {peer.engine: peer.version for peer in engines.values()},
         "engine_precision": {name: peer.precision for name, peer in engines.items()},
@@ -125,8 +121,7 @@ def table(record: Mapping[str, Any]) -> str:
     by_category = []
     for name, result in results.items():
         speedups = {each: f"{speedup:.2f}" for each, speedup in result["speedup_by_category"].items()}
-        marked = name if result["lossless"] else f"{name} (lossy)"
-        by_category.append({"speedup by category": marked} | {each: speedups.get(each, "") for each in categories})
+        by_category.append({"speedup by category": name} | {each: speedups.get(each, "") for each in categories})
     cascades = [
         {"cascade": name, "member": member, "speedup over the member": _interval(ratio)}
         for name, result in results.items()
@@ -147,7 +142,7 @@ def _row(name: str, result: Mapping[str, Any], config: Mapping[str, Any] | None)
         "acceptance": f"{result['acceptance_rate']:.2f}" if drafts else "",
         "tokens/round": f"{result['mean_acceptance_length']:.2f}",
         "drafting": f"{result['draft_share']:.0%}" if drafts else "",
-        "output": result["losslessness"]["verdict"].replace("_", "-") if result["lossless"] else "lossy",
+        "output": result["losslessness"]["verdict"].replace("_", "-"),
         "speedup over transformers": _interval(result["rival"]) if "rival" in result else "",
     }
 

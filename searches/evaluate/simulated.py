@@ -345,5 +345,5 @@ class SimulatedPredictor:
         return plain / self._believed.seconds(config, rounds)
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
-        """Return whether this is lossless layer skipping or prompt lookup."""
-        return config.method in ("layer_skip", "prompt_lookup") and config.lossless
+        """Return whether this is layer skipping or prompt lookup."""
+        return config.method in ("layer_skip", "prompt_lookup")

@@ -133,9 +133,8 @@ class ScanPredictor:
     def can_predict(self, config: SpeculativeConfig) -> bool:
         """Return whether the draft is a timed prompt lookup, or a chain with a scanned draft length and stop rule."""
         if config.method == "prompt_lookup":
-            return config.lossless and config.num_speculative_tokens <= self.profile.longest
-        scanned = (config.num_speculative_tokens, config.stop) in self._choices
-        return config.method == "layer_skip" and scanned and config.lossless
+            return config.num_speculative_tokens <= self.profile.longest
+        return config.method == "layer_skip" and (config.num_speculative_tokens, config.stop) in self._choices
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict a configuration's speedup from the counts of its rounds; scans its mask if it is new."""

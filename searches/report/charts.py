@@ -223,7 +223,7 @@ def _describe(trial: FrozenTrial) -> str:
         f"{metrics['tokens_per_second']:.1f} tokens/s, acceptance {metrics['acceptance_rate']:.2f}",
         *([f"predicted {known[PREDICTED]:.3f}"] if known.get(PREDICTED) else []),
         *([f"{requests['throughput']:.1f} tokens/s of the engine"] if "throughput" in requests else []),
-        f"output {output_state(configuration(trial), metrics)}",
+        f"output {output_state(metrics)}",
     ]
     return "<br>".join(lines)
 

@@ -177,5 +177,5 @@ def verdict(finals: Finals) -> str:
     return (
         f"{winner.config.label()} wins: {held_out['speedup']:.2f} x plain decoding on held-out prompts "
         f"(95 % interval {held_out['speedup_low']:.2f} to {held_out['speedup_high']:.2f}{together}), "
-        f"output {output_state(winner.config, held_out)}."
+        f"output {output_state(held_out)}."
     )

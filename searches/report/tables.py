@@ -36,9 +36,9 @@ _OUTPUTS = {
 }
 
 
-def output_state(config: SpeculativeConfig, measured: Mapping[str, Any]) -> str:
+def output_state(measured: Mapping[str, Any]) -> str:
     """Return the comparison of the output with that of plain decoding."""
-    return _OUTPUTS[measured["losslessness"]["verdict"]] if config.lossless else "LOSSY"
+    return _OUTPUTS[measured["losslessness"]["verdict"]]
 
 
 def speedup_cells(metrics: Mapping[str, Any], digits: int) -> Row:
@@ -81,7 +81,7 @@ def finals_tables(finals: Finals) -> Tables:
         | speedup_cells(metrics, 3)
         | {"in the search": f"{search_speedup:.3f}"}
         | _rates(metrics)
-        | {"output": output_state(config, metrics)}
+        | {"output": output_state(metrics)}
         for label, outcome, config, metrics, search_speedup in rows
     ]
     tables = {"Finalists (held-out prompts)": shown}
@@ -126,9 +126,8 @@ def measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
 
 
 def may_lead(trial: FrozenTrial) -> bool:
-    """Return True if a trial was measured to the end and kept the output, or is lossy by choice."""
-    kept = is_lossless(trial.user_attrs["measurement"]) or not configuration(trial).lossless
-    return kept and trial.state == TrialState.COMPLETE
+    """Return True if a trial was measured to the end and kept the output."""
+    return is_lossless(trial.user_attrs["measurement"]) and trial.state == TrialState.COMPLETE
 
 
 def best_trials(trials: Iterable[FrozenTrial], maximum: int = 10) -> list[FrozenTrial]:

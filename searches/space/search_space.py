@@ -15,9 +15,9 @@ from typing import Any
 
 import optuna
 
-from layerskip import AcceptRule, MaskError, SkipMask, SpeculativeConfig, StopRule
+from layerskip import MaskError, SkipMask, SpeculativeConfig, StopRule
 from layerskip.config import Costs, Field, Method, methods
-from searches.app.checks import InputError, check_flag, check_list, check_number, check_whole
+from searches.app.checks import InputError, check_list, check_number, check_whole
 
 Params = dict[str, int | float | str]
 _THRESHOLDS = (0.1, 0.9, 0.05)  # lowest, highest, step
@@ -148,7 +148,6 @@ class SearchSpace:
         ranges: what a study chooses a field from, by method and field, in place of its declared range or choices. Methods
             that need a head, a draft model or a datastore are left out where none is named.
         masks: further masks to try first, in text form.
-        allow_lossy: whether acceptance rules that change the output are searched and may win.
         trees: whether the target can verify trees.
         verify_cost: the cost of verification in cascades; empty if it was not measured.
         draft_cost: the cost of drafting by members of cascades; None if it is not measured.
@@ -160,13 +159,11 @@ class SearchSpace:
     protect_last: int = 2
     ranges: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
     masks: Sequence[str] = ()
-    allow_lossy: bool = field(default=False, metadata=_RUNTIME)
     trees: bool = field(default=True, metadata=_RUNTIME)
     verify_cost: Costs = field(default=(), metadata=_RUNTIME)
     draft_cost: DraftCost | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
 
     def __post_init__(self) -> None:
-        check_flag("allow_lossy", self.allow_lossy)
         known = methods()
         if self.methods is not None:
             check_list("space.methods", self.methods, tuple(known))
@@ -246,15 +243,8 @@ class SearchSpace:
         method = str(trial.suggest_categorical("method", self.available_methods))
         if method == _CASCADE:
             second = str(trial.suggest_categorical("cascade.second", self.second_methods))
-            config = self._cascade(self._suggest(LOOKUP, trial), self._suggest(second, trial))
-        else:
-            config = self._suggest(method, trial)
-        if not self.allow_lossy or method == "none":
-            return config
-        rule = str(trial.suggest_categorical("accept", ("exact", "threshold")))
-        if rule == "threshold":
-            return replace(config, accept=AcceptRule(rule, trial.suggest_float("accept.threshold", 0.05, 0.95, step=0.05)))
-        return replace(config, accept=AcceptRule(rule))
+            return self._cascade(self._suggest(LOOKUP, trial), self._suggest(second, trial))
+        return self._suggest(method, trial)
 
     def params(self, config: SpeculativeConfig) -> Params:
         """Return the choices that lead to a configuration; the reverse of :meth:`suggest`."""
@@ -263,10 +253,6 @@ class SearchSpace:
             found |= self._params(member)
         if config.members:
             found["cascade.second"] = config.members[1].method
-        if self.allow_lossy and config.method != "none":
-            found["accept"] = config.accept.method
-            if config.accept.method == "threshold":
-                found["accept.threshold"] = config.accept.threshold
         return found
 
     def _suggest(self, method: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:

@@ -71,8 +71,8 @@ class Finalist:
 
     @property
     def keeps_output(self) -> bool:
-        """True if the configuration kept the output, or is lossy by choice."""
-        return is_lossless(self.held_out) or not self.config.lossless
+        """True if the configuration kept the output."""
+        return is_lossless(self.held_out)
 
     @property
     def eligible(self) -> bool:
@@ -255,8 +255,9 @@ def _with_metrics(measured: Measurement) -> dict[str, Any]:
 def _leader(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig]) -> str:
     """Return the fastest of those that kept the output, or else of all."""
     measured = {name: Measurement.of(rows, BASELINE, name) for name in configs}
-    changed = {name: measured[name].lossless.verdict == "different" and configs[name].lossless for name in configs}
-    return max(configs, key=lambda name: (not changed[name], measured[name].speedup), default=BASELINE)
+    return max(
+        configs, key=lambda name: (measured[name].lossless.verdict != "different", measured[name].speedup), default=BASELINE
+    )
 
 
 def _is_settled(rows: Sequence[Row], left: Collection[str], indifference: float | None = None) -> bool:

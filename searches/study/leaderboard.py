@@ -119,9 +119,7 @@ class Leaderboard:
             if trial.number not in self._pooled:
                 self._pool(trial)
         eligible = [
-            entry
-            for entry in self.entries.values()
-            if entry.complete and (entry.lossless or not entry.config.lossless) and entry.config.method != "none"
+            entry for entry in self.entries.values() if entry.complete and entry.lossless and entry.config.method != "none"
         ]
         eligible.sort(key=lambda entry: entry.first)  # without a common prompt two tie
         self.ranking = sorted(eligible, key=functools.cmp_to_key(_compare), reverse=True)

@@ -215,7 +215,7 @@ class Objective:
         changed = False
         if measurement.candidate:
             metrics = measurement.to_dict()
-            changed = metrics["losslessness"]["verdict"] == "different" and config.lossless
+            changed = metrics["losslessness"]["verdict"] == "different"
             trial.set_user_attr("measurement", metrics)
             trial.set_user_attr("table", table)
             if changed and self.bench.exact:

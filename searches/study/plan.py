@@ -76,7 +76,7 @@ class Plan:
             measuring = replace(measuring, drift=math.inf)
         check_prompts(prompts, target, measuring.max_new_tokens)
         _resolve(config)
-        space = instantiate(config.space, layers=target.layers, allow_lossy=config.allow_lossy)
+        space = instantiate(config.space, layers=target.layers)
         _print_left_out(space)
         if isinstance(backend, LayerskipBackend):
             space = drop_unsupported(space, target)

@@ -71,7 +71,7 @@ class BoundEstimator:
             return SpeedupBound(predicted, predicted * math.exp(error), to_beat)
         mask = SkipMask.parse(config.mask, predictor.layers)
         by_cost = predictor.profile.speedup_bound(mask)
-        if by_cost * math.exp(error) < to_beat or not config.lossless:  # a lossy rule may accept more than a scan counts
+        if by_cost * math.exp(error) < to_beat:
             return SpeedupBound(None, by_cost * math.exp(error), to_beat)
         if predictable:
             predicted = predictor.speedup(config)

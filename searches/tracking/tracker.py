@@ -221,7 +221,7 @@ class Tracker:
             for name, result in record["results"].items():
                 child = store.create(name, {PARENT: run_id, "role": "contender", "contender": name})
                 metrics = {key: result[key] for key in MEASURED}
-                store.log(child, metrics_now(metrics), params | {"lossless": str(result["lossless"])})
+                store.log(child, metrics_now(metrics), params)
                 client.set_terminated(child)
             for name, text in texts.items():
                 client.log_text(run_id, text, name)

@@ -28,7 +28,7 @@ class Recorder(Drafter):
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.tree_tokens, self.reads_features, self.accept = drafter.tree_tokens, drafter.reads_features, drafter.accept
+        self.tree_tokens, self.reads_features = drafter.tree_tokens, drafter.reads_features
         self.drafts: list[tuple[Tokens, list[Tokens]]] = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:

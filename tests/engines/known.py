@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerskip import AcceptRule, Sampling, SpeculativeConfig, StopRule
+from layerskip import Sampling, SpeculativeConfig, StopRule
 from layerskip.engines.deployment import Deployment
 
 TARGET = {"name": "Org/Model", "revision": "abc", "architecture": "LlamaForCausalLM", "layers": 6, "dtype": "float32"}
@@ -32,7 +32,6 @@ CONFIGS = {
     "lookahead": SpeculativeConfig("lookahead", 3),
     "lookup then model": SpeculativeConfig("cascade", members=(LOOKUP, MODEL)),
     "lookup then recycling": SpeculativeConfig("cascade", members=(LOOKUP, SpeculativeConfig("token_recycling", 3))),
-    "lossy": SpeculativeConfig("prompt_lookup", 5, accept=AcceptRule("threshold")),
 }
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from layerskip import AcceptRule, SpeculativeConfig, StopRule, Target, load_target
+from layerskip import SpeculativeConfig, StopRule, Target, load_target
 from layerskip.config import methods
 from layerskip.engines.deployment import Unsupported
 from layerskip.heads.eagle import EagleHead, EagleShape
@@ -58,7 +57,6 @@ def test_the_method_of_a_head_is_read_from_its_folder(tmp_path: Path, tiny_targe
         (SpeculativeConfig("token_recycling"), "method: "),
         (SpeculativeConfig("layer_skip", mask="layers:1"), "method: "),
         (SpeculativeConfig("draft_model", draft_model="a", stop=StopRule("threshold", 0.5)), "stop: "),
-        (SpeculativeConfig("prompt_lookup", accept=AcceptRule("threshold")), "accept: "),
         (SpeculativeConfig("retrieval", datastore="a"), "method: retrieval: no engine drafts from a datastore"),
         (SpeculativeConfig("eagle", head="nowhere", top_k=1), "head: "),
     ],
@@ -140,8 +138,7 @@ def test_a_trained_head_is_saved_in_vllms_layout_once(tiny_target: Target, tmp_p
 
 
 def test_a_space_has_nothing_that_vllm_lacks(tiny_target: Target) -> None:
-    """Lossy rules among it, and drafts that it would make otherwise."""
+    """Drafts that it would make otherwise among it."""
     space = SearchSpace(3, ["none", "prompt_lookup", "draft_model"], 0, 0, {"draft_model": {"draft_model": ["a", "b"]}})
-    found = VllmBackend(tiny_target).restrict(replace(space, allow_lossy=True))
+    found = VllmBackend(tiny_target).restrict(space)
     assert (found.values("draft_model", "stop"), found.values("prompt_lookup", "match")) == (("length",), ("first",))
-    assert not found.allow_lossy

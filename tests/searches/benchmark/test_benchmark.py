@@ -42,7 +42,6 @@ def record(tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> dict[str
         "measure.prompts=3",
         "measure.max_new_tokens=32",
         "draft_mask=layers:2-3",
-        "+contenders.loose={method:prompt_lookup,accept:{method:threshold,threshold:0.0}}",
         "+contenders.lookup_then_model={method:cascade,members:[{method:prompt_lookup},"
         "{method:draft_model,draft_model:${draft_folder}}]}",
         f"cross_draft={folder / 'other'}",
@@ -59,7 +58,7 @@ def test_all_contenders_give_the_same_output(record: dict[str, Any]) -> None:
     results = record["record"]["results"]
     assert set(results) == {
         "plain", "prompt_lookup", "retrieval", "token_recycling", "lookahead", "cascade", "layer_skip", "draft_model",
-        "cross_tokenizer", "transformers_universal", "loose", "lookup_then_model", "export",
+        "cross_tokenizer", "transformers_universal", "lookup_then_model", "export",
         "transformers", "transformers_prompt_lookup", "transformers_early_exit", "transformers_assistant",
     }  # fmt: skip
     assert record["record"]["configs"]["layer_skip"]["mask"] == "layers:2-3"  # the second half of four
@@ -68,7 +67,7 @@ def test_all_contenders_give_the_same_output(record: dict[str, Any]) -> None:
     assert f"-{target.digest[:8]}-" in drafts.name
     _, held_out = PromptSet.packaged().split()
     assert record["record"]["prompts"]["digest"] == held_out.take(3).digest
-    assert {found["losslessness"]["verdict"] for name, found in results.items() if name != "loose"} == {"exact"}
+    assert {found["losslessness"]["verdict"] for found in results.values()} == {"exact"}
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
     assert results["transformers_assistant"]["draft_share"] == 0  # not measured
@@ -83,15 +82,9 @@ def test_costs_are_measured(record: dict[str, Any]) -> None:
     assert len(configs["cascade"]["verify_cost"]) == 16
 
 
-def test_lossy_contenders_are_marked_in_record_tables_and_mlflow(record: dict[str, Any]) -> None:
-    results = record["record"]["results"]
-    assert results["loose"]["losslessness"]["verdict"] == "different"
-    assert [name for name, found in results.items() if not found["lossless"]] == ["loose"]
-    rows = [line for line in record["printed"].splitlines() if "lossy" in line]
-    assert [row.split(" | ")[0] for row in rows] == ["| loose", "| loose (lossy)"]
+def test_every_contender_has_a_run_in_mlflow(record: dict[str, Any]) -> None:
     contenders = runs(sqlite(record["outputs"]), "contender")
-    assert {run.data.tags["contender"] for run in contenders} == set(results)
-    assert {run.data.tags["contender"] for run in contenders if run.data.params["lossless"] == "False"} == {"loose"}
+    assert {run.data.tags["contender"] for run in contenders} == set(record["record"]["results"])
 
 
 def test_our_contenders_are_compared_with_their_rivals(record: dict[str, Any]) -> None:

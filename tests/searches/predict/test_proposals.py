@@ -56,7 +56,7 @@ class Landscape:
         ]
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
-        return config.method == "layer_skip" and config.stop.method == "length" and config.lossless
+        return config.method == "layer_skip" and config.stop.method == "length"
 
     def speedup(self, config: SpeculativeConfig) -> float:
         (found,) = self.predict([SkipMask.parse(config.mask, LAYERS)])

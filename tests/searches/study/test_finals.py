@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,10 @@ from typing import Any
 import optuna
 import pytest
 
-from layerskip import AcceptRule, PromptSet, SpeculativeConfig
-from layerskip.measure.losslessness import Divergence, Losslessness
-from layerskip.measure.measurement import Sample
+from layerskip import PromptSet, SpeculativeConfig
 from searches.report import markdown as report
-from searches.space.search_space import SearchSpace
 from searches.study.finals import Finals, RunControl, measure_finals, measure_held_out
-from searches.study.objective import MeasureSettings, Objective
-from searches.study.study import StudySettings, run_trials
+from searches.study.objective import MeasureSettings
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
 
 NAMES = [item.id for item in HELD_OUT]
@@ -122,33 +118,6 @@ def test_plain_decoding_wins_if_nothing_is_faster() -> None:
     assert report.verdict(finals).startswith("No drafting wins") and report.verdict(finals) in text
     assert f"The fastest finalist, {FAST.label()}:\nBy category: default 0.90 (0.90 to 0.90).\n" in text
     assert "Its speedup was 0.95 in the search and 0.90 on held-out prompts." in text
-
-
-class _Changing(Known):
-    """Lossy configurations change every output."""
-
-    def compare(
-        self, configs: Mapping[str, SpeculativeConfig], prompts: PromptSet, *rest: Any
-    ) -> Iterator[dict[str, Sample]]:
-        for row in super().compare(configs, prompts, *rest):
-            changed = Losslessness(1, (Divergence("x", 1, 9.0, 0.0),))
-            lossy = {name: replace(row[name], lossless=changed) for name, config in configs.items() if not config.lossless}
-            yield row | lossy
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_a_lossy_configuration_wins_only_if_allowed(allowed: bool) -> None:
-    lossy = replace(FAST, accept=AcceptRule("threshold", 0.25))
-    bench = _Changing({FAST: 1.2, lossy: 2.0})
-    space = SearchSpace(bench.layers, methods=["none", "prompt_lookup"], allow_lossy=allowed)
-    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.NopPruner())
-    for config in (FAST, lossy):
-        study.enqueue_trial(space.params(config))
-    objective = Objective(bench, space, HELD_OUT, MeasureSettings(prompts=3), seed=0)
-    run_trials(study, objective, StudySettings(n_trials=2), lambda trial: None)
-    finals = _finals(study, bench)
-    assert finals.winner.config == (lossy if allowed else FAST)
-    assert ("output LOSSY" in report.verdict(finals)) == allowed
 
 
 def test_finals_without_time_measure_one_block_and_resume_with_the_same_rows(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from optuna.trial import TrialState
 
 from layerskip import SkipMask, SpeculativeConfig, StopRule
-from layerskip.config import EXACT, AcceptRule
 from searches.report import markdown as report
 from searches.study.leaderboard import Leaderboard
 from searches.study.pruning import BoundEstimator, SpeedupBound, calibrated_error
@@ -57,16 +56,6 @@ def test_a_suggestion_is_compared_with_the_leader_on_the_predicted_prompts() -> 
 def test_a_disturbed_leader_rules_nothing_out_that_beats_twice_its_lowest_speedup() -> None:
     assert _estimate(BEST.config, measured_trial(lookup(4), {"x": 5.5}, low=0.5)).to_beat == 1.0
     assert _estimate(BEST.config, measured_trial(lookup(4), {"x": 5.5}, low=1.3)).to_beat == pytest.approx(2.6)
-
-
-def test_a_lossy_rule_is_bounded_by_costs_alone() -> None:
-    mask = "attention:0-4"
-    lossy = SpeculativeConfig("layer_skip", 4, mask=mask, accept=AcceptRule("threshold", 0.05))
-    exact, bound = (
-        _estimate(config, measured_trial(lookup(4), {"x": 1.2})) for config in (replace(lossy, accept=EXACT), lossy)
-    )
-    assert exact.cannot_win and not bound.cannot_win
-    assert bound.upper == pytest.approx(PREDICTOR.profile.speedup_bound(SkipMask.parse(mask, LAYERS)) * UNKNOWN)
 
 
 def test_an_unscanned_stop_rule_is_bounded_by_the_best_scanned_one() -> None:
