@@ -32,14 +32,11 @@ from layerskip.models.target import NotFinite, Target
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """The new tokens with the end-of-sequence token if there is one, their rounds, and why they end.
-
-    The reason, ``finish``, is ``eos``, ``stop`` or ``length``.
-    """
+    """The new tokens with the end-of-sequence token if there is one, their rounds, and why they end."""
 
     tokens: list[int]
     stats: DecodeStats
-    finish: str
+    finish: str  # ``eos``, ``stop`` or ``length``
 
 
 @dataclass(frozen=True)
@@ -71,13 +68,9 @@ def decode(
     """Continue a prompt with exactly the tokens that the target alone would produce.
 
     Args:
-        target: the model to decode with.
-        drafter: proposes tokens.
         prompt: token ids, at least one; or their stored prefill. They are then read again only for a drafter that reads
             hidden states.
-        sampling: how tokens are chosen.
         max_new_tokens: at least 1.
-        stops: what ends the output earlier.
         callback: called with the first token after prefill, then with the committed tokens of every round.
         seed: makes sampling repeatable.
 
@@ -94,22 +87,21 @@ def decode(
         raise ValueError("prompt: is empty")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
-    length = len(tokens)
-    check_positions(target.model, length, length + max_new_tokens)
-    check_rope_scaling(target.model, length, length + max_new_tokens)
+    length, max_length = len(tokens), len(tokens) + max_new_tokens
+    check_positions(target.model, length, max_length)
+    check_rope_scaling(target.model, length, max_length)
     chooser = Chooser(sampling, target.vocabulary, target.device, seed)
-    end = _End(target.eos_ids if stops.eos_ids is None else stops.eos_ids, length + max_new_tokens, stops.criterion)
     with generation_lock(target.model):
-        cache = acquire_cache(target.model, target.layers, end.max_length + drafter.tree_tokens, target.device)
+        cache = acquire_cache(target.model, target.layers, max_length + drafter.tree_tokens, target.device)
         try:
-            loop = _Loop(target, drafter, cache, chooser, end)
+            loop = _Loop(target, drafter, cache, chooser, stops, max_length)
             committed = loop.prefill(tokens, known)
             rounds: list[Round] = []
             while True:
                 if callback is not None:
                     callback(committed)
-                if end.reason is not None:
-                    return DecodeResult(loop.context.tokens[length:], DecodeStats(tuple(rounds)), end.reason)
+                if loop.finish is not None:
+                    return DecodeResult(loop.context.tokens[length:], DecodeStats(tuple(rounds)), loop.finish)
                 committed, counts = loop.run_round()
                 rounds.append(counts)
         finally:  # also after an exception of a callback; the captured passes stay valid
@@ -117,13 +109,18 @@ def decode(
 
 
 class _Loop:
-    """The state of one decoding: :meth:`prefill` once, then :meth:`run_round` until the output ends."""
+    """The state of one decoding: :meth:`prefill` once, then :meth:`run_round` until there is a reason to ``finish``."""
 
     context: Context
+    finish: str | None = None
 
-    def __init__(self, target: Target, drafter: Drafter, cache: KVCache, chooser: Chooser, end: _End) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter, cache: KVCache, chooser: Chooser, stops: Stops, max_length: int
+    ) -> None:
         self._name, self._view, self._device = target.name, decoding_view(target.model), target.device
-        self._drafter, self._cache, self._chooser, self._end = drafter, cache, chooser, end
+        self._drafter, self._cache, self._chooser = drafter, cache, chooser
+        self._eos_ids = target.eos_ids if stops.eos_ids is None else stops.eos_ids
+        self._criterion, self._max_length = stops.criterion, max_length
         self._features = Features() if drafter.reads_features else None
         self._trees = tree_model(target.model) if drafter.tree_tokens else None
         # Of plain decoding with static shapes: the logits of the next pass, which is launched before a token is read.
@@ -144,8 +141,8 @@ class _Loop:
         verdict = verify(Draft.empty(self._device), distribution, chooser.generator, largest)
         self.context = Context(list(prompt), verdict.last)
         self._check_finite(verdict.late[0])
-        committed = self._end.commit(self.context.tokens, verdict.committed)
-        if self._end.reason is None:
+        committed = self._commit(verdict.committed)
+        if self.finish is None:
             drafter.start(prompt, cache, chooser)
             if self._features is not None:
                 drafter.observe_features(self._features.states)
@@ -158,7 +155,7 @@ class _Loop:
             return self._run_plain_round()
         context, cache, chooser, drafter = self.context, self._cache, self._chooser, self._drafter
         # Every round adds one token of the target, so a draft may fill all remaining places but one.
-        limit = self._end.max_length - len(context.tokens) - 1
+        limit = self._max_length - len(context.tokens) - 1
         draft = drafter.draft(context, limit) if limit > 0 else Draft.empty(self._device)
         block = torch.cat((context.last, draft.tokens))
         if draft.parents is None:
@@ -175,10 +172,10 @@ class _Loop:
         if verdict.path is not None:
             cache.gather(verdict.rows)
         cache.length += verdict.accepted + 1
-        committed = self._end.commit(context.tokens, verdict.committed)
+        committed = self._commit(verdict.committed)
         context.last = verdict.last
         chooser.observe(committed)
-        if self._end.reason is None:
+        if self.finish is None:
             if self._features is not None:
                 rows = slice(verdict.accepted + 1) if verdict.path is None else copy_to_device(verdict.rows, self._device)
                 drafter.observe_features(self._features.states[rows])
@@ -198,12 +195,27 @@ class _Loop:
         token = self._chooser.choose(distribution)
         read = begin_reading(torch.cat((token, largest_logits(logits, distribution).double())))  # one copy for both
         cache.length += 1
-        more = len(context.tokens) + 1 < self._end.max_length
+        more = len(context.tokens) + 1 < self._max_length
         self._ahead = forward(self._view, token, cache, last=1) if more else None
         context.last = token
         chosen, largest = read()
         self._check_finite([largest])
-        return self._end.commit(context.tokens, [int(chosen)]), Round(0, 0, 1)
+        return self._commit([int(chosen)]), Round(0, 0, 1)
+
+    def _commit(self, new: list[int]) -> list[int]:
+        """Append new tokens to the sequence, one by one up to its end, and return the appended ones."""
+        tokens, before = self.context.tokens, len(self.context.tokens)
+        for token in new:
+            tokens.append(token)
+            if token in self._eos_ids:
+                self.finish = "eos"
+            elif self._criterion is not None and self._criterion(tokens):
+                self.finish = "stop"
+            elif len(tokens) >= self._max_length:
+                self.finish = "length"
+            if self.finish is not None:
+                break
+        return tokens[before:]
 
     def _check_finite(self, largest: Sequence[float]) -> None:
         """Raise :class:`NotFinite` unless the largest logits after the last token, and those after it, are finite."""
@@ -219,28 +231,3 @@ def _count(verdict: Verdict, committed: int) -> Round:
     if committed <= verdict.accepted:
         drafted, depth = (committed, None) if depth is None else (drafted, committed)
     return Round(drafted, accepted, committed, depth)
-
-
-@dataclass
-class _End:
-    """The decision, token by token and before anything is committed, where the output ends."""
-
-    eos_ids: frozenset[int]
-    max_length: int  # tokens of prompt and output together
-    criterion: Callable[[list[int]], bool] | None
-    reason: str | None = None  # ``eos``, ``stop`` or ``length``; None while the output goes on
-
-    def commit(self, tokens: list[int], new: list[int]) -> list[int]:
-        """Append new tokens to the sequence up to its end, and return the appended ones."""
-        before = len(tokens)
-        for token in new:
-            tokens.append(token)
-            if token in self.eos_ids:
-                self.reason = "eos"
-            elif self.criterion is not None and self.criterion(tokens):
-                self.reason = "stop"
-            elif len(tokens) >= self.max_length:
-                self.reason = "length"
-            if self.reason is not None:
-                break
-        return tokens[before:]

@@ -19,28 +19,18 @@ from layerskip.models.target import Target
 
 @dataclass
 class Context:
-    """The sequence so far.
-
-    Args:
-        tokens: prompt and committed tokens, on the host.
-        last: ``[1]`` int64 on the device: the last token, which is in no cache yet.
-    """
+    """The sequence so far: prompt and committed tokens."""
 
     tokens: list[int]
-    last: Tensor
+    last: Tensor  # ``[1]`` int64 on the device: the last token, which is in no cache yet
 
 
 @dataclass(frozen=True)
 class VerifyOutput:
-    """The target's output in one verification pass.
+    """The target's output in one verification pass."""
 
-    Args:
-        block: ``[n]`` int64: the last token of the sequence, then the drafted tokens.
-        logits: ``[n, V]``: the target's logits after each of them, before any warping.
-    """
-
-    block: Tensor
-    logits: Tensor
+    block: Tensor  # ``[n]`` int64: the last token of the sequence, then the drafted tokens
+    logits: Tensor  # ``[n, V]`` after each of them, before any warping
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,6 @@ class Drafter:
     to configurations, programs and documentation by being imported.
 
     Attributes:
-        method: the declaration of the method that the class drafts for.
         tree_tokens: the most tokens of its trees; 0 if it drafts chains.
         reads_features: whether it reads the hidden states that the target's output layer reads.
         lookup: whether it finds its drafts without running a model, so that requesting one costs next to nothing; as the
@@ -115,13 +104,7 @@ class Drafter:
         return ""
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin a prompt.
-
-        Args:
-            prompt: its tokens.
-            cache: the target's cache, filled with the prompt. A drafter that runs on it must restore ``length``.
-            chooser: how tokens are chosen.
-        """
+        """Begin a prompt. A drafter that runs on the target's ``cache``, which holds the prompt, must restore its length."""
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Propose a chain of at most ``limit`` tokens, at least 1, or a tree of at most that depth; it may be empty."""
@@ -135,11 +118,10 @@ class Drafter:
         return ()
 
     def observe_features(self, features: Tensor) -> None:
-        """Receive the hidden states of committed tokens, if the drafter ``reads_features``.
+        """Receive the hidden states ``[n, H]`` of committed tokens, if the drafter ``reads_features``.
 
-        Args:
-            features: ``[n, H]``. Right after ``start``, those of the prompt; then, before every ``observe``, those of the
-                last token of the sequence and of the accepted tokens.
+        Right after ``start``, they are those of the prompt; then, before every ``observe``, those of the last token of the
+        sequence and of the accepted tokens.
         """
 
     def observe(self, verdict: Verdict) -> None:
@@ -166,10 +148,6 @@ class NoDraft(Drafter):
 
     method = PLAIN
     never_drafts = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.never_drafts = cls.draft is NoDraft.draft
 
     def draft(self, context: Context, limit: int) -> Draft:
         return Draft.empty(context.last.device)

@@ -52,11 +52,7 @@ class Stopper:
         if self.rule.method == "length":
             return False
         ((value,),) = read_to_host(confidence(logits))
-        return self.stops_at(value)
-
-    def stops_at(self, confidence: float) -> bool:
-        """Return whether the draft ends after a token of this confidence."""
-        return self.rule.method != "length" and confidence < self.threshold
+        return value < self.threshold
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Move an adaptive threshold by the acceptance rate of a round; rounds without a draft change nothing."""

@@ -42,12 +42,6 @@ class Trace:
     confidence: NDArray[np.float64]
     acceptance: NDArray[np.float64]
 
-    @classmethod
-    def empty(cls, starts: int, depth: int) -> Trace:
-        """Return a trace with nothing recorded."""
-        unknown = np.full((starts, depth), np.nan)
-        return cls(unknown, unknown.copy())
-
     @property
     def depth(self) -> int:
         """The longest recorded draft."""

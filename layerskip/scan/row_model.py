@@ -33,21 +33,13 @@ class RowModel:
     def __init__(self, model: PreTrainedModel) -> None:
         if is_split(model):
             raise UnsupportedModel("target.device: scans need a target on one device")
-        self.model, self.architecture = model, architecture(model)
+        self.model, self.architecture, self.device = model, architecture(model), input_device(model)
         self.layers = len(self.architecture.blocks)
         self._model_copy = shared_copy(model)
         self.additive = self._model_copy.config.get_text_config(decoder=True)._attn_implementation == "eager"
         # Set by prepare():
         self._kept: dict[tuple[str, int], Tensor | bool] = {}  # rows that run a sub-layer, or True or False for all
         self._masks: list[Tensor] = []  # attention masks by layer
-        self._replace_forwards()
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        return input_device(self.model)
-
-    def _replace_forwards(self) -> None:
         for index, block in enumerate(self.architecture.blocks):
             layer = self._model_copy.get_submodule(f"{self.architecture.path}.{index}")
             layer.forward = self._layer(layer.forward, index, block.form)
@@ -74,9 +66,8 @@ class RowModel:
             output = original(*args, **kwargs)
             if kept is True:
                 return output
-            result = output if form is None else output[0]
             # torch.where instead of a product: the output of a skipped sub-layer may be infinite.
-            result = torch.where(kept, result, 0.0)
+            result = torch.where(kept, output if form is None else output[0], 0.0)
             return result if form is None else (result, *output[1:])
 
         return forward
@@ -86,7 +77,7 @@ class RowModel:
         visible: Sequence[Tensor],
         masks: Sequence[SkipMask],
         mask_ids: Tensor,
-        parts: Sequence[tuple[int, int]] = (),
+        parts: Sequence[tuple[int, int]],
     ) -> None:
         """Set attention masks and skips of the next passes.
 
@@ -101,7 +92,7 @@ class RowModel:
         for mask in visible:
             if id(mask) not in converted:
                 converted[id(mask)] = (_bias(mask, dtype) if self.additive else mask)[None, None]
-        if parts and not self.additive and mask_ids.device.type == "cpu":  # elsewhere one large call is faster
+        if not self.additive and mask_ids.device.type == "cpu":  # elsewhere one large call is faster
             for mask in converted.values():
                 attend_in_parts(mask, parts)
         self._masks = [converted[id(mask)] for mask in visible]
@@ -114,15 +105,9 @@ class RowModel:
                     self._kept[kind, index] = torch.tensor(kept, device=mask_ids.device)[mask_ids][None, :, None]
 
     def run(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Run one pass. It writes the rows' keys and values after ``cache.length``, which stays as it is.
+        """Return the ``[R, V]`` logits of tokens ``[R]`` at ``positions`` ``[R]`` of their own texts, both int64.
 
-        Args:
-            tokens: ``[R]`` int64.
-            positions: ``[R]`` int64: position of each token in its own text.
-            cache: keys and values before the rows.
-
-        Returns:
-            ``[R, V]`` logits.
+        Writes the rows' keys and values after ``cache.length``, which stays as it is.
         """
         return forward(self._model_copy, tokens, cache, last=tokens.shape[0], positions=positions)
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from layerskip.config import StopRule
@@ -33,40 +34,19 @@ from layerskip.mask import SkipMask
 from layerskip.models.target import Target
 from layerskip.scan.replay import Counts, Trace, count, expected_counts, replay
 from layerskip.scan.row_model import RowModel
-from layerskip.scan.text_batch import Start, StartPack, TextBatch, runs_of
+from layerskip.scan.text_batch import StartPack, TextBatch
 from layerskip.texts.continuations import Continuation
 
 _CHECKED = 8  # starts in the self-check
-
-
-Row = tuple[int, int, int]
-"""Index of a mask, index of a continuation, and the start in it."""
-
 _HOPELESS = 1e-4  # sampled texts: a start whose draft is reached with a lower probability is left out of deeper passes
-
-
-class DraftedToken(NamedTuple):
-    """A drafted token with its acceptance.
-
-    Args:
-        confidence: the draft's probability of its most likely token.
-        acceptance: the probability that the token is accepted, given that those before it were.
-    """
-
-    confidence: float
-    acceptance: float
 
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """The scan of one mask on all continuations.
-
-    Args:
-        traces: the drafts along each continuation.
-    """
+    """The scan of one mask on all continuations."""
 
     mask: SkipMask
-    traces: tuple[Trace, ...]
+    traces: tuple[Trace, ...]  # the drafts along each continuation
 
     @property
     def agreement(self) -> float:
@@ -98,25 +78,21 @@ class Scanner:
         max_rows: int = 256,
         max_bytes: int | None = None,
     ) -> None:
-        if depth < 1 or max_rows < 1:
-            raise ValueError(f"depth, max_rows: {depth}, {max_rows} are not at least 1")
         self.target, self.sampling = target, sampling
         self.depth, self.max_rows = depth, max_rows
-        model, vocabulary = RowModel(target.model), target.vocabulary
-        self._texts = TextBatch(model, vocabulary, continuations, sampling, max_bytes)
+        self._texts = TextBatch(RowModel(target.model), target.vocabulary, continuations, sampling, max_bytes)
         self.continuations = self._texts.continuations
-        texts = enumerate(self.continuations)
-        self._packs = self._pack([(p, s) for p, text in texts for s in range(text.starts) if text.limit(s) > 0])
+        self._packs = self._pack(np.flatnonzero(self._texts.limit > 0))
 
     def sample(self, rows: int) -> Scanner:
         """Return a scanner of about ``rows`` evenly spread starts, which suffices for agreements, not for rounds."""
-        starts = [row for pack in self._packs for row in pack.rows]
+        starts = np.flatnonzero(self._texts.limit > 0)
         sampled = copy.copy(self)
         sampled._packs = self._pack(starts[:: max(1, -(-len(starts) // rows))])
         return sampled
 
-    def _pack(self, starts: list[Start]) -> list[StartPack]:
-        parts = [starts[i : i + self.max_rows] for i in range(0, len(starts), self.max_rows)]
+    def _pack(self, starts: NDArray[np.int64]) -> list[StartPack]:
+        parts = [starts[first : first + self.max_rows] for first in range(0, len(starts), self.max_rows)]
         return [self._texts.pack(part, max(1, self.max_rows // len(part)) * len(part) * self.depth) for part in parts]
 
     def check(self) -> None:
@@ -140,98 +116,89 @@ class Scanner:
             floor: greedy drafts are scanned past their first wrong token while their confidence is at least this: the lowest
                 threshold that will be replayed; None for none.
         """
-        if not self.sampling.greedy:
-            floor = None
-        depth = self.depth if depth is None else min(depth, self.depth)
-        scans = [Scan(mask, tuple(Trace.empty(p.starts, depth) for p in self.continuations)) for mask in masks]
+        if floor is None or not self.sampling.greedy:
+            floor = math.inf
+        shape = len(masks), len(self._texts.text), self.depth if depth is None else min(depth, self.depth)
+        confidences, acceptances = np.full(shape, np.nan), np.full(shape, np.nan)
         for pack in self._packs:
-            at_once = max(1, self.max_rows // len(pack.rows))
-            for first in range(0, len(scans), at_once):
-                some = scans[first : first + at_once]
-                rows = [(m, p, s) for m in range(len(some)) for p, s in pack.rows]
-                for (m, p, s), place, token in self._draft(pack, [scan.mask for scan in some], rows, depth, floor):
-                    trace = some[m].traces[p]
-                    trace.confidence[s, place], trace.acceptance[s, place] = token
-        return scans
+            at_once = max(1, self.max_rows // len(pack.starts))
+            for first in range(0, len(masks), at_once):
+                some = slice(first, first + at_once)
+                self._draft(pack, masks[some], confidences[some], acceptances[some], floor)
+        ends = np.cumsum([each.starts for each in self.continuations])[:-1]
+        found = zip(masks, confidences, acceptances, strict=True)
+        return [Scan(mask, tuple(map(Trace, np.split(sure, ends), np.split(agreed, ends)))) for mask, sure, agreed in found]
 
     def _draft(
-        self, pack: StartPack, masks: Sequence[SkipMask], rows: list[Row], depth: int, floor: float | None
-    ) -> Iterator[tuple[Row, int, DraftedToken]]:
-        """Draft from starts of a pack.
+        self,
+        pack: StartPack,
+        masks: Sequence[SkipMask],
+        confidences: NDArray[np.float64],
+        acceptances: NDArray[np.float64],
+        floor: float,
+    ) -> None:
+        """Draft with every mask from the starts of a pack, and fill in what is found.
 
         A draft continues while it agrees with the text, and while its confidence is at least ``floor``.
 
         Args:
-            rows: the drafts, at least one for every mask.
-            floor: the confidence that keeps a draft going; None for none.
-
-        Yields:
-            The row, the place in its draft from 0, and the drafted token.
+            confidences: ``[masks, S, depth]``: as in :class:`Trace`, for all starts.
+            acceptances: of the same shape.
         """
-        model, texts, cache = self._texts.model, self._texts.continuations, self._texts.load(pack)
-        chain = self._texts.tokens([(p, s) for _, p, s in rows])[:, None]
-        draft_ids = torch.arange(len(rows), device=chain.device)
-        reach = np.ones(len(rows))
-        passes: list[tuple[Tensor, int]] = []  # draft ids of the rows, and their distance from the start
+        texts, model, cache = self._texts, self._texts.model, self._texts.load(pack)
+        mask_of, start_of = np.repeat(np.arange(len(masks)), len(pack.starts)), np.tile(pack.starts, len(masks))
+        live, reach = np.arange(len(start_of)), np.ones(len(start_of))  # the drafts that go on, by number
+        chain = texts.tokens_at(start_of, 0)[:, None]
+        passes: list[NDArray[np.int64]] = []
         try:
-            for place in range(depth):
-                here = draft_ids.tolist()
-                if not here:
+            for place in range(confidences.shape[2]):
+                if not len(live):
                     break
-                live = [rows[i] for i in here]
-                starts = [(p, s) for _, p, s in live]
-                visible, positions = self._texts.visible(pack, starts, draft_ids, passes, place)
-                mask_ids = torch.tensor([m for m, _, _ in live], device=chain.device)
-                parts = runs_of([p for p, _ in starts])
-                model.prepare(visible, masks, mask_ids, parts)
+                used, starts = mask_of[live], start_of[live]
+                passes.append(live)
+                visible, positions = texts.visible(pack, starts, passes)
+                breaks = np.flatnonzero(np.diff(texts.text[starts])) + 1  # between rows of different texts
+                parts = list(itertools.pairwise([0, *breaks.tolist(), len(live)]))
+                model.prepare(visible, masks, torch.as_tensor(used, device=chain.device), parts)
                 logits = model.run(chain[:, -1], positions, cache)
-                passes.append((draft_ids, place))
                 cache.length += len(live)
-                drafted, results = self._accept(logits, starts, chain, place)
-                for i, row, result in zip(here, live, results, strict=True):
-                    reach[i] *= result.acceptance
-                    yield row, place, result
-                going = [
-                    place + 1 < texts[p].limit(s)
-                    and (
-                        (floor is not None and result.confidence >= floor)
-                        or (reached > _HOPELESS and s + place + 1 < texts[p].starts)
-                    )
-                    for (p, s), result, reached in zip(starts, results, reach[here], strict=True)
-                ]
-                chosen = torch.tensor(going, device=chain.device)
-                draft_ids = draft_ids[chosen]
-                chain = torch.cat((chain, drafted[:, None]), 1)[chosen]
+                drafted, sure, accepted = self._accept(logits, starts, chain)
+                confidences[used, starts, place], acceptances[used, starts, place] = sure, accepted
+                reach[live] *= accepted
+                agrees = (reach[live] > _HOPELESS) & (place + 1 < texts.left[starts])
+                going = (place + 1 < texts.limit[starts]) & (agrees | (sure >= floor))
+                chain = torch.cat((chain, drafted[:, None]), 1)[torch.as_tensor(going, device=chain.device)]
+                live = live[going]
         finally:
             cache.length = pack.end
 
     def _accept(
-        self, logits: Tensor, starts: Sequence[Start], chain: Tensor, place: int
-    ) -> tuple[Tensor, list[DraftedToken]]:
-        """Choose the next token of every draft and compute its acceptance. Sampled drafts continue with the texts' tokens.
+        self, logits: Tensor, starts: NDArray[np.int64], chain: Tensor
+    ) -> tuple[Tensor, NDArray[np.float64], NDArray[np.float64]]:
+        """Choose the next token of every draft; return it, its confidence and its acceptance.
+
+        Sampled drafts continue with the texts' tokens.
 
         Args:
-            chain: ``[n, place + 1]`` int64: the token at the start, then the drafted ones.
-            place: index of the next drafted token, from 0.
+            chain: ``[n, place]`` int64: the token at the start, then the drafted ones.
         """
+        texts, place = self._texts, chain.shape[1]
         seen = None
         if self.sampling.needs_seen:
-            prefixes = [self._texts.texts[p].tokens[: self._texts.position((p, s))] for p, s in starts]
-            seen = torch.cat([self._texts.seen(torch.cat(parts)) for parts in zip(prefixes, chain, strict=True)])
-        ahead = [(p, s + place + 1) for p, s in starts]
-        text_tokens = self._texts.tokens(ahead)
+            prefixes = [texts.texts[p].tokens[:end] for p, end in zip(texts.text[starts], texts.begin[starts], strict=True)]
+            seen = torch.cat([texts.seen(torch.cat(parts)) for parts in zip(prefixes, chain, strict=True)])
+        text_tokens = texts.tokens_at(starts, place)
         # A few rows at a time: on a CPU, converting all logits to float32 takes as long as everything computed from them.
         seen_rows = itertools.repeat(None) if seen is None else portions(seen)
         rows = zip(portions(logits), portions(text_tokens), seen_rows, strict=False)
         results = [self._score(some.float(), own, before) for some, own, before in rows]
         confidences, scored = (torch.cat(parts) for parts in zip(*results, strict=True))
-        sure = confidences.nan_to_num(nan=1.0).tolist()  # NaN stops no draft, in decoding either
+        sure = confidences.nan_to_num(nan=1.0).double().cpu().numpy()  # NaN stops no draft, in decoding either
         if self.sampling.greedy:
-            accepted = [float(self._texts.agrees(start, token)) for start, token in zip(ahead, scored.tolist(), strict=True)]
-            return scored, list(map(DraftedToken, sure, accepted))
-        ratios = zip(scored.tolist(), map(self._texts.token_prob, ahead), strict=True)
-        accepted = [min(1.0, q / p) if p > 0 else 1.0 for q, p in ratios]
-        return text_tokens, list(map(DraftedToken, sure, accepted))
+            agrees = (scored == text_tokens).cpu().numpy() & (place <= texts.left[starts])
+            return scored, sure, agrees.astype(np.float64)
+        q, p = scored.double().cpu().numpy(), texts.token_probs[texts.text[starts], texts.place[starts] + place]
+        return text_tokens, sure, np.minimum(1.0, np.divide(q, p, out=np.ones_like(q), where=p > 0))
 
     def _score(self, logits: Tensor, text_tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the confidences of a few rows ``[n, V]``, and the drafted tokens.

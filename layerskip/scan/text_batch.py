@@ -7,9 +7,7 @@ up to the start of its draft, and to its own draft.
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import confidence
@@ -100,40 +99,41 @@ def _visible(rows: RowModel, mask: Tensor, count: int) -> Tensor:
     return square.clone() if square.dtype == torch.bool else square > torch.finfo(square.dtype).min / 2
 
 
-Start = tuple[int, int]
-"""Index of a continuation, and index of the token in it after which a draft starts."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StartPack:
     """Starts that share a pass, and the part of a cache that their continuations take.
 
     Args:
-        sizes: per continuation, the number of its positions that the rows may attend to.
+        starts: ``[n]``: their numbers in the batch.
+        sizes: per continuation, the number of its positions that the rows may attend to; 0 if no start is in it.
         room: positions for drafts after the continuations.
     """
 
-    rows: list[Start]
-    sizes: dict[int, int]
+    starts: NDArray[np.int64]
+    sizes: list[int]
     room: int
 
     @property
     def end(self) -> int:
         """Position at which the continuations end and drafts begin."""
-        return sum(self.sizes.values())
-
-    @functools.cached_property
-    def offsets(self) -> dict[int, int]:
-        """Position at which each continuation begins."""
-        return dict(zip(self.sizes, itertools.accumulate(self.sizes.values(), initial=0), strict=False))
+        return sum(self.sizes)
 
 
 class TextBatch:
-    """Continuations with the target's states.
+    """Continuations with the target's states, and every start of a draft in them, by number.
 
     Args:
         vocabulary: V, the width of its logits.
         max_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
+
+    Attributes:
+        tokens: ``[P, most]`` int64 on the device: the tokens of each continuation, then padding.
+        token_probs: ``[P, most]``: the target's probability of each of them for sampled texts; 1.0 past the end.
+        text: ``[S]``: the continuation of each start.
+        place: ``[S]``: the token in it after which drafts begin, any but the last.
+        begin: ``[S]``: the position of that token in its text, which is the number of tokens before it.
+        limit: ``[S]``: the most tokens of a draft from there.
+        left: ``[S]``: the tokens of the continuation that follow it.
     """
 
     @torch.inference_mode()
@@ -156,27 +156,21 @@ class TextBatch:
         self._cache: KVCache | None = None
         self._loaded: StartPack | None = None
 
-    def position(self, start: Start) -> int:
-        """Return the position of a start's token in its text, which is the number of tokens before it."""
-        continuation, place = start
-        return len(self.continuations[continuation].prompt) + place
+        prompts = [len(continuation.prompt) for continuation in self.continuations]
+        own = [text.tokens[prompt:] for text, prompt in zip(self.texts, prompts, strict=True)]
+        self.tokens = pad_sequence(own, batch_first=True)
+        self.token_probs = np.ones(self.tokens.shape)
+        for row, text in zip(self.token_probs, self.texts, strict=True):
+            row[: len(text.token_probs)] = text.token_probs
+        starts = [(p, start) for p, each in enumerate(self.continuations) for start in range(each.starts)]
+        self.text, self.place = np.array(starts, np.int64).reshape(-1, 2).T
+        self.begin = self.place + np.array(prompts)[self.text]
+        self.limit = np.array([self.continuations[p].limit(start) for p, start in starts])
+        self.left = np.array([self.continuations[p].starts - start for p, start in starts])
 
-    def tokens(self, starts: Sequence[Start]) -> Tensor:
-        """Return ``[R]`` int64 on the device: the tokens at starts, the last token for starts past the end."""
-        tokens = [self.continuations[p].tokens[min(place, len(self.continuations[p].tokens) - 1)] for p, place in starts]
-        return copy_to_device(tokens, self.model.device)
-
-    def agrees(self, start: Start, token: int) -> bool:
-        """Return whether the token at a start is ``token``; False past the end of the continuation."""
-        continuation, place = start
-        tokens = self.continuations[continuation].tokens
-        return place < len(tokens) and tokens[place] == token
-
-    def token_prob(self, start: Start) -> float:
-        """Return the target's probability of the token at a start, for sampled texts; 1.0 past the end."""
-        continuation, place = start
-        probs = self.texts[continuation].token_probs
-        return float(probs[place]) if place < len(probs) else 1.0
+    def tokens_at(self, starts: NDArray[np.int64], distance: int) -> Tensor:
+        """Return ``[R]`` int64: the tokens at a distance from some starts."""
+        return self.tokens[torch.from_numpy(self.text[starts]), torch.from_numpy(self.place[starts] + distance)]
 
     def _read(self, continuation: Continuation) -> TextStates:
         missing = continuation.max_new_tokens - len(continuation.tokens)
@@ -196,10 +190,11 @@ class TextBatch:
         confidences = confidence(logits).double().cpu().numpy()
         return TextStates(tokens, cache, visible, confidences, token_probs)
 
-    def pack(self, rows: list[Start], room: int) -> StartPack:
+    def pack(self, starts: NDArray[np.int64], room: int) -> StartPack:
         """Pack starts with the continuations that they need and ``room`` positions for drafts."""
-        used = sorted({continuation for continuation, _ in rows})
-        return StartPack(rows, {p: len(self.continuations[p].prompt) + self.continuations[p].starts for p in used}, room)
+        used = set(self.text[starts].tolist())
+        lengths = [len(each.prompt) + each.starts for each in self.continuations]
+        return StartPack(starts, [length if p in used else 0 for p, length in enumerate(lengths)], room)
 
     def load(self, pack: StartPack) -> KVCache:
         """Fill the batch's only cache with a pack's continuations, and set its length to their end."""
@@ -207,7 +202,7 @@ class TextBatch:
             if self._cache is None or self._cache.max_length < pack.end + pack.room:
                 self._cache = None  # freed before the next one is allocated
                 self._cache = KVCache(self.model.layers, pack.end + pack.room, device=self.model.device)
-            self._cache.copy_from([(self.texts[p].cache, size) for p, size in pack.sizes.items()])
+            self._cache.copy_from([(text.cache, size) for text, size in zip(self.texts, pack.sizes, strict=True) if size])
             self._loaded = pack
         assert self._cache is not None
         self._cache.length = pack.end
@@ -220,47 +215,51 @@ class TextBatch:
         return seen
 
     def visible(
-        self, pack: StartPack, live: list[Start], draft_ids: Tensor, passes: list[tuple[Tensor, int]], place: int
+        self, pack: StartPack, starts: NDArray[np.int64], passes: Sequence[NDArray[np.int64]]
     ) -> tuple[list[Tensor], Tensor]:
         """Return the attention masks of a pass, per layer ``[R, keys]`` bool, and the rows' positions ``[R]``.
 
         Args:
-            draft_ids: ``[R]`` int64: the drafts of the rows; a row attends to the rows of its own draft.
+            starts: ``[R]``: the start of each row's draft.
+            passes: the numbers of the drafts in each pass so far, this one included. A row attends to the rows of its own
+                draft.
         """
-        device = self.model.device
-        starts = [self.position(start) for start in live]
-        begin = torch.tensor(starts, device=device)
-        positions = begin + place
-        offsets = torch.tensor([pack.offsets[p] for p, _ in live], device=device)
-        key = torch.arange(pack.end, device=device)
-        drafted_ids = torch.cat([*(ids for ids, _ in passes), draft_ids])
-        distance = torch.cat([torch.full_like(ids, at) for ids, at in [*passes, (draft_ids, place)]])
-        before = (key >= offsets[:, None]) & (key < (offsets + begin)[:, None])
-        causal = torch.cat((before, drafted_ids == draft_ids[:, None]), 1)
+        offsets = np.cumsum([0, *pack.sizes[:-1]])  # position at which each continuation begins
+        text = self.text[starts]
+        begin, offset, drafts, rows, distance = (
+            torch.as_tensor(each, device=self.model.device)
+            for each in (
+                self.begin[starts],
+                offsets[text],
+                np.concatenate(passes),
+                passes[-1],
+                np.repeat(np.arange(len(passes)), [len(numbers) for numbers in passes]),
+            )
+        )
+        positions = begin + len(passes) - 1
+        key = torch.arange(pack.end, device=self.model.device)
+        before = (key >= offset[:, None]) & (key < (offset + begin)[:, None])
+        causal = torch.cat((before, drafts == rows[:, None]), 1)
+        used = [p for p, size in enumerate(pack.sizes) if size]
 
-        def windowed(windows: dict[int, Tensor | None]) -> Tensor:
-            """Return ``causal`` without the keys that a layer's window hides from a row at its position."""
+        def windowed(windows: list[Tensor | None]) -> Tensor:
+            """Return ``causal`` without the keys that a layer's windows hide from the rows at their positions."""
             result = causal.clone()
-            for row, (start, (p, _)) in enumerate(zip(starts, live, strict=True)):
-                window, offset = windows[p], pack.offsets[p]
+            for p, window in zip(used, windows, strict=True):
                 if window is not None:
-                    width = min(window.shape[1], pack.end - offset)
-                    result[row, offset : offset + width] &= window[start + place, :width]
-                    result[row, pack.end :] &= window[start + place, (start + distance).clamp_max(window.shape[1] - 1)]
+                    own = torch.as_tensor(np.flatnonzero(text == p), device=result.device)
+                    row, first = positions[own, None], int(offsets[p])
+                    keys = (begin[own, None] + distance).clamp_max(window.shape[1] - 1)
+                    result[own, first : first + pack.sizes[p]] &= window[row[:, 0], : pack.sizes[p]]
+                    result[own, pack.end :] &= window[row, keys]
             return result
 
         masks: dict[tuple[int, ...], Tensor] = {}
         by_layer = []
         for layer in range(self.model.layers):
-            windows = {p: self.texts[p].visible[layer] for p in pack.offsets}
-            kind = tuple(id(window) for window in windows.values())
+            windows = [self.texts[p].visible[layer] for p in used]
+            kind = tuple(map(id, windows))
             if kind not in masks:
-                masks[kind] = windowed(windows) if any(window is not None for window in windows.values()) else causal
+                masks[kind] = windowed(windows) if any(window is not None for window in windows) else causal
             by_layer.append(masks[kind])
         return by_layer, positions
-
-
-def runs_of(rows: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return begin and end of every run of equal items, such as the rows of one continuation."""
-    ends = list(itertools.accumulate(len(list(group)) for _, group in itertools.groupby(rows)))
-    return list(itertools.pairwise([0, *ends]))
