@@ -19,37 +19,24 @@ from layerskip.scan.replay import Counts
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Seconds of all parts of decoding, for one target on one device in one dtype.
+    """Seconds of all parts of decoding, for one target on one device in one dtype."""
 
-    Args:
-        context: positions in the cache during the measurement.
-        head_seconds: a draft pass with every sub-layer skipped.
-        block_seconds: a block that is not skipped whole, without its sub-layers.
-        attention_seconds: the attention of every layer.
-        mlp_seconds: the MLP of every layer.
-        confidence_seconds: computing the draft's confidence in a token, for a stop rule.
-        round_seconds: the fixed cost of drafting with a model in a round, in addition to its draft passes and verification.
-        verify_seconds: entry g: verifying g drafted tokens; entry 0 is a step of plain decoding.
-    """
-
-    context: int
-    head_seconds: float
-    block_seconds: float
-    attention_seconds: tuple[float, ...]
-    mlp_seconds: tuple[float, ...]
-    confidence_seconds: float
-    round_seconds: float
-    verify_seconds: tuple[float, ...]
+    context: int  # positions in the cache during the measurement
+    head_seconds: float  # a draft pass with every sub-layer skipped
+    block_seconds: float  # a block that is not skipped whole, without its sub-layers
+    attention_seconds: tuple[float, ...]  # by layer
+    mlp_seconds: tuple[float, ...]  # by layer
+    confidence_seconds: float  # computing the draft's confidence in a token, for a stop rule
+    round_seconds: float  # fixed cost of drafting with a model in a round, beside its draft passes and verification
+    verify_seconds: tuple[float, ...]  # entry g: verifying g drafted tokens; entry 0 is a step of plain decoding
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the profile as a dictionary that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, parts: Mapping[str, Any]) -> CostProfile:
-        """Return the profile of a dictionary from :meth:`to_dict`."""
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in parts.items()}
-        return cls(**values)
+        """Return the profile of a dictionary from :meth:`to_dict`, which may have been JSON."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in parts.items()})
 
     def draft_seconds(self, mask: SkipMask) -> float:
         """Return the seconds of a draft pass with a mask."""
@@ -85,16 +72,13 @@ class CostProfile:
 
     def round_cost(self, mask: SkipMask, num_speculative_tokens: int) -> float:
         """Return the seconds of a round that drafts ``num_speculative_tokens`` tokens with a mask and verifies them."""
-        return (
-            num_speculative_tokens * self.draft_seconds(mask)
-            + self.round_seconds
-            + self.verify_seconds[num_speculative_tokens]
-        )
+        drafting = num_speculative_tokens * self.draft_seconds(mask) + self.round_seconds
+        return drafting + self.verify_seconds[num_speculative_tokens]
 
     def speedup_bound(self, mask: SkipMask) -> float:
         """Return the highest speedup of any draft length if every drafted token were accepted."""
-        step, lengths = self.verify_seconds[0], range(1, self.longest + 1)
-        return max((1 + g) * step / self.round_cost(mask, g) for g in lengths)
+        lengths = range(1, self.longest + 1)
+        return max((1 + length) * self.verify_seconds[0] / self.round_cost(mask, length) for length in lengths)
 
     @property
     def longest(self) -> int:

@@ -7,8 +7,7 @@ time of verification and is part of the cost of a round.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,8 +30,10 @@ _DRAFTED = (1, 4)  # tokens of timed drafts
 MIN_REPEATS = 3
 """Fewest runs of every job, of which a median is the middle one."""
 
-_Job = tuple[str, int, int]
-"""A timed job: its kind, the index of its draft, and the number of drafted tokens."""
+_Job = tuple[str, SkipMask | None, int]
+"""A timed job: its kind, the mask of its draft, and the number of drafted tokens."""
+_Parts = dict[SkipMask, list[float]]
+"""What a pass of each timed draft runs: 1 head, then the numbers of blocks and of sub-layers of each kind."""
 
 
 @torch.inference_mode()
@@ -40,7 +41,7 @@ def profile_costs(
     target: Target,
     context: int,
     longest: int = 8,
-    sampling: Sampling | None = None,
+    sampling: Sampling = Sampling(),
     repeats: int = 12,
     on_repeat: Callable[[], object] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
@@ -48,8 +49,7 @@ def profile_costs(
     """Measure a profile. All jobs run repeatedly in random order, and the time of each is its median.
 
     Args:
-        repeats: runs of every job, after a warm-up.
-        on_repeat: called after every run of all jobs.
+        repeats: runs of every job, after a warm-up; ``on_repeat`` is called after each.
         is_over: returns whether time has run out, after which no job runs more than ``MIN_REPEATS`` times.
     """
     longest = max(longest, 2)  # one length would not separate the fixed cost of a round from that of its tokens
@@ -64,11 +64,11 @@ def profile_costs(
         passes.check(draft)
 
     jobs: dict[_Job, Callable[[], object]] = {}
-    for number, timed in enumerate(drafts):
-        view = skip_view(target.model, timed.mask)
-        jobs |= {("round", number, count): partial(decode_round, view, count) for count in lengths}
-    jobs |= {("verify", 0, count): partial(passes.chain, count) for count in range(longest + 1)}
-    jobs["confidence", 0, 0] = lambda: float(confidence(passes.logits))
+    for mask in drafts:
+        view = skip_view(target.model, mask)
+        jobs |= {("round", mask, count): partial(decode_round, view, count) for count in lengths}
+    jobs |= {("verify", None, count): partial(passes.chain, count) for count in range(longest + 1)}
+    jobs["confidence", None, 0] = lambda: float(confidence(passes.logits))
     times: dict[_Job, list[float]] = {job: [] for job in jobs}
     order = random.Random(0)
     for repeat in range(repeats + 1):
@@ -85,13 +85,13 @@ def profile_costs(
     return _solve(target, context, drafts, median)
 
 
-def _solve(target: Target, context: int, drafts: Sequence[_TimedDraft], median: Mapping[_Job, float]) -> CostProfile:
+def _solve(target: Target, context: int, drafts: _Parts, median: Mapping[_Job, float]) -> CostProfile:
     """Solve for the costs of the parts. Every round is its verification, a fixed cost and the parts of its draft passes."""
     verifying = [seconds for name, seconds in median.items() if name[0] == "verify"]
-    rounds = [name for name in median if name[0] == "round"]
-    rows = np.array([[1.0, *(count * part for part in drafts[number].counts)] for _, number, count in rounds])
-    drafting = np.array([median[name] - verifying[name[2]] for name in rounds])
-    weights = 1 / np.array([median[name] for name in rounds])  # relative errors of short and long rounds count the same
+    rounds = {(mask, count): seconds for (_, mask, count), seconds in median.items() if mask is not None}
+    rows = np.array([[1.0, *(count * part for part in drafts[mask])] for mask, count in rounds])
+    drafting = np.array([seconds - verifying[count] for (_, count), seconds in rounds.items()])
+    weights = 1 / np.array(list(rounds.values()))  # relative errors of short and long rounds count the same
     solved = np.linalg.lstsq(rows * weights[:, None], drafting * weights, rcond=None)[0]
     head, block, *sublayers = np.maximum(solved[1:], 0.0).tolist()
     layer_kinds = [_layer_kinds(target, name) for name in ("attention", "mlp")]
@@ -103,7 +103,7 @@ def _solve(target: Target, context: int, drafts: Sequence[_TimedDraft], median: 
         block_seconds=block,
         attention_seconds=attention,
         mlp_seconds=mlp,
-        confidence_seconds=median["confidence", 0, 0],
+        confidence_seconds=median["confidence", None, 0],
         round_seconds=float(solved[0]),  # negative if drafting warms up what verification needs
         verify_seconds=tuple(verifying),
     )
@@ -122,28 +122,18 @@ def _layer_kinds(target: Target, name: str) -> list[tuple[Any, ...]]:
     return kinds
 
 
-@dataclass(frozen=True)
-class _TimedDraft:
-    """A draft to time, with what a pass runs: 1 head, then the numbers of blocks and of sub-layers of each kind."""
-
-    mask: SkipMask
-    counts: list[float]
-
-
-def _timed_drafts(target: Target) -> list[_TimedDraft]:
-    """Return drafts from whose times all costs can be solved. The second one skips everything."""
+def _timed_drafts(target: Target) -> _Parts:
+    """Return drafts from whose times all costs can be solved."""
     attention, mlp = _layer_kinds(target, "attention"), _layer_kinds(target, "mlp")
     kinds = list(dict.fromkeys([*attention, *mlp]))
     nothing, everything = (False,) * target.layers, (True,) * target.layers
     masks = [SkipMask(nothing, nothing), SkipMask(everything, everything)]
-    for kind in kinds:
-        flags = tuple(kind == other for other in attention), tuple(kind == other for other in mlp)
-        masks.append(SkipMask(*flags))
+    masks += [SkipMask(*(tuple(kind == other for other in each) for each in (attention, mlp))) for kind in kinds]
     # All attentions and all MLPs, which separate the cost of a block from that of its sub-layers.
     masks += [SkipMask(everything, nothing), SkipMask(nothing, everything)]
-    timed = []
-    for mask in dict.fromkeys(masks):
+    timed: _Parts = {}
+    for mask in masks:
         kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]
         blocks = sum(not (a and m) for a, m in zip(mask.attention, mask.mlp, strict=True))
-        timed.append(_TimedDraft(mask, [1.0, float(blocks), *(float(kept.count(kind)) for kind in kinds)]))
+        timed[mask] = [1.0, float(blocks), *(float(kept.count(kind)) for kind in kinds)]
     return timed

@@ -45,8 +45,7 @@ class VerifyPass:
         logits: ``[1, V]`` after them.
     """
 
-    def __init__(self, target: Target, context: int, longest: int, sampling: Sampling | None = None, seed: int = 0) -> None:
-        sampling = sampling or Sampling()
+    def __init__(self, target: Target, context: int, longest: int, sampling: Sampling = Sampling(), seed: int = 0) -> None:
         self.context = max(context, longest)
         self.cache = acquire_cache(target.model, target.layers, self.context + longest + 1, target.device, holder=self)
         self.tokens = copy_to_device([token % target.vocabulary for token in range(self.context)], target.device)
@@ -79,7 +78,7 @@ def seconds_of(device: torch.device, job: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def time_verification(
-    target: Target, context: int, longest: int = 16, sampling: Sampling | None = None, repeats: int = 12, seed: int = 0
+    target: Target, context: int, longest: int = 16, sampling: Sampling = Sampling(), repeats: int = 12, seed: int = 0
 ) -> tuple[float, ...]:
     """Return the median seconds of verifying chains of 0 to ``longest`` tokens; the first is a step of plain decoding.
 
@@ -96,7 +95,7 @@ def time_verification(
 
 
 def time_drafting(
-    target: Target, config: SpeculativeConfig, context: int, sampling: Sampling | None = None, seed: int = 0
+    target: Target, config: SpeculativeConfig, context: int, sampling: Sampling = Sampling(), seed: int = 0
 ) -> float:
     """Decode plainly after a meaningless prompt of ``context`` tokens, request a draft in every round, and take medians.
 
@@ -108,10 +107,10 @@ def time_drafting(
         step of plain decoding; rounded to two decimals.
     """
     drafter = build_drafter(config, target)
-    timed = _time_drafts(target, drafter, context, sampling or Sampling(), seed)
+    timed = _time_drafts(target, drafter, context, sampling, seed)
     while not timed.drafts and context > _SHORT:
         context //= 2
-        timed = _time_drafts(target, drafter, context, sampling or Sampling(), seed)
+        timed = _time_drafts(target, drafter, context, sampling, seed)
     step = statistics.median(timed.between[_WARMUP:])
     return round(statistics.median(timed.drafts[_WARMUP:] or timed.empty_drafts) / step, 2)
 
@@ -126,21 +125,15 @@ def _time_drafts(target: Target, drafter: Drafter, context: int, sampling: Sampl
 
 
 class _DiscardedDrafts(TimedDrafter):
-    """A drafter whose drafts are timed and discarded.
-
-    Attributes:
-        drafts: seconds of each draft, divided by its steps.
-        empty_drafts: seconds of each request without a draft.
-        between: seconds between drafts.
-    """
+    """A drafter whose drafts are timed and discarded."""
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         super().__init__(drafter, device)
         self.never_drafts = False  # each round requests a draft, if only to time it
         self._ended = 0.0
-        self.drafts: list[float] = []
-        self.empty_drafts: list[float] = []
-        self.between: list[float] = []
+        self.drafts: list[float] = []  # seconds of each draft, divided by its steps
+        self.empty_drafts: list[float] = []  # seconds of each request without a draft
+        self.between: list[float] = []  # seconds between drafts
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Request a draft and return an empty one."""

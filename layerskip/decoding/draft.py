@@ -17,16 +17,13 @@ MAX_MATCH = 8  # tokens of a match; longer matches say no more
 class DeviceTree:
     """The shape of a tree that grew on the device, before the host has read it.
 
-    Args:
-        parents: ``[K]`` int64, as in :class:`Draft`.
-        size: ``[1]`` int64: how many tokens count. The others come last, as children of the root, and are never accepted.
-            They fill the tree up to a number of tokens that the host knows.
-        depth: the most tokens of a branch.
+    Tokens beyond its size come last, as children of the root, and are never accepted. They fill the tree up to a number of
+    tokens that the host knows.
     """
 
-    parents: Tensor
-    size: Tensor
-    depth: int
+    parents: Tensor  # ``[K]`` int64, as in :class:`Draft`
+    size: Tensor  # ``[1]`` int64: how many tokens count
+    depth: int  # the most tokens of a branch
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,6 @@ class Draft:
 
     @classmethod
     def empty(cls, device: torch.device) -> Draft:
-        """Return the draft without tokens."""
         return cls(torch.empty(0, dtype=torch.int64, device=device))
 
     @classmethod
@@ -79,7 +75,7 @@ class Draft:
 
     @property
     def known_parents(self) -> Sequence[int]:
-        """The parent of each token, also in a chain. The host must know the shape of the draft."""
+        """The parent of each token, also in a chain. The host must know the draft's shape."""
         assert not isinstance(self.parents, DeviceTree)
         return range(-1, self.tokens.shape[0] - 1) if self.parents is None else self.parents
 

@@ -67,7 +67,7 @@ class Sampling:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Sampling:
-        """Build from plain values; an unknown key is refused with a :class:`SamplingError`."""
+        """Build from plain values; an unknown key is refused."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
@@ -75,17 +75,15 @@ class Sampling:
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values."""
         return dataclasses.asdict(self)
 
     @property
     def greedy(self) -> bool:
-        """True if every token is the most likely one."""
         return self.temperature == 0.0
 
     @property
     def needs_seen(self) -> bool:
-        """True if the distribution depends on the tokens that came before."""
+        """Whether the distribution depends on the tokens that came before."""
         return self.repetition_penalty != 1.0
 
     def distribution(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -137,7 +135,8 @@ def most_likely(logits: Tensor) -> Tensor:
 def largest_logits(logits: Tensor, distribution: Tensor) -> Tensor:
     """Return ``[n]``: each row's largest logit, which is finite if and only if the row has a distribution.
 
-    The ``distribution`` was made of the ``[n, V]`` logits, and is in either form.
+    Args:
+        distribution: of the ``[n, V]`` logits, in either form.
     """
     if distribution.dtype == torch.int64:  # found already; a repetition penalty keeps what is not finite
         return logits.gather(-1, distribution[:, None])[:, 0]

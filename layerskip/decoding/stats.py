@@ -12,19 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Round:
-    """One draft-and-verify step.
+    """One draft-and-verify step."""
 
-    Args:
-        drafted: how many tokens the drafter proposed and the target scored.
-        accepted: how many of them were accepted; at most ``drafted``.
-        committed: how many tokens were added to the output: ``accepted + 1``, fewer if the output ended among them.
-        depth: of a tree, the number of tokens of its longest branch; None for a chain.
-    """
-
-    drafted: int
-    accepted: int
-    committed: int
-    depth: int | None = None
+    drafted: int  # tokens that the drafter proposed and the target scored
+    accepted: int  # those of them that were accepted
+    committed: int  # tokens that were added to the output: ``accepted + 1``, fewer if the output ended among them
+    depth: int | None = None  # of a tree, the number of tokens of its longest branch; None for a chain
 
     @property
     def longest(self) -> int:
@@ -40,17 +33,14 @@ class DecodeStats:
 
     @classmethod
     def join(cls, parts: Iterable[DecodeStats]) -> DecodeStats:
-        """Return the rounds of several decodings as one."""
         return cls(tuple(r for part in parts for r in part.rounds))
 
     @property
     def drafted(self) -> int:
-        """Tokens drafted in all rounds."""
         return sum(r.drafted for r in self.rounds)
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens accepted in all rounds."""
         return sum(r.accepted for r in self.rounds)
 
     @property

@@ -87,16 +87,12 @@ class TreeModel:
     def run(
         self, block: Tensor, parents: Sequence[int] | DeviceTree, cache: KVCache, features: Features | None = None
     ) -> Tensor:
-        """Run one pass. It writes the keys and values of the block after ``cache.length``, and does not change ``length``.
+        """Return the logits ``[n + 1, V]`` after each token of a block. Writes after ``cache.length``, which stays.
 
         Args:
-            block: ``[n + 1]`` int64: the last token of the sequence, then the nodes.
-            parents: of each of the n nodes: an earlier node, or -1 for the last token of the sequence.
-            cache: the model's cache.
-            features: collected during this pass; None for none.
-
-        Returns:
-            ``[n + 1, V]``: the logits after each token of the block.
+            block: ``[n + 1]`` int64: the last token of the sequence, then the n nodes, with ``parents`` as in
+                :class:`~layerskip.decoding.draft.Draft`.
+            features: collected during this pass.
         """
         size = block.shape[0]
         wide = padded_count(size)
@@ -185,13 +181,10 @@ def draft_depth(draft: Draft) -> int:
 
 
 def tree_shape(parents: Sequence[int] | DeviceTree, device: torch.device, more: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the depths and the attention mask of a tree whose root is the last token of the sequence.
-
-    Does not wait for the device.
+    """Return the depths and the attention mask of a tree, without waiting for the device.
 
     Args:
-        parents: of each of n nodes, as in :class:`~layerskip.decoding.draft.Draft`.
-        device: of the result.
+        parents: of each of n nodes, as in :class:`~layerskip.decoding.draft.Draft`; the root is a token, too.
         more: the number of children of the root to add after the nodes, which n then includes.
 
     Returns:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from layerskip.decoding.draft import DeviceTree, Draft
 from layerskip.device.transfer import read_to_host
-from layerskip.models.cache import KVCache
 
 Node = TypeVar("Node")
 
@@ -66,22 +65,17 @@ def grow_tree(
     return tokens, parents, path_probs
 
 
-def reads_while_growing(cache: KVCache, device: torch.device) -> bool:
-    """Return whether a tree may be read while it grows: on a CPU, unless the target's cache has the shapes of a GPU."""
-    return device.type == "cpu" and not cache.may_be_static
-
-
 class LevelwiseTree:
     """The same growth level by level on a device, where tokens and probabilities are not read while the tree grows.
 
     Every level has as many nodes as it could have. Those below the least probability stay, with a path probability of minus
-    infinity, and so do nodes after them. On a CPU, where reading costs nothing, they are left out at once.
+    infinity, and so do nodes after them. Where reading costs nothing, they are left out at once.
 
     Args:
         root: ``[1]`` int64: the token before the tree.
         width: the most nodes of a level that get children.
         min_token_prob: a branch ends where the product of its probabilities falls below this value.
-        reads: whether to leave them out, see :func:`reads_while_growing`.
+        reads: whether to leave them out: on a CPU, unless the target's cache has the shapes of a GPU.
     """
 
     def __init__(self, root: Tensor, width: int, min_token_prob: float, reads: bool) -> None:

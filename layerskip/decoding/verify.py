@@ -27,9 +27,8 @@ class Verdict:
     """The result of verifying one draft.
 
     Args:
-        drafted: the drafted tokens.
-        accepted: how many of them the target accepted: the first ones of a chain, or those on ``path`` of a tree.
-        next_token: the target's own token after the accepted ones.
+        accepted: how many tokens the target accepted: the first ones of a chain, or those on ``path`` of a tree.
+        next_token: the target's own token after them.
         last: ``[1]`` int64 on the device: ``next_token``, ready for the next pass without a transfer.
         path: the indices in ``drafted`` of the accepted tokens of a tree, each a child of the one before; None for a chain.
         parents: of the drafted tokens of a tree; None for a chain, and for a tree of one branch whose shape was read late.
@@ -68,7 +67,6 @@ def verify(
         target_probs: ``[K + 1, V]`` float32 rows that sum to 1, or ``[K + 1]`` int64 if each row is one-hot. Row 0 is the
             target's distribution after the sequence, row i + 1 that after drafted token i and its ancestors, warped as the
             draft's distributions were.
-        generator: the source of randomness.
         late: tensors to read in the same wait.
 
     Returns:

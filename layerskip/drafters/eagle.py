@@ -19,7 +19,7 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
-from layerskip.decoding.tree_growth import LevelwiseTree, reads_while_growing
+from layerskip.decoding.tree_growth import LevelwiseTree
 from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.chain import draft_chain
 from layerskip.heads.eagle import EagleHead, load_eagle
@@ -85,7 +85,7 @@ class Eagle(StopRuleDrafter):
         room = cache.capacity + self.num_speculative_tokens * (1 + self.top_k if self.tree_tokens else 1)
         captures, reads = isinstance(cache, CapturingCache), [self.embeddings]
         self._cache = acquire_cache(self.head, 1, room, device, captures, holder=self, reads=reads)
-        self._reads = reads_while_growing(cache, device)
+        self._reads = device.type == "cpu" and not cache.may_be_static
         self._pending: list[Tensor] = []
         self.readout.begin()
 

@@ -38,10 +38,9 @@ from layerskip.prompts import PromptError, PromptItem, PromptSet
 
 
 class TimedDrafter(Drafter):
-    """A wrapper of a drafter that measures the time spent on drafting and learning.
+    """A drafter with a clock for drafting and learning: the device's own if it has one, as waiting would slow it down.
 
-    The time is taken from the device's own clock if it has one, as waiting for the device would slow it down. The time of
-    capturing passes, which happens once, is left out.
+    The time of capturing passes, which happens once, is left out.
     """
 
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
@@ -63,24 +62,19 @@ class TimedDrafter(Drafter):
         self._readings = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Start the drafter."""
         self.drafter.start(prompt, cache, chooser)
 
     def draft(self, context: Context, limit: int) -> Draft:
-        """Return the drafter's draft."""
         with self._timed():
             return self.drafter.draft(context, limit)
 
     def observe_features(self, features: Tensor) -> None:
-        """Pass the hidden states on; only called if the drafter reads some."""
         self.drafter.observe_features(features)
 
     def observe(self, verdict: Verdict) -> None:
-        """Pass the verdict on."""
         self.drafter.observe(verdict)
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
-        """Pass the target's output on."""
         with self._timed():
             return [LateRead(late.values, partial(self._receive, late)) for late in self.drafter.observe_logits(output)]
 
@@ -202,35 +196,24 @@ def interleave(
         After every prompt, one sample per contender; a caller may stop early.
     """
     order = random.Random(task.seed)
+    stateful = {name: each for name, each in contenders.items() if isinstance(each, Decoder) and each.drafter.keeps_state}
     checks = _warmup(target, prompts, contenders, task)
     for repeat in range(repeats):
         # A contender that keeps state must not have decoded a prompt before, as it would not have in use.
-        for contender in contenders.values():
-            if isinstance(contender, Decoder):
-                contender.drafter.reset_state()
-        if before is not None:
-            _restore_state(target, before, contenders, task)
+        for each in stateful.values():
+            each.drafter.reset_state()
+        for index, item in enumerate(before if before and stateful else ()):
+            _one_prompt(target, item, stateful, list(stateful), replace(task, seed=task.seed + index))
         for index, item in enumerate(prompts):
             remaining = {name: contender for name, contender in contenders.items() if name not in without}
             names = list(remaining)
             order.shuffle(names)
-            seeded = replace(task, seed=task.seed + 1000 * repeat + index)
-            yield _one_prompt(target, item, remaining, names, seeded, checks)
-            if checks is not None:
-                checks = dict.fromkeys(checks, Losslessness(0))  # the comparison counts once, for the first prompt
+            row = _one_prompt(target, item, remaining, names, replace(task, seed=task.seed + 1000 * repeat + index))
+            yield {name: replace(sample, lossless=checks.pop(name, sample.lossless)) for name, sample in row.items()}
 
 
-def _restore_state(target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task) -> None:
-    stateful = {name: each for name, each in contenders.items() if isinstance(each, Decoder) and each.drafter.keeps_state}
-    for index, item in enumerate(prompts if stateful else ()):
-        seeded, unchecked = replace(task, seed=task.seed + index), dict.fromkeys(stateful, Losslessness(0))
-        _one_prompt(target, item, stateful, list(stateful), seeded, unchecked)
-
-
-def _warmup(
-    target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task
-) -> dict[str, Losslessness] | None:
-    """Run every contender once. Sampled outputs cannot be compared, so greedy ones are then made and compared here.
+def _warmup(target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task) -> dict[str, Losslessness]:
+    """Run every contender once. If tokens are sampled, return comparisons of greedy outputs, as others cannot be compared.
 
     They are those of the prompts up to the first whose output does not end with its first token.
     """
@@ -246,7 +229,7 @@ def _warmup(
     short = replace(task, max_new_tokens=min(_WARMUP_TOKENS, task.max_new_tokens))
     outputs_of(first, target.encode(first.messages(), first.field), short)
     if task.sampling.greedy:
-        return None
+        return {}
     greedy = replace(task, sampling=Sampling(repetition_penalty=task.sampling.repetition_penalty))
     reference = next(iter(contenders))
     found: dict[str, list[Losslessness]] = {name: [] for name in contenders}
@@ -267,7 +250,6 @@ def _one_prompt(
     contenders: Mapping[str, Contender],
     order: list[str],
     task: Task,
-    checks: dict[str, Losslessness] | None,
 ) -> dict[str, Sample]:
     """Decode one prompt, or a conversation turn by turn; all contenders continue from the first contender's answers."""
     reference = next(iter(contenders))
@@ -286,11 +268,8 @@ def _one_prompt(
                 raise
             outputs[name] = continuation.tokens
             samples[name].append(sample)
-        for name in contenders:
-            if checks is None:
-                lossless = _compare(target, item.id, prompt, outputs[reference], outputs[name], task)
-            else:  # the comparison counts once
-                lossless = checks[name] if len(samples[name]) == 1 else Losslessness(0)
+        for name in contenders if task.sampling.greedy else ():
+            lossless = _compare(target, item.id, prompt, outputs[reference], outputs[name], task)
             samples[name][-1] = replace(samples[name][-1], lossless=lossless)
         if followup is not None:
             messages.append({"role": "assistant", "content": target.decode(outputs[reference])})
