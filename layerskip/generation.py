@@ -20,15 +20,12 @@ from layerskip.models.target import Prompt, Target
 
 @dataclass(frozen=True)
 class Generation:
-    """The new token ids, their text without special tokens, the rounds, and why generation ended.
-
-    The text is empty if the target has no tokenizer; ``finish`` is ``eos``, ``stop`` or ``length``.
-    """
+    """The new token ids, their text, the rounds, and why generation ended."""
 
     tokens: list[int]
-    text: str
+    text: str  # without special tokens; empty if the target has no tokenizer
     stats: DecodeStats
-    finish: str
+    finish: str  # ``eos``, ``stop`` or ``length``
 
 
 def generate(

@@ -29,18 +29,12 @@ _ENDS = 1e9
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first difference between two greedy outputs of one prompt.
-
-    Args:
-        position: the index of the first new token that differs.
-        margin: how far the lower of the two tokens' logits is below the largest logit.
-        tolerance: the largest margin that rounding explains; 0 in float32.
-    """
+    """The first difference between two greedy outputs of one prompt."""
 
     prompt_id: str
-    position: int
-    margin: float
-    tolerance: float
+    position: int  # index of the first new token that differs
+    margin: float  # how far the lower of the two tokens' logits is below the largest logit
+    tolerance: float  # the largest margin that rounding explains; 0 in float32
 
     @property
     def near_tie(self) -> bool:
@@ -50,16 +44,11 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Losslessness:
-    """The result of comparing the outputs of one measurement.
-
-    Args:
-        divergences: those that differ.
-        basis: which outputs were compared: the measured ones or, if those are sampled, greedy ones made for the check.
-    """
+    """The result of comparing the outputs of one measurement."""
 
     compared: int
     divergences: tuple[Divergence, ...] = ()
-    basis: str = "measured outputs"
+    basis: str = "measured outputs"  # those that were compared; if these are sampled, greedy ones made for the check
 
     @property
     def verdict(self) -> str:
@@ -107,15 +96,12 @@ def find_divergence(
 
     Args:
         sampling: greedy, with the repetition penalty of both.
-
-    Returns:
-        The divergence; None if the continuations are equal.
     """
     if list(expected) == list(actual):
         return None
-    pairs = enumerate(zip(expected, actual, strict=False))
-    position = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(actual)))
-    if position == min(len(expected), len(actual)):
+    shorter, pairs = min(len(expected), len(actual)), enumerate(zip(expected, actual, strict=False))
+    position = next((place for place, (one, other) in pairs if one != other), shorter)
+    if position == shorter:
         return Divergence(prompt_id, position, _ENDS, 0.0)  # one output ends before the other
     block = copy_to_device([*prompt, *expected[:position]], target.device)
     cache = KVCache(target.layers, len(block), device=target.device)

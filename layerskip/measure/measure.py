@@ -101,17 +101,11 @@ _WARMUP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Task:
-    """The decoding that every contender performs on a prompt.
-
-    Args:
-        sampling: how tokens are chosen.
-        max_new_tokens: at least 1.
-        seed: of the draws, if tokens are sampled.
-    """
+    """The decoding that every contender performs on a prompt."""
 
     sampling: Sampling = Sampling()
-    max_new_tokens: int = 64
-    seed: int = 0
+    max_new_tokens: int = 64  # at least 1
+    seed: int = 0  # of the draws, if tokens are sampled
 
 
 Contender = Callable[[Sequence[int], Task, Callable[[int], None]], DecodeResult]
@@ -129,7 +123,7 @@ class Decoder:
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
-        """Return the decoder of a configuration; raises like :func:`build_drafter`."""
+        """Return a configuration's decoder; raises like :func:`build_drafter`."""
         return cls(target, build_drafter(config, target))
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:

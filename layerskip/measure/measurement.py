@@ -58,48 +58,30 @@ def _log_ratio(tables: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArra
 
 @dataclass(frozen=True)
 class Request:
-    """A request to an engine that serves several at once.
-
-    Args:
-        decoded_tokens: those after the first piece.
-        first_seconds: until the first piece.
-        decode_seconds: from then on.
-    """
+    """A request to an engine that serves several at once."""
 
     concurrency: int
     tokens: int
-    decoded_tokens: int
-    first_seconds: float
-    decode_seconds: float
+    decoded_tokens: int  # those after the first piece
+    first_seconds: float  # until the first piece
+    decode_seconds: float  # from then on
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One contender on one prompt; the turns of a conversation are added up.
-
-    Args:
-        tokens: the number of new tokens.
-        decoded_tokens: those that decoding gave, without the ones that prefill gave.
-        prefill_seconds: until prefill was done and its tokens known.
-        decode_seconds: from then on. Both exclude the time of capturing passes, which happens once.
-        peak_memory_bytes: device memory on CUDA, process memory on a CPU.
-        stats: the rounds.
-        lossless: the comparison with the reference's output.
-        draft_seconds: the part of ``decode_seconds`` spent on drafting; 0.0 for a peer, which does not report it.
-        requests: those of an engine; empty for decoding in this process.
-    """
+    """One contender on one prompt; the turns of a conversation are added up. Capturing passes, done once, takes no time."""
 
     prompt_id: str
     category: str
-    tokens: int
-    decoded_tokens: int
-    prefill_seconds: float
-    decode_seconds: float
-    peak_memory_bytes: int
+    tokens: int  # new ones
+    decoded_tokens: int  # those that decoding gave, without the ones that prefill gave
+    prefill_seconds: float  # until prefill was done and its tokens known
+    decode_seconds: float  # from then on
+    peak_memory_bytes: int  # device memory on CUDA, process memory on a CPU
     stats: DecodeStats
-    lossless: Losslessness = Losslessness(0)
-    draft_seconds: float = 0.0
-    requests: tuple[Request, ...] = ()
+    lossless: Losslessness = Losslessness(0)  # the comparison with the reference's output
+    draft_seconds: float = 0.0  # the part of ``decode_seconds`` spent on drafting; 0.0 for a peer, which reports none
+    requests: tuple[Request, ...] = ()  # those of an engine; empty for decoding in this process
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,7 +89,6 @@ class Sample:
         return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; :meth:`from_dict` reads them back to an equal sample."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -115,8 +96,7 @@ class Sample:
         """Return the sample that :meth:`to_dict` wrote; JSON turns its tuples into lists."""
         rounds = tuple(Round(**row) for row in fields["stats"]["rounds"])
         checked = fields["lossless"]
-        divergences = tuple(Divergence(**row) for row in checked["divergences"])
-        lossless = Losslessness(checked["compared"], divergences, checked["basis"])
+        lossless = Losslessness(**checked | {"divergences": tuple(Divergence(**row) for row in checked["divergences"])})
         requests = tuple(Request(**row) for row in fields.get("requests", ()))
         return cls(**dict(fields) | {"stats": DecodeStats(rounds), "lossless": lossless, "requests": requests})
 
@@ -164,7 +144,6 @@ class Measurement:
 
     @property
     def prompts(self) -> int:
-        """The number of prompts."""
         return len({sample.prompt_id for sample in self.candidate})
 
     @property
@@ -175,12 +154,10 @@ class Measurement:
 
     @property
     def speedups(self) -> tuple[float, ...]:
-        """The ratio of tokens per second, candidate over baseline, of each pair."""
         return tuple(pair_speedup(one, other) for one, other in zip(self.baseline, self.candidate, strict=True))
 
     @property
     def by_category(self) -> dict[str, Measurement]:
-        """The pairs of each category."""
         categories = sorted({s.category for s in self.candidate})
         return {category: self._of(lambda _, c, category=category: c.category == category) for category in categories}
 
@@ -205,7 +182,6 @@ class Measurement:
 
     @property
     def stats(self) -> DecodeStats:
-        """The candidate's rounds."""
         return DecodeStats.join([s.stats for s in self.candidate])
 
     @property

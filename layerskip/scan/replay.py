@@ -31,10 +31,10 @@ from layerskip.texts.continuations import Continuation
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The drafts of one mask from every position of a continuation.
+    """The drafts of one mask from every position of a continuation; NaN where they were not computed.
 
     Args:
-        confidence: ``[S, depth]`` float64: the draft's probability of its most likely token; NaN where not computed.
+        confidence: ``[S, depth]`` float64: the draft's probability of its most likely token.
         acceptance: ``[S, depth]`` float64: the probability that a drafted token is accepted, given that those before it were
             and that the continuation is the output; 1 or 0 for greedy decoding.
     """
@@ -55,19 +55,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of a decoding; expected values for sampled decoding.
+    """Counts of a decoding; expected values for sampled decoding."""
 
-    Args:
-        tokens: tokens that the rounds committed; plain decoding would take one pass for each.
-        verified: entry g: rounds that verified g drafted tokens.
-    """
-
-    tokens: float = 0.0
-    verified: Sequence[float] = ()
+    tokens: float = 0.0  # that the rounds committed; plain decoding would take one pass for each
+    verified: Sequence[float] = ()  # entry g: rounds that verified g drafted tokens
 
     @property
     def drafted(self) -> float:
-        """The number of drafted tokens."""
         return sum(drafted * rounds for drafted, rounds in enumerate(self.verified))
 
     def __add__(self, other: Counts) -> Counts:
@@ -116,8 +110,7 @@ def replay_lookup(continuation: Continuation, drafter: PromptLookup) -> list[Rou
     """Replay decoding with a prompt lookup and return its rounds."""
     drafter.reset()
     text = [*continuation.prompt, *continuation.tokens]
-    rounds = []
-    start = 0
+    rounds, start = list[Round](), 0
     while start < continuation.starts:
         limit, left = continuation.limit(start), continuation.starts - start
         here = len(continuation.prompt) + start + 1
