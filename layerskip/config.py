@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from layerskip.mask import MaskError, normalise
 
@@ -77,43 +77,8 @@ def check_costs(name: str, costs: Any, minimum: float) -> None:
         check_number(name, cost, minimum, 1e6)
 
 
-class _Rule:
-    """A kind of rule: its method, and a threshold in [0, 1], which all methods but the first one have."""
-
-    method: str
-    threshold: float
-
-    _NAME: ClassVar[str]
-    _METHODS: ClassVar[tuple[str, ...]]
-
-    @classmethod
-    def _fields_of(cls, method: Any) -> tuple[str, ...]:
-        if method not in cls._METHODS:
-            raise ConfigError(f"{cls._NAME}.method: {method!r} is not one of {', '.join(cls._METHODS)}")
-        return ("method",) if method == cls._METHODS[0] else ("method", "threshold")
-
-    def __post_init__(self) -> None:
-        _refuse_foreign(self, self._fields_of(self.method), f"{self._NAME} rule {self.method}", f"{self._NAME}.")
-        check_number(f"{self._NAME}.threshold", self.threshold, 0.0, 1.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields that this kind of rule reads, as plain values."""
-        return {name: getattr(self, name) for name in self._fields_of(self.method)}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any] | str) -> Self:
-        """Build from plain values or from the name of a method alone."""
-        if isinstance(fields, str):
-            fields = {"method": fields}
-        if not isinstance(fields, Mapping):
-            raise ConfigError(f"{cls._NAME}: {fields!r} is neither the name of a rule nor a table of its fields")
-        method = fields.get("method", cls.method)
-        refuse_unknown(fields, cls._fields_of(method), f"{cls._NAME} rule {method}", f"{cls._NAME}.")
-        return cls(**fields)
-
-
 @dataclass(frozen=True)
-class StopRule(_Rule):
+class StopRule:
     """The condition under which a drafter stops before ``num_speculative_tokens``.
 
     ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
@@ -128,8 +93,32 @@ class StopRule(_Rule):
     method: str = "length"
     threshold: float = 0.6
 
-    _NAME: ClassVar[str] = "stop"
-    _METHODS: ClassVar[tuple[str, ...]] = ("length", "threshold", "adaptive")
+    def __post_init__(self) -> None:
+        _refuse_foreign(self, self._known(self.method), f"stop rule {self.method}", "stop.")
+        check_number("stop.threshold", self.threshold, 0.0, 1.0)
+
+    @staticmethod
+    def _known(method: Any) -> tuple[str, ...]:
+        """Return the fields that a method reads."""
+        known = ("length", "threshold", "adaptive")
+        if method not in known:
+            raise ConfigError(f"stop.method: {method!r} is not one of {', '.join(known)}")
+        return ("method",) if method == "length" else ("method", "threshold")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that the method reads, as plain values."""
+        return {name: getattr(self, name) for name in self._known(self.method)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any] | str) -> StopRule:
+        """Build from plain values or from the name of a method alone."""
+        if isinstance(fields, str):
+            fields = {"method": fields}
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"stop: {fields!r} is neither the name of a rule nor a table of its fields")
+        method = fields.get("method", cls.method)
+        refuse_unknown(fields, cls._known(method), f"stop rule {method}", "stop.")
+        return cls(**fields)
 
 
 NEVER = StopRule()

@@ -126,10 +126,9 @@ def custom_generate(
 
 
 def _find_streamer() -> Any:
-    """Return the ``streamer`` of the running call of ``generate``; None without one.
+    """Return the ``streamer`` of the running call of ``generate`` from its frame; None without one.
 
-    Transformers passes it to no custom method, but puts the prompt into it and leaves its reader waiting. So it is read from
-    the frame of that call.
+    Transformers passes it to no custom method, but puts the prompt into it and leaves its reader waiting.
     """
     frame, code = inspect.currentframe(), inspect.unwrap(GenerationMixin.generate).__code__
     while frame is not None and frame.f_code is not code:
@@ -155,8 +154,6 @@ def _refuse(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(generation_config, name, False):
             raise ValueError(f"{name}: is not available in speculative decoding")
-    if (generation_config.num_beams or 1) > 1:
-        raise ValueError(f"num_beams: {generation_config.num_beams}; only 1 is supported")
     if (mode := generation_config.get_generation_mode()) not in _MODES:
         raise ValueError(f"generation_config: {mode.value} is not supported")
     if generation_config.cache_implementation == "quantized":

@@ -36,7 +36,8 @@ class CostProfile:
     @classmethod
     def from_dict(cls, parts: Mapping[str, Any]) -> CostProfile:
         """Return the profile of a dictionary from :meth:`to_dict`, which may have been JSON."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in parts.items()})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in parts.items()}
+        return cls(**values)
 
     def draft_seconds(self, mask: SkipMask) -> float:
         """Return the seconds of a draft pass with a mask."""

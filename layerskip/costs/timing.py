@@ -37,12 +37,7 @@ class VerifyPass:
     """Verification of drafts after a prompt, with the results discarded. Prompt and drafts are meaningless tokens.
 
     Args:
-        context: positions in the cache, raised to ``longest`` because drafts repeat tokens of the prompt.
-
-    Attributes:
-        cache: the target's cache; its ``length`` is ``context`` between passes.
-        tokens: ``[context]`` int64 on the device.
-        logits: ``[1, V]`` after them.
+        context: positions in the cache between passes, raised to ``longest`` because drafts repeat tokens of the prompt.
     """
 
     def __init__(self, target: Target, context: int, longest: int, sampling: Sampling = Sampling(), seed: int = 0) -> None:
@@ -51,7 +46,7 @@ class VerifyPass:
         self.tokens = copy_to_device([token % target.vocabulary for token in range(self.context)], target.device)
         self.chooser = Chooser(sampling, target.vocabulary, target.device, seed)
         self._plain = decoding_view(target.model)
-        self.logits = run_prefill(self._plain, self.tokens, self.cache)
+        self.logits = run_prefill(self._plain, self.tokens, self.cache)  # ``[1, V]``
         # Like the drafts of sampled decoding, these carry the distribution that they were drawn from.
         self._uniform: Tensor | None = None
         if not sampling.greedy:

@@ -43,14 +43,11 @@ class DecodeResult:
 class Stops:
     """Where an output ends before its greatest length.
 
-    Args:
-        eos_ids: the tokens that end the sequence, with which the caller replaces all settings of the checkpoint; None for
-            those of the target, whose other settings must then be those of the sampling.
-        criterion: called with all tokens, prompt included, after each new token; the output ends where it returns True.
+    With its own ``eos_ids``, a caller replaces all settings of the checkpoint. Without, those must be those of the sampling.
     """
 
-    eos_ids: frozenset[int] | None = None
-    criterion: Callable[[list[int]], bool] | None = None
+    eos_ids: frozenset[int] | None = None  # the tokens that end the sequence; None for those of the target
+    criterion: Callable[[list[int]], bool] | None = None  # called with all tokens after each new one; True ends the output
 
 
 @torch.inference_mode()

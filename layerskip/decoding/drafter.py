@@ -37,13 +37,11 @@ class VerifyOutput:
 class LateRead:
     """Values on the device that the loop reads together with the verdict, because every further read would wait again.
 
-    Args:
-        values: int64, or of a floating dtype.
-        receive: called after ``observe`` with the verdict and the values as nested lists. Not called in the round that ends
-            the sequence.
+    ``receive`` is called after ``observe`` with the verdict and the values as nested lists, but not in the round that ends
+    the sequence.
     """
 
-    values: Tensor
+    values: Tensor  # int64, or of a floating dtype
     receive: Callable[[Verdict, list[Any]], None]
 
 
@@ -58,22 +56,15 @@ class Drafter:
     A subclass defines ``draft``; all other methods do nothing here. A subclass that declares a ``method`` becomes available
     to configurations, programs and documentation by being imported.
 
-    Attributes:
-        tree_tokens: the most tokens of its trees; 0 if it drafts chains.
-        reads_features: whether it reads the hidden states that the target's output layer reads.
-        lookup: whether it finds its drafts without running a model, so that requesting one costs next to nothing; as the
-            method declares.
-        single_pass: whether it drafts all levels of a tree in one pass, so that depth does not add to its cost.
-        never_drafts: whether it proposes nothing, so that the next pass of the target needs nothing from it.
     """
 
     method: ClassVar[Method]
 
-    tree_tokens: int = 0
-    reads_features: bool = False
-    lookup: bool = False
-    single_pass: bool = False
-    never_drafts: bool = False
+    tree_tokens: int = 0  # the most tokens of its trees; 0 if it drafts chains
+    reads_features: bool = False  # whether it reads the hidden states that the target's output layer reads
+    lookup: bool = False  # whether it runs no model, so that a draft costs next to nothing; as the method declares
+    single_pass: bool = False  # whether it drafts all levels of a tree in one pass, so that depth does not add to its cost
+    never_drafts: bool = False  # whether it proposes nothing, so that the next pass of the target needs nothing from it
 
     @property
     def keeps_state(self) -> bool:

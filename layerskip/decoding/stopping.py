@@ -52,7 +52,7 @@ class Stopper:
         if self.rule.method == "length":
             return False
         ((value,),) = read_to_host(confidence(logits))
-        return value < self.threshold
+        return bool(value < self.threshold)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Move an adaptive threshold by the acceptance rate of a round; rounds without a draft change nothing."""

@@ -30,21 +30,13 @@ from layerskip.texts.continuations import Continuation
 
 @dataclass(frozen=True)
 class TextStates:
-    """The target's states of a continuation and its prompt.
+    """The target's states of a continuation and its prompt."""
 
-    Args:
-        tokens: ``[n]`` int64: prompt, continuation, and padding up to the requested length.
-        cache: the target's keys and values of these tokens.
-        visible: per layer which positions attend to which, ``[n, n]`` bool, or None for plain causal attention.
-        confidence: ``[N]``: the target's probability of its most likely token at every token of the continuation.
-        token_probs: ``[N]``: its probability of the token itself; empty for greedy decoding.
-    """
-
-    tokens: Tensor
-    cache: KVCache
-    visible: list[Tensor | None]
-    confidence: NDArray[np.float64]
-    token_probs: NDArray[np.float64]
+    tokens: Tensor  # ``[n]`` int64: prompt, continuation, and padding up to the requested length
+    cache: KVCache  # keys and values of these tokens
+    visible: list[Tensor | None]  # per layer which positions attend to which, ``[n, n]`` bool; None for causal attention
+    confidence: NDArray[np.float64]  # ``[N]``: the probability of the most likely token at each of the continuation
+    token_probs: NDArray[np.float64]  # ``[N]``: that of the token itself; empty for greedy decoding
 
     @property
     def nbytes(self) -> int:
@@ -101,17 +93,11 @@ def _visible(rows: RowModel, mask: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class StartPack:
-    """Starts that share a pass, and the part of a cache that their continuations take.
+    """Starts that share a pass, and the part of a cache that their continuations take."""
 
-    Args:
-        starts: ``[n]``: their numbers in the batch.
-        sizes: per continuation, the number of its positions that the rows may attend to; 0 if no start is in it.
-        room: positions for drafts after the continuations.
-    """
-
-    starts: NDArray[np.int64]
-    sizes: list[int]
-    room: int
+    starts: NDArray[np.int64]  # ``[n]``: their numbers in the batch
+    sizes: list[int]  # per continuation, the number of its positions that the rows may attend to; 0 if no start is in it
+    room: int  # positions for drafts after the continuations
 
     @property
     def end(self) -> int:
