@@ -42,7 +42,6 @@ def generate(
     """Continue a prompt. The output is the target's own for every configuration.
 
     Args:
-        target: from :func:`layerskip.load_target`.
         prompt: a text, a list of messages, or token ids; see :meth:`Target.encode`.
         config: how to decode; None for plain decoding. Or a drafter from :func:`layerskip.build_drafter`, which keeps loaded
             models and what it has learned from request to request.

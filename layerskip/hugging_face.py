@@ -67,7 +67,6 @@ def custom_generate(
     ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]`` does the same.
 
     Args:
-        config: how to decode.
         check: called with the target; raises an error if the configuration is not for it.
         tokenizer: the target's tokenizer, which draft models with another tokenizer need; transformers does not pass its own
             to custom methods.

@@ -6,7 +6,6 @@ time of verification and is part of the cost of a round.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 
 from layerskip.config import StopRule
 from layerskip.costs.cost_model import CostProfile
-from layerskip.costs.timing import VerifyPass, seconds_of
+from layerskip.costs.timing import VerifyPass, median_seconds
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import Stopper, confidence
 from layerskip.drafters.chain import draft_chain
@@ -27,9 +26,6 @@ from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
-MIN_REPEATS = 3
-"""Fewest runs of every job, of which a median is the middle one."""
-
 _Job = tuple[str, SkipMask | None, int]
 """A timed job: its kind, the mask of its draft, and the number of drafted tokens."""
 _Parts = dict[SkipMask, list[float]]
@@ -46,12 +42,7 @@ def profile_costs(
     on_repeat: Callable[[], object] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> CostProfile:
-    """Measure a profile. All jobs run repeatedly in random order, and the time of each is its median.
-
-    Args:
-        repeats: runs of every job, after a warm-up; ``on_repeat`` is called after each.
-        is_over: returns whether time has run out, after which no job runs more than ``MIN_REPEATS`` times.
-    """
+    """Measure a profile; the last arguments are those of :func:`~layerskip.costs.timing.median_seconds`."""
     longest = max(longest, 2)  # one length would not separate the fixed cost of a round from that of its tokens
     drafts = _timed_drafts(target)
     passes = VerifyPass(target, context, longest, sampling)
@@ -69,19 +60,9 @@ def profile_costs(
         jobs |= {("round", mask, count): partial(decode_round, view, count) for count in lengths}
     jobs |= {("verify", None, count): partial(passes.chain, count) for count in range(longest + 1)}
     jobs["confidence", None, 0] = lambda: float(confidence(passes.logits))
-    times: dict[_Job, list[float]] = {job: [] for job in jobs}
-    order = random.Random(0)
-    for repeat in range(repeats + 1):
-        if repeat > MIN_REPEATS and is_over():
-            break
-        # Verifications twice: each is a single pass, yet part of every prediction.
-        names = [*jobs, *(name for name in jobs if name[0] == "verify")]
-        order.shuffle(names)
-        taken = [(name, seconds_of(target.device, jobs[name])) for name in names]
-        for name, seconds in taken if repeat else ():  # the first repeat warms up
-            times[name].append(seconds)
-        on_repeat()
-    median = {name: float(np.median(seconds)) for name, seconds in times.items()}
+    # Verifications twice: each is a single pass, yet part of every prediction.
+    twice = [*jobs.items(), *((name, job) for name, job in jobs.items() if name[0] == "verify")]
+    median = median_seconds(target.device, twice, repeats, on_repeat=on_repeat, is_over=is_over)
     return _solve(target, context, drafts, median)
 
 

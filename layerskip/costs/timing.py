@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ from layerskip.models.target import Target
 _WARMUP, _TIMED = 2, 12  # rounds of a timed drafter
 _ROOM = 32  # tokens
 _SHORT = 64  # tokens of a prompt so short that every drafter can draft after it
+MIN_REPEATS = 3
+"""Fewest runs of every job, of which a median is the middle one."""
+
+Job = TypeVar("Job", bound=Hashable)
 
 
 class VerifyPass:
@@ -71,22 +76,40 @@ def seconds_of(device: torch.device, job: Callable[[], object]) -> float:
     return now(device) - start
 
 
+def median_seconds(
+    device: torch.device,
+    jobs: Sequence[tuple[Job, Callable[[], object]]],
+    repeats: int,
+    seed: int = 0,
+    on_repeat: Callable[[], object] = lambda: None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> dict[Job, float]:
+    """Return the median seconds of named jobs; one that is in the list twice runs twice as often.
+
+    All run repeatedly in random order, once more than ``repeats`` for a warm-up. Once time ``is_over``, none is timed more
+    than ``MIN_REPEATS`` times. ``on_repeat`` is called after each repeat.
+    """
+    times: dict[Job, list[float]] = {name: [] for name, _ in jobs}
+    order = random.Random(seed)
+    for repeat in range(repeats + 1):
+        if repeat > MIN_REPEATS and is_over():
+            break
+        for name, job in order.sample(jobs, len(jobs)):
+            seconds = seconds_of(device, job)
+            if repeat:  # the first one warms up
+                times[name].append(seconds)
+        on_repeat()
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
 @torch.inference_mode()
 def time_verification(
     target: Target, context: int, longest: int = 16, sampling: Sampling = Sampling(), repeats: int = 12, seed: int = 0
 ) -> tuple[float, ...]:
-    """Return the median seconds of verifying chains of 0 to ``longest`` tokens; the first is a step of plain decoding.
-
-    All lengths are timed repeatedly, in random order, after a warm-up of each.
-    """
-    passes, order = VerifyPass(target, context, longest, sampling, seed), random.Random(seed)
-    times: list[list[float]] = [[] for _ in range(longest + 1)]
-    for repeat in range(repeats + 1):
-        for count in order.sample(range(longest + 1), longest + 1):
-            seconds = seconds_of(target.device, partial(passes.chain, count))
-            if repeat:
-                times[count].append(seconds)
-    return tuple(map(statistics.median, times))
+    """Return the median seconds of verifying chains of 0 to ``longest`` tokens; the first is a step of plain decoding."""
+    passes = VerifyPass(target, context, longest, sampling, seed)
+    jobs = [(count, partial(passes.chain, count)) for count in range(longest + 1)]
+    return tuple(median_seconds(target.device, jobs, repeats, seed).values())
 
 
 def time_drafting(

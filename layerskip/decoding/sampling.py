@@ -199,10 +199,6 @@ class Chooser:
         """
         return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0], parents, tokens))
 
-    def penalise(self, logits: Tensor, block: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Return the penalised logits of the same rows; see :meth:`Sampling.penalise`."""
-        return self.sampling.penalise(logits, self._seen_by_row(block, logits.shape[0], None, tokens))
-
     def choose(self, distribution: Tensor) -> Tensor:
         """Return one token per row, ``[n]`` int64, for either form of distribution."""
         return distribution if distribution.dtype == torch.int64 else draw(distribution, self.generator)
@@ -213,11 +209,10 @@ class Chooser:
         if self._seen is None:
             return None
         size = block.shape[0]
-        seen = self._seen.repeat(rows, 1)
         if parents is None:
-            row, column = torch.tril_indices(rows, size, offset=size - rows, device=block.device)
-            seen[row, block[column]] = True
+            precedes = torch.ones(rows, size, dtype=torch.bool, device=block.device).tril(size - rows)
         else:
-            # The root, which precedes all, stands in for tokens that do not precede a row.
-            seen.scatter_(1, torch.where(tree_shape(parents, block.device)[1], block, block[0]), True)
+            precedes = tree_shape(parents, block.device)[1]
+        # The root, which precedes all, stands in for tokens that do not precede a row.
+        seen = self._seen.repeat(rows, 1).scatter_(1, torch.where(precedes, block, block[0]), True)
         return seen if tokens is None else seen.index_select(1, tokens)

@@ -33,8 +33,7 @@ def grow_tree(
         root: where to begin; it is no token of the tree.
         successors: returns a node's possible next tokens, each with its probability given the node and the node that it
             leads to. Of equally likely nodes the one offered first is taken first.
-        depth: the most tokens of a branch.
-        size: the most tokens of the tree.
+        depth, size: the most tokens of a branch, and of the tree.
         min_token_prob: a branch ends where the product of its probabilities falls below this value.
 
     Returns:

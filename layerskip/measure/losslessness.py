@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from layerskip.decoding.sampling import Chooser, Sampling
+from layerskip.decoding.sampling import Sampling
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.prefill import run_prefill
@@ -106,9 +106,8 @@ def find_divergence(
     block = copy_to_device([*prompt, *expected[:position]], target.device)
     cache = KVCache(target.layers, len(block), device=target.device)
     logits = run_prefill(target.model, block, cache).float()
-    chooser = Chooser(sampling, target.vocabulary, target.device)
-    chooser.observe(block.tolist())
-    scores = chooser.penalise(logits, block[-1:])[0]
+    seen = torch.zeros(logits.shape, dtype=torch.bool, device=target.device).index_fill_(1, block, True)
+    scores = sampling.penalise(logits, seen)[0]
     margin = float(scores.max() - scores[[expected[position], actual[position]]].min())
     half = target.model.dtype != torch.float32
     tolerance = NEAR_TIE_ULPS * torch.finfo(target.model.dtype).eps * float(scores.max().abs()) if half else 0.0

@@ -51,15 +51,11 @@ class TimedDrafter(Drafter):
 
     @property
     def seconds(self) -> float:
-        """Seconds spent on drafting and learning since the last reset; starting a prompt belongs to its prefill."""
+        """Seconds spent on drafting and learning; starting a prompt belongs to its prefill."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return sum(max(0.0, float(start.elapsed_time(end)) / 1000 - lost) for start, end, lost in self._readings)
         return sum(float(end - start) - lost for start, end, lost in self._readings)
-
-    def reset(self) -> None:
-        """Set the time to 0."""
-        self._readings = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         self.drafter.start(prompt, cache, chooser)
@@ -118,8 +114,10 @@ After prefill, it calls the function that it is given, once, with the number of 
 class Decoder:
     """The decoding loop with one drafter, as a contender. The drafter's state lasts from prompt to prompt."""
 
+    timed: TimedDrafter  # of the last prompt
+
     def __init__(self, target: Target, drafter: Drafter) -> None:
-        self.target, self.drafter, self.timed = target, drafter, TimedDrafter(drafter, target.device)
+        self.target, self.drafter = target, drafter
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
@@ -127,7 +125,7 @@ class Decoder:
         return cls(target, build_drafter(config, target))
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
-        self.timed.reset()  # here, as an output of one token starts no drafter
+        self.timed = TimedDrafter(self.drafter, self.target.device)
         waiting = [on_prefill]
 
         def callback(tokens: list[int]) -> None:
@@ -200,8 +198,7 @@ def interleave(
             _one_prompt(target, item, stateful, list(stateful), replace(task, seed=task.seed + index))
         for index, item in enumerate(prompts):
             remaining = {name: contender for name, contender in contenders.items() if name not in without}
-            names = list(remaining)
-            order.shuffle(names)
+            names = order.sample(list(remaining), len(remaining))
             row = _one_prompt(target, item, remaining, names, replace(task, seed=task.seed + 1000 * repeat + index))
             yield {name: replace(sample, lossless=checks.pop(name, sample.lossless)) for name, sample in row.items()}
 
@@ -212,26 +209,18 @@ def _warmup(target: Target, prompts: PromptSet, contenders: Mapping[str, Contend
     They are those of the prompts up to the first whose output does not end with its first token.
     """
 
-    def outputs_of(item: PromptItem, prompt: list[int], task: Task) -> dict[str, list[int]]:
-        found = {}
-        for name, contender in contenders.items():
-            with NotFinite.naming(item.id, name):
-                found[name] = contender(prompt, task, lambda _: None).tokens
-        return found
+    def decode_opening(item: PromptItem, task: Task) -> dict[str, Sample]:
+        return _one_prompt(target, replace(item, followups=()), contenders, list(contenders), task)
 
-    first = prompts.items[0]
-    short = replace(task, max_new_tokens=min(_WARMUP_TOKENS, task.max_new_tokens))
-    outputs_of(first, target.encode(first.messages(), first.field), short)
+    decode_opening(prompts.items[0], replace(task, max_new_tokens=min(_WARMUP_TOKENS, task.max_new_tokens)))
     if task.sampling.greedy:
         return {}
     greedy = replace(task, sampling=Sampling(repetition_penalty=task.sampling.repetition_penalty))
     reference = next(iter(contenders))
     found: dict[str, list[Losslessness]] = {name: [] for name in contenders}
     for item in prompts:
-        prompt = target.encode(item.messages(), item.field)
-        outputs = outputs_of(item, prompt, greedy)
-        for name, tokens in outputs.items():
-            found[name].append(_compare(target, item.id, prompt, outputs[reference], tokens, greedy))
+        for name, sample in decode_opening(item, greedy).items():
+            found[name].append(sample.lossless)
         if found[reference][-1].compared:
             break
     basis = "greedy outputs of one prompt, as the measured ones are sampled"

@@ -232,19 +232,15 @@ class Measurement:
 
     def table(self) -> dict[str, list[Any]]:
         """Return the pairs as columns, one row per pair."""
-        rows, plain = self.candidate, self.baseline
+        measured = ("tokens", "tokens_per_second", "prefill_seconds", "decode_seconds", "peak_memory_bytes")
         return {
-            **{name: [getattr(row, name) for row in rows] for name in ("prompt_id", "category", "tokens")},
-            "tokens_per_second": [row.tokens_per_second for row in rows],
-            "baseline_tokens_per_second": [row.tokens_per_second for row in plain],
+            **{name: [getattr(row, name) for row in self.candidate] for name in ("prompt_id", "category", *measured)},
+            "baseline_tokens_per_second": [row.tokens_per_second for row in self.baseline],
+            "baseline_decode_seconds": [row.decode_seconds for row in self.baseline],
             "speedup": list(self.speedups),
-            "acceptance_rate": [row.stats.acceptance_rate for row in rows],
-            "mean_acceptance_length": [row.stats.mean_acceptance_length for row in rows],
-            "prefill_seconds": [row.prefill_seconds for row in rows],
-            "decode_seconds": [row.decode_seconds for row in rows],
-            "baseline_decode_seconds": [row.decode_seconds for row in plain],
-            "peak_memory_bytes": [row.peak_memory_bytes for row in rows],
-            "lossless": [row.lossless.verdict for row in rows],
+            "acceptance_rate": [row.stats.acceptance_rate for row in self.candidate],
+            "mean_acceptance_length": [row.stats.mean_acceptance_length for row in self.candidate],
+            "lossless": [row.lossless.verdict for row in self.candidate],
         }
 
 

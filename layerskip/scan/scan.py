@@ -190,23 +190,19 @@ class Scanner:
         text_tokens = texts.tokens_at(starts, place)
         # A few rows at a time: on a CPU, converting all logits to float32 takes as long as everything computed from them.
         seen_rows = itertools.repeat(None) if seen is None else portions(seen)
-        rows = zip(portions(logits), portions(text_tokens), seen_rows, strict=False)
-        results = [self._score(some.float(), own, before) for some, own, before in rows]
-        confidences, scored = (torch.cat(parts) for parts in zip(*results, strict=True))
-        sure = confidences.nan_to_num(nan=1.0).double().cpu().numpy()  # NaN stops no draft, in decoding either
+        confidences, scores = [], []  # scores: the draft's tokens or, if sampled, its probabilities of the texts' tokens
+        for part, own, before in zip(portions(logits), portions(text_tokens), seen_rows, strict=False):
+            rows = part.float()
+            chosen = self.sampling.distribution(rows, before)
+            scores.append(chosen if self.sampling.greedy else chosen.gather(1, own[:, None])[:, 0])
+            confidences.append(confidence(rows))
+        scored = torch.cat(scores)
+        sure = torch.cat(confidences).nan_to_num(nan=1.0).double().cpu().numpy()  # NaN stops no draft, in decoding either
         if self.sampling.greedy:
             agrees = (scored == text_tokens).cpu().numpy() & (place <= texts.left[starts])
             return scored, sure, agrees.astype(np.float64)
         q, p = scored.double().cpu().numpy(), texts.token_probs[texts.text[starts], texts.place[starts] + place]
         return text_tokens, sure, np.minimum(1.0, np.divide(q, p, out=np.ones_like(q), where=p > 0))
-
-    def _score(self, logits: Tensor, text_tokens: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the confidences of a few rows ``[n, V]``, and the drafted tokens.
-
-        If tokens are sampled, return the draft's probabilities of the text's own tokens instead.
-        """
-        confidences, chosen = confidence(logits), self.sampling.distribution(logits, seen)
-        return confidences, chosen if self.sampling.greedy else chosen.gather(1, text_tokens[:, None])[:, 0]
 
     def counts(self, scan: Scan, num_speculative_tokens: int, stop: StopRule) -> list[Counts]:
         """Return the counts of decoding every continuation with a scanned mask; the errors are those of :meth:`rounds`."""

@@ -46,13 +46,7 @@ class TextStates:
 
 
 def run_target(rows: RowModel, tokens: Tensor, last: int) -> tuple[Tensor, KVCache, list[Tensor | None]]:
-    """Run the target over a text.
-
-    Args:
-        last: number of final positions whose logits are returned.
-
-    Returns:
-        Their logits ``[last, V]``, all keys and values in a cache whose length is 0, and :attr:`TextStates.visible`.
+    """Return the logits ``[last, V]`` of a text's final positions, a cache of length 0 with all keys and values, and masks.
 
     Raises:
         UnsupportedModel: an attention sub-layer takes no mask by name, or its mask differs between heads.
@@ -111,15 +105,6 @@ class TextBatch:
     Args:
         vocabulary: V, the width of its logits.
         max_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
-
-    Attributes:
-        tokens: ``[P, most]`` int64 on the device: the tokens of each continuation, then padding.
-        token_probs: ``[P, most]``: the target's probability of each of them for sampled texts; 1.0 past the end.
-        text: ``[S]``: the continuation of each start.
-        place: ``[S]``: the token in it after which drafts begin, any but the last.
-        begin: ``[S]``: the position of that token in its text, which is the number of tokens before it.
-        limit: ``[S]``: the most tokens of a draft from there.
-        left: ``[S]``: the tokens of the continuation that follow it.
     """
 
     @torch.inference_mode()
@@ -141,18 +126,19 @@ class TextBatch:
         self.continuations = tuple(continuations[: len(self.texts)])
         self._cache: KVCache | None = None
         self._loaded: StartPack | None = None
-
+        # For each of the P continuations, its tokens on the device and their probabilities, which are 1.0 past its end.
         prompts = [len(continuation.prompt) for continuation in self.continuations]
         own = [text.tokens[prompt:] for text, prompt in zip(self.texts, prompts, strict=True)]
         self.tokens = pad_sequence(own, batch_first=True)
         self.token_probs = np.ones(self.tokens.shape)
         for row, text in zip(self.token_probs, self.texts, strict=True):
             row[: len(text.token_probs)] = text.token_probs
+        # For each start, ``[S]``: its continuation, and the token in it after which drafts begin, any but the last.
         starts = [(p, start) for p, each in enumerate(self.continuations) for start in range(each.starts)]
         self.text, self.place = np.array(starts, np.int64).reshape(-1, 2).T
-        self.begin = self.place + np.array(prompts)[self.text]
-        self.limit = np.array([self.continuations[p].limit(start) for p, start in starts])
-        self.left = np.array([self.continuations[p].starts - start for p, start in starts])
+        self.begin = self.place + np.array(prompts)[self.text]  # the position of that token in its text
+        self.limit = np.array([self.continuations[p].limit(start) for p, start in starts])  # the most tokens of a draft
+        self.left = np.array([self.continuations[p].starts - start for p, start in starts])  # tokens of the text after it
 
     def tokens_at(self, starts: NDArray[np.int64], distance: int) -> Tensor:
         """Return ``[R]`` int64: the tokens at a distance from some starts."""
@@ -179,8 +165,8 @@ class TextBatch:
     def pack(self, starts: NDArray[np.int64], room: int) -> StartPack:
         """Pack starts with the continuations that they need and ``room`` positions for drafts."""
         used = set(self.text[starts].tolist())
-        lengths = [len(each.prompt) + each.starts for each in self.continuations]
-        return StartPack(starts, [length if p in used else 0 for p, length in enumerate(lengths)], room)
+        texts = enumerate(self.continuations)
+        return StartPack(starts, [len(text.prompt) + text.starts if p in used else 0 for p, text in texts], room)
 
     def load(self, pack: StartPack) -> KVCache:
         """Fill the batch's only cache with a pack's continuations, and set its length to their end."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
 from layerskip.costs.cost_model import CostProfile
-from layerskip.costs.profile import MIN_REPEATS, profile_costs
+from layerskip.costs.profile import profile_costs
+from layerskip.costs.timing import MIN_REPEATS
 from layerskip.device.memory import within_memory
 from layerskip.files import digest, read_json, write_json
 from layerskip.models.environment import machine
