@@ -84,14 +84,10 @@ class StopRule:
     ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
     token) is below ``threshold``. ``adaptive``: as ``threshold``, with a threshold that follows the acceptance rate as in
     Draft & Verify (arXiv 2309.08168), section 3.3, from prompt to prompt until the drafter is reset.
-
-    Args:
-        method: ``length``, ``threshold`` or ``adaptive``.
-        threshold: confidence in [0, 1]; for ``adaptive`` the initial one.
     """
 
     method: str = "length"
-    threshold: float = 0.6
+    threshold: float = 0.6  # a confidence in [0, 1]; for ``adaptive`` the initial one
 
     def __post_init__(self) -> None:
         _refuse_foreign(self, self._known(self.method), f"stop rule {self.method}", "stop.")

@@ -121,8 +121,8 @@ def time_drafting(
     shorter ones.
 
     Returns:
-        The cost of one token of a chain or one level of a tree, of all levels if they are drafted at once. The unit is a
-        step of plain decoding; rounded to two decimals.
+        The cost of one token of a chain or one level of a tree, of all levels if they are drafted at once, in steps of plain
+        decoding with two decimals.
     """
     drafter = build_drafter(config, target)
     timed = _time_drafts(target, drafter, context, sampling, seed)

@@ -134,8 +134,8 @@ class _Loop:
         else:
             logits = known.restore(cache)
         distribution = chooser.distribution(logits, block[-1:])
-        largest = [largest_logits(logits, distribution)]
-        verdict = verify(Draft.empty(self._device), distribution, chooser.generator, largest)
+        late = [largest_logits(logits, distribution)]
+        verdict = verify(Draft.empty(self._device), distribution, chooser.generator, late)
         self.context = Context(list(prompt), verdict.last)
         self._check_finite(verdict.late[0])
         committed = self._commit(verdict.committed)

@@ -36,8 +36,7 @@ class Draft:
             which token i follows token i - 1. A :class:`DeviceTree` if only the device knows them.
         probs: ``[K, V]`` float32, the distribution that each token of a chain was drawn from. None for a deterministic
             draft, whose distributions are one-hot; trees have no other tokens.
-        match_length: how many tokens of the context precede the place in a text that the draft was copied from; 0 if it was
-            not copied.
+        match_length: how many tokens of the context precede the place that the draft was copied from; 0 if it was not.
         lookup_tokens: the tokens once more, on the host, if no model ran for them. Such a draft is deterministic, and may be
             cut or declined at no loss. Empty for other drafts.
         path_probs: for each of the ``lookup_tokens``, the estimated probability that the target says it and all tokens

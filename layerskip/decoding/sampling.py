@@ -165,9 +165,7 @@ class Chooser:
     Target and drafter share one chooser, so the draft's q and the target's p go through the same warping.
 
     Args:
-        sampling: how logits become distributions.
         vocabulary: V, the size of the target's output.
-        device: where the logits are.
         seed: makes the draws repeatable; None uses torch's global generator.
     """
 
@@ -197,22 +195,17 @@ class Chooser:
             parents: of a tree, as in :class:`~layerskip.decoding.draft.Draft`; the block is then the root and all nodes.
             tokens: ``[v]`` int64, the tokens of the columns of ``logits``; None for the whole vocabulary.
         """
-        return self.sampling.distribution(logits, self._seen_by_row(block, logits.shape[0], parents, tokens))
-
-    def choose(self, distribution: Tensor) -> Tensor:
-        """Return one token per row, ``[n]`` int64, for either form of distribution."""
-        return distribution if distribution.dtype == torch.int64 else draw(distribution, self.generator)
-
-    def _seen_by_row(
-        self, block: Tensor, rows: int, parents: Sequence[int] | DeviceTree | None, tokens: Tensor | None
-    ) -> Tensor | None:
         if self._seen is None:
-            return None
-        size = block.shape[0]
+            return self.sampling.distribution(logits)
+        rows, size = logits.shape[0], block.shape[0]
         if parents is None:
             precedes = torch.ones(rows, size, dtype=torch.bool, device=block.device).tril(size - rows)
         else:
             precedes = tree_shape(parents, block.device)[1]
         # The root, which precedes all, stands in for tokens that do not precede a row.
         seen = self._seen.repeat(rows, 1).scatter_(1, torch.where(precedes, block, block[0]), True)
-        return seen if tokens is None else seen.index_select(1, tokens)
+        return self.sampling.distribution(logits, seen if tokens is None else seen.index_select(1, tokens))
+
+    def choose(self, distribution: Tensor) -> Tensor:
+        """Return one token per row, ``[n]`` int64, for either form of distribution."""
+        return distribution if distribution.dtype == torch.int64 else draw(distribution, self.generator)

@@ -124,8 +124,7 @@ class TreeModel:
     @torch.inference_mode()
     def _check(self, model: PreTrainedModel) -> None:
         """Check that a branch gives the logits of the same tokens in a chain."""
-        # From the middle of the vocabulary: special tokens are at its ends, and on untrained tokens half precision is far
-        # off.
+        # From the middle of the vocabulary. Special tokens are at its ends, untrained, and far off in half precision.
         size, device = int(model.config.get_text_config(decoder=True).vocab_size), input_device(model)
         tokens = (size // 3 + 17 * torch.arange(_PROBE + 1 + len(_PROBE_PARENTS), device=device)) % size
         prompt, block = tokens[:_PROBE], tokens[_PROBE:]
@@ -149,12 +148,8 @@ class TreeModel:
         return UnsupportedModel(f"{self._name}: cannot verify trees: {reason}")
 
 
-_models = OncePerModel(TreeModel)
-
-
-def tree_model(model: PreTrainedModel) -> TreeModel:
-    """Return the model's :class:`TreeModel`, made once per model and again if the model's tensors were replaced."""
-    return _models.of(model)
+tree_model = OncePerModel(TreeModel).of
+"""Returns a model's :class:`TreeModel`, which is made once, and again if the model's tensors were replaced."""
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:

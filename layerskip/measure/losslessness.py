@@ -53,10 +53,8 @@ class Losslessness:
     @property
     def verdict(self) -> str:
         """``exact``, ``near_tie`` (only near-ties differ), ``different``, or ``unchecked``."""
-        if not self.compared:
-            return "unchecked"
-        if not self.divergences:
-            return "exact"
+        if not (self.compared and self.divergences):
+            return "exact" if self.compared else "unchecked"
         return "near_tie" if all(d.near_tie for d in self.divergences) else "different"
 
     def to_dict(self) -> dict[str, Any]:

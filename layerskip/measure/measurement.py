@@ -21,7 +21,7 @@ CONFIDENCE = 0.95
 _SUMMED = ("tokens", "decoded_tokens", "prefill_seconds", "decode_seconds", "draft_seconds")  # over the turns of a sample
 
 
-def _interval_of_ratio(table: NDArray[np.float64], seed: int, confidence: float) -> tuple[float, float]:
+def _interval_of_ratio(table: NDArray[np.float64], confidence: float) -> tuple[float, float]:
     """Return a confidence interval of a speedup: on either side the wider of Student's t and the studentized bootstrap.
 
     Both are computed for the logarithm, with the standard error of a ratio of totals (the delta method). The t interval
@@ -38,7 +38,7 @@ def _interval_of_ratio(table: NDArray[np.float64], seed: int, confidence: float)
     student, maximum = (float(stdtrit(freedom, tails[1])) for freedom in (prompts - 1, 1))
     if prompts < MIN_RESAMPLED:
         return float(np.exp(ratio - student * error)), float(np.exp(ratio + student * error))
-    chosen = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
+    chosen = np.random.default_rng(0).integers(prompts, size=(RESAMPLES, prompts))
     ratios, errors = _log_ratio(table[chosen])
     varied = errors > 1e-6 * error  # a resample of a single prompt has no error to divide by
     deviations = np.clip((ratios[varied] - ratio) / errors[varied], -maximum, maximum)
@@ -166,7 +166,7 @@ class Measurement:
         pairs = [pair for pair in zip(self.baseline, self.candidate, strict=True) if chosen(*pair)]
         return Measurement(tuple(b for b, _ in pairs), tuple(c for _, c in pairs))
 
-    def interval(self, seed: int = 0, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
         """Return a confidence interval of the speedup; of one prompt, which says nothing about others, a point.
 
         A prompt counts with both sides and all its repeats, as repeats of a prompt say nothing about other prompts.
@@ -178,7 +178,7 @@ class Measurement:
             prompts[c.prompt_id] = prompts.get(c.prompt_id, np.zeros(4)) + row
         if len(prompts) < 2:
             return self.speedup, self.speedup
-        return _interval_of_ratio(np.array(list(prompts.values())), seed, confidence)
+        return _interval_of_ratio(np.array(list(prompts.values())), confidence)
 
     @property
     def stats(self) -> DecodeStats:

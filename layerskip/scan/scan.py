@@ -80,7 +80,7 @@ class Scanner:
     ) -> None:
         self.target, self.sampling = target, sampling
         self.depth, self.max_rows = depth, max_rows
-        self._texts = TextBatch(RowModel(target.model), target.vocabulary, continuations, sampling, max_bytes)
+        self._texts = TextBatch(RowModel(target.model), continuations, sampling, max_bytes)
         self.continuations = self._texts.continuations
         self._packs = self._pack(np.flatnonzero(self._texts.limit > 0))
 
@@ -185,8 +185,9 @@ class Scanner:
         texts, place = self._texts, chain.shape[1]
         seen = None
         if self.sampling.needs_seen:
-            prefixes = [texts.texts[p].tokens[:end] for p, end in zip(texts.text[starts], texts.begin[starts], strict=True)]
-            seen = torch.cat([texts.seen(torch.cat(parts)) for parts in zip(prefixes, chain, strict=True)])
+            seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, chain, True)
+            for row, p, end in zip(seen, texts.text[starts], texts.begin[starts], strict=True):
+                row[texts.texts[p].tokens[:end]] = True
         text_tokens = texts.tokens_at(starts, place)
         # A few rows at a time: on a CPU, converting all logits to float32 takes as long as everything computed from them.
         seen_rows = itertools.repeat(None) if seen is None else portions(seen)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from layerskip.decoding.sampling import Sampling
+from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.stopping import confidence
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
@@ -103,7 +103,6 @@ class TextBatch:
     """Continuations with the target's states, and every start of a draft in them, by number.
 
     Args:
-        vocabulary: V, the width of its logits.
         max_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
     """
 
@@ -111,12 +110,11 @@ class TextBatch:
     def __init__(
         self,
         model: RowModel,
-        vocabulary: int,
         continuations: Sequence[Continuation],
         sampling: Sampling,
         max_bytes: int | None = None,
     ) -> None:
-        self.model, self.vocabulary, self.sampling = model, vocabulary, sampling
+        self.model, self.sampling = model, sampling
         self.texts: list[TextStates] = []
         for continuation in continuations:
             text = self._read(continuation)
@@ -154,10 +152,9 @@ class TextBatch:
         logits = logits[: end - begin]
         token_probs = np.empty(0)
         if not self.sampling.greedy:
-            seen = None
-            if self.sampling.needs_seen:
-                seen = torch.cat([self.seen(tokens[:place]) for place in range(begin, end)])
-            probs = self.sampling.distribution(logits, seen).gather(1, tokens[begin:end, None])[:, 0]
+            chooser = Chooser(self.sampling, logits.shape[1], tokens.device)
+            chooser.observe(continuation.prompt)
+            probs = chooser.distribution(logits, tokens[begin - 1 : end - 1]).gather(1, tokens[begin:end, None])[:, 0]
             token_probs = probs.double().cpu().numpy()
         confidences = confidence(logits).double().cpu().numpy()
         return TextStates(tokens, cache, visible, confidences, token_probs)
@@ -179,12 +176,6 @@ class TextBatch:
         assert self._cache is not None
         self._cache.length = pack.end
         return self._cache
-
-    def seen(self, tokens: Tensor) -> Tensor:
-        """Return ``[1, V]`` bool: the vocabulary entries among the tokens."""
-        seen = torch.zeros(1, self.vocabulary, dtype=torch.bool, device=tokens.device)
-        seen[0, tokens] = True
-        return seen
 
     def visible(
         self, pack: StartPack, starts: NDArray[np.int64], passes: Sequence[NDArray[np.int64]]

@@ -77,11 +77,6 @@ def _output_price(width: int, rows: Tensor) -> float:
     return PASS + TOKEN * width + ROW * rows.shape[-2] if width == VOCABULARY else 0.0
 
 
-def _assert_close(found: CostProfile, expected: CostProfile) -> None:
-    for name, value in asdict(expected).items():
-        assert getattr(found, name) == pytest.approx(value, abs=1e-8), name
-
-
 @pytest.mark.parametrize(
     ("family", "attention", "mlp", "changes"),
     [
@@ -110,7 +105,9 @@ def test_a_profile_recovers_the_cost_of_every_part(
         round_seconds=ROUND,
         verify_seconds=tuple(plain + ROW * (1 + drafted) for drafted in range(LONGEST + 1)),
     )
-    _assert_close(profile_costs(target, expected.context, LONGEST, repeats=1), expected)
+    found = profile_costs(target, expected.context, LONGEST, repeats=1)
+    for name, value in asdict(expected).items():
+        assert getattr(found, name) == pytest.approx(value, abs=1e-8), name
 
 
 def test_predicted_seconds_of_counts_equal_the_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,15 +117,8 @@ def test_predicted_seconds_of_counts_equal_the_decodings(monkeypatch: pytest.Mon
     profile, mask = profile_costs(target, 12, 6, repeats=1), SkipMask.parse("mlp:1", target.layers)
     drafter = LayerSkip(skip_view(target.model, mask), 6, StopRule())
     began: list[float] = []
-    found = decode(
-        target,
-        drafter,
-        [5, 6, 7],
-        Sampling(),
-        40,
-        stops=Stops(frozenset()),
-        callback=lambda _: began.append(clock.seconds),
-    )
+    stops = Stops(frozenset())
+    found = decode(target, drafter, [5, 6, 7], Sampling(), 40, stops=stops, callback=lambda _: began.append(clock.seconds))
     assert profile.seconds(count(found.stats.rounds), mask, StopRule()) == pytest.approx(clock.seconds - began[0])
 
 

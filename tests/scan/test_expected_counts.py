@@ -17,7 +17,7 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.mask import SkipMask
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
-from layerskip.scan.scan import Scan, Scanner
+from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation
 from tests.accelerator import DEVICE
 from tests.families import build
@@ -31,7 +31,6 @@ VOCABULARY, NEW, PROMPT = 5, 7, (3, 4, 2)
 SAMPLING = Sampling(temperature=1.2, top_p=0.9)
 MASK = SkipMask.parse("layers:3", 4)  # the last layer: its draft can be computed without a cache
 HALF = StopRule("threshold", 0.58)
-NAMES = ("rounds", "drafted")
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +103,8 @@ def _outcomes(p: Law, q: Law, continuation: Continuation, start: int, length: in
             yield chance * p((*text, *draft))[0][ahead[len(draft)]], len(draft), len(draft) + 1
 
 
-def _exact(p: Law, q: Law, continuation: Continuation, length: int, stop: StopRule) -> tuple[float, dict[str, float]]:
-    """Return the continuation's probability, and the expected counts, given that it is the output."""
+def _exact(p: Law, q: Law, continuation: Continuation, length: int, stop: StopRule) -> tuple[float, float, float]:
+    """Return the continuation's probability, and the expected rounds and drafted tokens, given that it is the output."""
     chances, sums = [0.0] * continuation.starts + [1.0], [[0.0] * 2 for _ in range(continuation.starts + 1)]
     for start in reversed(range(continuation.starts)):
         for chance, drafted, committed in _outcomes(p, q, continuation, start, length, stop):
@@ -113,13 +112,8 @@ def _exact(p: Law, q: Law, continuation: Continuation, length: int, stop: StopRu
             chances[start] += chance * chances[following]
             for which, value in enumerate((1, drafted)):
                 sums[start][which] += chance * (value * chances[following] + sums[following][which])
-    return chances[0], dict(zip(NAMES, (each / chances[0] for each in sums[0]), strict=True))
-
-
-def _cut(scan: Scan) -> float:
-    """Share of the drafts of two tokens or more that HALF stops after their first token."""
-    confidences = np.concatenate([trace.confidence[:, 0] for trace in scan.traces])
-    return float((confidences[~np.isnan(confidences)] < HALF.threshold).mean())
+    rounds, drafts = sums[0]
+    return chances[0], rounds / chances[0], drafts / chances[0]
 
 
 @pytest.mark.parametrize(("length", "stop"), [(1, StopRule()), (3, StopRule()), (2, HALF), (3, HALF)])
@@ -129,15 +123,16 @@ def test_expected_counts_equal_those_of_all_outcomes(
     """Only the stop after a wrong token is an approximation."""
     scanner = Scanner(target, continuations, SAMPLING, depth=3, max_rows=2048)
     (scan,) = scanner.scan([MASK])
-    assert 0.3 < _cut(scan) < 0.7
+    first = np.concatenate([trace.confidence[:, 0] for trace in scan.traces])
+    assert 0.3 < (first[~np.isnan(first)] < HALF.threshold).mean() < 0.7  # the share that HALF stops after one token
     found = scanner.counts(scan, length, stop)
     for continuation, counts in zip(continuations, found, strict=True):
-        chance, expected = _exact(*laws, continuation, length, stop)
+        chance, rounds, drafted = _exact(*laws, continuation, length, stop)
         likely = [
             laws[0]((*PROMPT, *continuation.tokens[:i]))[0][continuation.tokens[i]]
             for i in range(1, len(continuation.tokens))
         ]
         assert chance == pytest.approx(math.prod(likely))  # the output is as likely as without drafts
-        assert sum(counts.verified) == pytest.approx(expected["rounds"], rel=1e-4)
+        assert sum(counts.verified) == pytest.approx(rounds, rel=1e-4)
         guessed = stop == HALF and length > 2
-        assert counts.drafted == pytest.approx(expected["drafted"], rel=0.1 if guessed else 1e-4)
+        assert counts.drafted == pytest.approx(drafted, rel=0.1 if guessed else 1e-4)

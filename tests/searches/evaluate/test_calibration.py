@@ -25,8 +25,8 @@ def test_correct_intervals_pass_and_narrow_ones_fail(
 ) -> None:
     interval = Measurement.interval
 
-    def scaled(self: Measurement, seed: int = 0) -> tuple[float, float]:
-        low, high = interval(self, seed)
+    def scaled(self: Measurement) -> tuple[float, float]:
+        low, high = interval(self)
         return self.speedup - width * (self.speedup - low), self.speedup + width * (high - self.speedup)
 
     monkeypatch.setattr(Measurement, "interval", scaled)
