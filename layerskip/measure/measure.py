@@ -198,7 +198,8 @@ def interleave(
             _one_prompt(target, item, stateful, list(stateful), replace(task, seed=task.seed + index))
         for index, item in enumerate(prompts):
             remaining = {name: contender for name, contender in contenders.items() if name not in without}
-            names = order.sample(list(remaining), len(remaining))
+            names = list(remaining)
+            order.shuffle(names)
             row = _one_prompt(target, item, remaining, names, replace(task, seed=task.seed + 1000 * repeat + index))
             yield {name: replace(sample, lossless=checks.pop(name, sample.lossless)) for name, sample in row.items()}
 
