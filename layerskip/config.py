@@ -33,7 +33,7 @@ def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str
 
 
 def _refuse_foreign(value: Any, known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    """Raise ``ConfigError`` for a field of a dataclass that is set although its method does not read it."""
+    """Raise ``ConfigError`` for a field of a dataclass that is set but not known."""
     for each in dataclasses.fields(value):
         if each.name not in known and getattr(value, each.name) != each.default:
             raise ConfigError(f"{prefix}{each.name}: does not belong to {owner}")
@@ -67,14 +67,6 @@ def check_number(name: str, value: Any, minimum: float, maximum: float) -> None:
 
 Costs = tuple[float, ...]
 """Costs in steps of plain decoding."""
-
-
-def check_costs(name: str, costs: Any, minimum: float) -> None:
-    """Raise ``ConfigError`` for a value that is not :data:`Costs` of at least ``minimum``."""
-    if not isinstance(costs, tuple):
-        raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
-    for cost in costs:
-        check_number(name, cost, minimum, 1e6)
 
 
 class _Rule:
@@ -164,10 +156,6 @@ EXACT = AcceptRule()
 """The lossless acceptance rule."""
 
 
-def _always(config: SpeculativeConfig) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Field:
     """A field of a drafter's configuration: its values, its meaning, and how a study chooses it.
@@ -195,7 +183,7 @@ class Field:
     choices: tuple[str, ...] = ()
     first: Any = None
     at_least: str = ""
-    used: Callable[[SpeculativeConfig], bool] = _always
+    used: Callable[[SpeculativeConfig], bool] = lambda config: True
     path: bool = False
     required: bool = False
 
@@ -216,28 +204,6 @@ class Field:
             raise ConfigError(f"{self.name}: {value} is below {self.at_least}, {config.value(self.at_least)}")
 
 
-_SHARED = (
-    Field("num_speculative_tokens", 4, "the most tokens of a draft, or the greatest depth of a tree"),
-    Field("mask", "", "the skipped sub-layers"),
-    Field("stop", NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive")),
-    Field("prompt_lookup_min", 1, "the shortest n-gram to look up, in tokens"),
-    Field("prompt_lookup_max", 3, "the longest n-gram, which is tried first, in tokens", at_least="prompt_lookup_min"),
-    Field("match", "last", "which of several matches is copied from", choices=("last", "first")),
-    Field("datastore", "", "the folder of a datastore", path=True),
-    Field("tree_tokens", 8, "the most tokens of a tree"),
-    Field("top_k", 4, "successors that are kept of each token"),
-    Field("guess_set_size", 4, "n-grams that are kept and verified for each first token"),
-    Field("window", 5, "guesses in each row of the window"),
-    Field("min_token_prob", 0.05, "the least probability of a branch", log=True),
-    Field("head", "", "the folder of a trained head", path=True, required=True),
-    Field("draft_model", "", "a hub id, a folder or a .gguf file", path=True, required=True),
-    Field("members", (), "at least two configurations that draft"),
-    Field("verify_cost", (), "the cost of verifying 1, 2, ... tokens, in steps of plain decoding"),
-    Field("draft_cost", (), "the cost of each member per drafted token or level, in steps of plain decoding"),
-)
-_FIELDS = {each.name: each for each in _SHARED}
-
-
 def shared(name: str, **changes: Any) -> Field:
     """Return a field that several methods have, as one of them declares it: with its own range, first value or meaning."""
     return replace(_FIELDS[name], **changes)
@@ -250,7 +216,7 @@ class Method:
     Args:
         name: the value of ``SpeculativeConfig.method``.
         fields: the fields that a configuration of this method has, apart from ``method`` and ``accept``. Those that are no
-            attributes of :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.option`.
+            attributes of :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.value`.
         source: where its drafts come from, as a phrase for the documentation.
         rank: its place among all methods, the simplest first. It decides ties between finalists, and the order of tables.
         color: in charts, as ``#rrggbb``; empty for one that follows from the name.
@@ -356,22 +322,24 @@ PLAIN = Method(
 declare(PLAIN)
 
 
+def _usual(default: Any, meaning: str, **declared: Any) -> Any:
+    """Return a field that several methods have, with its declaration where they do not change it."""
+    return field(default=default, metadata={"meaning": meaning, **declared})
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """One way to decode.
 
-    Which of the fields a method reads, and what they mean there, its drafter declares; in general they mean what
-    :data:`_SHARED` says. A field that a method does not read keeps its default.
+    Which of the fields a method reads, and what they mean there, its drafter declares. The others keep their defaults.
 
     Args:
         method: ``none`` (plain decoding) or a declared method, such as ``prompt_lookup``.
-        mask: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
+        mask: in the text form of :mod:`layerskip.mask`.
         accept: the acceptance rule, for all methods that draft. Any rule but ``exact`` changes the output.
-        members: the configurations that a cascade chooses from; see :class:`~layerskip.drafters.cascade.Cascade`.
-        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as measured by
-            :func:`~layerskip.costs.timing.time_verification`.
-        draft_cost: for each member, the cost of drafting one token of a chain or one level of a tree (all levels if drafted
-            in one pass), as measured by :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups.
+        verify_cost: as measured by :func:`~layerskip.costs.timing.time_verification`.
+        draft_cost: as measured by :func:`~layerskip.costs.timing.time_drafting`: per level of a tree, or of all levels if
+            drafted in one pass; 0 for lookups.
         options: the fields that only this method has, as pairs of name and value.
 
     Raises:
@@ -379,24 +347,24 @@ class SpeculativeConfig:
     """
 
     method: str = "none"
-    num_speculative_tokens: int = _FIELDS["num_speculative_tokens"].default
-    mask: str = ""
-    stop: StopRule = NEVER
-    prompt_lookup_min: int = _FIELDS["prompt_lookup_min"].default
-    prompt_lookup_max: int = _FIELDS["prompt_lookup_max"].default
-    match: str = _FIELDS["match"].default
-    datastore: str = ""
-    tree_tokens: int = _FIELDS["tree_tokens"].default
-    top_k: int = _FIELDS["top_k"].default
-    guess_set_size: int = _FIELDS["guess_set_size"].default
-    window: int = _FIELDS["window"].default
-    min_token_prob: float = _FIELDS["min_token_prob"].default
-    head: str = ""
-    draft_model: str = ""
+    num_speculative_tokens: int = _usual(4, "the most tokens of a draft, or the greatest depth of a tree")
+    mask: str = _usual("", "the skipped sub-layers")
+    stop: StopRule = _usual(NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive"))
+    prompt_lookup_min: int = _usual(1, "the shortest n-gram to look up, in tokens")
+    prompt_lookup_max: int = _usual(3, "the longest n-gram, which is tried first, in tokens", at_least="prompt_lookup_min")
+    match: str = _usual("last", "which of several matches is copied from", choices=("last", "first"))
+    datastore: str = _usual("", "the folder of a datastore", path=True)
+    tree_tokens: int = _usual(8, "the most tokens of a tree")
+    top_k: int = _usual(4, "successors that are kept of each token")
+    guess_set_size: int = _usual(4, "n-grams that are kept and verified for each first token")
+    window: int = _usual(5, "guesses in each row of the window")
+    min_token_prob: float = _usual(0.05, "the least probability of a branch", log=True)
+    head: str = _usual("", "the folder of a trained head", path=True, required=True)
+    draft_model: str = _usual("", "a hub id, a folder or a .gguf file", path=True, required=True)
     accept: AcceptRule = EXACT
-    members: tuple[SpeculativeConfig, ...] = ()
-    verify_cost: Costs = ()
-    draft_cost: Costs = ()
+    members: tuple[SpeculativeConfig, ...] = _usual((), "at least two configurations that draft")
+    verify_cost: Costs = _usual((), "the cost of verifying 1, 2, ... tokens, in steps of plain decoding")
+    draft_cost: Costs = _usual((), "the cost of each member per drafted token or level, in steps of plain decoding")
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -423,13 +391,9 @@ class SpeculativeConfig:
         own = tuple((name, values[name]) for name in _method(method).options if name in values)
         return cls(method, **{name: value for name, value in values.items() if name in _FIELDS}, accept=accept, options=own)
 
-    def option(self, name: str) -> Any:
-        """Return the value of a field that only this method has."""
-        return dict(self.options)[name]
-
     def value(self, name: str) -> Any:
         """Return the value of a field of the method."""
-        return getattr(self, name) if name in _FIELDS else self.option(name)
+        return getattr(self, name) if name in _FIELDS else dict(self.options)[name]
 
     @property
     def values(self) -> dict[str, Any]:
@@ -499,6 +463,14 @@ class SpeculativeConfig:
         length = f"length {self.num_speculative_tokens}{stop}" if "num_speculative_tokens" in _method(self.method) else ""
         shown = "; ".join(filter(None, (detail, (length + lossy).removeprefix(", "))))
         return self.method.replace("_", " ") + (f" ({shown})" if shown else "")
+
+
+_FIELDS = {
+    each.name: Field(each.name, each.default, **each.metadata)
+    for each in dataclasses.fields(SpeculativeConfig)
+    if each.metadata
+}
+"""The fields that several methods have."""
 
 
 def _method(name: Any) -> Method:

@@ -90,10 +90,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def report_full_disk(path: Path, probe: Path) -> Iterator[None]:
-    """Convert errors of a full disk to an ``OSError`` that names ``path``.
+    """Convert errors of a full disk, for which libraries have their own, to an ``OSError`` that names ``path``.
 
-    Torch and safetensors raise their own; numpy's has no error number. The file ``probe`` is extended to test whether the
-    disk is full; the caller removes it.
+    The file ``probe`` is extended to test whether the disk is full; the caller removes it.
     """
     try:
         yield

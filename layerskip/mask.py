@@ -62,11 +62,6 @@ class SkipMask:
         return len(self.attention)
 
     @property
-    def skipped(self) -> int:
-        """The number of skipped sub-layers, of ``2 * layers``."""
-        return sum(self.attention) + sum(self.mlp)
-
-    @property
     def is_whole_layers(self) -> bool:
         """True if sub-layers are skipped in whole layers only."""
         return self.attention == self.mlp

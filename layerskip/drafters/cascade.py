@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_costs, shared
+from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_number, shared
 from layerskip.decoding.draft import MAX_MATCH, Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
@@ -43,8 +43,11 @@ def _check(config: SpeculativeConfig) -> None:
     for member in config.members:
         if not isinstance(member, SpeculativeConfig) or member.method in ("none", "cascade") or not member.lossless:
             raise ConfigError(f"members: {member!r} is not the configuration of a single lossless drafter")
-    check_costs("verify_cost", config.verify_cost, 0.1)
-    check_costs("draft_cost", config.draft_cost, 0.0)
+    for name, costs, minimum in (("verify_cost", config.verify_cost, 0.1), ("draft_cost", config.draft_cost, 0.0)):
+        if not isinstance(costs, tuple):
+            raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
+        for cost in costs:
+            check_number(name, cost, minimum, 1e6)
     if config.draft_cost and not config.verify_cost:
         raise ConfigError("draft_cost: has no effect without verify_cost")
     if config.draft_cost and len(config.draft_cost) != len(config.members):

@@ -16,15 +16,9 @@ from layerskip.config import ConfigError, Method, SpeculativeConfig, StopRule, s
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser, Sampling
-from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.device.transfer import copy_to_device, read_to_host
-from layerskip.drafters.chain import draft_chain, load_draft_view
+from layerskip.drafters.chain import ModelDrafter, draft_chain, load_draft_view
 from layerskip.models.cache import KVCache
-from layerskip.models.cache_pool import acquire_cache
-from layerskip.models.forward import clamp_tokens
-from layerskip.models.graph_capture import CapturingCache
-from layerskip.models.positions import max_positions
-from layerskip.models.prefill import run_prefill
 from layerskip.models.target import Target
 
 _MAX_GROWTH = 4  # draft tokens per target token that the cache has capacity for; beyond that nothing is drafted
@@ -105,12 +99,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
-class CrossTokenizer(StopRuleDrafter):
-    """A drafter with a model of another tokenizer.
+class CrossTokenizer(ModelDrafter):
+    """A drafter with a model of another tokenizer, whose logits are ``vocabulary`` wide.
 
-    Args:
-        vocabulary: the width of its logits.
-        num_speculative_tokens: the most tokens per round, in the model's tokens.
+    It drafts up to ``num_speculative_tokens`` of the model's tokens.
     """
 
     method = Method(
@@ -133,9 +125,8 @@ class CrossTokenizer(StopRuleDrafter):
         num_speculative_tokens: int,
         stop: StopRule,
     ) -> None:
-        self.model, self.layers, self.vocabulary = model, layers, vocabulary
-        self.translation, self.num_speculative_tokens = translation, num_speculative_tokens
-        self.stopper, self._most = Stopper(stop), max_positions(model)
+        super().__init__(model, layers, num_speculative_tokens, stop)
+        self.vocabulary, self.translation = vocabulary, translation
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> CrossTokenizer:
@@ -146,17 +137,15 @@ class CrossTokenizer(StopRuleDrafter):
         return cls(view, draft.layers, draft.vocabulary, translation, config.num_speculative_tokens, config.stop)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        device = next(self.model.parameters()).device
-        # The repetition penalty is left out, as it applies to the target's tokens.
-        self._greedy, self._readable = Chooser(Sampling(), self.vocabulary, device), chooser.vocabulary
+        self._target_vocabulary = chooser.vocabulary
         self._encoded, self._known = len(prompt), self.translation.to_draft(prompt)
         new_tokens = cache.capacity - len(prompt) + self.num_speculative_tokens
         room = len(self._known) + _MAX_GROWTH * new_tokens
         room = min(room, self._most or room)
-        self._cache = acquire_cache(self.model, self.layers, room, device, isinstance(cache, CapturingCache), self)
         self._fed = self._known[:-1] if len(self._known) <= room else []
-        if self._fed:
-            run_prefill(self.model, clamp_tokens(self.model, copy_to_device(self._fed, device)), self._cache)
+        self._begin(cache, room, self._fed)
+        # The repetition penalty is left out, as it applies to the target's tokens.
+        self._greedy = Chooser(Sampling(), self.vocabulary, self._device)
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Re-encode the committed tokens, feed the new ones, draft, and translate the draft into the target's tokens.
@@ -170,10 +159,10 @@ class CrossTokenizer(StopRuleDrafter):
         if not known or len(known) + length > self._cache.capacity:
             return Draft.empty(device)
         self._cache.length = min(_common_prefix(self._fed, known), len(known) - 1)
-        pending = clamp_tokens(self.model, copy_to_device(known[self._cache.length :], device))
+        pending = self._readable(known[self._cache.length :])
         chain = draft_chain(self.model, self._cache, pending, length, self._greedy, self.stopper)
         (drafted,) = read_to_host(chain.tokens)
         self._fed = [*known, *drafted[:-1]]
         translated = self.translation.to_target(context.tokens, known, drafted)[:limit]
-        tokens = list(itertools.takewhile(lambda token: token < self._readable, translated))
+        tokens = list(itertools.takewhile(lambda token: token < self._target_vocabulary, translated))
         return Draft(copy_to_device(tokens, device)) if tokens else Draft.empty(device)

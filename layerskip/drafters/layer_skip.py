@@ -16,7 +16,6 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
-from layerskip.decoding.verify import Verdict
 from layerskip.drafters.chain import draft_chain
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.cache import KVCache
@@ -48,7 +47,6 @@ class LayerSkip(StopRuleDrafter):
 
     def __init__(self, view: nn.Module, num_speculative_tokens: int, stop: StopRule) -> None:
         self.view, self.num_speculative_tokens, self.stopper = view, num_speculative_tokens, Stopper(stop)
-        self._depth = 0  # of the last draft
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> LayerSkip:
@@ -68,8 +66,4 @@ class LayerSkip(StopRuleDrafter):
         try:
             return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper)
         finally:
-            self._depth = self._cache.length - verified
             self._cache.length = verified
-
-    def observe(self, verdict: Verdict) -> None:
-        self.stopper.observe(self._depth, verdict.accepted)

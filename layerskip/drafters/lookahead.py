@@ -51,12 +51,8 @@ class Lookahead(Drafter):
     def __init__(self, num_speculative_tokens: int, window: int, guess_set_size: int) -> None:
         self.num_speculative_tokens, self.window, self.guess_set_size = num_speculative_tokens, window, guess_set_size
         self.tree_tokens = num_speculative_tokens * (window + guess_set_size)
-        self._begin([])
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        self._begin(prompt)
-
-    def _begin(self, prompt: Sequence[int]) -> None:
         """Begin with the n-grams of the prompt and with guesses taken from it."""
         self._pool: dict[int, dict[Ngram, None]] = {}  # oldest n-gram first
         guesses = itertools.islice(itertools.cycle(prompt), self.window)

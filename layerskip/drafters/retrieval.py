@@ -11,8 +11,8 @@ an index and extended backwards.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import shutil
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree_growth import grow_tree
-from layerskip.files import beside, report_full_disk, write_json
+from layerskip.files import atomic_folder, write_json
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 
@@ -103,7 +103,6 @@ class Retrieval(Drafter):
         self._indexed = 0
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin a new text after those that are kept."""
         self._index()  # the last round of the previous text
         if sum(map(len, self._texts)) > self.memory:
             self._drop_oldest()
@@ -176,10 +175,9 @@ class Retrieval(Drafter):
 
 @dataclass(frozen=True, eq=False)
 class Datastore:
-    """Texts and their suffix array, which finds every occurrence of an n-gram in a few steps.
+    """Texts of one tokenizer, and their suffix array, which finds every occurrence of an n-gram in a few steps.
 
-    It belongs to a tokenizer and is a folder that is read from disk as needed. Building one needs about thirty bytes of
-    memory per token; libdivsufsort sorts it.
+    A folder, which is read from disk as needed. Building one needs about thirty bytes of memory per token.
 
     Args:
         tokens: ``[N]`` int32: the token ids of every text, plus 1, and 0 after each text.
@@ -196,13 +194,9 @@ class Datastore:
     def build(
         cls, texts: Iterable[Sequence[int]], target: Target, source: str = "", prompts: Sequence[str] = ()
     ) -> Datastore:
-        """Build the suffix array of texts of token ids; empty ones are left out.
+        """Build the suffix array of texts of the target's token ids; empty ones are left out.
 
-        Args:
-            texts: token ids of the target's tokenizer.
-            target: the target.
-            source: a description of where the texts came from.
-            prompts: digests of the prompts whose outputs are among the texts.
+        ``source`` and ``prompts`` are stored in :attr:`about`.
 
         Raises:
             ConfigError: the texts are empty, too long, or have ids outside the target's vocabulary.
@@ -228,17 +222,11 @@ class Datastore:
         """
         if folder.exists():
             raise ConfigError(f"output: {folder} exists already")
-        partial = beside(folder, "partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            partial.mkdir(parents=True)
-            with report_full_disk(folder, partial / "more"):
-                np.save(partial / "tokens.npy", self.tokens)
-                np.save(partial / "suffixes.npy", self.suffixes)
+        with atomic_folder(folder) as partial:
+            partial.mkdir()
+            np.save(partial / "tokens.npy", self.tokens)
+            np.save(partial / "suffixes.npy", self.suffixes)
             write_json(partial / "datastore.json", {"schema": _SCHEMA} | self.about)
-            partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     @classmethod
     def load(cls, folder: str | Path, target: Target) -> Datastore:
@@ -250,22 +238,18 @@ class Datastore:
         folder = Path(folder)
         try:
             about = json.loads((folder / "datastore.json").read_text(encoding="utf-8"))
-            arrays = [np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("tokens.npy", "suffixes.npy")]
+            tokens, suffixes = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "suffixes"))
         except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"datastore: cannot read {folder}: {' '.join(str(error).split())}") from error
-        whole = isinstance(about, dict) and {"tokens", "texts", "source"} <= about.keys()
-        if not whole or not isinstance(about.get("prompts"), list) or about.pop("schema", None) != _SCHEMA:
+        if not isinstance(about, dict) or about.pop("schema", None) != _SCHEMA:
             raise ConfigError(f"datastore: {folder} is not a datastore of this version")
         for name, value in _identity(target).items():
             if value is not None and about.get(name) != value:
                 raise ConfigError(f"datastore: {folder} was built for another {name} than that of {target.name}")
-        tokens, suffixes = arrays
-        if any(array.dtype != np.int32 or array.ndim != 1 or not len(array) for array in arrays):
-            raise ConfigError(f"datastore: {folder} is damaged: its arrays are not rows of int32")
         # A token that the target lacks would break decoding; reading all tokens takes little time.
-        if _digest(tokens) != about.get("digest"):
+        if _digest(tokens) != about["digest"]:
             raise ConfigError(f"datastore: {folder} is damaged: its tokens do not match their digest")
-        if len(suffixes) != len(tokens) or int(suffixes.sum(dtype=np.int64)) != len(tokens) * (len(tokens) - 1) // 2:
+        if len(suffixes) != len(tokens) or suffixes.sum(dtype=np.int64) != len(tokens) * (len(tokens) - 1) // 2:
             raise ConfigError(f"datastore: {folder} is damaged: its suffixes do not start at every token once")
         return cls(tokens, suffixes, about)
 
@@ -290,8 +274,8 @@ class Datastore:
         continuations = []
         for index in range(count):
             start = int(self.suffixes[places[index * len(places) // count]]) + len(ngram)
-            part = self.tokens[start : start + length].tolist()
-            continuations.append([token - 1 for token in (part[: part.index(_END)] if _END in part else part)])
+            part = itertools.takewhile(lambda token: token != _END, self.tokens[start : start + length].tolist())
+            continuations.append([token - 1 for token in part])
         return continuations
 
 

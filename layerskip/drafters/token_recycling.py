@@ -52,14 +52,10 @@ class TokenRecycling(Drafter):
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Grow a tree from the last token; it is empty if the token is not in the table."""
-        depth = min(limit, self.num_speculative_tokens)
-        tokens, parents, path_probs = grow_tree(
-            context.tokens[-1], self._successors, depth, self.tree_tokens, self.min_token_prob
-        )
+        last, depth = context.tokens[-1], min(limit, self.num_speculative_tokens)
+        grown = grow_tree(last, lambda token: self._table.get(token, ()), depth, self.tree_tokens, self.min_token_prob)
+        tokens, parents, path_probs = grown
         return Draft.of_lookup(tokens, parents, context.last.device, path_probs=path_probs)
-
-    def _successors(self, token: int) -> Sequence[tuple[int, float, int]]:
-        return self._table.get(token, ())
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Return the target's likely tokens after every token of the pass, rejected ones included."""

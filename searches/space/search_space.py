@@ -60,18 +60,6 @@ def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values
     return trial.suggest_int(name, low, high, log=field.log)
 
 
-def value_params(name: str, field: Field, values: Sequence[Any], value: Any) -> Params:
-    """Return the parameters that lead to a value; the reverse of :func:`suggest_value`."""
-    if field.range is None:
-        found: Params = {}
-        if len(values) > 1:
-            found[name] = value.method if isinstance(value, StopRule) else value
-        if isinstance(value, StopRule) and value.method != "length":
-            found[f"{name}.threshold"] = value.threshold
-        return found
-    return {} if values[0] == values[1] else {name: value}
-
-
 def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
     """Return a value, or the nearest one of a range, or the first of the choices."""
     if field.range is None:
@@ -103,13 +91,6 @@ def suggest_mask(space: SearchSpace, trial: optuna.trial.BaseTrial) -> str:
     return SkipMask.of(space.layers, attention, mlp).format()
 
 
-def mask_params(space: SearchSpace, text: str) -> Params:
-    """Return the parameters that lead to a mask."""
-    mask = SkipMask.parse(text, space.layers)
-    found: Params = {f"attention_{i}": int(mask.attention[i]) for i in space.skippable}
-    return found | {f"mlp_{i}": int(mask.mlp[i]) for i in space.skippable}
-
-
 def structured_masks(space: SearchSpace) -> Iterable[str]:
     """Yield early single skips, early contiguous runs, and masks of every third or fourth sub-layer."""
     bits, count = space.skippable, len(space.skippable)
@@ -123,7 +104,7 @@ def structured_masks(space: SearchSpace) -> Iterable[str]:
 
 
 DraftCost = Callable[[Sequence[SpeculativeConfig]], Costs]
-"""The cost that each member of a cascade has for one drafted token, in steps of plain decoding; empty if unknown."""
+"""The cost of one drafted token of each member of a cascade, in steps of plain decoding; empty if unknown."""
 LOOKUP = "prompt_lookup"
 """The first member of a cascade."""
 
@@ -243,12 +224,9 @@ class SearchSpace:
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         """Return the configuration that a trial proposes."""
-        method = str(trial.suggest_categorical("method", self.available_methods))
-        if method == _CASCADE:
-            second = str(trial.suggest_categorical("cascade.second", self.second_methods))
-            config = self._cascade(self._suggest(LOOKUP, trial), self._suggest(second, trial))
-        else:
-            config = self._suggest(method, trial)
+        members = self._suggest(trial)
+        config = self._cascade(*members) if len(members) > 1 else members[0]
+        method = config.method
         if not self.allow_lossy or method == "none":
             return config
         rule = str(trial.suggest_categorical("accept", ("exact", "threshold")))
@@ -258,34 +236,40 @@ class SearchSpace:
 
     def params(self, config: SpeculativeConfig) -> Params:
         """Return the choices that lead to a configuration; the reverse of :meth:`suggest`."""
-        found: Params = {"method": config.method}
-        for member in config.members or (config,):
-            found |= self._params(member)
+        choices: Params = {"method": config.method}
         if config.members:
-            found["cascade.second"] = config.members[1].method
+            choices["cascade.second"] = config.members[1].method
+        for member in config.members or (config,):
+            mask = SkipMask.parse(member.mask, self.layers)
+            for layer in self.skippable:
+                choices |= {f"attention_{layer}": int(mask.attention[layer]), f"mlp_{layer}": int(mask.mlp[layer])}
+            for name, value in member.values.items():
+                if isinstance(value, StopRule):
+                    choices[f"{member.method}.{name}.threshold"], value = value.threshold, value.method
+                choices[f"{member.method}.{name}"] = value
+        trial = optuna.trial.FixedTrial(choices)
+        self._suggest(trial)
+        found: Params = trial.params  # without what was not asked for
         if self.allow_lossy and config.method != "none":
             found["accept"] = config.accept.method
             if config.accept.method == "threshold":
                 found["accept.threshold"] = config.accept.threshold
         return found
 
-    def _suggest(self, method: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-        declared = methods()[method]
-        values: dict[str, Any] = {"mask": suggest_mask(self, trial)} if "mask" in declared else {}
+    def _suggest(self, trial: optuna.trial.BaseTrial) -> list[SpeculativeConfig]:
+        """Return the configuration that a trial proposes, or the members of the cascade."""
+        chosen = [str(trial.suggest_categorical("method", self.available_methods))]
+        if chosen == [_CASCADE]:
+            chosen = [LOOKUP, str(trial.suggest_categorical("cascade.second", self.second_methods))]
+        return [self._suggest_fields(methods()[method], trial) for method in chosen]
+
+    def _suggest_fields(self, method: Method, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+        values: dict[str, Any] = {"mask": suggest_mask(self, trial)} if "mask" in method else {}
 
         def choose(each: Field) -> Any:
-            return suggest_value(trial, f"{method}.{each.name}", each, self._values(declared, each))
+            return suggest_value(trial, f"{method.name}.{each.name}", each, self._values(method, each))
 
-        return _fill(declared, values, choose)
-
-    def _params(self, config: SpeculativeConfig) -> Params:
-        method = methods()[config.method]
-        found = mask_params(self, config.mask) if "mask" in method else {}
-        for each in searched_fields(method):
-            if each.used(config):
-                name, value = f"{method.name}.{each.name}", config.value(each.name)
-                found |= value_params(name, each, self.values(method.name, each.name), value)
-        return found
+        return _fill(method, values, choose)
 
     def nearest(self, method: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
         """Return the configuration of a method with the wanted values, or the nearest ones of the space."""
@@ -311,9 +295,9 @@ class SearchSpace:
 
     def _affordable(self, method: Method, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Return values with drafts of at most the length that gives the most tokens per time at the usual acceptance."""
-        if not self.verify_cost:
-            return dict(wanted)
         costs = self.verify_cost
+        if not costs:
+            return dict(wanted)
         best = max(range(len(costs)), key=lambda drafted: (1 - _ACCEPTED ** (drafted + 2)) / costs[drafted]) + 1
         lengths = {name: wanted.get(name, method[name].default) for name in _LENGTHS if name in method}
         # Beyond the measured lengths, costs grow on; where they hardly grow at all, the declared length is as good.
@@ -336,15 +320,12 @@ class SearchSpace:
         """Return every prompt lookup of the space; an empty list if it has none."""
         if LOOKUP not in self.available_methods:
             return []
-        fields = searched_fields(methods()[LOOKUP])
-        found = []
-        among = [(each, self.values(LOOKUP, each.name)) for each in fields]
-        every = [values if each.range is None else range(values[0], values[1] + 1) for each, values in among]
-        for values in itertools.product(*every):
-            chosen = dict(zip((each.name for each in fields), values, strict=True))
-            if all(chosen[each.name] >= chosen[each.at_least] for each in fields if each.at_least):
-                found.append(SpeculativeConfig.of(LOOKUP, chosen))
-        return found
+        every: dict[str, Sequence[Any]] = {}
+        for each in searched_fields(methods()[LOOKUP]):
+            values = self.values(LOOKUP, each.name)
+            every[each.name] = range(values[0], values[1] + 1) if each.range else values
+        found = [dict(zip(every, chosen, strict=True)) for chosen in itertools.product(*every.values())]
+        return [SpeculativeConfig.of(LOOKUP, one) for one in found if one["prompt_lookup_min"] <= one["prompt_lookup_max"]]
 
     def _cascade(self, *members: SpeculativeConfig) -> SpeculativeConfig:
         """Return a cascade with the costs that the space knows."""
