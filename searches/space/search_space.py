@@ -199,18 +199,15 @@ class SearchSpace:
 
     def values(self, method: str, name: str) -> tuple[Any, ...]:
         """Return what a field of a method is chosen from: the lowest and highest value of a number, or all choices."""
-        return self._values(methods()[method], methods()[method][name])
-
-    def _values(self, method: Method, declared: Field) -> tuple[Any, ...]:
-        if declared.name == "top_k" and not self.trees:
+        if name == "top_k" and not self.trees:
             return 1, 1  # chains
-        given = self.ranges.get(method.name, {}).get(declared.name)
+        declared, given = methods()[method][name], self.ranges.get(method, {}).get(name)
         if declared.path:
             return (*(() if declared.required else ("",)), *map(str, given or ()))
         found = tuple(given) if given is not None else declared.range or declared.choices
-        for other in method.fields:
-            if other.at_least == declared.name:
-                found = found[0], min(found[1], self._values(method, other)[1])
+        for other in methods()[method].fields:
+            if other.at_least == name:
+                found = found[0], min(found[1], self.values(method, other.name)[1])
         return found
 
     def narrowed(self, methods_of: Collection[str] | None = None, **values: Sequence[Any]) -> SearchSpace:
@@ -261,15 +258,13 @@ class SearchSpace:
         chosen = [str(trial.suggest_categorical("method", self.available_methods))]
         if chosen == [_CASCADE]:
             chosen = [LOOKUP, str(trial.suggest_categorical("cascade.second", self.second_methods))]
-        return [self._suggest_fields(methods()[method], trial) for method in chosen]
+        return [self._suggest_fields(method, trial) for method in chosen]
 
-    def _suggest_fields(self, method: Method, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-        values: dict[str, Any] = {"mask": suggest_mask(self, trial)} if "mask" in method else {}
-
+    def _suggest_fields(self, method: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         def choose(each: Field) -> Any:
-            return suggest_value(trial, f"{method.name}.{each.name}", each, self._values(method, each))
+            return suggest_value(trial, f"{method}.{each.name}", each, self.values(method, each.name))
 
-        return _fill(method, values, choose)
+        return _fill(methods()[method], {"mask": suggest_mask(self, trial)} if "mask" in methods()[method] else {}, choose)
 
     def nearest(self, method: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
         """Return the configuration of a method with the wanted values, or the nearest ones of the space."""
