@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from layerskip.mask import MaskError, normalise
@@ -26,7 +25,7 @@ class ConfigError(ValueError):
 
 
 def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    """Raise ``ConfigError`` for a field that is not known; the message has the fields' owner, and a prefix of the field."""
+    """Raise ``ConfigError`` for a field that is not known; the message names the owner, and the field with a prefix."""
     for name in fields:
         if name not in known:
             raise ConfigError(f"{prefix}{name}: not a field of {owner}; it has {', '.join(known)}")
@@ -257,10 +256,9 @@ class Method:
                 raise ValueError(f"{self.name}.{name}: is declared twice")
         if not self.name.isidentifier() or not all(map(str.isidentifier, names)):
             raise ValueError(f"{self.name}: it and its fields are not all names")
-        for each in self.fields:
+        for place, each in enumerate(self.fields):
             if each.name in _FIELDS and each.default != _FIELDS[each.name].default:
                 raise ValueError(f"{self.name}.{each.name}: has another default than in other methods")
-        for place, each in enumerate(self.fields):
             if each.at_least and each.at_least not in names[:place]:
                 raise ValueError(f"{self.name}.{each.name}: follows {each.at_least}")
         if not self.color:
@@ -312,7 +310,7 @@ def declare(method: Method, again: bool = False) -> None:
 
 def methods() -> Mapping[str, Method]:
     """Return all known methods by name, in the order of their ranks, plain decoding (``none``) first."""
-    return MappingProxyType(dict(sorted(_METHODS.items(), key=lambda item: (item[1].rank, item[0]))))
+    return dict(sorted(_METHODS.items(), key=lambda item: (item[1].rank, item[0])))
 
 
 PLAIN = Method(
@@ -411,20 +409,15 @@ class SpeculativeConfig:
         return _method(self.method).lookup
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that this method reads, as plain values; ``from_dict`` makes an equal configuration from them.
+        """Return the fields that have an effect as plain values, from which ``from_dict`` makes an equal configuration.
 
-        Fields without effect are left out. An acceptance rule that changes the output adds ``lossless: false``.
+        An acceptance rule that changes the output adds ``lossless: false``.
         """
         fields: dict[str, Any] = {"method": self.method}
         for each in _method(self.method).fields:
             value = self.value(each.name)
-            if not each.used(self) or value == ():
-                continue
-            if each.name == "members":
-                value = [member.to_dict() for member in value]
-            if isinstance(value, tuple):
-                value = list(value)
-            fields[each.name] = value.to_dict() if isinstance(value, StopRule) else value
+            if each.used(self) and value != ():
+                fields[each.name] = _plain(value)
         if not self.lossless:
             fields |= {"accept": self.accept.to_dict(), "lossless": False}
         return fields
@@ -444,11 +437,9 @@ class SpeculativeConfig:
             raise ConfigError(f"lossless: {lossless!r} contradicts the acceptance rule")
         if "stop" in values:
             values["stop"] = StopRule.from_dict(values["stop"])
-        if "members" in values:
-            if not isinstance(values["members"], Sequence) or isinstance(values["members"], str):
-                raise ConfigError(f"members: {values['members']!r} is not a list of configurations")
-            values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        if isinstance(values.get("members"), tuple):  # anything else is refused as the value of a field
+            values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
         return cls.of(method.name, values, values.get("accept", EXACT))
 
     def label(self) -> str:
@@ -471,6 +462,12 @@ _FIELDS = {
     if each.metadata
 }
 """The fields that several methods have."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value.to_dict() if isinstance(value, (StopRule, SpeculativeConfig)) else value
 
 
 def _method(name: Any) -> Method:

@@ -46,13 +46,7 @@ class Translation:
             raise ConfigError("draft_model: its tokenizer does not reproduce the target's text")
 
     def to_draft(self, tokens: Sequence[int], before: int = 0, known: Sequence[int] = ()) -> list[int]:
-        """Return a sequence in the draft's tokens.
-
-        Args:
-            tokens: the target's tokens.
-            before: how many of them were translated before.
-            known: the result of that translation.
-        """
+        """Return the target's tokens in the draft's; the first ``before`` of them were translated to ``known`` before."""
         if before:
             overlap = tokens[max(0, before - _OVERLAP) : before]
             old = _encode(self._draft, _decode(self._target, overlap))
@@ -65,19 +59,13 @@ class Translation:
         return [*self._begin, *_encode(self._draft, _decode(self._target, tokens))]
 
     def to_target(self, tokens: Sequence[int], known: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """Return a draft in the target's tokens.
-
-        Args:
-            tokens: the sequence in the target's tokens.
-            known: the same sequence in the draft's tokens.
-            drafted: the draft's tokens after it.
-        """
+        """Return a draft after a sequence, ``tokens`` of the target and ``known`` of the draft, in the target's tokens."""
         new_tokens = list(itertools.takewhile(lambda token: token != self._draft.eos_token_id, drafted))
-        overlap = list(known[-_OVERLAP:])
-        before, text = _decode(self._draft, overlap), _decode(self._draft, overlap + new_tokens)
+        overlap = known[-_OVERLAP:]
+        before, text = _decode(self._draft, overlap), _decode(self._draft, [*overlap, *new_tokens])
         text = text[len(before) :] if text.startswith(before) else _decode(self._draft, new_tokens)
         whole = text.partition(_BROKEN)[0]
-        before = _decode(self._target, list(tokens[-_OVERLAP:]))
+        before = _decode(self._target, tokens[-_OVERLAP:])
         old, new = _encode(self._target, before), _encode(self._target, before + whole)
         # If the draft would merge with the last token, it is encoded alone, as that token is committed already.
         translated = new[len(old) :] if new[: len(old)] == old else _encode(self._target, whole)
@@ -86,7 +74,7 @@ class Translation:
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -100,10 +88,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False
 
 
 class CrossTokenizer(ModelDrafter):
-    """A drafter with a model of another tokenizer, whose logits are ``vocabulary`` wide.
-
-    It drafts up to ``num_speculative_tokens`` of the model's tokens.
-    """
+    """A drafter of up to ``num_speculative_tokens`` tokens of a model with another tokenizer and vocabulary."""
 
     method = Method(
         "cross_tokenizer",
@@ -139,8 +124,7 @@ class CrossTokenizer(ModelDrafter):
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         self._target_vocabulary = chooser.vocabulary
         self._encoded, self._known = len(prompt), self.translation.to_draft(prompt)
-        new_tokens = cache.capacity - len(prompt) + self.num_speculative_tokens
-        room = len(self._known) + _MAX_GROWTH * new_tokens
+        room = len(self._known) + _MAX_GROWTH * (cache.capacity - len(prompt) + self.num_speculative_tokens)
         room = min(room, self._most or room)
         self._fed = self._known[:-1] if len(self._known) <= room else []
         self._begin(cache, room, self._fed)

@@ -83,8 +83,7 @@ class Eagle(StopRuleDrafter):
         self._chooser = chooser
         device = self.readout.weight.device
         room = cache.capacity + self.num_speculative_tokens * (1 + self.top_k if self.tree_tokens else 1)
-        captures, reads = isinstance(cache, CapturingCache), [self.embeddings]
-        self._cache = acquire_cache(self.head, 1, room, device, captures, holder=self, reads=reads)
+        self._cache = acquire_cache(self.head, 1, room, device, isinstance(cache, CapturingCache), self, [self.embeddings])
         self._reads = reads_while_growing(cache, device)
         self._pending: list[Tensor] = []
         self.readout.begin()
@@ -112,10 +111,7 @@ class Eagle(StopRuleDrafter):
             self._cache.length = verified + count
 
     def _feed_early(self, text: Sequence[int], features: Tensor) -> Tensor:
-        """Feed all but the last part of the hidden states ``[n, H]`` before the last n tokens, and return that part.
-
-        Only a long prompt has more than one part.
-        """
+        """Feed all but the last part of the hidden states ``[n, H]`` of a long prompt's last n tokens; return that part."""
         *parts, end = parts_of(features.shape[0])
         for part in parts:
             stop = len(text) - features.shape[0] + part.stop

@@ -14,7 +14,7 @@ from layerskip.models.target import Target
 
 
 def load_drafters() -> None:
-    """Import every file of the package, so that the kinds of all drafters are declared."""
+    """Import every file of the package, so that the methods of all drafters are declared."""
     for module in pkgutil.iter_modules(drafters.__path__):
         importlib.import_module(f"{drafters.__name__}.{module.name}")
 

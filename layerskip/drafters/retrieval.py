@@ -45,11 +45,7 @@ _Trie = tuple[Sequence[Sequence[int]], int]
 
 
 class Retrieval(Drafter):
-    """A drafter of continuations in earlier texts. It keeps the texts that it followed until it is reset.
-
-    Args:
-        memory: how many tokens of earlier texts are kept, at some hundred bytes each; the oldest texts are dropped first.
-    """
+    """A drafter of continuations in earlier texts. It keeps the texts that it followed until it is reset."""
 
     method = Method(
         "retrieval",
@@ -74,6 +70,7 @@ class Retrieval(Drafter):
         no_engine="no engine drafts from a datastore, or from earlier answers as it does",
     )
     keeps_state = True
+    memory = 100_000  # tokens of earlier texts, at some hundred bytes each; the oldest texts are dropped first
 
     def __init__(
         self,
@@ -83,12 +80,10 @@ class Retrieval(Drafter):
         num_speculative_tokens: int,
         tree_tokens: int,
         min_token_prob: float,
-        memory: int = 100_000,
     ) -> None:
-        self.datastore = datastore
+        self.datastore, self.min_token_prob = datastore, min_token_prob
         self.sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         self.num_speculative_tokens, self.tree_tokens = num_speculative_tokens, tree_tokens
-        self.min_token_prob, self.memory = min_token_prob, memory
         self.reset_state()
 
     @classmethod

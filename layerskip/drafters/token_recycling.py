@@ -62,13 +62,11 @@ class TokenRecycling(Drafter):
         width = min(self.top_k, output.logits.shape[1])
         probs, successors = output.logits.float().softmax(-1).topk(width, dim=-1)
         # float64 holds every token id.
-        likely = torch.cat((probs.double().T, successors.double().T, output.block.double()[None]))
+        likely = torch.cat((output.block[:, None].double(), successors.double(), probs.double()), 1)
         return (LateRead(likely, self._store),)
 
     def _store(self, verdict: Verdict, likely: list[list[float]]) -> None:
-        width = len(likely) // 2
-        *rows, block = (row[: 1 + len(verdict.drafted)] for row in likely)  # tokens that fill up a tree are left out
-        columns = zip(*rows[:width], strict=True), zip(*rows[width:], strict=True)
-        for token, likelihoods, tokens in zip(block, *columns, strict=True):
-            pairs = zip(map(int, tokens), likelihoods, strict=True)
+        for token, *row in likely[: 1 + len(verdict.drafted)]:  # tokens that fill up a tree are left out
+            successors, probs = map(int, row[: len(row) // 2]), row[len(row) // 2 :]
+            pairs = zip(successors, probs, strict=True)
             self._table[int(token)] = [(successor, prob, successor) for successor, prob in pairs]

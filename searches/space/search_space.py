@@ -261,18 +261,26 @@ class SearchSpace:
         return [self._suggest_fields(method, trial) for method in chosen]
 
     def _suggest_fields(self, method: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-        def choose(each: Field) -> Any:
-            return suggest_value(trial, f"{method}.{each.name}", each, self.values(method, each.name))
-
-        return _fill(methods()[method], {"mask": suggest_mask(self, trial)} if "mask" in methods()[method] else {}, choose)
+        known = {"mask": suggest_mask(self, trial)} if "mask" in methods()[method] else {}
+        return self._fill(method, known, lambda each, span: suggest_value(trial, f"{method}.{each.name}", each, span))
 
     def nearest(self, method: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
         """Return the configuration of a method with the wanted values, or the nearest ones of the space."""
+        known = {"mask": wanted["mask"]} if "mask" in wanted else {}
+        return self._fill(method, known, lambda each, span: nearest_value(each, span, wanted.get(each.name, each.default)))
 
-        def choose(each: Field) -> Any:
-            return nearest_value(each, self.values(method, each.name), wanted.get(each.name, each.default))
+    def _fill(
+        self, method: str, values: dict[str, Any], choose: Callable[[Field, Sequence[Any]], Any]
+    ) -> SpeculativeConfig:
+        """Return a configuration of known values, and of those that are chosen from what the space has for a field.
 
-        return _fill(methods()[method], {"mask": wanted["mask"]} if "mask" in wanted else {}, choose)
+        Fields that are read only with some values of others come last.
+        """
+        for each in sorted(searched_fields(methods()[method]), key=lambda each: each.used is not Field.used):
+            if each.used is Field.used or each.used(SpeculativeConfig.of(method, values)):
+                value = choose(each, self.values(method, each.name))
+                values[each.name] = max(value, values[each.at_least]) if each.at_least else value
+        return SpeculativeConfig.of(method, values)
 
     def starts(self, method: str) -> list[SpeculativeConfig]:
         """Return the configurations of a method to try first, with each head, model or datastore.
@@ -326,16 +334,3 @@ class SearchSpace:
         """Return a cascade with the costs that the space knows."""
         costs = () if self.draft_cost is None else self.draft_cost(members)
         return SpeculativeConfig(_CASCADE, members=members, verify_cost=self.verify_cost, draft_cost=costs)
-
-
-def _fill(method: Method, values: dict[str, Any], choose: Callable[[Field], Any]) -> SpeculativeConfig:
-    """Return a configuration of a method, with known values and chosen ones, which are added to them.
-
-    Fields that are read only with some values of others come last.
-    """
-    fields = sorted(searched_fields(method), key=lambda each: each.used is not Field.used)
-    for each in fields:
-        if each.used is Field.used or each.used(SpeculativeConfig.of(method.name, values)):
-            value = choose(each)
-            values[each.name] = max(value, values[each.at_least]) if each.at_least else value
-    return SpeculativeConfig.of(method.name, values)

@@ -172,7 +172,8 @@ def test_an_empty_corpus_is_refused() -> None:
 
 def test_the_oldest_texts_are_dropped_if_memory_is_full() -> None:
     """The end of a text that is longer than the memory stays."""
-    drafter = Retrieval(None, 1, 2, 2, 4, 0.0, memory=20)
+    drafter = Retrieval(None, 1, 2, 2, 4, 0.0)
+    drafter.memory = 20
     texts = [[*range(first, first + 4)] for first in range(0, 40, 4)]
     for read, known, gone in ((texts, 36, 0), ([[*range(30)]], 27, 3)):
         for text in read:
