@@ -160,7 +160,6 @@ class Field:
     """A field of a drafter's configuration: its values, its meaning, and how a study chooses it.
 
     Args:
-        name: the field's name.
         default: the value where none is given. Its type is that of all values. Whole numbers are at least 1, others from 0
             to 1.
         meaning: one phrase for the documentation.
@@ -213,7 +212,6 @@ class Method:
     """The declaration of a method. Everything that a program lists by method is derived from it.
 
     Args:
-        name: the value of ``SpeculativeConfig.method``.
         fields: the fields that a configuration of this method has, apart from ``method`` and ``accept``. Those that are no
             attributes of :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.value`.
         source: where its drafts come from, as a phrase for the documentation.

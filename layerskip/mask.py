@@ -54,7 +54,7 @@ class SkipMask:
     @classmethod
     def parse(cls, text: str, layers: int) -> SkipMask:
         """Parse the text form for a model of ``layers`` layers; a ``MaskError`` if it does not fit."""
-        return cls.of(layers, *_read(text))
+        return cls.of(layers, *sublayers(text))
 
     @property
     def layers(self) -> int:
@@ -73,16 +73,11 @@ class SkipMask:
 
 def normalise(text: str) -> str:
     """Return the canonical form of a mask's text, without the number of layers; a ``MaskError`` if it is malformed."""
-    return _write(*_read(text))
+    return _write(*sublayers(text))
 
 
-def count_skipped(text: str) -> tuple[int, int]:
-    """Return the numbers of attention and MLP sub-layers that a mask skips, from its text form."""
-    attention, mlp = _read(text)
-    return len(attention), len(mlp)
-
-
-def _read(text: str) -> tuple[set[int], set[int]]:
+def sublayers(text: str) -> tuple[set[int], set[int]]:
+    """Return the layers whose attention and whose MLP a mask's text skips; a ``MaskError`` if it is malformed."""
     skipped: dict[str, set[int]] = {"attention": set(), "mlp": set()}
     for part in filter(None, (piece.strip() for piece in text.split(";"))):
         kind, colon, numbers = part.partition(":")

@@ -35,15 +35,13 @@ def draft_chain(
     stopper: Stopper,
     vocabulary: Tensor | None = None,
 ) -> Draft:
-    """Draft up to ``limit`` tokens; afterwards ``cache.length`` counts every token that was fed.
+    """Draft up to ``limit`` tokens, at least one; afterwards ``cache.length`` counts every token that was fed.
 
     Args:
         model: a view of the target, or a model with the target's tokenizer.
         cache: the model's keys and values of all tokens before ``pending``.
         pending: ``[m]`` int64, the tokens that the cache lacks; the last one is the last token of the sequence.
-        limit: the most tokens to draft, at least 1.
         chooser: the target's chooser, whose warping the draft must share.
-        stopper: decides when to stop before ``limit``.
         vocabulary: ``[v]`` int64, the tokens that the model computes logits of; None for the whole vocabulary.
     """
     tokens: list[Tensor] = []
@@ -90,11 +88,7 @@ class ModelDrafter(StopRuleDrafter):
 
 
 def load_draft_view(config: SpeculativeConfig, target: Target, same_tokenizer: bool) -> tuple[Target, PreTrainedModel]:
-    """Load the draft model that a configuration names and return it with its view for decoding.
-
-    Raises:
-        UnsupportedModel: its cache cannot be rewound.
-    """
+    """Load the draft model that a configuration names, whose cache must rewind; return it with its view for decoding."""
     draft = load_draft(target, config.draft_model, same_tokenizer)
     try:
         check_rewind(draft.model)

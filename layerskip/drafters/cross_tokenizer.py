@@ -28,11 +28,7 @@ _BROKEN = "\ufffd"  # the decoding of an incomplete character
 
 
 class Translation:
-    """A translation of sequences into a draft model's tokens, and of its drafts into the target's.
-
-    Raises:
-        ConfigError: the draft's tokenizer does not reproduce the target's text.
-    """
+    """A translation of sequences into a draft model's tokens, and of its drafts into the target's."""
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
         self._target, self._draft = target, draft

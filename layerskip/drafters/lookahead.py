@@ -54,7 +54,7 @@ class Lookahead(Drafter):
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Begin with the n-grams of the prompt and with guesses taken from it."""
-        self._pool: dict[int, dict[Ngram, None]] = {}  # oldest n-gram first
+        self._pool: dict[int, list[Ngram]] = {}  # what follows each token, oldest first
         guesses = itertools.islice(itertools.cycle(prompt), self.window)
         self._rows: list[list[int]] = [list(guesses)]
         self._last_row: list[int] | None = None  # the indices of the window's last row in the block of this pass
@@ -78,7 +78,7 @@ class Lookahead(Drafter):
 
     def _candidates(self, token: int, depth: int) -> tuple[list[int], list[int]]:
         """Return the n-grams after a token as a tree that shares their common prefixes, the latest first."""
-        ngrams = [ngram[:depth] for ngram in reversed(self._pool.get(token, {}))]
+        ngrams = [ngram[:depth] for ngram in reversed(self._pool.get(token, ()))]
 
         def successors(branch: Ngram) -> list[tuple[int, float, Ngram]]:
             level = len(branch)
@@ -107,9 +107,6 @@ class Lookahead(Drafter):
             del self._rows[0]
 
     def _keep(self, ngram: Ngram) -> None:
-        first, *rest = ngram
-        known = self._pool.setdefault(first, {})
-        known.pop(tuple(rest), None)
-        known[tuple(rest)] = None
-        while len(known) > self.guess_set_size:
-            del known[next(iter(known))]
+        first, rest = ngram[0], ngram[1:]
+        others = [other for other in self._pool.get(first, ()) if other != rest]
+        self._pool[first] = [*others, rest][-self.guess_set_size :]

@@ -191,10 +191,8 @@ class Datastore:
     ) -> Datastore:
         """Build the suffix array of texts of the target's token ids; empty ones are left out.
 
-        ``source`` and ``prompts`` are stored in :attr:`about`.
-
-        Raises:
-            ConfigError: the texts are empty, too long, or have ids outside the target's vocabulary.
+        ``source`` and ``prompts`` are for :attr:`about`. Texts that are empty, too long, or have ids outside the target's
+        vocabulary are a :class:`ConfigError`.
         """
         parts = [np.append(np.asarray(text, np.int64) + 1, _END) for text in texts if len(text)]
         if not parts:
@@ -210,11 +208,7 @@ class Datastore:
         return cls(tokens, np.asarray(divsufsort(tokens), np.int32), about)
 
     def save(self, folder: Path) -> None:
-        """Write into a new folder, completely or not at all.
-
-        Raises:
-            ConfigError: the folder exists.
-        """
+        """Write into a new folder, completely or not at all; a :class:`ConfigError` if it exists."""
         if folder.exists():
             raise ConfigError(f"output: {folder} exists already")
         with atomic_folder(folder) as partial:
@@ -225,11 +219,7 @@ class Datastore:
 
     @classmethod
     def load(cls, folder: str | Path, target: Target) -> Datastore:
-        """Open a datastore; its arrays stay on disk.
-
-        Raises:
-            ConfigError: it is missing, empty or damaged, or belongs to another tokenizer.
-        """
+        """Open a datastore, whose arrays stay on disk; a :class:`ConfigError` if it is damaged or of another tokenizer."""
         folder = Path(folder)
         try:
             about = json.loads((folder / "datastore.json").read_text(encoding="utf-8"))

@@ -269,9 +269,7 @@ class SearchSpace:
         known = {"mask": wanted["mask"]} if "mask" in wanted else {}
         return self._fill(method, known, lambda each, span: nearest_value(each, span, wanted.get(each.name, each.default)))
 
-    def _fill(
-        self, method: str, values: dict[str, Any], choose: Callable[[Field, Sequence[Any]], Any]
-    ) -> SpeculativeConfig:
+    def _fill(self, method: str, values: dict[str, Any], choose: Callable[[Field, Sequence[Any]], Any]) -> SpeculativeConfig:
         """Return a configuration of known values, and of those that are chosen from what the space has for a field.
 
         Fields that are read only with some values of others come last.
