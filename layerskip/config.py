@@ -1,9 +1,8 @@
 """``SpeculativeConfig``: a frozen dataclass that defines how to decode, and the declarations that it is checked by.
 
 A configuration has a method and the fields of that method. A field of another method is refused by name, so two
-configurations that decode alike are equal. A drafter declares its :class:`Kind` with its class
-(:class:`layerskip.decoding.drafter.Drafter`); validation, search spaces, benchmarks, colours and tables of documentation are
-derived from it. Does not import torch.
+configurations that decode alike are equal. The class of a drafter (:class:`layerskip.decoding.drafter.Drafter`) declares its
+:class:`Method`, from which checks, search spaces, benchmarks, colours and documentation follow. Does not import torch.
 """
 
 from __future__ import annotations
@@ -400,11 +399,6 @@ class SpeculativeConfig:
     def lossless(self) -> bool:
         """True if the output follows the target's own distribution."""
         return self.accept.lossless
-
-    @property
-    def lookup(self) -> bool:
-        """True if drafts are copied from earlier text, at almost no cost."""
-        return _method(self.method).lookup
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that have an effect as plain values, from which ``from_dict`` makes an equal configuration.

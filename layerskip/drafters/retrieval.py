@@ -1,11 +1,10 @@
 """Drafting from earlier texts: the present text, those of earlier prompts, and a datastore.
 
-The datastore is that of REST (Retrieval-Based Speculative Decoding, arXiv 2311.08252, section 4); the index that grows with
-every request is that of SuffixDecoding (arXiv 2411.04975). The longest n-gram that ends the text and occurred before is
-looked up, and every occurrence is compared with more of the text. Occurrences that agree with much less of it than the best
-one are left out. The continuations of the others form a trie, whose most frequent branches are the draft. As in
-SuffixDecoding, a short match gives a small draft. SuffixDecoding finds matches in a suffix tree; here n-grams are found in
-an index and extended backwards.
+The datastore is that of REST (Retrieval-Based Speculative Decoding, arXiv 2311.08252, section 4). The index that grows with
+every request is that of SuffixDecoding (arXiv 2411.04975), as is a small draft for a short match; in place of a suffix tree,
+n-grams are found in an index and extended backwards. The longest n-gram that ends the text and occurred before is looked up.
+Occurrences that agree with much less of the text than the best one are left out. The continuations of the others form a
+trie, whose most frequent branches are the draft.
 """
 
 from __future__ import annotations
@@ -250,10 +249,7 @@ class Datastore:
         return range(low, bisect_right(self.suffixes, stored, lo=low, key=prefix))
 
     def continuations(self, ngram: Sequence[int], length: int, maximum: int) -> list[list[int]]:
-        """Return at most ``maximum`` continuations of an n-gram, spread evenly over all occurrences.
-
-        Each has ``length`` tokens, or fewer at the end of a text.
-        """
+        """Return up to ``length`` tokens after at most ``maximum`` occurrences of an n-gram, spread evenly over all."""
         places = self.places(ngram)
         count = min(maximum, len(places))
         continuations = []

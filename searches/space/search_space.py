@@ -71,8 +71,8 @@ def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
 
 def check_masks(space: SearchSpace) -> None:
     """Check the fields of a space that masks are chosen from."""
-    for name in ("protect_first", "protect_last"):
-        check_whole(f"space.{name}", getattr(space, name), 0)
+    check_whole("space.protect_first", space.protect_first, 0)
+    check_whole("space.protect_last", space.protect_last, 0)
     check_list("space.masks", space.masks)
     for mask in space.masks:
         try:
@@ -187,10 +187,8 @@ class SearchSpace:
             and (self.trees or not method.trees_only)
             and all(self.values(method.name, each.name) for each in method.fields if each.required)
         ]
-        names = [method.name for method in found]
-        if LOOKUP not in names or not any(method.second for method in found):
-            names = [name for name in names if name != _CASCADE]
-        return tuple(names)
+        cascades = any(method.name == LOOKUP for method in found) and any(method.second for method in found)
+        return tuple(method.name for method in found if method.name != _CASCADE or cascades)
 
     @property
     def second_methods(self) -> tuple[str, ...]:
@@ -198,7 +196,7 @@ class SearchSpace:
         return tuple(method for method in self.available_methods if methods()[method].second)
 
     def values(self, method: str, name: str) -> tuple[Any, ...]:
-        """Return what a field of a method is chosen from: the lowest and highest value of a number, or all choices."""
+        """Return what a field is chosen from: the lowest and highest value of a number, or all choices."""
         if name == "top_k" and not self.trees:
             return 1, 1  # chains
         declared, given = methods()[method][name], self.ranges.get(method, {}).get(name)
@@ -283,8 +281,7 @@ class SearchSpace:
     def starts(self, method: str) -> list[SpeculativeConfig]:
         """Return the configurations of a method to try first, with each head, model or datastore.
 
-        Self-drafts and cascades have none: their masks and members are found otherwise. Drafts are shorter than declared
-        where the space knows that verifying more tokens costs too much.
+        Self-drafts and cascades have none. Drafts are shorter than declared where verifying more tokens costs too much.
         """
         declared = methods()[method]
         if method in ("none", _CASCADE) or "mask" in declared:
