@@ -108,11 +108,7 @@ class StopRule(_Rule):
 
     ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
     token) is below ``threshold``. ``adaptive``: as ``threshold``, with a threshold that follows the acceptance rate as in
-    Draft & Verify (arXiv 2309.08168), section 3.3, from prompt to prompt until the drafter is reset.
-
-    Args:
-        method: ``length``, ``threshold`` or ``adaptive``.
-        threshold: confidence in [0, 1]; for ``adaptive`` the initial one.
+    Draft & Verify (arXiv 2309.08168), section 3.3, from ``threshold`` on, from prompt to prompt until the drafter is reset.
     """
 
     method: str = "length"
@@ -263,7 +259,6 @@ class Method:
         object.__setattr__(self, "short", (self.short or self.name)[:10])
 
     def __getitem__(self, name: str) -> Field:
-        """Return a field by name."""
         return next(each for each in self.fields if each.name == name)
 
     def __contains__(self, name: str) -> bool:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Set
 from dataclasses import dataclass
 
-_PARTS = ("attention", "mlp", "layers")
+_PARTS = {"attention": ("attention",), "mlp": ("mlp",), "layers": ("attention", "mlp")}
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _LARGEST_LAYER = 9999  # so that a typing error such as 4-99999999 does not fill the memory
 
@@ -80,12 +80,10 @@ def sublayers(text: str) -> tuple[set[int], set[int]]:
     """Return the layers whose attention and whose MLP a mask's text skips; a ``MaskError`` if it is malformed."""
     skipped: dict[str, set[int]] = {"attention": set(), "mlp": set()}
     for part in filter(None, (piece.strip() for piece in text.split(";"))):
-        kind, colon, numbers = part.partition(":")
-        if not colon or kind.strip() not in _PARTS:
-            raise MaskError(
-                f"mask: cannot read {part!r}; write 'attention:6,7-9;mlp:2' or 'layers:4-14', parts joined by ';'"
-            )
-        for name in ("attention", "mlp") if kind.strip() == "layers" else (kind.strip(),):
+        kind, _, numbers = part.partition(":")
+        if kind.strip() not in _PARTS:
+            raise MaskError(f"mask: cannot read {part!r}; write 'attention:6,7-9;mlp:2' or 'layers:4-14', joined by ';'")
+        for name in _PARTS[kind.strip()]:
             skipped[name] |= _read_numbers(numbers, part)
     return skipped["attention"], skipped["mlp"]
 

@@ -3,8 +3,7 @@
 A prompt set is read from JSON Lines, one object per line: ``{"prompt": ...}`` or ``{"messages": [...]}`` with optional
 ``id`` and ``category``, or ``{"question_id", "category", "turns": [...]}``. Several turns are a conversation in which the
 target gives the answers. ``question`` without a ``prompt`` is one, and ``task_id`` is an id. So the files of Spec-Bench,
-MT-Bench, HumanEval and GSM8K are read as they are. The half of a prompt depends on the ids alone, not on the order of the
-lines.
+MT-Bench, HumanEval and GSM8K are read as they are. The half of a prompt depends on the ids alone.
 """
 
 from __future__ import annotations

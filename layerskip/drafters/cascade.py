@@ -64,15 +64,8 @@ class _Estimates:
 
     def __init__(self) -> None:
         self._means: dict[Hashable, tuple[int, float]] = {}
-        self._open: list[tuple[int, Draft, int]] = []
-
-    def start_text(self) -> None:
-        """Begin a new text; the means stay, unscored drafts are dropped."""
-        self._open.clear()
-
-    def track(self, member: int, draft: Draft, start: int) -> None:
-        """Score a lookup of a member after ``start`` tokens of the text once the text has gone on."""
-        self._open.append((member, draft, start))
+        # The lookups of the present text to score once it has gone on: member, draft, and the tokens before it.
+        self.undecided: list[tuple[int, Draft, int]] = []
 
     def prefix_means(self, member: int, draft: Draft) -> Iterator[float]:
         """Yield the estimated accepted tokens of the draft's first token alone, its first two, and so on."""
@@ -83,9 +76,9 @@ class _Estimates:
             yield total
 
     def update(self, text: Sequence[int]) -> None:
-        """Score the tracked drafts that the text has decided; ``text`` continues that of the last call."""
+        """Score the lookups that the text has decided; ``text`` continues that of the last call."""
         undecided = []
-        for member, draft, start in self._open:
+        for member, draft, start in self.undecided:
             path, complete = _match_text(draft, text[start:])
             if not complete and start + len(path) >= len(text):
                 undecided.append((member, draft, start))
@@ -94,7 +87,7 @@ class _Estimates:
                 count, mean = self._means.get(grade, (0, 0.0))
                 count = min(count + 1, _WINDOW)
                 self._means[grade] = count, mean + ((node in path) - mean) / count
-        self._open = undecided
+        self.undecided = undecided
 
 
 def _grades(member: int, draft: Draft) -> Iterator[tuple[Hashable, float]]:
@@ -194,7 +187,7 @@ class Cascade(Drafter):
         self._drafted = None
         for member in self.members:
             member.start(prompt, cache, chooser)
-        self._estimates.start_text()
+        self._estimates.undecided.clear()
         for means in self._rounds.values():
             means.rounds = min(means.rounds, _EARLIER_WEIGHT)
 
@@ -212,7 +205,7 @@ class Cascade(Drafter):
         for index in self._lookups:
             draft = self.members[index].draft(context, limit)
             if draft.lookup_tokens:
-                self._estimates.track(index, draft, len(context.tokens))
+                self._estimates.undecided.append((index, draft, len(context.tokens)))
                 size, rate = self._best_size(index, draft)
                 if rate > best_rate:
                     self._drafted, best, best_rate = index, draft.truncate(size), rate

@@ -164,15 +164,10 @@ class _Step(nn.Module):
         return SimpleNamespace(logits=readout(hidden)[None])
 
     def run(self, tokens: Tensor, features: Tensor, cache: KVCache, *where: Tensor) -> Tensor:
-        """Return the hidden states of some tokens, ``[n, H]``.
+        """Return the hidden states of n tokens, ``[n, H]``, from those before each of them, ``features``, ``[n, H]``.
 
-        Args:
-            tokens: int64: ``[m]``, consecutive ones, preceded by those that the head looks back at; or ``[n, m]``, a row for
-                each.
-            features: ``[n, H]``: the hidden state before each token.
-            cache: the head's cache.
-            where: for tokens that are not consecutive: ``[n]`` int64 positions and ``[n, max_length]`` bool, the columns of
-                the cache that each sees.
+        Int64 ``tokens`` are ``[m]``, consecutive ones after those that the head looks back at; or ``[n, m]``, a row for
+        each, which have ``where``: ``[n]`` int64 positions, and ``[n, max_length]`` bool, the columns of the cache to see.
         """
         head, embeddings, _ = self._parts
 

@@ -24,11 +24,7 @@ from layerskip.models.target import Target
 
 
 class LayerSkip(StopRuleDrafter):
-    """A drafter through a view of the target.
-
-    Args:
-        view: the target without the skipped sub-layers, from :func:`layerskip.models.skip_view.skip_view`.
-    """
+    """A drafter through a view of the target, such as one from :func:`layerskip.models.skip_view.skip_view`."""
 
     method = Method(
         "layer_skip",

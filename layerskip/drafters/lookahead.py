@@ -27,9 +27,7 @@ Ngram = tuple[int, ...]
 class Lookahead(Drafter):
     """A drafter of n-grams from a pool that a window of guesses fills; pool and window start empty with every prompt.
 
-    Args:
-        num_speculative_tokens: the most tokens of a draft, one less than an n-gram has; also the rows of the window.
-        guess_set_size: how many n-grams are kept, and verified, for each first token.
+    An n-gram has ``num_speculative_tokens`` tokens after its first one, and the window as many rows.
     """
 
     method = Method(

@@ -39,8 +39,7 @@ _SCHEMA = "layerskip.datastore/1"
 _END = 0  # follows each text; a token is stored as its id plus 1
 _MAX_TOKENS = 2**31 - 1
 
-_Trie = tuple[Sequence[Sequence[int]], int]
-"""Continuations that share their first tokens, and the number of these."""
+_Trie = tuple[Sequence[Sequence[int]], int]  # continuations that share their first tokens, and the number of these
 
 
 class Retrieval(Drafter):
@@ -203,7 +202,7 @@ class Datastore:
             raise ConfigError(f"corpus: has token ids outside the target's {target.vocabulary}")
         tokens = joined.astype(np.int32)
         about = {"texts": len(parts), "tokens": len(tokens) - len(parts), "source": source, "prompts": list(prompts)}
-        about |= {"digest": _digest(tokens)} | _identity(target)
+        about |= {"digest": hashlib.sha256(tokens.data).hexdigest()} | _identity(target)
         return cls(tokens, np.asarray(divsufsort(tokens), np.int32), about)
 
     def save(self, folder: Path) -> None:
@@ -231,7 +230,7 @@ class Datastore:
             if value is not None and about.get(name) != value:
                 raise ConfigError(f"datastore: {folder} was built for another {name} than that of {target.name}")
         # A token that the target lacks would break decoding; reading all tokens takes little time.
-        if _digest(tokens) != about["digest"]:
+        if hashlib.sha256(tokens.data).hexdigest() != about["digest"]:
             raise ConfigError(f"datastore: {folder} is damaged: its tokens do not match their digest")
         if len(suffixes) != len(tokens) or suffixes.sum(dtype=np.int64) != len(tokens) * (len(tokens) - 1) // 2:
             raise ConfigError(f"datastore: {folder} is damaged: its suffixes do not start at every token once")
@@ -276,10 +275,6 @@ def _successors(trie: _Trie) -> list[tuple[int, float, _Trie]]:
         if len(row) > depth:
             groups.setdefault(row[depth], []).append(row)
     return [(token, len(rows) / len(continuations), (rows, depth + 1)) for token, rows in groups.items()]
-
-
-def _digest(tokens: NDArray[np.int32]) -> str:
-    return hashlib.sha256(tokens.data).hexdigest()
 
 
 def _identity(target: Target) -> dict[str, Any]:

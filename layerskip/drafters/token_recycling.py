@@ -67,6 +67,6 @@ class TokenRecycling(Drafter):
 
     def _store(self, verdict: Verdict, likely: list[list[float]]) -> None:
         for token, *row in likely[: 1 + len(verdict.drafted)]:  # tokens that fill up a tree are left out
-            successors, probs = map(int, row[: len(row) // 2]), row[len(row) // 2 :]
-            pairs = zip(successors, probs, strict=True)
+            half = len(row) // 2
+            pairs = zip(map(int, row[:half]), row[half:], strict=True)
             self._table[int(token)] = [(successor, prob, successor) for successor, prob in pairs]

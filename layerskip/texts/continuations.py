@@ -21,7 +21,7 @@ from layerskip.models.target import NotFinite, Target
 from layerskip.prompts import PromptItem, PromptSet
 
 ReportCost = Callable[[str, float, float], None]
-"""Called at every use of a stored result: its name, the seconds of making it, and how many of them were spent just now."""
+"""Takes the name of a stored result that is used, the seconds of making it, and how many of them were spent just now."""
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,7 @@ from layerskip.config import Costs, Field, Method, methods
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_whole
 
 Params = dict[str, int | float | str]
-_THRESHOLDS = (0.1, 0.9, 0.05)  # lowest, highest, step
-_ACCEPTED = 0.8
-"""The share of drafted tokens that are accepted, while nothing is measured."""
-_LENGTHS = ("num_speculative_tokens", "tree_tokens")
+_ACCEPTED = 0.8  # share of drafted tokens, while nothing is measured
 
 
 def check_values(name: str, field: Field, values: Any) -> None:
@@ -49,9 +46,8 @@ def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values
             return value
         if value == "length":
             return StopRule()
-        low, high, step = _THRESHOLDS
         # Optuna's steps add up to 0.7000000000000001, which would be another rule than the 0.7 of scans.
-        return StopRule(str(value), round(trial.suggest_float(f"{name}.threshold", low, high, step=step), 9))
+        return StopRule(str(value), round(trial.suggest_float(f"{name}.threshold", 0.1, 0.9, step=0.05), 9))
     low, high = values
     if low == high:
         return low
@@ -82,13 +78,6 @@ def check_masks(space: SearchSpace) -> None:
         outside = [i for i in range(space.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in space.skippable]
         if outside:
             raise InputError(f"space.masks: {mask!r} skips layer {outside[0]}, which is protected")
-
-
-def suggest_mask(space: SearchSpace, trial: optuna.trial.BaseTrial) -> str:
-    """Return a trial's mask."""
-    attention = {i for i in space.skippable if trial.suggest_int(f"attention_{i}", 0, 1)}
-    mlp = {i for i in space.skippable if trial.suggest_int(f"mlp_{i}", 0, 1)}
-    return SkipMask.of(space.layers, attention, mlp).format()
 
 
 def structured_masks(space: SearchSpace) -> Iterable[str]:
@@ -259,7 +248,11 @@ class SearchSpace:
         return [self._suggest_fields(method, trial) for method in chosen]
 
     def _suggest_fields(self, method: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-        known = {"mask": suggest_mask(self, trial)} if "mask" in methods()[method] else {}
+        known = {}
+        if "mask" in methods()[method]:
+            attention = {i for i in self.skippable if trial.suggest_int(f"attention_{i}", 0, 1)}
+            mlp = {i for i in self.skippable if trial.suggest_int(f"mlp_{i}", 0, 1)}
+            known["mask"] = SkipMask.of(self.layers, attention, mlp).format()
         return self._fill(method, known, lambda each, span: suggest_value(trial, f"{method}.{each.name}", each, span))
 
     def nearest(self, method: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
@@ -297,7 +290,8 @@ class SearchSpace:
         if not costs:
             return dict(wanted)
         best = max(range(len(costs)), key=lambda drafted: (1 - _ACCEPTED ** (drafted + 2)) / costs[drafted]) + 1
-        lengths = {name: wanted.get(name, method[name].default) for name in _LENGTHS if name in method}
+        names = [name for name in ("num_speculative_tokens", "tree_tokens") if name in method]
+        lengths = {name: wanted.get(name, method[name].default) for name in names}
         # Beyond the measured lengths, costs grow on; where they hardly grow at all, the declared length is as good.
         return dict(wanted) | ({name: min(best, length) for name, length in lengths.items()} if best < len(costs) else {})
 
@@ -309,9 +303,7 @@ class SearchSpace:
         """Return the first of some configurations after a lookup; an empty list if the study has no cascades."""
         if _CASCADE not in self.available_methods:
             return []
-        first = dict(methods()[_CASCADE].row["members"][0])
-        method = first.pop("method")
-        lookup = self.nearest(method, self._affordable(methods()[method], first))
+        lookup = self.nearest(LOOKUP, self._affordable(methods()[LOOKUP], methods()[_CASCADE].row["members"][0]))
         return [self._cascade(lookup, second) for second in seconds[:1]]
 
     def lookups(self) -> list[SpeculativeConfig]:
