@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -424,7 +424,8 @@ class SpeculativeConfig:
             raise ConfigError(f"lossless: {lossless!r} contradicts the acceptance rule")
         if "stop" in values:
             values["stop"] = StopRule.from_dict(values["stop"])
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        lists = [name for name, value in values.items() if isinstance(value, Sequence) and not isinstance(value, str)]
+        values |= {name: tuple(values[name]) for name in lists}
         if isinstance(values.get("members"), tuple):  # anything else is refused as the value of a field
             values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
         return cls.of(method.name, values, values.get("accept", EXACT))

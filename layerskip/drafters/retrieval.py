@@ -230,7 +230,7 @@ class Datastore:
             if value is not None and about.get(name) != value:
                 raise ConfigError(f"datastore: {folder} was built for another {name} than that of {target.name}")
         # A token that the target lacks would break decoding; reading all tokens takes little time.
-        if hashlib.sha256(tokens.data).hexdigest() != about["digest"]:
+        if hashlib.sha256(tokens.data).hexdigest() != about.get("digest"):
             raise ConfigError(f"datastore: {folder} is damaged: its tokens do not match their digest")
         if len(suffixes) != len(tokens) or suffixes.sum(dtype=np.int64) != len(tokens) * (len(tokens) - 1) // 2:
             raise ConfigError(f"datastore: {folder} is damaged: its suffixes do not start at every token once")
