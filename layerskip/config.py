@@ -1,9 +1,8 @@
 """``SpeculativeConfig``: a frozen dataclass that defines how to decode, and the declarations that it is checked by.
 
 A configuration has a method and the fields of that method. A field of another method is refused by name, so two
-configurations that decode alike are equal. A drafter declares its :class:`Kind` with its class
-(:class:`layerskip.decoding.drafter.Drafter`); validation, search spaces, benchmarks, colours and tables of documentation are
-derived from it. Does not import torch.
+configurations that decode alike are equal. The class of a drafter (:class:`layerskip.decoding.drafter.Drafter`) declares its
+:class:`Method`, from which checks, search spaces, benchmarks, colours and documentation follow. Does not import torch.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from layerskip.mask import MaskError, normalise
@@ -26,14 +24,14 @@ class ConfigError(ValueError):
 
 
 def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    """Raise ``ConfigError`` for a field that is not known; the message has the fields' owner, and a prefix of the field."""
+    """Raise ``ConfigError`` for a field that is not known; the message names the owner, and the field with a prefix."""
     for name in fields:
         if name not in known:
             raise ConfigError(f"{prefix}{name}: not a field of {owner}; it has {', '.join(known)}")
 
 
 def _refuse_foreign(value: Any, known: tuple[str, ...], owner: str, prefix: str = "") -> None:
-    """Raise ``ConfigError`` for a field of a dataclass that is set although its method does not read it."""
+    """Raise ``ConfigError`` for a field of a dataclass that is set but not known."""
     for each in dataclasses.fields(value):
         if each.name not in known and getattr(value, each.name) != each.default:
             raise ConfigError(f"{prefix}{each.name}: does not belong to {owner}")
@@ -69,25 +67,17 @@ Costs = tuple[float, ...]
 """Costs in steps of plain decoding."""
 
 
-def check_costs(name: str, costs: Any, minimum: float) -> None:
-    """Raise ``ConfigError`` for a value that is not :data:`Costs` of at least ``minimum``."""
-    if not isinstance(costs, tuple):
-        raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
-    for cost in costs:
-        check_number(name, cost, minimum, 1e6)
-
-
 @dataclass(frozen=True)
 class StopRule:
     """The condition under which a drafter stops before ``num_speculative_tokens``.
 
     ``length``: never. ``threshold``: after a drafted token whose confidence (the draft's probability of its most likely
     token) is below ``threshold``. ``adaptive``: as ``threshold``, with a threshold that follows the acceptance rate as in
-    Draft & Verify (arXiv 2309.08168), section 3.3, from prompt to prompt until the drafter is reset.
+    Draft & Verify (arXiv 2309.08168), section 3.3, from ``threshold`` on, from prompt to prompt until the drafter is reset.
     """
 
     method: str = "length"
-    threshold: float = 0.6  # a confidence in [0, 1]; for ``adaptive`` the initial one
+    threshold: float = 0.6
 
     def __post_init__(self) -> None:
         _refuse_foreign(self, self._known(self.method), f"stop rule {self.method}", "stop.")
@@ -121,16 +111,11 @@ NEVER = StopRule()
 """The stop rule without early stopping."""
 
 
-def _always(config: SpeculativeConfig) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Field:
     """A field of a drafter's configuration: its values, its meaning, and how a study chooses it.
 
     Args:
-        name: the field's name.
         default: the value where none is given. Its type is that of all values. Whole numbers are at least 1, others from 0
             to 1.
         meaning: one phrase for the documentation.
@@ -152,7 +137,7 @@ class Field:
     choices: tuple[str, ...] = ()
     first: Any = None
     at_least: str = ""
-    used: Callable[[SpeculativeConfig], bool] = _always
+    used: Callable[[SpeculativeConfig], bool] = lambda config: True
     path: bool = False
     required: bool = False
 
@@ -173,28 +158,6 @@ class Field:
             raise ConfigError(f"{self.name}: {value} is below {self.at_least}, {config.value(self.at_least)}")
 
 
-_SHARED = (
-    Field("num_speculative_tokens", 4, "the most tokens of a draft, or the greatest depth of a tree"),
-    Field("mask", "", "the skipped sub-layers"),
-    Field("stop", NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive")),
-    Field("prompt_lookup_min", 1, "the shortest n-gram to look up, in tokens"),
-    Field("prompt_lookup_max", 3, "the longest n-gram, which is tried first, in tokens", at_least="prompt_lookup_min"),
-    Field("match", "last", "which of several matches is copied from", choices=("last", "first")),
-    Field("datastore", "", "the folder of a datastore", path=True),
-    Field("tree_tokens", 8, "the most tokens of a tree"),
-    Field("top_k", 4, "successors that are kept of each token"),
-    Field("guess_set_size", 4, "n-grams that are kept and verified for each first token"),
-    Field("window", 5, "guesses in each row of the window"),
-    Field("min_token_prob", 0.05, "the least probability of a branch", log=True),
-    Field("head", "", "the folder of a trained head", path=True, required=True),
-    Field("draft_model", "", "a hub id, a folder or a .gguf file", path=True, required=True),
-    Field("members", (), "at least two configurations that draft"),
-    Field("verify_cost", (), "the cost of verifying 1, 2, ... tokens, in steps of plain decoding"),
-    Field("draft_cost", (), "the cost of each member per drafted token or level, in steps of plain decoding"),
-)
-_FIELDS = {each.name: each for each in _SHARED}
-
-
 def shared(name: str, **changes: Any) -> Field:
     """Return a field that several methods have, as one of them declares it: with its own range, first value or meaning."""
     return replace(_FIELDS[name], **changes)
@@ -205,9 +168,8 @@ class Method:
     """The declaration of a method. Everything that a program lists by method is derived from it.
 
     Args:
-        name: the value of ``SpeculativeConfig.method``.
         fields: the fields that a configuration of this method has, apart from ``method``. Those that are no attributes
-            of :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.option`.
+            of :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.value`.
         source: where its drafts come from, as a phrase for the documentation.
         rank: its place among all methods, the simplest first. It decides ties between finalists, and the order of tables.
         color: in charts, as ``#rrggbb``; empty for one that follows from the name.
@@ -248,10 +210,9 @@ class Method:
                 raise ValueError(f"{self.name}.{name}: is declared twice")
         if not self.name.isidentifier() or not all(map(str.isidentifier, names)):
             raise ValueError(f"{self.name}: it and its fields are not all names")
-        for each in self.fields:
+        for place, each in enumerate(self.fields):
             if each.name in _FIELDS and each.default != _FIELDS[each.name].default:
                 raise ValueError(f"{self.name}.{each.name}: has another default than in other methods")
-        for place, each in enumerate(self.fields):
             if each.at_least and each.at_least not in names[:place]:
                 raise ValueError(f"{self.name}.{each.name}: follows {each.at_least}")
         if not self.color:
@@ -259,7 +220,6 @@ class Method:
         object.__setattr__(self, "short", (self.short or self.name)[:10])
 
     def __getitem__(self, name: str) -> Field:
-        """Return a field by name."""
         return next(each for each in self.fields if each.name == name)
 
     def __contains__(self, name: str) -> bool:
@@ -303,7 +263,7 @@ def declare(method: Method, again: bool = False) -> None:
 
 def methods() -> Mapping[str, Method]:
     """Return all known methods by name, in the order of their ranks, plain decoding (``none``) first."""
-    return MappingProxyType(dict(sorted(_METHODS.items(), key=lambda item: (item[1].rank, item[0]))))
+    return dict(sorted(_METHODS.items(), key=lambda item: (item[1].rank, item[0])))
 
 
 PLAIN = Method(
@@ -313,21 +273,23 @@ PLAIN = Method(
 declare(PLAIN)
 
 
+def _usual(default: Any, meaning: str, **declared: Any) -> Any:
+    """Return a field that several methods have, with its declaration where they do not change it."""
+    return field(default=default, metadata={"meaning": meaning, **declared})
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """One way to decode.
 
-    Which of the fields a method reads, and what they mean there, its drafter declares; in general they mean what
-    :data:`_SHARED` says. A field that a method does not read keeps its default.
+    Which of the fields a method reads, and what they mean there, its drafter declares. The others keep their defaults.
 
     Args:
         method: ``none`` (plain decoding) or a declared method, such as ``prompt_lookup``.
-        mask: the skipped sub-layers in the text form of :mod:`layerskip.mask`.
-        members: the configurations that a cascade chooses from; see :class:`~layerskip.drafters.cascade.Cascade`.
-        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding, as measured by
-            :func:`~layerskip.costs.timing.time_verification`.
-        draft_cost: for each member, the cost of drafting one token of a chain or one level of a tree (all levels if drafted
-            in one pass), as measured by :func:`~layerskip.costs.timing.time_drafting`; 0 for lookups.
+        mask: in the text form of :mod:`layerskip.mask`.
+        verify_cost: as measured by :func:`~layerskip.costs.timing.time_verification`.
+        draft_cost: as measured by :func:`~layerskip.costs.timing.time_drafting`: per level of a tree, or of all levels if
+            drafted in one pass; 0 for lookups.
         options: the fields that only this method has, as pairs of name and value.
 
     Raises:
@@ -335,23 +297,23 @@ class SpeculativeConfig:
     """
 
     method: str = "none"
-    num_speculative_tokens: int = _FIELDS["num_speculative_tokens"].default
-    mask: str = ""
-    stop: StopRule = NEVER
-    prompt_lookup_min: int = _FIELDS["prompt_lookup_min"].default
-    prompt_lookup_max: int = _FIELDS["prompt_lookup_max"].default
-    match: str = _FIELDS["match"].default
-    datastore: str = ""
-    tree_tokens: int = _FIELDS["tree_tokens"].default
-    top_k: int = _FIELDS["top_k"].default
-    guess_set_size: int = _FIELDS["guess_set_size"].default
-    window: int = _FIELDS["window"].default
-    min_token_prob: float = _FIELDS["min_token_prob"].default
-    head: str = ""
-    draft_model: str = ""
-    members: tuple[SpeculativeConfig, ...] = ()
-    verify_cost: Costs = ()
-    draft_cost: Costs = ()
+    num_speculative_tokens: int = _usual(4, "the most tokens of a draft, or the greatest depth of a tree")
+    mask: str = _usual("", "the skipped sub-layers")
+    stop: StopRule = _usual(NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive"))
+    prompt_lookup_min: int = _usual(1, "the shortest n-gram to look up, in tokens")
+    prompt_lookup_max: int = _usual(3, "the longest n-gram, which is tried first, in tokens", at_least="prompt_lookup_min")
+    match: str = _usual("last", "which of several matches is copied from", choices=("last", "first"))
+    datastore: str = _usual("", "the folder of a datastore", path=True)
+    tree_tokens: int = _usual(8, "the most tokens of a tree")
+    top_k: int = _usual(4, "successors that are kept of each token")
+    guess_set_size: int = _usual(4, "n-grams that are kept and verified for each first token")
+    window: int = _usual(5, "guesses in each row of the window")
+    min_token_prob: float = _usual(0.05, "the least probability of a branch", log=True)
+    head: str = _usual("", "the folder of a trained head", path=True, required=True)
+    draft_model: str = _usual("", "a hub id, a folder or a .gguf file", path=True, required=True)
+    members: tuple[SpeculativeConfig, ...] = _usual((), "at least two configurations that draft")
+    verify_cost: Costs = _usual((), "the cost of verifying 1, 2, ... tokens, in steps of plain decoding")
+    draft_cost: Costs = _usual((), "the cost of each member per drafted token or level, in steps of plain decoding")
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -377,39 +339,22 @@ class SpeculativeConfig:
         own = tuple((name, values[name]) for name in _method(method).options if name in values)
         return cls(method, **{name: value for name, value in values.items() if name in _FIELDS}, options=own)
 
-    def option(self, name: str) -> Any:
-        """Return the value of a field that only this method has."""
-        return dict(self.options)[name]
-
     def value(self, name: str) -> Any:
         """Return the value of a field of the method."""
-        return getattr(self, name) if name in _FIELDS else self.option(name)
+        return getattr(self, name) if name in _FIELDS else dict(self.options)[name]
 
     @property
     def values(self) -> dict[str, Any]:
         """The values of all fields of the method, by name."""
         return {each.name: self.value(each.name) for each in _method(self.method).fields}
 
-    @property
-    def lookup(self) -> bool:
-        """True if drafts are copied from earlier text, at almost no cost."""
-        return _method(self.method).lookup
-
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that this method reads, as plain values; ``from_dict`` makes an equal configuration from them.
-
-        Fields without effect are left out.
-        """
+        """Return the fields that have an effect as plain values, from which ``from_dict`` makes an equal configuration."""
         fields: dict[str, Any] = {"method": self.method}
         for each in _method(self.method).fields:
             value = self.value(each.name)
-            if not each.used(self) or value == ():
-                continue
-            if each.name == "members":
-                value = [member.to_dict() for member in value]
-            if isinstance(value, tuple):
-                value = list(value)
-            fields[each.name] = value.to_dict() if isinstance(value, StopRule) else value
+            if each.used(self) and value != ():
+                fields[each.name] = _plain(value)
         return fields
 
     @classmethod
@@ -427,11 +372,10 @@ class SpeculativeConfig:
         refuse_unknown(values, method.known, f"method {method.name}")
         if "stop" in values:
             values["stop"] = StopRule.from_dict(values["stop"])
-        if "members" in values:
-            if not isinstance(values["members"], Sequence) or isinstance(values["members"], str):
-                raise ConfigError(f"members: {values['members']!r} is not a list of configurations")
+        lists = [name for name, value in values.items() if isinstance(value, Sequence) and not isinstance(value, str)]
+        values |= {name: tuple(values[name]) for name in lists}
+        if isinstance(values.get("members"), tuple):  # anything else is refused as the value of a field
             values["members"] = tuple(_member(index, member) for index, member in enumerate(values["members"]))
-        values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls.of(method.name, values)
 
     def label(self) -> str:
@@ -445,6 +389,20 @@ class SpeculativeConfig:
         length = f"length {self.num_speculative_tokens}{stop}" if "num_speculative_tokens" in _method(self.method) else ""
         shown = "; ".join(filter(None, (detail, length)))
         return self.method.replace("_", " ") + (f" ({shown})" if shown else "")
+
+
+_FIELDS = {
+    each.name: Field(each.name, each.default, **each.metadata)
+    for each in dataclasses.fields(SpeculativeConfig)
+    if each.metadata
+}
+"""The fields that several methods have."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value.to_dict() if isinstance(value, (StopRule, SpeculativeConfig)) else value
 
 
 def _method(name: Any) -> Method:

@@ -58,14 +58,10 @@ def short_name(name: str) -> str:
 
 @contextmanager
 def atomic_write(path: Path, mark: str = "partial") -> Iterator[Path]:
-    """Yield a temporary path to write to, and move it to ``path`` on success. A failure leaves ``path`` unchanged.
+    """Yield a temporary path to write to, and move it to ``path``, whose folder is created, on success.
 
-    A full disk is an ``OSError``, even if the library that writes raises another error.
-
-    Args:
-        path: the final file; its folder is created.
-        mark: the suffix of the temporary file. With a constant suffix, the file left by a kill is overwritten later.
-            Processes that write the same file at the same time need different suffixes.
+    A failure leaves ``path`` unchanged. A full disk is an ``OSError``, whatever a library raises. With a constant ``mark``,
+    the file left by a kill is overwritten later; processes that write at the same time need different ones.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = beside(path, mark)
@@ -90,10 +86,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def report_full_disk(path: Path, probe: Path) -> Iterator[None]:
-    """Convert errors of a full disk to an ``OSError`` that names ``path``.
+    """Convert errors of a full disk, for which libraries have their own, to an ``OSError`` that names ``path``.
 
-    Torch and safetensors raise their own; numpy's has no error number. The file ``probe`` is extended to test whether the
-    disk is full; the caller removes it.
+    The file ``probe`` is extended to test whether the disk is full; the caller removes it.
     """
     try:
         yield

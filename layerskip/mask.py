@@ -17,7 +17,7 @@ import re
 from collections.abc import Set
 from dataclasses import dataclass
 
-_PARTS = ("attention", "mlp", "layers")
+_PARTS = {"attention": ("attention",), "mlp": ("mlp",), "layers": ("attention", "mlp")}
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _LARGEST_LAYER = 9999  # so that a typing error such as 4-99999999 does not fill the memory
 
@@ -54,17 +54,12 @@ class SkipMask:
     @classmethod
     def parse(cls, text: str, layers: int) -> SkipMask:
         """Parse the text form for a model of ``layers`` layers; a ``MaskError`` if it does not fit."""
-        return cls.of(layers, *_read(text))
+        return cls.of(layers, *sublayers(text))
 
     @property
     def layers(self) -> int:
         """The number of decoder layers of the model."""
         return len(self.attention)
-
-    @property
-    def skipped(self) -> int:
-        """The number of skipped sub-layers, of ``2 * layers``."""
-        return sum(self.attention) + sum(self.mlp)
 
     @property
     def is_whole_layers(self) -> bool:
@@ -78,24 +73,17 @@ class SkipMask:
 
 def normalise(text: str) -> str:
     """Return the canonical form of a mask's text, without the number of layers; a ``MaskError`` if it is malformed."""
-    return _write(*_read(text))
+    return _write(*sublayers(text))
 
 
-def count_skipped(text: str) -> tuple[int, int]:
-    """Return the numbers of attention and MLP sub-layers that a mask skips, from its text form."""
-    attention, mlp = _read(text)
-    return len(attention), len(mlp)
-
-
-def _read(text: str) -> tuple[set[int], set[int]]:
+def sublayers(text: str) -> tuple[set[int], set[int]]:
+    """Return the layers whose attention and whose MLP a mask's text skips; a ``MaskError`` if it is malformed."""
     skipped: dict[str, set[int]] = {"attention": set(), "mlp": set()}
     for part in filter(None, (piece.strip() for piece in text.split(";"))):
-        kind, colon, numbers = part.partition(":")
-        if not colon or kind.strip() not in _PARTS:
-            raise MaskError(
-                f"mask: cannot read {part!r}; write 'attention:6,7-9;mlp:2' or 'layers:4-14', parts joined by ';'"
-            )
-        for name in ("attention", "mlp") if kind.strip() == "layers" else (kind.strip(),):
+        kind, _, numbers = part.partition(":")
+        if kind.strip() not in _PARTS:
+            raise MaskError(f"mask: cannot read {part!r}; write 'attention:6,7-9;mlp:2' or 'layers:4-14', joined by ';'")
+        for name in _PARTS[kind.strip()]:
             skipped[name] |= _read_numbers(numbers, part)
     return skipped["attention"], skipped["mlp"]
 

@@ -3,18 +3,17 @@
 A prompt set is read from JSON Lines, one object per line: ``{"prompt": ...}`` or ``{"messages": [...]}`` with optional
 ``id`` and ``category``, or ``{"question_id", "category", "turns": [...]}``. Several turns are a conversation in which the
 target gives the answers. ``question`` without a ``prompt`` is one, and ``task_id`` is an id. So the files of Spec-Bench,
-MT-Bench, HumanEval and GSM8K are read as they are. The half of a prompt depends on the ids alone, not on the order of the
-lines.
+MT-Bench, HumanEval and GSM8K are read as they are. The half of a prompt depends on the ids alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +72,7 @@ class PromptSet:
     @classmethod
     def packaged(cls) -> PromptSet:
         """Return the default set: 48 prompts in six categories, written for this project."""
-        text = resources.files("layerskip").joinpath("data/prompts.jsonl").read_text(encoding="utf-8")
-        return cls(_read(text, "packaged prompts"), "packaged")
+        return replace(cls.load(Path(__file__).with_name("data") / "prompts.jsonl"), name="packaged")
 
     @classmethod
     def load(cls, path: str | Path, field: str = "prompts.path") -> PromptSet:
@@ -84,14 +82,17 @@ class PromptSet:
             text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise PromptError(f"{field}: cannot read {path}: {error}") from None
-        return cls(_read(text, f"{field}: {path}"), Path(path).stem)
+        items = _distinct(_lines(text, f"{field}: {path}"))
+        if not items:
+            raise PromptError(f"{field}: {path}: has no prompts")
+        return cls(items, Path(path).stem)
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> PromptSet:
         """Return a set of distinct plain texts. The id of each is a digest of its content."""
         if isinstance(texts, str):
             raise PromptError("prompts: is one text, not a list of texts")
-        return cls(_distinct([(_placed({"prompt": text}, f"prompts: {i}"), f"prompt {i}") for i, text in enumerate(texts)]))
+        return cls(_distinct((f"prompts: {index}", {"prompt": text}) for index, text in enumerate(texts)))
 
     @property
     def digest(self) -> str:
@@ -103,57 +104,48 @@ class PromptSet:
         """Return the tune and held-out halves: alternate prompts of each category, ordered by the hashes of their ids."""
         if len(self) < 2:
             raise PromptError("prompts: a search needs at least two, one for each half")
-        ordered = [item for group in self._by_category().values() for item in group]
+        ordered = list(itertools.chain(*self._by_category()))
         return PromptSet(tuple(ordered[::2]), f"{self.name}/tune"), PromptSet(tuple(ordered[1::2]), f"{self.name}/held-out")
 
     def take(self, count: int | None, begin: int = 0) -> PromptSet:
         """Return at most ``count`` prompts after the first ``begin``, modulo their total, with the categories in turn."""
-        groups = list(self._by_category().values())
+        groups = self._by_category()
         ordered = [group[turn] for turn in range(max(map(len, groups))) for group in groups if turn < len(group)]
         begin %= len(ordered)
         return PromptSet(tuple([*ordered[begin:], *ordered[:begin]][:count]), self.name)
 
-    def _by_category(self) -> dict[str, list[PromptItem]]:
-        groups: dict[str, list[PromptItem]] = {}
-        for item in sorted(self.items, key=lambda item: (item.category, _hash(item.id))):
-            groups.setdefault(item.category, []).append(item)
-        return groups
+    def _by_category(self) -> list[list[PromptItem]]:
+        ordered = sorted(self.items, key=lambda item: (item.category, _hash(item.id)))
+        return [list(group) for _, group in itertools.groupby(ordered, key=lambda item: item.category)]
 
 
-def _read(text: str, source: str) -> tuple[PromptItem, ...]:
-    items = []
+def _lines(text: str, source: str) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of every line of JSON Lines that is not blank."""
     # Not splitlines, because JSON strings may contain other line separators.
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{source}, line {number}"
+        if line.strip():
+            place = f"{source}, line {number}"
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise PromptError(f"{place}: not JSON: {error}") from None
+            yield place, value
+
+
+def _distinct(objects: Iterable[tuple[str, Any]]) -> tuple[PromptItem, ...]:
+    """Return the prompts of objects, each with its place; errors name the place, and the object's id if it has one."""
+    found: dict[str, tuple[PromptItem, str]] = {}
+    for place, fields in objects:
         try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise PromptError(f"{place}: not JSON: {error}") from None
-        items.append((_placed(fields, place), place))
-    if not items:
-        raise PromptError(f"{source}: has no prompts")
-    return _distinct(items)
-
-
-def _distinct(items: list[tuple[PromptItem, str]]) -> tuple[PromptItem, ...]:
-    places: dict[str, str] = {}
-    for item, place in items:
-        if item.id in places:
-            raise PromptError(f"{place}: the id {item.id!r} is already used in {places[item.id]}")
-        places[item.id] = place
-    return tuple(item for item, _ in items)
-
-
-def _placed(fields: Any, place: str) -> PromptItem:
-    """Return the prompt of an object; errors name its place, and its id if it has one."""
-    try:
-        return _item(fields)
-    except PromptError as error:
-        chosen = _id(fields) if isinstance(fields, dict) else None
-        named = "" if chosen is None or str(error).startswith("id: ") else f"id {reprlib.repr(chosen)}: "
-        raise PromptError(f"{place}: {named}{error}") from None
+            item = _item(fields)
+        except PromptError as error:
+            chosen = _id(fields) if isinstance(fields, dict) else None
+            named = "" if chosen is None or str(error).startswith("id: ") else f"id {reprlib.repr(chosen)}: "
+            raise PromptError(f"{place}: {named}{error}") from None
+        if item.id in found:
+            raise PromptError(f"{place}: the id {item.id!r} is already used in {found[item.id][1]}")
+        found[item.id] = item, place
+    return tuple(item for item, _ in found.values())
 
 
 def _id(fields: Mapping[str, Any]) -> Any:
@@ -166,20 +158,18 @@ def _item(fields: Any) -> PromptItem:
     given = [name for name in ("prompt", "messages", "turns") if name in fields] or ["question"] * ("question" in fields)
     if len(given) != 1:
         raise PromptError(f"needs exactly one of 'prompt', 'messages' and 'turns'; it has {given or 'none'}")
+    form = given[0]
     opening: str | tuple[Message, ...]
-    followups: tuple[str, ...] = ()
-    if given[0] in ("prompt", "question"):
-        opening = _text(fields[given[0]], given[0])
-    elif given == ["messages"]:
-        opening = _messages(fields["messages"])
+    followups: list[str] = []
+    if form == "messages":
+        opening = _messages(fields[form])
     else:
-        turns = fields["turns"]
+        turns = fields[form] if form == "turns" else [fields[form]]
         if not isinstance(turns, list) or not turns:
             raise PromptError("turns: is not a list of texts")
-        opening, *rest = [_text(turn, "turns") for turn in turns]
-        followups = tuple(rest)
+        opening, *followups = [_text(turn, form) for turn in turns]
     category = _label(fields.get("category", "default"), "category")
-    item, chosen = PromptItem("", category, opening, followups), _id(fields)
+    item, chosen = PromptItem("", category, opening, tuple(followups)), _id(fields)
     return replace(item, id=_hash(item.content())[:12] if chosen is None else _label(chosen, "id"))
 
 

@@ -37,7 +37,8 @@ def datastore(config: DictConfig) -> Datastore:
             raise InputError(f"{name}: {config[name]!r} is not a path")
     target: Target = instantiate(config.target)
     store = Datastore.load(config.inspect, target) if config.inspect is not None else _build(config, target)
-    print(_describe(store))
+    size, about = (store.tokens.nbytes + store.suffixes.nbytes) / 2**20, store.about
+    print(f"{about['tokens']:,} tokens of {about['texts']:,} texts from {about['source']}, {size:,.1f} MiB")
     return store
 
 
@@ -46,14 +47,14 @@ def _build(config: DictConfig, target: Target) -> Datastore:
         raise InputError("output: names no folder for the datastore")
     if Path(config.output).exists():
         raise InputError(f"output: {config.output} exists already")
-    check_folder("output", str(config.output))
+    check_folder("output", config.output)
     if config.corpus is None and not config.own:
         raise InputError("corpus: names neither a file nor a folder, and own is false; there is nothing to build from")
     if target.tokenizer is None:
         raise InputError("target: has no tokenizer to read a corpus with")
     texts, sources, answered = [], [], []
     if config.corpus is not None:
-        sources.append(str(config.corpus))
+        sources.append(config.corpus)
         for file in tqdm(_corpus_files(Path(config.corpus)), unit="file", desc="corpus", disable=None):
             texts += [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in _read_texts(file)]
     if config.own:
@@ -73,7 +74,7 @@ def _build(config: DictConfig, target: Target) -> Datastore:
 
 
 def _corpus_files(path: Path) -> list[Path]:
-    """Return the files of a corpus; refuse one that has none."""
+    """Return the files of a corpus, at least one."""
     if path.is_file():
         return [path]
     if not path.exists():
@@ -95,22 +96,12 @@ def _read_texts(file: Path) -> Iterator[str]:
         return
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
-            place = f"corpus: {file}, line {number}"
             try:
                 text = json.loads(line)["text"]
-                text.encode()
-            except UnicodeEncodeError as error:  # a lone surrogate, as in truncated files
-                raise InputError(f"{place}: text is no Unicode: {error}") from None
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise InputError(f"{place}: is not a JSON object with a text") from None
+                text.encode()  # refuses a lone surrogate, as in truncated files
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise InputError(f"corpus: {file}, line {number}: is not a JSON object with a text: {error}") from None
             yield text
-
-
-def _describe(store: Datastore) -> str:
-    """Describe a datastore in one line."""
-    size = (store.tokens.nbytes + store.suffixes.nbytes) / 2**20
-    about = store.about
-    return f"{about['tokens']:,} tokens of {about['texts']:,} texts from {about['source']}, {size:,.1f} MiB"
 
 
 if __name__ == "__main__":

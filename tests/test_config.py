@@ -64,10 +64,7 @@ REFUSED: list[tuple[Any, str]] = [
     *((CASCADE | {"members": members}, "members") for members in ([LOOKUP], "prompt_lookup", [LOOKUP, {"method": "none"}])),
     (CASCADE | {"members": [LOOKUP, LAYER_SKIP | {"mask": "heads:3"}]}, "members.1.mask"),
     (CASCADE | {"members": [LOOKUP, 3]}, "members.1.config"),
-    *(
-        (CASCADE | {"verify_cost": cost}, "verify_cost")
-        for cost in (1.5, [1.5, 0.0], ["high"], [[8, [1.5]]])
-    ),
+    *((CASCADE | {"verify_cost": cost}, "verify_cost") for cost in (1.5, [1.5, 0.0], ["high"], [[8, [1.5]]])),
     (CASCADE | {"draft_cost": [0.0, 0.5]}, "draft_cost"),
     *((CASCADE | {"verify_cost": [1.5], "draft_cost": cost}, "draft_cost") for cost in ([0.5], [0.0, -0.5])),
     (LAYER_SKIP | {"accept": {"method": "threshold", "threshold": 0.3}, "lossless": False}, "accept"),
@@ -81,7 +78,6 @@ CONSTRUCTED: list[tuple[type, dict[str, Any], str]] = [
     (SpeculativeConfig, LAYER_SKIP | {"draft_model": "d"}, "draft_model: .*layer_skip"),
     (SpeculativeConfig, LOOKUP | {"stop": StopRule(method="threshold")}, "stop: .*prompt_lookup"),
     (SpeculativeConfig, LAYER_SKIP | {"stop": {"method": "length"}}, "stop: "),
-    (SpeculativeConfig, LAYER_SKIP | {"stop": 0.5}, "stop: "),
     (StopRule, {"threshold": 0.3}, "stop.threshold: "),
 ]
 

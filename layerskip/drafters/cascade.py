@@ -1,11 +1,11 @@
 """Cascades: each round is drafted by one of several drafters, and all of them learn from it. This follows no paper.
 
-A round is drafted by the member with the most expected tokens for the round's cost. Every lookup drafts, and as many tokens
-of its draft are kept as are worth their verification at the recent rate of tokens per step. A member that runs a model, or
-needs a pass of the target, is tried if its rounds promise more tokens per step than the best lookup and than plain decoding.
-The estimate is the mean of its recent rounds, those of earlier texts included. A member that was not tried for many rounds
-is tried again, because texts change. Rounds are compared by tokens per step, not by their gain over the recent rate: that
-rate includes rounds of lookups that accepted many tokens, and no such round can be had where nothing can be looked up.
+Every lookup drafts, and as many tokens of its draft are kept as are worth their verification at the recent rate of tokens
+per step. A member that runs a model, or needs a pass of the target, is tried if its rounds promise more tokens per step than
+the best lookup and than plain decoding. The estimate is the mean of its recent rounds, those of earlier texts included. A
+member that was not tried for many rounds is tried again, because texts change. Rounds are compared by tokens per step, not
+by their gain over the recent rate: that rate includes rounds of lookups that accepted many tokens, and no such round can be
+had where nothing can be looked up.
 
 Without the costs of verification, verifying counts as free. Without those of drafting, members that run a model draft where
 no lookup pays.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_costs, shared
+from layerskip.config import ConfigError, Costs, Method, SpeculativeConfig, check_number, shared
 from layerskip.decoding.draft import MAX_MATCH, Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser
@@ -43,8 +43,11 @@ def _check(config: SpeculativeConfig) -> None:
     for member in config.members:
         if not isinstance(member, SpeculativeConfig) or member.method in ("none", "cascade"):
             raise ConfigError(f"members: {member!r} is not the configuration of a single drafter")
-    check_costs("verify_cost", config.verify_cost, 0.1)
-    check_costs("draft_cost", config.draft_cost, 0.0)
+    for name, costs, minimum in (("verify_cost", config.verify_cost, 0.1), ("draft_cost", config.draft_cost, 0.0)):
+        if not isinstance(costs, tuple):
+            raise ConfigError(f"{name}: {costs!r} is not a list of numbers")
+        for cost in costs:
+            check_number(name, cost, minimum, 1e6)
     if config.draft_cost and not config.verify_cost:
         raise ConfigError("draft_cost: has no effect without verify_cost")
     if config.draft_cost and len(config.draft_cost) != len(config.members):
@@ -54,23 +57,15 @@ def _check(config: SpeculativeConfig) -> None:
 class _Estimates:
     """Estimates of how many tokens of a lookup will be accepted: how often the text took earlier tokens like its own.
 
-    How much more a match of four tokens says about what follows than one of two depends on the text. So does the calibration
-    of a drafter's own probabilities. A lookup is scored by the text as it goes on, whether it was taken or not, so estimates
-    also exist for declined drafts and for tokens that were cut off. All evidence is from earlier rounds; nothing depends on
-    the tokens being drafted.
+    How much the length of a match says depends on the text, and so does the calibration of a drafter's own probabilities. A
+    lookup is scored by the text as it goes on, so estimates also exist for declined drafts and for tokens that were cut off.
+    All evidence is from earlier rounds; nothing depends on the tokens being drafted.
     """
 
     def __init__(self) -> None:
         self._means: dict[Hashable, tuple[int, float]] = {}
-        self._open: list[tuple[int, Draft, int]] = []
-
-    def start_text(self) -> None:
-        """Begin a new text; the means stay, unscored drafts are dropped."""
-        self._open.clear()
-
-    def track(self, member: int, draft: Draft, start: int) -> None:
-        """Score a lookup of a member after ``start`` tokens of the text once the text has gone on."""
-        self._open.append((member, draft, start))
+        # The lookups of the present text to score once it has gone on: member, draft, and the tokens before it.
+        self.undecided: list[tuple[int, Draft, int]] = []
 
     def prefix_means(self, member: int, draft: Draft) -> Iterator[float]:
         """Yield the estimated accepted tokens of the draft's first token alone, its first two, and so on."""
@@ -81,9 +76,9 @@ class _Estimates:
             yield total
 
     def update(self, text: Sequence[int]) -> None:
-        """Score the tracked drafts that the text has decided; ``text`` continues that of the last call."""
+        """Score the lookups that the text has decided; ``text`` continues that of the last call."""
         undecided = []
-        for member, draft, start in self._open:
+        for member, draft, start in self.undecided:
             path, complete = _match_text(draft, text[start:])
             if not complete and start + len(path) >= len(text):
                 undecided.append((member, draft, start))
@@ -92,14 +87,11 @@ class _Estimates:
                 count, mean = self._means.get(grade, (0, 0.0))
                 count = min(count + 1, _WINDOW)
                 self._means[grade] = count, mean + ((node in path) - mean) / count
-        self._open = undecided
+        self.undecided = undecided
 
 
 def _grades(member: int, draft: Draft) -> Iterator[tuple[Hashable, float]]:
-    """Yield, per token, the grade of the tokens whose acceptance it shares, and its prior probability.
-
-    They are tokens of the same member, length of match, depth and similar probability.
-    """
+    """Yield, per token, its grade (member, length of match, depth and rough probability) and its prior probability."""
     depths: list[int] = []
     for node, parent in enumerate(draft.known_parents):
         depth = 1 if parent < 0 else depths[parent] + 1
@@ -110,25 +102,26 @@ def _grades(member: int, draft: Draft) -> Iterator[tuple[Hashable, float]]:
 
 def _match_text(draft: Draft, text: Sequence[int]) -> tuple[list[int], bool]:
     """Return the nodes of a draft on the branch that a text takes, and whether that branch ends there."""
-    children: dict[int, dict[int, int]] = {}
-    for node, (token, parent) in enumerate(zip(draft.lookup_tokens, draft.known_parents, strict=True)):
-        children.setdefault(parent, {}).setdefault(token, node)
-    node, path = -1, list[int]()
+    children: dict[tuple[int, int], int] = {}
+    for node, child in enumerate(zip(draft.known_parents, draft.lookup_tokens, strict=True)):
+        children.setdefault(child, node)
+    last, path = -1, list[int]()
     for token in text:
-        if token not in children.get(node, {}):
+        if (last, token) not in children:
             break
-        node = children[node][token]
-        path.append(node)
-    return path, node not in children
+        last = children[last, token]
+        path.append(last)
+    return path, last not in draft.known_parents
 
 
 @dataclass
 class _RoundMeans:
-    """Means of the rounds in which a member was tried."""
+    """Means of the rounds in which a member was tried, and the number of rounds since."""
 
     rounds: int = _PRIOR_ROUNDS
     accepted: float = 1.0  # tokens of its drafts
     cost: float = 1.0  # of drafting and verification, in steps of plain decoding
+    skipped: int = 0
 
     def add(self, accepted: float, cost: float) -> None:
         self.rounds = min(self.rounds + 1, _WINDOW)
@@ -139,13 +132,13 @@ class _RoundMeans:
 class Cascade(Drafter):
     """Several drafters; the one with the most expected tokens per step drafts. Estimates last from prompt to prompt.
 
+    A member that needs a whole step to draft a token is never tried, as that cannot pay.
+
     Args:
         members: drafters. Which member has a proposal, and the length of its match, must depend on the context only, not on
             drawn tokens.
-        verify_cost: the cost of verifying 1, 2, ... drafted tokens, in steps of plain decoding.
-        draft_cost: what each member needs to draft one token of a chain, one level of a tree, or all levels if it drafts
-            them in one pass, in such steps. Empty if unknown. A member that needs a whole step for every token is never
-            tried, as that cannot pay.
+        verify_cost: as in :class:`SpeculativeConfig`; empty if unknown.
+        draft_cost: likewise.
     """
 
     method = Method(
@@ -160,13 +153,7 @@ class Cascade(Drafter):
         benchmark={
             "members": [
                 {"method": "prompt_lookup", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 8},
-                {
-                    "method": "token_recycling",
-                    "num_speculative_tokens": 6,
-                    "tree_tokens": 8,
-                    "top_k": 4,
-                    "min_token_prob": 0.05,
-                },
+                {"method": "token_recycling", "num_speculative_tokens": 6},
             ]
         },
         no_engine="the engine runs one drafter, and this configuration combines several",
@@ -176,8 +163,7 @@ class Cascade(Drafter):
     def __init__(self, members: Sequence[Drafter], verify_cost: Costs = (), draft_cost: Costs = ()) -> None:
         self.members = tuple(members)
         self.tree_tokens = max(member.tree_tokens for member in members)
-        self._readers = [member for member in members if member.reads_features]
-        self.reads_features = bool(self._readers)
+        self.reads_features = any(member.reads_features for member in members)
         self._priced, self._verify_costs = bool(draft_cost), verify_cost or (1.0,)
         self._draft_cost = draft_cost or (0.0,) * len(self.members)
         self._lookups = [index for index, member in enumerate(members) if member.lookup]
@@ -195,14 +181,13 @@ class Cascade(Drafter):
         self._estimates = _Estimates()
         self._tokens, self._steps = 1.0, 1.0  # of recent rounds
         self._rounds = {index: _RoundMeans() for index in self._others}
-        self._skipped = dict.fromkeys(self._others, 0)  # rounds since each member was tried
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         """Start every member; what is known from earlier texts counts for few rounds of this one."""
         self._drafted = None
         for member in self.members:
             member.start(prompt, cache, chooser)
-        self._estimates.start_text()
+        self._estimates.undecided.clear()
         for means in self._rounds.values():
             means.rounds = min(means.rounds, _EARLIER_WEIGHT)
 
@@ -220,7 +205,7 @@ class Cascade(Drafter):
         for index in self._lookups:
             draft = self.members[index].draft(context, limit)
             if draft.lookup_tokens:
-                self._estimates.track(index, draft, len(context.tokens))
+                self._estimates.undecided.append((index, draft, len(context.tokens)))
                 size, rate = self._best_size(index, draft)
                 if rate > best_rate:
                     self._drafted, best, best_rate = index, draft.truncate(size), rate
@@ -230,8 +215,8 @@ class Cascade(Drafter):
             if draft.tokens.shape[0]:
                 self._drafted, best = index, draft
                 break
-        for index in self._others:
-            self._skipped[index] = 0 if index in self._asked else self._skipped[index] + 1
+        for index, means in self._rounds.items():
+            means.skipped = 0 if index in self._asked else means.skipped + 1
         self._size = best.tokens.shape[0]  # with those that only fill up a DeviceTree, as its pass computes them, too
         return best
 
@@ -243,21 +228,18 @@ class Cascade(Drafter):
         if not self._priced:
             return self._others if self._drafted is None else []
         rates = {index: (1 + means.accepted) / means.cost for index, means in self._rounds.items()}
-        for index in self._others:
-            if self._skipped[index] >= _PATIENCE:
+        for index, means in self._rounds.items():
+            if means.skipped >= _PATIENCE:
                 rates[index] = math.inf
-                # The next rounds then weigh more than the old ones.
-                self._rounds[index].rounds = min(self._rounds[index].rounds, _PRIOR_ROUNDS)
+                means.rounds = min(means.rounds, _PRIOR_ROUNDS)  # so that new rounds weigh more than the old ones
         return sorted((index for index in rates if rates[index] > rate), key=lambda index: -rates[index])
 
     def _best_size(self, index: int, draft: Draft) -> tuple[int, float]:
         """Return how many of a lookup's first tokens gain most over the cost of their verification, and their rate.
 
-        The cost of a round is valued at the recent rate, as other rounds would have used that time. Both are 0 if no size
-        pays.
+        A round's cost is valued at the recent rate, as other rounds would have used that time. Both are 0 if no size pays.
         """
-        maximum, best = 0.0, (0, 0.0)
-        recent_rate = self._tokens / self._steps
+        maximum, best, recent_rate = 0.0, (0, 0.0), self._tokens / self._steps
         for size, accepted in enumerate(self._estimates.prefix_means(index, draft), 1):
             cost = self._verify_cost(size)
             if (gain := accepted - recent_rate * (cost - 1)) > maximum:
@@ -273,8 +255,9 @@ class Cascade(Drafter):
         return self._verify_costs[size - 1] if size <= count else last + slope * (size - count)
 
     def observe_features(self, features: Tensor) -> None:
-        for reader in self._readers:
-            reader.observe_features(features)
+        for member in self.members:
+            if member.reads_features:
+                member.observe_features(features)
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         return [late for member in self.members for late in member.observe_logits(output)]

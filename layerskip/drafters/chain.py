@@ -1,20 +1,27 @@
-"""Autoregressive drafting of a chain with a model, over the whole vocabulary or a part of it."""
+"""Autoregressive drafting of a chain with a model, and what drafters with a model of their own share."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from layerskip.config import SpeculativeConfig
+from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.sampling import Chooser, to_full_vocabulary
-from layerskip.decoding.stopping import Stopper
+from layerskip.decoding.stopping import Stopper, StopRuleDrafter
+from layerskip.device.transfer import copy_to_device
 from layerskip.models.architecture import UnsupportedModel, check_rewind
 from layerskip.models.cache import KVCache
-from layerskip.models.forward import forward
+from layerskip.models.cache_pool import acquire_cache
+from layerskip.models.forward import clamp_tokens, forward
+from layerskip.models.graph_capture import CapturingCache
 from layerskip.models.loading import load_draft
+from layerskip.models.positions import max_positions
+from layerskip.models.prefill import run_prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 
@@ -28,15 +35,13 @@ def draft_chain(
     stopper: Stopper,
     vocabulary: Tensor | None = None,
 ) -> Draft:
-    """Draft up to ``limit`` tokens; afterwards ``cache.length`` counts every token that was fed.
+    """Draft up to ``limit`` tokens, at least one; afterwards ``cache.length`` counts every token that was fed.
 
     Args:
         model: a view of the target, or a model with the target's tokenizer.
         cache: the model's keys and values of all tokens before ``pending``.
         pending: ``[m]`` int64, the tokens that the cache lacks; the last one is the last token of the sequence.
-        limit: the most tokens to draft, at least 1.
         chooser: the target's chooser, whose warping the draft must share.
-        stopper: decides when to stop before ``limit``.
         vocabulary: ``[v]`` int64, the tokens that the model computes logits of; None for the whole vocabulary.
     """
     tokens: list[Tensor] = []
@@ -63,12 +68,27 @@ def draft_chain(
     return Draft(drafted, probs=probs if vocabulary is None else to_full_vocabulary(probs, vocabulary, chooser.vocabulary))
 
 
-def load_draft_view(config: SpeculativeConfig, target: Target, same_tokenizer: bool) -> tuple[Target, PreTrainedModel]:
-    """Load the draft model that a configuration names and return it with its view for decoding.
+class ModelDrafter(StopRuleDrafter):
+    """A drafter with a causal language model of its own, on a cache of its own."""
 
-    Raises:
-        UnsupportedModel: its cache cannot be rewound.
-    """
+    def __init__(self, model: PreTrainedModel, layers: int, num_speculative_tokens: int, stop: StopRule) -> None:
+        self.model, self.layers, self.num_speculative_tokens = model, layers, num_speculative_tokens
+        self.stopper, self._most = Stopper(stop), max_positions(model)
+
+    def _begin(self, target_cache: KVCache, positions: int, prompt: Sequence[int]) -> None:
+        """Acquire a cache of a number of positions, captured if the target's is, and read a prompt, which may be empty."""
+        self._device = next(self.model.parameters()).device
+        captures = isinstance(target_cache, CapturingCache)
+        self._cache = acquire_cache(self.model, self.layers, positions, self._device, captures, self)
+        if prompt:
+            run_prefill(self.model, self._readable(prompt), self._cache)
+
+    def _readable(self, tokens: Sequence[int]) -> Tensor:
+        return clamp_tokens(self.model, copy_to_device(tokens, self._device))
+
+
+def load_draft_view(config: SpeculativeConfig, target: Target, same_tokenizer: bool) -> tuple[Target, PreTrainedModel]:
+    """Load the draft model that a configuration names, whose cache must rewind; return it with its view for decoding."""
     draft = load_draft(target, config.draft_model, same_tokenizer)
     try:
         check_rewind(draft.model)

@@ -16,15 +16,9 @@ from layerskip.config import ConfigError, Method, SpeculativeConfig, StopRule, s
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser, Sampling
-from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.device.transfer import copy_to_device, read_to_host
-from layerskip.drafters.chain import draft_chain, load_draft_view
+from layerskip.drafters.chain import ModelDrafter, draft_chain, load_draft_view
 from layerskip.models.cache import KVCache
-from layerskip.models.cache_pool import acquire_cache
-from layerskip.models.forward import clamp_tokens
-from layerskip.models.graph_capture import CapturingCache
-from layerskip.models.positions import max_positions
-from layerskip.models.prefill import run_prefill
 from layerskip.models.target import Target
 
 _MAX_GROWTH = 4  # draft tokens per target token that the cache has capacity for; beyond that nothing is drafted
@@ -34,11 +28,7 @@ _BROKEN = "\ufffd"  # the decoding of an incomplete character
 
 
 class Translation:
-    """A translation of sequences into a draft model's tokens, and of its drafts into the target's.
-
-    Raises:
-        ConfigError: the draft's tokenizer does not reproduce the target's text.
-    """
+    """A translation of sequences into a draft model's tokens, and of its drafts into the target's."""
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
         self._target, self._draft = target, draft
@@ -52,13 +42,7 @@ class Translation:
             raise ConfigError("draft_model: its tokenizer does not reproduce the target's text")
 
     def to_draft(self, tokens: Sequence[int], before: int = 0, known: Sequence[int] = ()) -> list[int]:
-        """Return a sequence in the draft's tokens.
-
-        Args:
-            tokens: the target's tokens.
-            before: how many of them were translated before.
-            known: the result of that translation.
-        """
+        """Return the target's tokens in the draft's; the first ``before`` of them were translated to ``known`` before."""
         if before:
             overlap = tokens[max(0, before - _OVERLAP) : before]
             old = _encode(self._draft, _decode(self._target, overlap))
@@ -71,19 +55,13 @@ class Translation:
         return [*self._begin, *_encode(self._draft, _decode(self._target, tokens))]
 
     def to_target(self, tokens: Sequence[int], known: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """Return a draft in the target's tokens.
-
-        Args:
-            tokens: the sequence in the target's tokens.
-            known: the same sequence in the draft's tokens.
-            drafted: the draft's tokens after it.
-        """
+        """Return a draft after a sequence, ``tokens`` of the target and ``known`` of the draft, in the target's tokens."""
         new_tokens = list(itertools.takewhile(lambda token: token != self._draft.eos_token_id, drafted))
-        overlap = list(known[-_OVERLAP:])
-        before, text = _decode(self._draft, overlap), _decode(self._draft, overlap + new_tokens)
+        overlap = known[-_OVERLAP:]
+        before, text = _decode(self._draft, overlap), _decode(self._draft, [*overlap, *new_tokens])
         text = text[len(before) :] if text.startswith(before) else _decode(self._draft, new_tokens)
         whole = text.partition(_BROKEN)[0]
-        before = _decode(self._target, list(tokens[-_OVERLAP:]))
+        before = _decode(self._target, tokens[-_OVERLAP:])
         old, new = _encode(self._target, before), _encode(self._target, before + whole)
         # If the draft would merge with the last token, it is encoded alone, as that token is committed already.
         translated = new[len(old) :] if new[: len(old)] == old else _encode(self._target, whole)
@@ -92,7 +70,7 @@ class Translation:
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -105,13 +83,8 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False
     return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
-class CrossTokenizer(StopRuleDrafter):
-    """A drafter with a model of another tokenizer.
-
-    Args:
-        vocabulary: the width of its logits.
-        num_speculative_tokens: the most tokens per round, in the model's tokens.
-    """
+class CrossTokenizer(ModelDrafter):
+    """A drafter of up to ``num_speculative_tokens`` tokens of a model with another tokenizer and vocabulary."""
 
     method = Method(
         "cross_tokenizer",
@@ -133,9 +106,8 @@ class CrossTokenizer(StopRuleDrafter):
         num_speculative_tokens: int,
         stop: StopRule,
     ) -> None:
-        self.model, self.layers, self.vocabulary = model, layers, vocabulary
-        self.translation, self.num_speculative_tokens = translation, num_speculative_tokens
-        self.stopper, self._most = Stopper(stop), max_positions(model)
+        super().__init__(model, layers, num_speculative_tokens, stop)
+        self.vocabulary, self.translation = vocabulary, translation
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> CrossTokenizer:
@@ -146,17 +118,14 @@ class CrossTokenizer(StopRuleDrafter):
         return cls(view, draft.layers, draft.vocabulary, translation, config.num_speculative_tokens, config.stop)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        device = next(self.model.parameters()).device
-        # The repetition penalty is left out, as it applies to the target's tokens.
-        self._greedy, self._readable = Chooser(Sampling(), self.vocabulary, device), chooser.vocabulary
+        self._target_vocabulary = chooser.vocabulary
         self._encoded, self._known = len(prompt), self.translation.to_draft(prompt)
-        new_tokens = cache.capacity - len(prompt) + self.num_speculative_tokens
-        room = len(self._known) + _MAX_GROWTH * new_tokens
+        room = len(self._known) + _MAX_GROWTH * (cache.capacity - len(prompt) + self.num_speculative_tokens)
         room = min(room, self._most or room)
-        self._cache = acquire_cache(self.model, self.layers, room, device, isinstance(cache, CapturingCache), self)
         self._fed = self._known[:-1] if len(self._known) <= room else []
-        if self._fed:
-            run_prefill(self.model, clamp_tokens(self.model, copy_to_device(self._fed, device)), self._cache)
+        self._begin(cache, room, self._fed)
+        # The repetition penalty is left out, as it applies to the target's tokens.
+        self._greedy = Chooser(Sampling(), self.vocabulary, self._device)
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Re-encode the committed tokens, feed the new ones, draft, and translate the draft into the target's tokens.
@@ -170,10 +139,10 @@ class CrossTokenizer(StopRuleDrafter):
         if not known or len(known) + length > self._cache.capacity:
             return Draft.empty(device)
         self._cache.length = min(_common_prefix(self._fed, known), len(known) - 1)
-        pending = clamp_tokens(self.model, copy_to_device(known[self._cache.length :], device))
+        pending = self._readable(known[self._cache.length :])
         chain = draft_chain(self.model, self._cache, pending, length, self._greedy, self.stopper)
         (drafted,) = read_to_host(chain.tokens)
         self._fed = [*known, *drafted[:-1]]
         translated = self.translation.to_target(context.tokens, known, drafted)[:limit]
-        tokens = list(itertools.takewhile(lambda token: token < self._readable, translated))
+        tokens = list(itertools.takewhile(lambda token: token < self._target_vocabulary, translated))
         return Draft(copy_to_device(tokens, device)) if tokens else Draft.empty(device)

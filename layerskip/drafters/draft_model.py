@@ -8,31 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedModel
-
-from layerskip.config import Method, SpeculativeConfig, StopRule, shared
+from layerskip.config import Method, SpeculativeConfig, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
-from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.verify import Verdict
-from layerskip.device.transfer import copy_to_device
-from layerskip.drafters.chain import draft_chain, load_draft_view
+from layerskip.drafters.chain import ModelDrafter, draft_chain, load_draft_view
 from layerskip.models.cache import KVCache
-from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.forward import clamp_tokens
-from layerskip.models.graph_capture import CapturingCache
-from layerskip.models.positions import max_positions
-from layerskip.models.prefill import run_prefill
 from layerskip.models.target import Target
 
 
-class DraftModel(StopRuleDrafter):
-    """A drafter with another model.
-
-    Args:
-        model: a causal language model over the target's tokens; the width of its output may differ by padding.
-    """
+class DraftModel(ModelDrafter):
+    """A drafter with a model over the target's tokens. The width of its output may differ by padding."""
 
     method = Method(
         "draft_model",
@@ -45,10 +33,6 @@ class DraftModel(StopRuleDrafter):
         engine_method="draft_model",
     )
 
-    def __init__(self, model: PreTrainedModel, layers: int, num_speculative_tokens: int, stop: StopRule) -> None:
-        self.model, self.layers, self.num_speculative_tokens = model, layers, num_speculative_tokens
-        self.stopper, self._most = Stopper(stop), max_positions(model)
-
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> DraftModel:
         draft, view = load_draft_view(config, target, same_tokenizer=True)
@@ -56,11 +40,7 @@ class DraftModel(StopRuleDrafter):
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         self._chooser = chooser
-        self._device = next(self.model.parameters()).device
-        captures = isinstance(cache, CapturingCache)
-        self._cache = acquire_cache(self.model, self.layers, cache.capacity, self._device, captures, self)
-        if self._reach(len(prompt)) > 0:
-            run_prefill(self.model, clamp_tokens(self.model, copy_to_device(prompt, self._device)), self._cache)
+        self._begin(cache, cache.capacity, prompt if self._reach(len(prompt)) > 0 else ())
         self._cache.length = self._verified = len(prompt)
 
     def draft(self, context: Context, limit: int) -> Draft:
@@ -70,8 +50,7 @@ class DraftModel(StopRuleDrafter):
             return Draft.empty(context.last.device)
         self._verified = len(context.tokens)
         missing = len(context.tokens) - self._cache.length
-        pending = context.last if missing == 1 else copy_to_device(context.tokens[-missing:], self._device)
-        pending = clamp_tokens(self.model, pending)
+        pending = clamp_tokens(self.model, context.last) if missing == 1 else self._readable(context.tokens[-missing:])
         return draft_chain(self.model, self._cache, pending, limit, self._chooser, self.stopper)
 
     def _reach(self, length: int) -> int:

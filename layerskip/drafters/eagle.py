@@ -83,8 +83,7 @@ class Eagle(StopRuleDrafter):
         self._chooser = chooser
         device = self.readout.weight.device
         room = cache.capacity + self.num_speculative_tokens * (1 + self.top_k if self.tree_tokens else 1)
-        captures, reads = isinstance(cache, CapturingCache), [self.embeddings]
-        self._cache = acquire_cache(self.head, 1, room, device, captures, holder=self, reads=reads)
+        self._cache = acquire_cache(self.head, 1, room, device, isinstance(cache, CapturingCache), self, [self.embeddings])
         self._reads = device.type == "cpu" and not cache.may_be_static
         self._pending: list[Tensor] = []
         self.readout.begin()
@@ -112,10 +111,7 @@ class Eagle(StopRuleDrafter):
             self._cache.length = verified + count
 
     def _feed_early(self, text: Sequence[int], features: Tensor) -> Tensor:
-        """Feed all but the last part of the hidden states ``[n, H]`` before the last n tokens, and return that part.
-
-        Only a long prompt has more than one part.
-        """
+        """Feed all but the last part of the hidden states ``[n, H]`` of a long prompt's last n tokens; return that part."""
         *parts, end = parts_of(features.shape[0])
         for part in parts:
             stop = len(text) - features.shape[0] + part.stop
@@ -168,15 +164,10 @@ class _Step(nn.Module):
         return SimpleNamespace(logits=readout(hidden)[None])
 
     def run(self, tokens: Tensor, features: Tensor, cache: KVCache, *where: Tensor) -> Tensor:
-        """Return the hidden states of some tokens, ``[n, H]``.
+        """Return the hidden states of n tokens, ``[n, H]``, from those before each of them, ``features``, ``[n, H]``.
 
-        Args:
-            tokens: int64: ``[m]``, consecutive ones, preceded by those that the head looks back at; or ``[n, m]``, a row for
-                each.
-            features: ``[n, H]``: the hidden state before each token.
-            cache: the head's cache.
-            where: for tokens that are not consecutive: ``[n]`` int64 positions and ``[n, max_length]`` bool, the columns of
-                the cache that each sees.
+        Int64 ``tokens`` are ``[m]``, consecutive ones after those that the head looks back at; or ``[n, m]``, a row for
+        each, which have ``where``: ``[n]`` int64 positions, and ``[n, max_length]`` bool, the columns of the cache to see.
         """
         head, embeddings, _ = self._parts
 

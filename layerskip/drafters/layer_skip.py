@@ -16,7 +16,6 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
-from layerskip.decoding.verify import Verdict
 from layerskip.drafters.chain import draft_chain
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.cache import KVCache
@@ -25,11 +24,7 @@ from layerskip.models.target import Target
 
 
 class LayerSkip(StopRuleDrafter):
-    """A drafter through a view of the target.
-
-    Args:
-        view: the target without the skipped sub-layers, from :func:`layerskip.models.skip_view.skip_view`.
-    """
+    """A drafter through a view of the target, such as one from :func:`layerskip.models.skip_view.skip_view`."""
 
     method = Method(
         "layer_skip",
@@ -48,7 +43,6 @@ class LayerSkip(StopRuleDrafter):
 
     def __init__(self, view: nn.Module, num_speculative_tokens: int, stop: StopRule) -> None:
         self.view, self.num_speculative_tokens, self.stopper = view, num_speculative_tokens, Stopper(stop)
-        self._depth = 0  # of the last draft
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> LayerSkip:
@@ -68,8 +62,4 @@ class LayerSkip(StopRuleDrafter):
         try:
             return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper)
         finally:
-            self._depth = self._cache.length - verified
             self._cache.length = verified
-
-    def observe(self, verdict: Verdict) -> None:
-        self.stopper.observe(self._depth, verdict.accepted)

@@ -27,9 +27,7 @@ Ngram = tuple[int, ...]
 class Lookahead(Drafter):
     """A drafter of n-grams from a pool that a window of guesses fills; pool and window start empty with every prompt.
 
-    Args:
-        num_speculative_tokens: the most tokens of a draft, one less than an n-gram has; also the rows of the window.
-        guess_set_size: how many n-grams are kept, and verified, for each first token.
+    An n-gram has ``num_speculative_tokens`` tokens after its first one, and the window as many rows.
     """
 
     method = Method(
@@ -51,14 +49,10 @@ class Lookahead(Drafter):
     def __init__(self, num_speculative_tokens: int, window: int, guess_set_size: int) -> None:
         self.num_speculative_tokens, self.window, self.guess_set_size = num_speculative_tokens, window, guess_set_size
         self.tree_tokens = num_speculative_tokens * (window + guess_set_size)
-        self._begin([])
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        self._begin(prompt)
-
-    def _begin(self, prompt: Sequence[int]) -> None:
         """Begin with the n-grams of the prompt and with guesses taken from it."""
-        self._pool: dict[int, dict[Ngram, None]] = {}  # oldest n-gram first
+        self._pool: dict[int, list[Ngram]] = {}  # what follows each token, oldest first
         guesses = itertools.islice(itertools.cycle(prompt), self.window)
         self._rows: list[list[int]] = [list(guesses)]
         self._last_row: list[int] | None = None  # the indices of the window's last row in the block of this pass
@@ -82,7 +76,7 @@ class Lookahead(Drafter):
 
     def _candidates(self, token: int, depth: int) -> tuple[list[int], list[int]]:
         """Return the n-grams after a token as a tree that shares their common prefixes, the latest first."""
-        ngrams = [ngram[:depth] for ngram in reversed(self._pool.get(token, {}))]
+        ngrams = [ngram[:depth] for ngram in reversed(self._pool.get(token, ()))]
 
         def successors(branch: Ngram) -> list[tuple[int, float, Ngram]]:
             level = len(branch)
@@ -111,9 +105,6 @@ class Lookahead(Drafter):
             del self._rows[0]
 
     def _keep(self, ngram: Ngram) -> None:
-        first, *rest = ngram
-        known = self._pool.setdefault(first, {})
-        known.pop(tuple(rest), None)
-        known[tuple(rest)] = None
-        while len(known) > self.guess_set_size:
-            del known[next(iter(known))]
+        first, rest = ngram[0], ngram[1:]
+        others = [other for other in self._pool.get(first, ()) if other != rest]
+        self._pool[first] = [*others, rest][-self.guess_set_size :]

@@ -13,7 +13,6 @@ from layerskip.config import Method, shared
 from layerskip.decoding.draft import MAX_MATCH, Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
-from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
 
 
@@ -54,28 +53,21 @@ class PromptLookup(Drafter):
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Propose the continuation of the longest n-gram that ends the context; nothing if none occurred before."""
-        start, match = self._search(context.tokens)
-        if not match:
-            return Draft.empty(context.last.device)
-        end, tokens = len(context.tokens), self._copy(context.tokens, start, limit)
-        # All tokens before the two places that agree count as the match, not only those of the n-gram.
-        while match < min(MAX_MATCH, start) and context.tokens[start - match - 1] == context.tokens[end - match - 1]:
-            match += 1
-        return Draft(copy_to_device(tokens, context.last.device), match_length=match, lookup_tokens=tuple(tokens))
+        drafted, match = self.propose(context.tokens, limit)
+        return Draft.of_lookup(drafted, range(-1, len(drafted) - 1), context.last.device, match)
 
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Return the draft's tokens; ``tokens`` continues those of the last call."""
-        start, size = self._search(tokens)
-        return self._copy(tokens, start, limit) if size else []
-
-    def _search(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the longest n-gram at the end that occurred before: where its continuation starts, and its length or 0."""
+    def propose(self, tokens: Sequence[int], limit: int) -> tuple[list[int], int]:
+        """Return the draft's tokens and the length of the match; ``tokens`` continues those of the last call."""
         self._index(tokens)
         for size in self.sizes:
             start = self._follows.get(tuple(tokens[-size:])) if size < len(tokens) else None
             if start is not None:
-                return start, size
-        return 0, 0
+                match, period = size, len(tokens) - start
+                # All tokens before the two places that agree count as the match, not only those of the n-gram.
+                while match < min(MAX_MATCH, start) and tokens[start - match - 1] == tokens[-match - 1]:
+                    match += 1
+                return [tokens[start + i % period] for i in range(min(limit, self.num_speculative_tokens))], match
+        return [], 0
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Index every n-gram that is followed by a token, which leaves out the one that ends the context."""
@@ -86,7 +78,3 @@ class PromptLookup(Drafter):
                     if not (self.keep_first and ngram in self._follows):
                         self._follows[ngram] = end
         self._indexed = len(tokens)
-
-    def _copy(self, tokens: Sequence[int], start: int, limit: int) -> list[int]:
-        period = len(tokens) - start
-        return [tokens[start + i % period] for i in range(min(limit, self.num_speculative_tokens))]

@@ -33,7 +33,7 @@ class Quantized(LayerSkip):
         source="the target with weights of fewer bits",
         rank=5,
         color="#1b9e77",
-        label=lambda config: str(config.option("weights")),
+        label=lambda config: str(config.value("weights")),
         also=({"weights": "int8"},),
         paired=True,
         benchmark={"num_speculative_tokens": 3},
@@ -46,7 +46,7 @@ class Quantized(LayerSkip):
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> Quantized:
-        view = quantized_view(target.model, _BITS[str(config.option("weights"))])
+        view = quantized_view(target.model, _BITS[str(config.value("weights"))])
         return cls(view, config.num_speculative_tokens, config.stop)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:

@@ -1,18 +1,17 @@
 """Drafting from earlier texts: the present text, those of earlier prompts, and a datastore.
 
-The datastore is that of REST (Retrieval-Based Speculative Decoding, arXiv 2311.08252, section 4); the index that grows with
-every request is that of SuffixDecoding (arXiv 2411.04975). The longest n-gram that ends the text and occurred before is
-looked up, and every occurrence is compared with more of the text. Occurrences that agree with much less of it than the best
-one are left out. The continuations of the others form a trie, whose most frequent branches are the draft. As in
-SuffixDecoding, a short match gives a small draft. SuffixDecoding finds matches in a suffix tree; here n-grams are found in
-an index and extended backwards.
+The datastore is that of REST (Retrieval-Based Speculative Decoding, arXiv 2311.08252, section 4). The index that grows with
+every request is that of SuffixDecoding (arXiv 2411.04975), as is a small draft for a short match; in place of a suffix tree,
+n-grams are found in an index and extended backwards. The longest n-gram that ends the text and occurred before is looked up.
+Occurrences that agree with much less of the text than the best one are left out. The continuations of the others form a
+trie, whose most frequent branches are the draft.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import shutil
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.tree_growth import grow_tree
-from layerskip.files import beside, report_full_disk, write_json
+from layerskip.files import atomic_folder, write_json
 from layerskip.models.cache import KVCache
 from layerskip.models.target import Target
 
@@ -40,16 +39,11 @@ _SCHEMA = "layerskip.datastore/1"
 _END = 0  # follows each text; a token is stored as its id plus 1
 _MAX_TOKENS = 2**31 - 1
 
-_Trie = tuple[Sequence[Sequence[int]], int]
-"""Continuations that share their first tokens, and the number of these."""
+_Trie = tuple[Sequence[Sequence[int]], int]  # continuations that share their first tokens, and the number of these
 
 
 class Retrieval(Drafter):
-    """A drafter of continuations in earlier texts. It keeps the texts that it followed until it is reset.
-
-    Args:
-        memory: how many tokens of earlier texts are kept, at some hundred bytes each; the oldest texts are dropped first.
-    """
+    """A drafter of continuations in earlier texts. It keeps the texts that it followed until it is reset."""
 
     method = Method(
         "retrieval",
@@ -74,6 +68,7 @@ class Retrieval(Drafter):
         no_engine="no engine drafts from a datastore, or from earlier answers as it does",
     )
     keeps_state = True
+    memory = 100_000  # tokens of earlier texts, at some hundred bytes each; the oldest texts are dropped first
 
     def __init__(
         self,
@@ -83,12 +78,10 @@ class Retrieval(Drafter):
         num_speculative_tokens: int,
         tree_tokens: int,
         min_token_prob: float,
-        memory: int = 100_000,
     ) -> None:
-        self.datastore = datastore
+        self.datastore, self.min_token_prob = datastore, min_token_prob
         self.sizes = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
         self.num_speculative_tokens, self.tree_tokens = num_speculative_tokens, tree_tokens
-        self.min_token_prob, self.memory = min_token_prob, memory
         self.reset_state()
 
     @classmethod
@@ -103,7 +96,6 @@ class Retrieval(Drafter):
         self._indexed = 0
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
-        """Begin a new text after those that are kept."""
         self._index()  # the last round of the previous text
         if sum(map(len, self._texts)) > self.memory:
             self._drop_oldest()
@@ -176,10 +168,9 @@ class Retrieval(Drafter):
 
 @dataclass(frozen=True, eq=False)
 class Datastore:
-    """Texts and their suffix array, which finds every occurrence of an n-gram in a few steps.
+    """Texts of one tokenizer, and their suffix array, which finds every occurrence of an n-gram in a few steps.
 
-    It belongs to a tokenizer and is a folder that is read from disk as needed. Building one needs about thirty bytes of
-    memory per token; libdivsufsort sorts it.
+    A folder, which is read from disk as needed. Building one needs about thirty bytes of memory per token.
 
     Args:
         tokens: ``[N]`` int32: the token ids of every text, plus 1, and 0 after each text.
@@ -196,16 +187,10 @@ class Datastore:
     def build(
         cls, texts: Iterable[Sequence[int]], target: Target, source: str = "", prompts: Sequence[str] = ()
     ) -> Datastore:
-        """Build the suffix array of texts of token ids; empty ones are left out.
+        """Build the suffix array of texts of the target's token ids; empty ones are left out.
 
-        Args:
-            texts: token ids of the target's tokenizer.
-            target: the target.
-            source: a description of where the texts came from.
-            prompts: digests of the prompts whose outputs are among the texts.
-
-        Raises:
-            ConfigError: the texts are empty, too long, or have ids outside the target's vocabulary.
+        ``source`` and ``prompts`` are for :attr:`about`. Texts that are empty, too long, or have ids outside the target's
+        vocabulary are a :class:`ConfigError`.
         """
         parts = [np.append(np.asarray(text, np.int64) + 1, _END) for text in texts if len(text)]
         if not parts:
@@ -217,55 +202,37 @@ class Datastore:
             raise ConfigError(f"corpus: has token ids outside the target's {target.vocabulary}")
         tokens = joined.astype(np.int32)
         about = {"texts": len(parts), "tokens": len(tokens) - len(parts), "source": source, "prompts": list(prompts)}
-        about |= {"digest": _digest(tokens)} | _identity(target)
+        about |= {"digest": hashlib.sha256(tokens.data).hexdigest()} | _identity(target)
         return cls(tokens, np.asarray(divsufsort(tokens), np.int32), about)
 
     def save(self, folder: Path) -> None:
-        """Write into a new folder, completely or not at all.
-
-        Raises:
-            ConfigError: the folder exists.
-        """
+        """Write into a new folder, completely or not at all; a :class:`ConfigError` if it exists."""
         if folder.exists():
             raise ConfigError(f"output: {folder} exists already")
-        partial = beside(folder, "partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            partial.mkdir(parents=True)
-            with report_full_disk(folder, partial / "more"):
-                np.save(partial / "tokens.npy", self.tokens)
-                np.save(partial / "suffixes.npy", self.suffixes)
+        with atomic_folder(folder) as partial:
+            partial.mkdir()
+            np.save(partial / "tokens.npy", self.tokens)
+            np.save(partial / "suffixes.npy", self.suffixes)
             write_json(partial / "datastore.json", {"schema": _SCHEMA} | self.about)
-            partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     @classmethod
     def load(cls, folder: str | Path, target: Target) -> Datastore:
-        """Open a datastore; its arrays stay on disk.
-
-        Raises:
-            ConfigError: it is missing, empty or damaged, or belongs to another tokenizer.
-        """
+        """Open a datastore, whose arrays stay on disk; a :class:`ConfigError` if it is damaged or of another tokenizer."""
         folder = Path(folder)
         try:
             about = json.loads((folder / "datastore.json").read_text(encoding="utf-8"))
-            arrays = [np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("tokens.npy", "suffixes.npy")]
+            tokens, suffixes = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "suffixes"))
         except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"datastore: cannot read {folder}: {' '.join(str(error).split())}") from error
-        whole = isinstance(about, dict) and {"tokens", "texts", "source"} <= about.keys()
-        if not whole or not isinstance(about.get("prompts"), list) or about.pop("schema", None) != _SCHEMA:
+        if not isinstance(about, dict) or about.pop("schema", None) != _SCHEMA:
             raise ConfigError(f"datastore: {folder} is not a datastore of this version")
         for name, value in _identity(target).items():
             if value is not None and about.get(name) != value:
                 raise ConfigError(f"datastore: {folder} was built for another {name} than that of {target.name}")
-        tokens, suffixes = arrays
-        if any(array.dtype != np.int32 or array.ndim != 1 or not len(array) for array in arrays):
-            raise ConfigError(f"datastore: {folder} is damaged: its arrays are not rows of int32")
         # A token that the target lacks would break decoding; reading all tokens takes little time.
-        if _digest(tokens) != about.get("digest"):
+        if hashlib.sha256(tokens.data).hexdigest() != about.get("digest"):
             raise ConfigError(f"datastore: {folder} is damaged: its tokens do not match their digest")
-        if len(suffixes) != len(tokens) or int(suffixes.sum(dtype=np.int64)) != len(tokens) * (len(tokens) - 1) // 2:
+        if len(suffixes) != len(tokens) or suffixes.sum(dtype=np.int64) != len(tokens) * (len(tokens) - 1) // 2:
             raise ConfigError(f"datastore: {folder} is damaged: its suffixes do not start at every token once")
         return cls(tokens, suffixes, about)
 
@@ -281,17 +248,14 @@ class Datastore:
         return range(low, bisect_right(self.suffixes, stored, lo=low, key=prefix))
 
     def continuations(self, ngram: Sequence[int], length: int, maximum: int) -> list[list[int]]:
-        """Return at most ``maximum`` continuations of an n-gram, spread evenly over all occurrences.
-
-        Each has ``length`` tokens, or fewer at the end of a text.
-        """
+        """Return up to ``length`` tokens after at most ``maximum`` occurrences of an n-gram, spread evenly over all."""
         places = self.places(ngram)
         count = min(maximum, len(places))
         continuations = []
         for index in range(count):
             start = int(self.suffixes[places[index * len(places) // count]]) + len(ngram)
-            part = self.tokens[start : start + length].tolist()
-            continuations.append([token - 1 for token in (part[: part.index(_END)] if _END in part else part)])
+            part = itertools.takewhile(lambda token: token != _END, self.tokens[start : start + length].tolist())
+            continuations.append([token - 1 for token in part])
         return continuations
 
 
@@ -311,10 +275,6 @@ def _successors(trie: _Trie) -> list[tuple[int, float, _Trie]]:
         if len(row) > depth:
             groups.setdefault(row[depth], []).append(row)
     return [(token, len(rows) / len(continuations), (rows, depth + 1)) for token, rows in groups.items()]
-
-
-def _digest(tokens: NDArray[np.int32]) -> str:
-    return hashlib.sha256(tokens.data).hexdigest()
 
 
 def _identity(target: Target) -> dict[str, Any]:

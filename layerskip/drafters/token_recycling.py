@@ -52,27 +52,21 @@ class TokenRecycling(Drafter):
 
     def draft(self, context: Context, limit: int) -> Draft:
         """Grow a tree from the last token; it is empty if the token is not in the table."""
-        depth = min(limit, self.num_speculative_tokens)
-        tokens, parents, path_probs = grow_tree(
-            context.tokens[-1], self._successors, depth, self.tree_tokens, self.min_token_prob
-        )
+        last, depth = context.tokens[-1], min(limit, self.num_speculative_tokens)
+        grown = grow_tree(last, lambda token: self._table.get(token, ()), depth, self.tree_tokens, self.min_token_prob)
+        tokens, parents, path_probs = grown
         return Draft.of_lookup(tokens, parents, context.last.device, path_probs=path_probs)
-
-    def _successors(self, token: int) -> Sequence[tuple[int, float, int]]:
-        return self._table.get(token, ())
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Return the target's likely tokens after every token of the pass, rejected ones included."""
         width = min(self.top_k, output.logits.shape[1])
         probs, successors = output.logits.float().softmax(-1).topk(width, dim=-1)
         # float64 holds every token id.
-        likely = torch.cat((probs.double().T, successors.double().T, output.block.double()[None]))
+        likely = torch.cat((output.block[:, None].double(), successors.double(), probs.double()), 1)
         return (LateRead(likely, self._store),)
 
     def _store(self, verdict: Verdict, likely: list[list[float]]) -> None:
-        width = len(likely) // 2
-        *rows, block = (row[: 1 + len(verdict.drafted)] for row in likely)  # tokens that fill up a tree are left out
-        columns = zip(*rows[:width], strict=True), zip(*rows[width:], strict=True)
-        for token, likelihoods, tokens in zip(block, *columns, strict=True):
-            pairs = zip(map(int, tokens), likelihoods, strict=True)
+        for token, *row in likely[: 1 + len(verdict.drafted)]:  # tokens that fill up a tree are left out
+            half = len(row) // 2
+            pairs = zip(map(int, row[:half]), row[half:], strict=True)
             self._table[int(token)] = [(successor, prob, successor) for successor, prob in pairs]

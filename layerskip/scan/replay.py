@@ -114,7 +114,7 @@ def replay_lookup(continuation: Continuation, drafter: PromptLookup) -> list[Rou
     while start < continuation.starts:
         limit, left = continuation.limit(start), continuation.starts - start
         here = len(continuation.prompt) + start + 1
-        draft = drafter.propose(text[:here], limit) if limit > 0 else []
+        draft = drafter.propose(text[:here], limit)[0] if limit > 0 else []
         pairs = zip(draft, text[here:], strict=False)
         accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         rounds.append(_round(len(draft), accepted, min(accepted + 1, left)))

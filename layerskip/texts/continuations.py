@@ -21,17 +21,12 @@ from layerskip.models.target import NotFinite, Target
 from layerskip.prompts import PromptItem, PromptSet
 
 ReportCost = Callable[[str, float, float], None]
-"""Called at every use of a stored result: its name, the seconds of making it, and how many of them were spent just now."""
+"""Takes the name of a stored result that is used, the seconds of making it, and how many of them were spent just now."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and the target's own continuation of it.
-
-    Args:
-        tokens: the continuation; shorter than ``max_new_tokens`` if the sequence ended.
-        max_new_tokens: the most tokens of the continuation.
-    """
+    """A prompt and the target's own continuation of it, shorter than ``max_new_tokens`` if the sequence ended."""
 
     prompt_id: str
     category: str
@@ -70,14 +65,14 @@ def continue_prompts(
         seed: of the draws, if tokens are sampled.
         folder: where the continuations of every prompt are stored, one file each, and looked for before decoding.
         on_prompt: called after every prompt.
-        report_cost: called with the cost of every prompt's continuations.
+        report_cost: called once per prompt.
     """
     continuations: list[Continuation] = []
     for index, item in enumerate(prompts):
         request = _request(target, item, sampling, max_new_tokens, seed + index)
         file = None if folder is None else folder / f"{digest(request)[:32]}.json"
         stored, spent = None if file is None else read_json(file), 0.0
-        if stored is None or not {"continuations", "seconds"} <= stored.keys():
+        if stored is None:
             start = time.monotonic()
             decoded = _decode(target, item, sampling, max_new_tokens, seed + index)
             spent = time.monotonic() - start
@@ -110,6 +105,5 @@ def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens
             tokens = decode(target, NoDraft(), prompt, sampling, max_new_tokens, seed=seed).tokens
         continuations.append(Continuation(item.id, item.category, tuple(prompt), tuple(tokens), max_new_tokens))
         if followup is not None:
-            messages.append({"role": "assistant", "content": target.decode(tokens)})
-            messages.append({"role": "user", "content": followup})
+            messages += [{"role": "assistant", "content": target.decode(tokens)}, {"role": "user", "content": followup}]
     return continuations

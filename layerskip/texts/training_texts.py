@@ -47,8 +47,7 @@ def write_texts(
 
     Args:
         sampling: how answers are chosen; prompts are always drawn.
-        prompts: prompts that every other text begins like. Without them, or without a tokenizer, the target writes all
-            prompts.
+        prompts: prompts that every other text begins like; ignored without a tokenizer.
 
     Raises:
         ConfigError: the target writes no texts, or its chat template hides where a user's words begin.
@@ -65,8 +64,8 @@ def write_texts(
             for place in range(batch)
         ]
         written = _generate(target, [opening + start for start in starts], _PROMPT_SAMPLING, _PROMPT_TOKENS)
-        whole = [_prompt(target, opening, start, tokens) for start, tokens in zip(starts, written, strict=True)]
-        whole = [prompt for prompt in whole if prompt]
+        pairs = zip(starts, written, strict=True)
+        whole = [prompt for start, tokens in pairs if (prompt := _prompt(target, opening, start, tokens))]
         silent = silent + 1 if not whole else 0
         for prompt, tokens in zip(whole, _generate(target, whole, sampling, max_new_tokens), strict=True):
             if tokens:
@@ -92,7 +91,6 @@ def _opening(target: Target) -> list[int]:
 
 
 def _first_words(target: Target, prompt: str, draws: random.Random) -> list[int]:
-    """Return the first words of a prompt."""
     words = re.findall(r"\s*\S+", prompt)
     kept = words[: math.ceil(draws.uniform(*_FIRST_SHARE) * len(words))]
     assert target.tokenizer is not None
@@ -114,18 +112,17 @@ def _generate(target: Target, prompts: list[list[int]], sampling: Sampling, max_
     """Return the new tokens of each prompt, including the end of sequence, by one call of transformers' ``generate``."""
     if not prompts:
         return []
-    longest = max(map(len, prompts))
+    longest, ends = max(map(len, prompts)), sorted(target.eos_ids)
     rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=target.device)
     seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=target.device)
-    ends = sorted(target.eos_ids)
     options: dict[str, Any] = {"do_sample": not sampling.greedy, "repetition_penalty": sampling.repetition_penalty}
     # A growing cache is copied with every token, which takes as long as the model. ALiBi, and models that cannot be
     # compiled, count the keys that they get, and would also count the unwritten ones of a static cache.
     if target.model._can_compile_fullgraph and not getattr(target.model.config, "alibi", False):
         options |= {"cache_implementation": "static", "disable_compile": True}
     if not sampling.greedy:
-        options |= {"temperature": sampling.temperature, "top_k": int(sampling.top_k), "top_p": sampling.top_p}
-        options["min_p"] = sampling.min_p
+        options |= {"temperature": sampling.temperature, "top_k": int(sampling.top_k)}
+        options |= {"top_p": sampling.top_p, "min_p": sampling.min_p}
     output: Tensor = target.model.generate(  # type: ignore[operator]
         rows,
         attention_mask=seen,
@@ -147,5 +144,5 @@ def _check_finite(model: str, text: Tensor, scores: Tensor) -> Tensor:
 
 
 def _until(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    place = next((i for i, token in enumerate(tokens) if token in ends), None)
-    return tokens if place is None else tokens[: place + 1]
+    place = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: place + 1]

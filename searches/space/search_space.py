@@ -20,10 +20,7 @@ from layerskip.config import Costs, Field, Method, methods
 from searches.app.checks import InputError, check_list, check_number, check_whole
 
 Params = dict[str, int | float | str]
-_THRESHOLDS = (0.1, 0.9, 0.05)  # lowest, highest, step
-_ACCEPTED = 0.8
-"""The share of drafted tokens that are accepted, while nothing is measured."""
-_LENGTHS = ("num_speculative_tokens", "tree_tokens")
+_ACCEPTED = 0.8  # share of drafted tokens, while nothing is measured
 
 
 def check_values(name: str, field: Field, values: Any) -> None:
@@ -49,27 +46,14 @@ def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values
             return value
         if value == "length":
             return StopRule()
-        low, high, step = _THRESHOLDS
         # Optuna's steps add up to 0.7000000000000001, which would be another rule than the 0.7 of scans.
-        return StopRule(str(value), round(trial.suggest_float(f"{name}.threshold", low, high, step=step), 9))
+        return StopRule(str(value), round(trial.suggest_float(f"{name}.threshold", 0.1, 0.9, step=0.05), 9))
     low, high = values
     if low == high:
         return low
     if isinstance(field.default, float):
         return trial.suggest_float(name, low, high, log=field.log)
     return trial.suggest_int(name, low, high, log=field.log)
-
-
-def value_params(name: str, field: Field, values: Sequence[Any], value: Any) -> Params:
-    """Return the parameters that lead to a value; the reverse of :func:`suggest_value`."""
-    if field.range is None:
-        found: Params = {}
-        if len(values) > 1:
-            found[name] = value.method if isinstance(value, StopRule) else value
-        if isinstance(value, StopRule) and value.method != "length":
-            found[f"{name}.threshold"] = value.threshold
-        return found
-    return {} if values[0] == values[1] else {name: value}
 
 
 def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
@@ -83,8 +67,8 @@ def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
 
 def check_masks(space: SearchSpace) -> None:
     """Check the fields of a space that masks are chosen from."""
-    for name in ("protect_first", "protect_last"):
-        check_whole(f"space.{name}", getattr(space, name), 0)
+    check_whole("space.protect_first", space.protect_first, 0)
+    check_whole("space.protect_last", space.protect_last, 0)
     check_list("space.masks", space.masks)
     for mask in space.masks:
         try:
@@ -94,20 +78,6 @@ def check_masks(space: SearchSpace) -> None:
         outside = [i for i in range(space.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in space.skippable]
         if outside:
             raise InputError(f"space.masks: {mask!r} skips layer {outside[0]}, which is protected")
-
-
-def suggest_mask(space: SearchSpace, trial: optuna.trial.BaseTrial) -> str:
-    """Return a trial's mask."""
-    attention = {i for i in space.skippable if trial.suggest_int(f"attention_{i}", 0, 1)}
-    mlp = {i for i in space.skippable if trial.suggest_int(f"mlp_{i}", 0, 1)}
-    return SkipMask.of(space.layers, attention, mlp).format()
-
-
-def mask_params(space: SearchSpace, text: str) -> Params:
-    """Return the parameters that lead to a mask."""
-    mask = SkipMask.parse(text, space.layers)
-    found: Params = {f"attention_{i}": int(mask.attention[i]) for i in space.skippable}
-    return found | {f"mlp_{i}": int(mask.mlp[i]) for i in space.skippable}
 
 
 def structured_masks(space: SearchSpace) -> Iterable[str]:
@@ -123,7 +93,7 @@ def structured_masks(space: SearchSpace) -> Iterable[str]:
 
 
 DraftCost = Callable[[Sequence[SpeculativeConfig]], Costs]
-"""The cost that each member of a cascade has for one drafted token, in steps of plain decoding; empty if unknown."""
+"""The cost of one drafted token of each member of a cascade, in steps of plain decoding; empty if unknown."""
 LOOKUP = "prompt_lookup"
 """The first member of a cascade."""
 
@@ -203,10 +173,8 @@ class SearchSpace:
             and (self.trees or not method.trees_only)
             and all(self.values(method.name, each.name) for each in method.fields if each.required)
         ]
-        names = [method.name for method in found]
-        if LOOKUP not in names or not any(method.second for method in found):
-            names = [name for name in names if name != _CASCADE]
-        return tuple(names)
+        cascades = any(method.name == LOOKUP for method in found) and any(method.second for method in found)
+        return tuple(method.name for method in found if method.name != _CASCADE or cascades)
 
     @property
     def second_methods(self) -> tuple[str, ...]:
@@ -214,19 +182,16 @@ class SearchSpace:
         return tuple(method for method in self.available_methods if methods()[method].second)
 
     def values(self, method: str, name: str) -> tuple[Any, ...]:
-        """Return what a field of a method is chosen from: the lowest and highest value of a number, or all choices."""
-        return self._values(methods()[method], methods()[method][name])
-
-    def _values(self, method: Method, declared: Field) -> tuple[Any, ...]:
-        if declared.name == "top_k" and not self.trees:
+        """Return what a field is chosen from: the lowest and highest value of a number, or all choices."""
+        if name == "top_k" and not self.trees:
             return 1, 1  # chains
-        given = self.ranges.get(method.name, {}).get(declared.name)
+        declared, given = methods()[method][name], self.ranges.get(method, {}).get(name)
         if declared.path:
             return (*(() if declared.required else ("",)), *map(str, given or ()))
         found = tuple(given) if given is not None else declared.range or declared.choices
-        for other in method.fields:
-            if other.at_least == declared.name:
-                found = found[0], min(found[1], self._values(method, other)[1])
+        for other in methods()[method].fields:
+            if other.at_least == name:
+                found = found[0], min(found[1], self.values(method, other.name)[1])
         return found
 
     def narrowed(self, methods_of: Collection[str] | None = None, **values: Sequence[Any]) -> SearchSpace:
@@ -240,52 +205,62 @@ class SearchSpace:
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         """Return the configuration that a trial proposes."""
-        method = str(trial.suggest_categorical("method", self.available_methods))
-        if method == _CASCADE:
-            second = str(trial.suggest_categorical("cascade.second", self.second_methods))
-            return self._cascade(self._suggest(LOOKUP, trial), self._suggest(second, trial))
-        return self._suggest(method, trial)
+        members = self._suggest(trial)
+        return self._cascade(*members) if len(members) > 1 else members[0]
 
     def params(self, config: SpeculativeConfig) -> Params:
         """Return the choices that lead to a configuration; the reverse of :meth:`suggest`."""
-        found: Params = {"method": config.method}
-        for member in config.members or (config,):
-            found |= self._params(member)
+        choices: Params = {"method": config.method}
         if config.members:
-            found["cascade.second"] = config.members[1].method
+            choices["cascade.second"] = config.members[1].method
+        for member in config.members or (config,):
+            mask = SkipMask.parse(member.mask, self.layers)
+            for layer in self.skippable:
+                choices |= {f"attention_{layer}": int(mask.attention[layer]), f"mlp_{layer}": int(mask.mlp[layer])}
+            for name, value in member.values.items():
+                if isinstance(value, StopRule):
+                    choices[f"{member.method}.{name}.threshold"], value = value.threshold, value.method
+                choices[f"{member.method}.{name}"] = value
+        trial = optuna.trial.FixedTrial(choices)
+        self._suggest(trial)
+        found: Params = trial.params  # without what was not asked for
         return found
 
-    def _suggest(self, method: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-        declared = methods()[method]
-        values: dict[str, Any] = {"mask": suggest_mask(self, trial)} if "mask" in declared else {}
+    def _suggest(self, trial: optuna.trial.BaseTrial) -> list[SpeculativeConfig]:
+        """Return the configuration that a trial proposes, or the members of the cascade."""
+        chosen = [str(trial.suggest_categorical("method", self.available_methods))]
+        if chosen == [_CASCADE]:
+            chosen = [LOOKUP, str(trial.suggest_categorical("cascade.second", self.second_methods))]
+        return [self._suggest_fields(method, trial) for method in chosen]
 
-        def choose(each: Field) -> Any:
-            return suggest_value(trial, f"{method}.{each.name}", each, self._values(declared, each))
-
-        return _fill(declared, values, choose)
-
-    def _params(self, config: SpeculativeConfig) -> Params:
-        method = methods()[config.method]
-        found = mask_params(self, config.mask) if "mask" in method else {}
-        for each in searched_fields(method):
-            if each.used(config):
-                name, value = f"{method.name}.{each.name}", config.value(each.name)
-                found |= value_params(name, each, self.values(method.name, each.name), value)
-        return found
+    def _suggest_fields(self, method: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+        known = {}
+        if "mask" in methods()[method]:
+            attention = {i for i in self.skippable if trial.suggest_int(f"attention_{i}", 0, 1)}
+            mlp = {i for i in self.skippable if trial.suggest_int(f"mlp_{i}", 0, 1)}
+            known["mask"] = SkipMask.of(self.layers, attention, mlp).format()
+        return self._fill(method, known, lambda each, span: suggest_value(trial, f"{method}.{each.name}", each, span))
 
     def nearest(self, method: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
         """Return the configuration of a method with the wanted values, or the nearest ones of the space."""
+        known = {"mask": wanted["mask"]} if "mask" in wanted else {}
+        return self._fill(method, known, lambda each, span: nearest_value(each, span, wanted.get(each.name, each.default)))
 
-        def choose(each: Field) -> Any:
-            return nearest_value(each, self.values(method, each.name), wanted.get(each.name, each.default))
+    def _fill(self, method: str, values: dict[str, Any], choose: Callable[[Field, Sequence[Any]], Any]) -> SpeculativeConfig:
+        """Return a configuration of known values, and of those that are chosen from what the space has for a field.
 
-        return _fill(methods()[method], {"mask": wanted["mask"]} if "mask" in wanted else {}, choose)
+        Fields that are read only with some values of others come last.
+        """
+        for each in sorted(searched_fields(methods()[method]), key=lambda each: each.used is not Field.used):
+            if each.used is Field.used or each.used(SpeculativeConfig.of(method, values)):
+                value = choose(each, self.values(method, each.name))
+                values[each.name] = max(value, values[each.at_least]) if each.at_least else value
+        return SpeculativeConfig.of(method, values)
 
     def starts(self, method: str) -> list[SpeculativeConfig]:
         """Return the configurations of a method to try first, with each head, model or datastore.
 
-        Self-drafts and cascades have none: their masks and members are found otherwise. Drafts are shorter than declared
-        where the space knows that verifying more tokens costs too much.
+        Self-drafts and cascades have none. Drafts are shorter than declared where verifying more tokens costs too much.
         """
         declared = methods()[method]
         if method in ("none", _CASCADE) or "mask" in declared:
@@ -297,11 +272,12 @@ class SearchSpace:
 
     def _affordable(self, method: Method, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Return values with drafts of at most the length that gives the most tokens per time at the usual acceptance."""
-        if not self.verify_cost:
-            return dict(wanted)
         costs = self.verify_cost
+        if not costs:
+            return dict(wanted)
         best = max(range(len(costs)), key=lambda drafted: (1 - _ACCEPTED ** (drafted + 2)) / costs[drafted]) + 1
-        lengths = {name: wanted.get(name, method[name].default) for name in _LENGTHS if name in method}
+        names = [name for name in ("num_speculative_tokens", "tree_tokens") if name in method]
+        lengths = {name: wanted.get(name, method[name].default) for name in names}
         # Beyond the measured lengths, costs grow on; where they hardly grow at all, the declared length is as good.
         return dict(wanted) | ({name: min(best, length) for name, length in lengths.items()} if best < len(costs) else {})
 
@@ -313,39 +289,21 @@ class SearchSpace:
         """Return the first of some configurations after a lookup; an empty list if the study has no cascades."""
         if _CASCADE not in self.available_methods:
             return []
-        first = dict(methods()[_CASCADE].row["members"][0])
-        method = first.pop("method")
-        lookup = self.nearest(method, self._affordable(methods()[method], first))
+        lookup = self.nearest(LOOKUP, self._affordable(methods()[LOOKUP], methods()[_CASCADE].row["members"][0]))
         return [self._cascade(lookup, second) for second in seconds[:1]]
 
     def lookups(self) -> list[SpeculativeConfig]:
         """Return every prompt lookup of the space; an empty list if it has none."""
         if LOOKUP not in self.available_methods:
             return []
-        fields = searched_fields(methods()[LOOKUP])
-        found = []
-        among = [(each, self.values(LOOKUP, each.name)) for each in fields]
-        every = [values if each.range is None else range(values[0], values[1] + 1) for each, values in among]
-        for values in itertools.product(*every):
-            chosen = dict(zip((each.name for each in fields), values, strict=True))
-            if all(chosen[each.name] >= chosen[each.at_least] for each in fields if each.at_least):
-                found.append(SpeculativeConfig.of(LOOKUP, chosen))
-        return found
+        every: dict[str, Sequence[Any]] = {}
+        for each in searched_fields(methods()[LOOKUP]):
+            values = self.values(LOOKUP, each.name)
+            every[each.name] = range(values[0], values[1] + 1) if each.range else values
+        found = [dict(zip(every, chosen, strict=True)) for chosen in itertools.product(*every.values())]
+        return [SpeculativeConfig.of(LOOKUP, one) for one in found if one["prompt_lookup_min"] <= one["prompt_lookup_max"]]
 
     def _cascade(self, *members: SpeculativeConfig) -> SpeculativeConfig:
         """Return a cascade with the costs that the space knows."""
         costs = () if self.draft_cost is None else self.draft_cost(members)
         return SpeculativeConfig(_CASCADE, members=members, verify_cost=self.verify_cost, draft_cost=costs)
-
-
-def _fill(method: Method, values: dict[str, Any], choose: Callable[[Field], Any]) -> SpeculativeConfig:
-    """Return a configuration of a method, with known values and chosen ones, which are added to them.
-
-    Fields that are read only with some values of others come last.
-    """
-    fields = sorted(searched_fields(method), key=lambda each: each.used is not Field.used)
-    for each in fields:
-        if each.used is Field.used or each.used(SpeculativeConfig.of(method.name, values)):
-            value = choose(each)
-            values[each.name] = max(value, values[each.at_least]) if each.at_least else value
-    return SpeculativeConfig.of(method.name, values)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import optuna
 
 from layerskip import Sampling, SpeculativeConfig, Target
-from layerskip.config import Costs
+from layerskip.config import Costs, methods
 from layerskip.costs.cost_model import in_steps
 from layerskip.costs.timing import time_drafting, time_verification
 from layerskip.device.memory import within_memory
@@ -41,12 +41,12 @@ class CostTimer:
 
         New measurements are added to ``known``.
         """
-        if all(member.lookup for member in members):
+        if all(methods()[member.method].lookup for member in members):
             return ()
         return tuple(self._draft_cost(member, known) for member in members)
 
     def _draft_cost(self, member: SpeculativeConfig, known: dict[str, float]) -> float:
-        if member.lookup:
+        if methods()[member.method].lookup:
             return 0.0
         fields = member.to_dict() | {"stop": member.stop.method}
         if not member.head:  # the cost of a chain depends neither on its length nor on a threshold

@@ -87,7 +87,7 @@ class Finalist:
         return (
             max(methods()[part.method].rank for part in parts),
             len(parts),
-            sum(sum(mask.count_skipped(part.mask)) for part in parts),
+            sum(len(layers) for part in parts for layers in mask.sublayers(part.mask)),
             max(part.num_speculative_tokens for part in parts),
         )
 

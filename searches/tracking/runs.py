@@ -252,12 +252,12 @@ def parameters(config: SpeculativeConfig) -> dict[str, str]:
     fields of the method follow, such as ``with_prompt_lookup_max``, and those of members, such as ``with_member_0_method``.
     """
     parts = config.members or (config,)
-    skipped = [mask.count_skipped(part.mask) for part in parts]
+    skipped = [mask.sublayers(part.mask) for part in parts]
     summary: dict[str, object] = {
         "drafter": methods()[config.method].short,
         "num_speculative_tokens": 0 if config.method == "none" else max(part.num_speculative_tokens for part in parts),
-        "skipped_attention": sum(attention for attention, _ in skipped),
-        "skipped_mlp": sum(mlp for _, mlp in skipped),
+        "skipped_attention": sum(len(attention) for attention, _ in skipped),
+        "skipped_mlp": sum(len(mlp) for _, mlp in skipped),
     }
     fields = _fields(config)
     summary |= {f"with_{key}": fields[key] for key in fields if key not in ("method", "num_speculative_tokens")}

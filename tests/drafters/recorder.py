@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from layerskip.decoding.verify import Verdict
 from layerskip.models.cache import KVCache
 
 Tokens = tuple[int, ...]
+AnyDrafter = TypeVar("AnyDrafter", bound=Drafter)
 
 
 def branches_of(draft: Draft) -> list[Tokens]:
@@ -21,6 +23,17 @@ def branches_of(draft: Draft) -> list[Tokens]:
     draft = draft.read_shape()
     tokens = draft.tokens.tolist()
     return [tuple(tokens[at] for at in path_to(node, draft.known_parents)) for node in range(len(tokens))]
+
+
+def started(drafter: AnyDrafter, *prompt: int) -> AnyDrafter:
+    """A drafter without a model, at the beginning of a prompt."""
+    drafter.start(prompt, None, None)  # type: ignore[arg-type]
+    return drafter
+
+
+def proposed(drafter: Drafter, tokens: list[int], limit: int) -> Draft:
+    """The draft of a drafter without a model after some tokens."""
+    return drafter.draft(Context(tokens, torch.tensor(tokens[-1:])), limit)
 
 
 class Recorder(Drafter):

@@ -13,7 +13,7 @@ import torch
 from layerskip.config import Costs
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import Draft
-from layerskip.decoding.drafter import Context, Drafter
+from layerskip.decoding.drafter import Context
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.cascade import Cascade
 from tests.drafters.contract import (
@@ -26,9 +26,9 @@ from tests.drafters.contract import (
     contract,
     generated,
     target_of,
-)  # fmt: skip
+)
 from tests.drafters.members import SECONDS, Member, member_of
-from tests.drafters.recorder import Recorder, branches_of
+from tests.drafters.recorder import Recorder, branches_of, proposed, started
 from tests.drafters.test_token_recycling import experienced_drafter
 
 
@@ -161,13 +161,6 @@ SILENT = Member(proposes=False)
 SILENT.lookup = True
 
 
-def _started(members: Sequence[Drafter], *costs: Costs) -> Cascade:
-    """Returns a cascade at the beginning of a text."""
-    cascade = Cascade(members, *costs)
-    cascade.start([0], None, None)  # type: ignore[arg-type]
-    return cascade
-
-
 def _run_along(branches: list[tuple[int, ...]], text: Sequence[int]) -> int:
     """Returns how many tokens of a text the best branch has."""
     return max((len(branch) for branch in branches if tuple(text[: len(branch)]) == branch), default=0)
@@ -177,7 +170,7 @@ def _asked(cascade: Cascade, member: Scripted, known: int, end: int) -> list[int
     """Returns at which lengths of a text of zeros the member was asked."""
     member.asked.clear()
     while known < end:
-        draft = cascade.draft(Context([0] * known, torch.tensor([0])), 4)
+        draft = proposed(cascade, [0] * known, 4)
         accepted = _run_along(branches_of(draft), [0] * 4)
         cascade.observe(Verdict(tuple(draft.tokens.tolist()), accepted, 0, torch.tensor([0])))
         known += accepted + 1
@@ -187,7 +180,7 @@ def _asked(cascade: Cascade, member: Scripted, known: int, end: int) -> list[int
 def test_a_long_declined_member_is_asked_again_and_taken_once_it_pays() -> None:
     second = Scripted()
     second.hits = False
-    cascade = _started([SILENT, second], (1.1, 1.2), (0.0, 0.3))
+    cascade = started(Cascade([SILENT, second], (1.1, 1.2), (0.0, 0.3)), 0)
     asked = _asked(cascade, second, 1, 600)
     assert asked[0] == 1
     assert [b - a for a, b in itertools.pairwise(asked)][-3:] == [129] * 3
@@ -197,23 +190,18 @@ def test_a_long_declined_member_is_asked_again_and_taken_once_it_pays() -> None:
     assert len(asked) > 400  # of some 600 rounds that were left
     cascade.reset_state()
     second.hits = False
-    cascade.start([0], None, None)  # type: ignore[arg-type]
-    assert _asked(cascade, second, 1, 2) == [1]
+    assert _asked(started(cascade, 0), second, 1, 2) == [1]
 
 
 @pytest.mark.parametrize(
     ("costs", "single_pass", "pays"),
-    [
-        ((0.0, 0.95), False, True),
-        ((0.0, 1.0), False, False),
-        ((0.0, 2.5), True, True),
-    ],
+    [((0.0, 0.95), False, True), ((0.0, 1.0), False, False), ((0.0, 2.5), True, True)],
 )
 def test_a_member_that_can_never_pay_is_never_asked(costs: Costs, single_pass: bool, pays: bool) -> None:
     """Each token of a chain costs a step then, however right it is. A tree drafted in one pass costs one step only."""
     second = Scripted()
     second.single_pass = single_pass
-    assert bool(_asked(_started([SILENT, second], (1.0, 1.0), costs), second, 1, 600)) == pays
+    assert bool(_asked(started(Cascade([SILENT, second], (1.0, 1.0), costs), 0), second, 1, 600)) == pays
 
 
 @pytest.mark.parametrize(
@@ -228,9 +216,9 @@ def test_a_member_that_can_never_pay_is_never_asked(costs: Costs, single_pass: b
 )
 def test_a_tree_is_cut_to_the_tokens_that_pay(costs: tuple[float, ...], sizes: list[int]) -> None:
     """The second time it is known that the text took another branch."""
-    cascade, found = _started([SILENT, Trees()], costs), []
+    cascade, found = started(Cascade([SILENT, Trees()], costs), 0), []
     for text in ([7, 7], [7, 7, 7]):
-        draft = cascade.draft(Context(text, torch.tensor(text[-1:])), 4)
+        draft = proposed(cascade, text, 4)
         found.append(draft.tokens.shape[0])
         assert draft.parents == ((-1, 0, -1, 2)[: found[-1]] if found[-1] > 2 else None)
         cascade.observe(Verdict(draft.lookup_tokens, 0, 7, torch.tensor([7])))
@@ -239,9 +227,9 @@ def test_a_tree_is_cut_to_the_tokens_that_pay(costs: tuple[float, ...], sizes: l
 
 def test_tokens_cut_from_a_tree_are_scored_too() -> None:
     """The text takes the second branch again and again, of which nothing is verified at first."""
-    cascade, text, sizes = _started([SILENT, Trees()], (1.05, 1.6, 1.9, 2.2)), [7], []
+    cascade, text, sizes = started(Cascade([SILENT, Trees()], (1.05, 1.6, 1.9, 2.2)), 0), [7], []
     for _ in range(12):
-        draft = cascade.draft(Context(text, torch.tensor(text[-1:])), 4)
+        draft = proposed(cascade, text, 4)
         sizes.append(draft.tokens.shape[0])
         following = [3, 4, 7]
         cascade.observe(Verdict(draft.lookup_tokens, _run_along(branches_of(draft), following), 7, torch.tensor([7])))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
@@ -17,24 +16,8 @@ from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
 from tests.drafters.contract import DrafterContract, contract, toy_target
 from tests.drafters.members import LETTERS, spelling
-from tests.drafters.test_draft_model import noisy_copy
+from tests.drafters.test_draft_model import noisy_copy, respelled
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
-
-
-def _respelled(model: PreTrainedModel, rows: list[int]) -> PreTrainedModel:
-    """Returns the same model over another vocabulary: token i has the weights of token ``rows[i]`` of the old one."""
-    torch.manual_seed(3)
-    old = model.config.vocab_size
-    fields = model.config.to_diff_dict() | {"vocab_size": len(rows), "eos_token_id": None}
-    other = type(model)(type(model.config)(**fields)).eval()
-    weights = model.state_dict()
-    with torch.no_grad():
-        for name, ours in other.state_dict().items():
-            worded = weights[name].shape[:1] == (old,)
-            ours.copy_(weights[name][rows] if worded else weights[name])
-            if worded:
-                ours[old:] += 0.1 * torch.randn_like(ours[old:])  # two tokens of one row would tie
-    return other
 
 
 def _reversed_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
@@ -42,7 +25,7 @@ def _reversed_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
     letters = LETTERS[:size]
     pairs = (letters[3] + letters[4], letters[2] + letters[0])
     noise = 0.0 if target is toy_target() else 0.06  # greedy drafts of the toy are seldom right
-    model = _respelled(noisy_copy(target, noise), [*reversed(range(size)), 4, 0])
+    model = respelled(noisy_copy(target, noise), [*reversed(range(size)), 4, 0])
     return model, Translation(spelling(letters, end=end), spelling(letters[::-1], pairs, end))
 
 
@@ -59,7 +42,7 @@ def _uneven(target: Target) -> Drafter:
     """Each tokenizer has a letter that its model or the target lacks: one cannot be read, one cannot be output."""
     size, end = target.vocabulary, "b" if target is toy_target() else None
     letters = LETTERS[:size]
-    model = _respelled(noisy_copy(target), [0, *reversed(range(1, size))])
+    model = respelled(noisy_copy(target), [0, *reversed(range(1, size))])
     translation = Translation(spelling(letters + "A", end=end), spelling("A" + letters[::-1], end=end))
     return CrossTokenizer(model, target.layers, size, translation, 3, StopRule())
 

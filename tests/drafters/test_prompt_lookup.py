@@ -7,11 +7,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import torch
 
-from layerskip.decoding.drafter import Context
 from layerskip.drafters.prompt_lookup import PromptLookup
 from tests.drafters.contract import contract
+from tests.drafters.recorder import proposed, started
 
 TestLastMatch = contract(lambda target: PromptLookup(1, 3, "last", 4))
 
@@ -31,11 +30,6 @@ def _search(tokens: Sequence[int], sizes: tuple[int, int], match: str, length: i
     return []
 
 
-def _started(drafter: PromptLookup, prompt: list[int]) -> PromptLookup:
-    drafter.start(prompt, None, None)  # type: ignore[arg-type]
-    return drafter
-
-
 @pytest.mark.parametrize("match", ["last", "first"])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (2, 2), (2, 4)], ids=str)
 def test_drafts_equal_those_of_a_brute_force_search(sizes: tuple[int, int], match: str) -> None:
@@ -44,10 +38,10 @@ def test_drafts_equal_those_of_a_brute_force_search(sizes: tuple[int, int], matc
     drafter, found = PromptLookup(*sizes, match, 5), 0
     for _, limit in itertools.product(range(10), (2, 9)):
         tokens = [chance.randrange(5) for _ in range(chance.randint(1, 12))]
-        _started(drafter, tokens)
+        started(drafter, *tokens)
         for _ in range(12):
             expected = _search(tokens, sizes, match, min(5, limit))
-            draft = drafter.draft(Context(tokens, torch.tensor(tokens[-1:])), limit)
+            draft = proposed(drafter, tokens, limit)
             assert (draft.tokens.tolist(), draft.probs, draft.parents) == (expected, None, None)
             found += bool(expected)
             tokens = [*tokens, *(chance.randrange(5) for _ in range(chance.randint(1, 4)))]
@@ -66,5 +60,4 @@ def test_drafts_equal_those_of_a_brute_force_search(sizes: tuple[int, int], matc
     ],
 )
 def test_a_match_counts_all_tokens_that_agree(tokens: list[int], match: int) -> None:
-    drafter = _started(PromptLookup(1, 2, "last", 3), tokens)
-    assert drafter.draft(Context(tokens, torch.tensor(tokens[-1:])), 3).match_length == match
+    assert proposed(started(PromptLookup(1, 2, "last", 3), *tokens), tokens, 3).match_length == match

@@ -39,7 +39,7 @@ class RepeatLast(Drafter):
         source="the last token",
         rank=1,
         color="#123456",
-        label=lambda config: f"{config.option('repeats')} times",
+        label=lambda config: f"{config.value('repeats')} times",
     )
 
     def __init__(self, repeats):
@@ -96,13 +96,13 @@ def test_a_new_method_is_searched() -> None:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     proposed = [space.suggest(study.ask()) for _ in range(80)]
     own = [each for each in proposed if each.method == "repeat_last"]
-    assert len({each.option("repeats") for each in own}) > 1
+    assert len({each.value("repeats") for each in own}) > 1
     assert any(member.method == "repeat_last" for each in proposed for member in each.members)
     composed = compose_config("layerskip", ["space.ranges.repeat_last.repeats=[7,7]"])
     narrow = SearchSpace(layers=12, methods=("repeat_last",), ranges=composed.space.ranges)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     suggested = [narrow.suggest(study.ask()) for _ in range(8)]
-    assert {each.option("repeats") for each in suggested if each.method != "none"} == {7}
+    assert {each.value("repeats") for each in suggested if each.method != "none"} == {7}
 
 
 def test_a_study_that_began_without_a_method_resumes_with_it(request: pytest.FixtureRequest) -> None:

@@ -9,27 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from layerskip.config import ConfigError, SpeculativeConfig
-from layerskip.decoding.drafter import Context
 from layerskip.decoding.tree import path_to
 from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.retrieval import Datastore, Retrieval
 from tests.drafters.contract import contract, target_of, toy_target
+from tests.drafters.recorder import proposed, started
 
 SHAPE = {
     "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4, "tree_tokens": 6, "min_token_prob": 0.0,
 }  # fmt: skip
 
 
-def _begin(drafter: Retrieval) -> None:
-    drafter.start((), None, None)  # type: ignore[arg-type]
-
-
 def _propose(drafter: Retrieval, tokens: list[int], limit: int) -> tuple[list[int], list[int], list[float], int]:
     """The tokens of a draft, their parents and path probabilities, and the length of the match."""
-    draft = drafter.draft(Context(tokens, torch.tensor(tokens[-1:])), limit)
+    draft = proposed(drafter, tokens, limit)
     return [*draft.lookup_tokens], [*draft.known_parents], [*draft.path_probs], draft.match_length
 
 
@@ -72,9 +67,8 @@ def test_trees_contain_the_most_frequent_continuations(stored: bool) -> None:
         drafter = Retrieval(store, 1, 3, 3, 5, 0.15)
         if not stored:
             for text in texts:
-                _begin(drafter)
-                _propose(drafter, text, 1)
-        _begin(drafter)
+                proposed(started(drafter), text, 1)
+        started(drafter)
         context = [9, *source.sample(range(4), k=3)]  # without repetitions, which would be a further source
         tokens, parents, chances, _ = _propose(drafter, context, 3)
         branches = [tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))]
@@ -92,9 +86,8 @@ def test_occurrences_with_much_shorter_matches_are_left_out() -> None:
         texts = [[*itertools.chain(*source.choices(phrases, k=6))] for _ in range(2)]
         drafter = Retrieval(None, 1, 1, 3, 50, 0.0)
         for text in texts:
-            _begin(drafter)
-            _propose(drafter, text, 1)
-        _begin(drafter)
+            proposed(started(drafter), text, 1)
+        started(drafter)
         context = [9, *source.choice(phrases)[: source.randint(1, 5)]]  # without repetitions, a further source
         tokens, parents, _, match = _propose(drafter, context, 3)
         branches = {tuple(tokens[i] for i in path_to(node, parents)) for node in range(len(tokens))}
@@ -172,13 +165,12 @@ def test_an_empty_corpus_is_refused() -> None:
 
 def test_the_oldest_texts_are_dropped_if_memory_is_full() -> None:
     """The end of a text that is longer than the memory stays."""
-    drafter = Retrieval(None, 1, 2, 2, 4, 0.0, memory=20)
+    drafter = Retrieval(None, 1, 2, 2, 4, 0.0)
+    drafter.memory = 20
     texts = [[*range(first, first + 4)] for first in range(0, 40, 4)]
     for read, known, gone in ((texts, 36, 0), ([[*range(30)]], 27, 3)):
         for text in read:
-            _begin(drafter)
-            _propose(drafter, text, 2)
-        for last, found in ((known, [known + 1, known + 2]), (gone, [])):
-            _begin(drafter)
-            assert _propose(drafter, [last], 2)[0] == found
+            proposed(started(drafter), text, 2)
+        for last, found in ((known, (known + 1, known + 2)), (gone, ())):
+            assert proposed(started(drafter), [last], 2).lookup_tokens == found
     assert sum(map(len, drafter._texts)) <= 20 + 4

@@ -10,13 +10,14 @@ import torch
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import Stops, decode
-from layerskip.decoding.drafter import Context, Drafter, VerifyOutput
+from layerskip.decoding.drafter import Drafter, VerifyOutput
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.verify import Verdict
 from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.token_recycling import TokenRecycling
 from layerskip.models.target import Target
 from tests.drafters.contract import LENGTH, PROMPTS, contract
+from tests.drafters.recorder import proposed
 
 
 def _fresh(target: Target) -> Drafter:
@@ -28,9 +29,8 @@ def _fresh(target: Target) -> Drafter:
 def experienced_drafter(target: Target) -> Drafter:
     drafter = _fresh(target)
     for prompt in PROMPTS:
-        decode(
-            target, drafter, [token % target.vocabulary for token in prompt], Sampling(), LENGTH, stops=Stops(frozenset())
-        )
+        known = [token % target.vocabulary for token in prompt]
+        decode(target, drafter, known, Sampling(), LENGTH, stops=Stops(frozenset()))
     return drafter
 
 
@@ -63,10 +63,10 @@ def _taught(tree_tokens: int = 9, minimum: float = 0.0) -> TokenRecycling:
 def test_the_likeliest_branch_grows_first(
     size: int, minimum: float, depth: int, tokens: list[int], parents: list[int], chances: list[float]
 ) -> None:
-    draft = _taught(size, minimum).draft(Context([0], torch.tensor([0])), depth)
+    draft = proposed(_taught(size, minimum), [0], depth)
     assert (list(draft.lookup_tokens), list(draft.path_probs)) == (tokens, pytest.approx(chances))
     assert [*draft.known_parents] == parents
 
 
 def test_an_unseen_token_gives_an_empty_tree() -> None:
-    assert not _taught().draft(Context([7], torch.tensor([7])), 3).lookup_tokens
+    assert not proposed(_taught(), [7], 3).lookup_tokens

@@ -131,9 +131,9 @@ def swapped() -> tuple[Landscape, SkipMask]:
     best = SkipMask.of(14, {3, 4, 5, 6, 8, 9, 10, 12}, {3, 4, 5, 6, 7, 8, 9, 10})
 
     def loss(mask: SkipMask) -> float:
-        if mask.skipped == 1:  # the dearest and the cheapest one
+        if sum(mask.attention + mask.mlp) == 1:  # the dearest and the cheapest one
             return {"attention:7": 3.0, "attention:12": 0.5}.get(mask.format(), 2.0)
-        return 0.02 + 0.1 * _apart(mask, best) + 1.0 * (mask.skipped != best.skipped)
+        return 0.02 + 0.1 * _apart(mask, best) + 1.0 * (sum(mask.attention + mask.mlp) != 16)
 
     return _landscape(14, loss), best
 
