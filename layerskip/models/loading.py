@@ -117,11 +117,9 @@ def load_target(
         device: a torch device name, ``auto`` (CUDA if available, else the CPU), ``balanced``, or a mapping of modules to
             devices. The last two, and other strategies of accelerate, are for a model that one device cannot hold.
         trust_remote_code: whether code from the model's repository may run.
-        pack_weights: see :class:`~layerskip.models.target.Target`.
-        quantization: a mode such as ``torchao-int8``, or a quantisation configuration of transformers; None keeps the
-            weights as stored. Modes are ``bitsandbytes-4bit``, ``bitsandbytes-8bit``, ``torchao-int8``, ``torchao-int4``
-            and ``fp8``.
-        compile: see :class:`~layerskip.models.target.Target`.
+        quantization: a mode of :data:`~layerskip.models.weights.QUANTIZATIONS` such as ``torchao-int8``, or a quantisation
+            configuration of transformers; None keeps the weights as stored.
+        pack_weights, compile: see :class:`~layerskip.models.target.Target`.
 
     Raises:
         TargetError: the model does not exist, or it cannot be loaded as requested.
@@ -144,7 +142,6 @@ def load_target(
     if dtype == NATIVE:
         _check_native(name, "gguf_file" in options and dense, torch_device, pack_weights)
         pack_weights = True
-    options["trust_remote_code"] = trust_remote_code
     if quantization is not None:
         if "gguf_file" in options:
             advice = "whose weights are unpacked; use a safetensors folder"
@@ -156,13 +153,8 @@ def load_target(
         quantization = as_recorded(quantization)
     if torch_device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and every length is one
-    quiet = not transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        tokenizer, model = _load(name, source, torch_dtype, torch_device, options, placed)
-    finally:
-        if not quiet:
-            transformers.utils.logging.enable_progress_bar()
+    options["trust_remote_code"] = trust_remote_code
+    tokenizer, model = _load(name, source, torch_dtype, torch_device, options, placed)
     if dtype == MIXED or (dtype == "auto" and dense and pack_weights is not False and prefers_mixed(model)):
         with torch.no_grad():
             for weight in model.parameters():  # buffers keep their precision
@@ -182,7 +174,6 @@ def load_target(
 
 def _check_native(name: str, is_possible: bool, device: torch.device, pack_weights: bool | None) -> None:
     """Refuse ``native`` where blocks cannot be multiplied."""
-    reason = ""
     if not is_possible:
         reason = f"is for a .gguf file, and {name} is none, or is quantised on loading or split"
     elif device.type != "cpu":
@@ -191,8 +182,9 @@ def _check_native(name: str, is_possible: bool, device: torch.device, pack_weigh
         reason = "needs packed weights; leave out target.pack_weights=false"
     elif not has_kernels():
         reason = "needs a C++ compiler, and a processor with AVX2"
-    if reason:
-        raise TargetError(f"target.dtype: native {reason}")
+    else:
+        return
+    raise TargetError(f"target.dtype: native {reason}")
 
 
 def _source(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
@@ -217,11 +209,10 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
         TargetError: the draft model cannot be loaded, or its tokenizer is missing or differs.
     """
     if name not in target.drafts:
+        dtype = MIXED if target.precision == NATIVE else target.precision  # a draft may be rounded
+        like: dict[str, Any] = {"pack_weights": target.pack_weights, "compile": target.compile}
         try:
-            options: dict[str, Any] = {"pack_weights": target.pack_weights, "compile": target.compile}
-            # A draft may be rounded.
-            dtype = MIXED if target.precision == NATIVE else target.precision
-            target.drafts[name] = load_target(name, dtype=dtype, device=str(target.device), **options)
+            target.drafts[name] = load_target(name, dtype=dtype, device=str(target.device), **like)
         except TargetError as error:
             reason = str(error).removeprefix("target: ").removeprefix("target.path: ")
             raise TargetError(f"draft_model: {reason}") from error.__cause__
@@ -238,7 +229,7 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
 def _load(
     name: str, source: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any], placed: dict[str, Any]
 ) -> tuple[Any, PreTrainedModel]:
-    """Load tokenizer and model.
+    """Load tokenizer and model, without progress bars.
 
     ``options`` are those of every part: ``trust_remote_code``, ``revision`` or ``gguf_file``; ``placed`` has ``device_map``
     and ``quantization_config`` where they were requested.
@@ -247,8 +238,10 @@ def _load(
     field = "target"
     model: Any
     info: dict[str, Any]
+    shows_bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
     try:
-        tokenizer = _load_tokenizer(source, dict(options))
+        tokenizer = _load_tokenizer(source, options)
         if "gguf_file" in options:
             # Transformers without GgufConfig always unpack GGUF files into dense weights.
             unpacked = getattr(transformers, "GgufConfig", None)
@@ -266,9 +259,13 @@ def _load(
         raise
     except Exception as error:  # each library involved raises errors of its own
         reason = " ".join(str(error).split())[:300]
-        if unreadable := _unreadable(Path(source)):  # transformers says that there is no such file
-            reason = f"{unreadable} cannot be read: no permission, or a link to a file that is gone"
+        files = sorted(Path(source).iterdir()) if Path(source).is_dir() else []
+        if unreadable := [file for file in files if not os.access(file, os.R_OK)]:  # transformers says there is no such file
+            reason = f"{unreadable[0]} cannot be read: no permission, or a link to a file that is gone"
         raise TargetError(f"{field}: cannot load {name}: {reason}") from error
+    finally:
+        if shows_bars:
+            transformers.utils.logging.enable_progress_bar()
     if getattr(model.config, "is_encoder_decoder", False):
         raise TargetError(f"target: {name} is {type(model).__name__}, an encoder-decoder; decoders only")
     if info["missing_keys"]:  # transformers would initialise them randomly
@@ -277,11 +274,6 @@ def _load(
     if "quantization_config" in placed and all(map(is_dense, linear)):
         raise TargetError(f"target.quantization: no layer of {name} could be quantised; their sizes may not fit")
     return tokenizer, model if placed else model.to(device)
-
-
-def _unreadable(folder: Path) -> Path | None:
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    return next((file for file in files if not os.access(file, os.R_OK)), None)
 
 
 def _load_tokenizer(source: str, options: Mapping[str, Any]) -> Any:
@@ -322,7 +314,9 @@ def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
         with torch.cuda.device(device):  # torch asks the current device
             native = torch.cuda.is_bf16_supported(including_emulation=False)  # as from Ampere on
         return (torch.bfloat16, "the card multiplies it") if native else (torch.float16, "the card has no bfloat16")
-    if _processor_has_bfloat16():
+    # Where a processor emulates bfloat16, float32 is faster. ATEN_CPU_CAPABILITY may limit torch to older instructions.
+    flags, capability = processor_flags(), torch.backends.cpu.get_cpu_capability()
+    if (capability == "AVX512" and flags & {"avx512_bf16", *_MATRIX_UNITS}) or "bf16" in flags:  # the latter on Arm
         return torch.bfloat16, "the processor multiplies it"
     return torch.float32, "the processor has no bfloat16 arithmetic"
 
@@ -338,10 +332,3 @@ def prefers_mixed(model: PreTrainedModel) -> bool:
     fits = mostly_linear and fits_packed(model, torch.float32)
     has_units = model.dtype == torch.bfloat16 and processor_flags() & _MATRIX_UNITS
     return fits and not has_units and has_kernels()
-
-
-def _processor_has_bfloat16() -> bool:
-    """Return whether the CPU multiplies bfloat16 in hardware; where it emulates it, float32 is faster."""
-    # ATEN_CPU_CAPABILITY may limit torch to an older instruction set.
-    on_x86 = torch.backends.cpu.get_cpu_capability() == "AVX512" and processor_flags() & {"avx512_bf16", *_MATRIX_UNITS}
-    return bool(on_x86) or "bf16" in processor_flags()  # the latter on Arm

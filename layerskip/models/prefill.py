@@ -37,36 +37,26 @@ def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1,
     Args:
         model: a Hugging Face causal language model, or a view of one.
         tokens: ``[n]`` int64.
-        cache: the model's cache.
         last: the number of tokens to return logits for, at most 512 of a long prompt; ``[last, V]`` in the model's dtype.
         features: collected for all tokens; None for none.
     """
     count = tokens.shape[0]
     # A model that chooses its position scaling by the last position of a pass has another encoding in each part.
     one_pass = isinstance(model, PreTrainedModel) and scaling_depends_on_length(model, cache.length + count)
-    *parts, end = [slice(0, count)] if one_pass else parts_of(count)
-    collected = []
+    parts, collected = [slice(0, count)] if one_pass else parts_of(count), []
     for part in parts:
-        forward(model, tokens[part], cache, last=1, features=features)
+        logits = forward(model, tokens[part], cache, last if part is parts[-1] else 1, features=features)
+        cache.length += part.stop - part.start
         if features is not None:
             collected.append(features.states)
-        cache.length += part.stop - part.start
-    logits = forward(model, tokens[end], cache, last=last, features=features)
-    cache.length += end.stop - end.start
     if features is not None:
-        features.states = torch.cat((*collected, features.states))
+        features.states = torch.cat(collected)
     return logits
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt after the target's prefill.
-
-    Args:
-        tokens: the prompt, at least one token id.
-        cache: the prompt's keys and values.
-        logits: ``[1, V]``: the logits after its last token.
-    """
+    """A prompt of at least one token after the target's prefill: its keys and values, and the logits ``[1, V]`` after it."""
 
     tokens: Sequence[int]
     cache: KVCache

@@ -11,14 +11,12 @@ It is loaded again and compared with the view, because the code of a model famil
 from __future__ import annotations
 
 import copy
-import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.device.trial import nearly_equal
@@ -45,10 +43,6 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     """Make a view of a model that skips the sub-layers of a mask. It shares every weight; the model does not change.
 
-    Args:
-        model: a decoder.
-        mask: the sub-layers to skip.
-
     Raises:
         UnsupportedModel: the model's sub-layers cannot be skipped.
         MaskError: the mask is for another number of layers.
@@ -61,16 +55,11 @@ def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     for index, block in enumerate(detected.blocks):
         layer = layers.get_submodule(str(index))
         if mask.attention[index] and mask.mlp[index]:
-            replace_forward(layer, block.form, _unchanged)
+            replace_forward(layer, block.form, lambda hidden: hidden)
             continue
-        for kind in ("attention", "mlp"):
-            for name in getattr(block, kind) if getattr(mask, kind)[index] else ():
-                replace_forward(layer.get_submodule(name), block.child_forms[name], torch.zeros_like)
+        for name in (block.attention if mask.attention[index] else ()) + (block.mlp if mask.mlp[index] else ()):
+            replace_forward(layer.get_submodule(name), block.child_forms[name], torch.zeros_like)
     return _learned(view)
-
-
-def _unchanged(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
@@ -102,7 +91,7 @@ class OncePerModel(Generic[T]):
     def of(self, model: PreTrainedModel) -> T:
         """Return the value for a model in its present state."""
         state: list[object] = [uses_packing(model), compile_mode(model), model.dtype]
-        state += (id(t) for t in (*model.parameters(), *model.buffers()))
+        state += map(id, (*model.parameters(), *model.buffers()))
         for module in model.modules():  # hooks and active PEFT adapters change a forward pass without being tensors
             state += (*module._forward_pre_hooks, *module._forward_hooks)
             state += (str(module.__dict__[name]) for name in _ADAPTERS if name in module.__dict__)
@@ -179,14 +168,11 @@ def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) ->
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: is not empty")
-    view = skip_view(target.model, mask)
-    cut = _cut(target.model, kept)
+    view, cut = skip_view(target.model, mask), Target(_cut(target.model, kept), target.tokenizer)
     # Written to a temporary folder first, so that the final folder is always complete and checked.
     with atomic_folder(folder) as partial:
-        cut.save_pretrained(partial)
-        if target.tokenizer is not None:
-            target.tokenizer.save_pretrained(partial)
-        _check(target, view, partial, len(kept))
+        cut.save(partial)
+        _check(target, view, partial)
     return folder
 
 
@@ -195,16 +181,10 @@ def _cut(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
     for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
         _cut_fields(part, layers, kept)
     path = architecture(model).path
-    layer_name = re.compile(rf"{re.escape(path)}\.(\d+)\.")
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        match = layer_name.match(name)
-        if match is None:
-            weights[name] = tensor
-        elif int(match[1]) in kept:
-            weights[f"{path}.{kept.index(int(match[1]))}.{name[match.end() :]}"] = tensor
-    cut = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    assert isinstance(cut, PreTrainedModel)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(f"{path}.")}
+    for place, index in enumerate(kept):
+        weights |= model.get_submodule(f"{path}.{index}").state_dict(prefix=f"{path}.{place}.")
+    cut: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     try:
         cut.load_state_dict(weights, strict=True)
     except RuntimeError as error:
@@ -227,14 +207,13 @@ def _cut_fields(config: Any, layers: int, kept: list[int]) -> None:
 
 
 @torch.inference_mode()
-def _check(target: Target, view: PreTrainedModel, folder: Path, layers: int) -> None:
+def _check(target: Target, view: PreTrainedModel, folder: Path) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.model.dtype, use_safetensors=True)
     tokens = torch.arange(_PROBE_LENGTH, device=target.device) % target.vocabulary
     expected, logits = (
-        forward(model, tokens, KVCache(count, _PROBE_LENGTH, device=target.device), last=1)
-        for model, count in ((view, target.layers), (loaded.to(target.device).eval(), layers))
+        forward(model, tokens, KVCache(target.layers, _PROBE_LENGTH), last=1)
+        for model in (view, loaded.to(target.device).eval())
     )
     if not nearly_equal(logits, expected):
-        reason = "something in its configuration depends on layer numbers"
-        difference = "a checkpoint of its kept layers differs from the skipped model"
-        raise UnsupportedModel(f"{target.architecture}: {difference}; {reason}")
+        reason = "differs from the skipped model; something in its configuration depends on layer numbers"
+        raise UnsupportedModel(f"{target.architecture}: a checkpoint of its kept layers {reason}")

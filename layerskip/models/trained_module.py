@@ -1,8 +1,8 @@
 """Files of trained heads, with the target that they belong to.
 
-A folder holds ``head.safetensors`` and ``head.json``. A head reads one target's hidden states, and on another
-target it would draft noise. The target is identified by a sample of its weights, in any dtype, and by the revision where
-both have the same name.
+A folder holds ``head.safetensors`` and ``head.json``. A head reads one target's hidden states, and on another target it
+would draft noise. The target is identified by a sample of its weights, in any dtype, and by the revision where both have the
+same name.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ _SMALLEST = 2**-24  # float16 rounds to multiples of it
 
 
 def save_trained(
-    folder: Path,
-    shape: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    target: Target,
-    training: Mapping[str, Any],
+    folder: Path, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target, training: Mapping[str, Any]
 ) -> None:
     """Save a trained head. ``head.json`` is written last, so that an incomplete folder is not a trained head.
 
@@ -43,16 +39,10 @@ def save_trained(
         folder: created if needed; with a full disk (``OSError``), an earlier head in it is kept.
         shape: the arguments to build the head.
         weights: the head's own tensors, without those of the target.
-        target: the target whose hidden states it reads.
         training: a record of data and training for the reader, with the digest of the data.
     """
-    metadata = {
-        "schema": _SCHEMA,
-        "kind": "eagle",  # for the reader
-        "shape": dict(shape),
-        "target": _identity(target),
-        "training": dict(training),
-    }
+    about = {"kind": "eagle", "training": dict(training)}  # for the reader
+    metadata = {"schema": _SCHEMA, "shape": dict(shape), "target": _identity(target)} | about
     with atomic_write(folder / _METADATA) as partial_metadata, atomic_write(folder / _WEIGHTS) as partial:
         write_json(partial_metadata, metadata)
         save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, partial)
@@ -134,10 +124,10 @@ def _are_valid_tokens(tokens: Tensor | None, size: object, vocabulary: int) -> b
     """Return whether tokens are distinct and in the target's vocabulary, as many as the shape says; or absent in both."""
     if tokens is None:
         return size is None
-    if tokens.dtype != torch.int64 or tokens.ndim != 1 or not tokens.numel() or size not in (None, tokens.numel()):
-        return False
+    given = set(tokens.flatten().tolist())
     # A token in two rows would be accepted more often than its probability allows.
-    return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary and len(set(tokens.tolist())) == tokens.numel()
+    is_list = tokens.dtype == torch.int64 and tokens.shape == (len(given),) and size in (None, len(given))
+    return is_list and bool(given) and given.issubset(range(vocabulary))
 
 
 def same_weights(one: ArrayLike, other: ArrayLike) -> bool:

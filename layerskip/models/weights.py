@@ -73,11 +73,10 @@ def stored_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Return a tensor, or the parts of a wrapper as in torchao."""
-    parts = getattr(tensor, "__tensor_flatten__", None)
-    if parts is None:
+    if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor
         return
-    for part in parts()[0]:
+    for part in tensor.__tensor_flatten__()[0]:
         yield from _plain_tensors(f"{name}.{part}", getattr(tensor, part))
 
 
@@ -97,8 +96,7 @@ def quantization_config(quantization: object, dtype: torch.dtype, device: torch.
     """Return the configuration of transformers for a value of ``target.quantization``.
 
     The value is a name of :data:`QUANTIZATIONS`, a mapping as in the ``quantization_config`` of a checkpoint's
-    ``config.json``,
-    or a configuration object of transformers; ``dtype`` is that of the activations.
+    ``config.json``, or a configuration object of transformers; ``dtype`` is that of the activations.
 
     Raises:
         ConfigError: the name is unknown, a package is missing, or the device or dtype has no kernels for it.
