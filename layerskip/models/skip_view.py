@@ -4,13 +4,14 @@ A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with
 memo. In the view, a skipped sub-layer returns zeros, and a wholly skipped layer returns its input. Nothing else changes, so
 layer indices, cache entries, and each model family's own masks and positions stay as they are.
 
-A mask of whole layers can be exported as an ordinary checkpoint of the kept layers, a draft model for any inference engine.
-It is loaded again and compared with the view, because the code of a model family may depend on layer numbers.
+A mask of whole layers can be exported as an ordinary checkpoint of the kept layers. It is loaded again and compared with the
+view, because the code of a model family may depend on layer numbers.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -65,10 +66,10 @@ def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
 def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     """Return the view of a mask, cached until another mask is requested, so that its captured passes are reused."""
     cached = _skip_views.of(model)
-    view = cached.get(mask) or skip_view(model, mask)
-    cached.clear()
-    cached[mask] = view
-    return view
+    if mask not in cached:
+        cached.clear()
+        cached[mask] = skip_view(model, mask)
+    return cached[mask]
 
 
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
@@ -100,20 +101,17 @@ class OncePerModel(Generic[T]):
         return self._values[model][1]
 
 
-def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+def shared_copy(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
     """Return a second tree of modules over the model's own tensors, with attention and linear layers for verification."""
-    return _learned(_copied(model))
+    return _learned(_copied(model, bits))
 
 
 def quantized_view(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """Return a view of a model whose linear layers multiply by weights of 8 or 4 bits; made once per model and bits.
+    """Return a view of a model whose linear layers multiply by weights of 8 or 4 bits; made once per state of the model.
 
     Passes over more rows than a step has multiply by the model's own weights.
     """
-    views = _quantized_views.of(model)
-    if bits not in views:
-        views[bits] = _learned(_copied(model, bits))
-    return views[bits]
+    return _quantized_views[bits].of(model)
 
 
 def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
@@ -144,7 +142,7 @@ def _learned(view: PreTrainedModel) -> PreTrainedModel:
 
 
 _decoding_views = OncePerModel(shared_copy)
-_quantized_views: OncePerModel[dict[int, PreTrainedModel]] = OncePerModel(lambda _: {})
+_quantized_views = {bits: OncePerModel(functools.partial(shared_copy, bits=bits)) for bits in (8, 4)}
 _skip_views: OncePerModel[dict[SkipMask, PreTrainedModel]] = OncePerModel(lambda _: {})
 
 

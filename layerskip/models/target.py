@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from layerskip import files
 from layerskip.models.compiled_layers import COMPILE_MODES, set_compiling
 from layerskip.models.packing import has_blocks, set_packing
 from layerskip.models.weights import input_device, stored_weights
@@ -34,7 +36,7 @@ class TargetError(ValueError):
 class NotFinite(TargetError):
     """Logits without a finite maximum, NaN or infinite: no token is the most likely one, and no distribution exists.
 
-    ``position`` is that of the last token before them in prompt and output together, from 0. The prompt and the contender, a
+    ``position`` is that of the last token before them in prompt and output together, from 0. Prompt and ``contender``, a
     configuration's name in a comparison, are empty if unknown.
     """
 
@@ -125,8 +127,7 @@ class Target:
         """The value of ``target.dtype`` that it can be loaded with: its dtype, ``mixed`` or ``native``."""
         if has_blocks(self.model):
             return "native"
-        matrices = (weight.detach().flatten() for _, weight in stored_weights(self.model) if weight.ndim > 1)
-        samples = (flat[:: max(1, flat.numel() // _SAMPLED_VALUES)] for flat in matrices)
+        samples = (_sample(weight) for _, weight in stored_weights(self.model) if weight.ndim > 1)
         plain = self.dtype == "float32" and self.device.type == "cpu" and not getattr(self.model, "is_quantized", False)
         return "mixed" if plain and all(bool((part == part.bfloat16()).all()) for part in samples) else self.dtype
 
@@ -152,8 +153,7 @@ class Target:
         identity = [self.architecture, stored, sorted(self.eos_ids), config]
         hashed = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
         for name, weight in stored_weights(self.model):
-            flat = weight.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
+            sample = _sample(weight).float().cpu().numpy()
             hashed.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
         return hashed.hexdigest()
 
@@ -166,9 +166,7 @@ class Target:
     @functools.cached_property
     def tokenizer_digest(self) -> str | None:
         """SHA-256 of the tokenizer's tokens and their ids; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()
+        return None if self.tokenizer is None else files.digest(sorted(self.tokenizer.get_vocab().items()))
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -189,16 +187,10 @@ class Target:
         return frozenset(ids)
 
     def encode(self, prompt: Prompt, field: str = "prompt") -> list[int]:
-        """Convert a prompt to token ids.
+        """Convert a prompt to token ids; a :class:`TargetError` that begins with ``field`` if that is impossible.
 
-        Args:
-            prompt: a text (one user message, where the tokenizer has a chat template), a list of messages with ``role``
-                and ``content``, or token ids, which are returned as they are; a tensor of one dimension is a list of ids.
-            field: the name that errors begin with.
-
-        Raises:
-            TargetError: the prompt is empty, has another type or a token beyond the vocabulary, or the chat template
-                refuses it, or it is a text and the target has no tokenizer.
+        It is a text (one user message, where the tokenizer has a chat template), a list of messages with ``role`` and
+        ``content``, or token ids, which are returned as they are; a tensor of one dimension is a list of ids.
         """
         given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         is_list = isinstance(given, Sequence) and not isinstance(given, bytes)
@@ -247,6 +239,9 @@ class Target:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert token ids to text without special tokens; empty if the target has no tokenizer."""
-        if self.tokenizer is None:
-            return ""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _sample(weight: Tensor) -> Tensor:
+    flat = weight.detach().flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLED_VALUES)]

@@ -79,11 +79,7 @@ def restore_weights(module: nn.Module, weights: Mapping[str, Tensor], damaged: s
 
 
 def check_trained(folder: Path, target: Target) -> dict[str, Any]:
-    """Return the contents of ``head.json`` of a trained head.
-
-    Raises:
-        ConfigError: the folder has none, its metadata is damaged, or it belongs to another target.
-    """
+    """Return what ``head.json`` has; a :class:`ConfigError` if it is missing, damaged or belongs to another target."""
     metadata = read_metadata(folder)
     made_for, own = metadata["target"], _identity(target)
     mismatch = f"head: {folder} was made for another target, {made_for.get('name')}, not for {target.name}: its"

@@ -4,9 +4,8 @@ Accelerate places weights through hooks on modules, which move arguments to a mo
 without room on a GPU are offloaded: they stay in memory or on the disk and are copied for every pass.
 
 A quantised target is compared with its own plain decoding. Drafting needs one more property: the result of a token must not
-depend on the other tokens of its pass. Weight-only quantisation has it, and so has a quantisation of activations with one
-scale per token. A scale for a whole pass has not, nor have the outliers of LLM.int8() (arXiv 2208.07339, section 3), whose
-columns are those of all tokens together.
+depend on the other tokens of its pass. Weight-only quantisation has it, and so have activations with one scale per token. A
+scale for a whole pass has not, nor have the outliers of LLM.int8() (arXiv 2208.07339, section 3), which are those of a pass.
 """
 
 from __future__ import annotations
@@ -24,14 +23,8 @@ from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError
 
-QUANTIZATIONS = {
-    "bitsandbytes-4bit": "bitsandbytes",
-    "bitsandbytes-8bit": "bitsandbytes",
-    "torchao-int8": "torchao",
-    "torchao-int4": "torchao",
-    "fp8": "",
-}
-"""The short names of ``target.quantization``, with the packages that they need."""
+QUANTIZATIONS = ("bitsandbytes-4bit", "bitsandbytes-8bit", "torchao-int8", "torchao-int4", "fp8")
+"""The short names of ``target.quantization``. They begin with the package that they need, except ``fp8``."""
 _CUDA_ONLY = ("torchao-int4", "fp8")
 _DTYPES = {"bitsandbytes-8bit": torch.float16, "torchao-int4": torch.bfloat16}  # of the only kernels
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,23 +86,19 @@ def check_dense(layer: nn.Module | None, model: PreTrainedModel, what: str) -> N
 
 
 def quantization_config(quantization: object, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the configuration of transformers for a value of ``target.quantization``.
+    """Return the configuration of transformers for a value of ``target.quantization`` and a dtype of activations.
 
     The value is a name of :data:`QUANTIZATIONS`, a mapping as in the ``quantization_config`` of a checkpoint's
-    ``config.json``, or a configuration object of transformers; ``dtype`` is that of the activations.
-
-    Raises:
-        ConfigError: the name is unknown, a package is missing, or the device or dtype has no kernels for it.
+    ``config.json``, or a configuration object of transformers. A :class:`ConfigError` tells that the name is unknown, a
+    package is missing, or the device or dtype has no kernels for it.
     """
-    if isinstance(quantization, Mapping):
+    if isinstance(quantization, Mapping) or hasattr(quantization, "quant_method"):
         return _plain(quantization)
-    if hasattr(quantization, "quant_method"):
-        return quantization
     if not isinstance(quantization, str) or quantization not in QUANTIZATIONS:
         names = ", ".join(QUANTIZATIONS)
         raise ConfigError(f"target.quantization: {quantization!r} is not one of {names}, nor a mapping with quant_method")
-    package, needed = QUANTIZATIONS[quantization], _DTYPES.get(quantization, dtype)
-    if package and find_spec(package) is None:
+    package, needed = quantization.partition("-")[0], _DTYPES.get(quantization, dtype)
+    if package != "fp8" and find_spec(package) is None:
         raise ConfigError(f"target.quantization: {quantization} needs the package {package}: pip install {package}")
     if quantization in _CUDA_ONLY and device.type != "cuda":
         raise ConfigError(f"target.quantization: {quantization} needs a CUDA device, not {device.type}")
