@@ -117,13 +117,9 @@ def test_long_caches_are_hardly_longer_than_requested_and_few_are_kept(monkeypat
     assert cache_pool._free[model] == [middle, short]
 
 
-class _Holder:
-    pass
-
-
 def test_a_holder_keeps_one_cache_until_it_is_collected() -> None:
     """It can be collected while another one acquires a cache."""
-    model, holder, other = build("llama"), _Holder(), _Holder()
+    model, holder, other = build("llama"), nn.Identity(), nn.Identity()
     first = acquired(model, holder=holder)
     assert acquired(model, holder=other) is not first
     assert acquired(model, holder=holder) is first  # the first cache was released for it
