@@ -146,8 +146,6 @@ def _sublayers(model: PreTrainedModel, index: int, layer: nn.Module) -> tuple[tu
 
 
 class _Call(NamedTuple):
-    """The arguments of a module's call and the form of its result."""
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     form: Form
@@ -210,11 +208,8 @@ def as_output(hidden: Tensor, form: Form) -> Any:
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden states among a module's arguments: by name, else the first tensor."""
-    hidden = kwargs.get("hidden_states")
-    if hidden is None:
-        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    assert isinstance(hidden, Tensor)
-    return hidden
+    candidates = (kwargs.get("hidden_states"), *args, *kwargs.values())
+    return next(value for value in candidates if isinstance(value, Tensor))
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> UnsupportedModel:

@@ -57,10 +57,8 @@ class _Layer(CacheLayerMixin):
             raise IndexError(f"cache: {end} positions are needed, but only {self._owner.max_length} are allocated")
         if self._owner.static_shapes:
             return LayerBuffers(self.keys, self.values, self._owner.positions(count)).update(key_states, value_states)
-        if self._owner.may_be_static:
-            key_states, value_states = _without_overflows(key_states), _without_overflows(value_states)
-        self.keys[:, :, start:end].copy_(key_states)
-        self.values[:, :, start:end].copy_(value_states)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            buffer[:, :, start:end].copy_(_without_overflows(states) if self._owner.may_be_static else states)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -68,11 +66,9 @@ class _Layer(CacheLayerMixin):
         return (self._owner.max_length if self._owner.static_shapes else self._owner.length + query_length), 0
 
     def get_seq_length(self) -> int:
-        """Return the shared length."""
         return self._owner.position  # type: ignore[return-value]  # a tensor with static shapes, as in StaticLayer
 
     def get_max_length(self) -> int:
-        """Return the number of allocated positions."""
         return self._owner.max_length
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.20
@@ -101,12 +97,9 @@ def _without_overflows(states: Tensor) -> Tensor:
 class KVCache(Cache):
     """A preallocated key-value cache whose layers share one length.
 
-    Attributes:
-        max_length: allocated positions.
-        capacity: positions that decoding may use; a cache from the pool may have more (``max_length``).
-        static_shapes: whether passes read the whole buffers under a mask, at a position stored on ``device``. Shapes then
-            never change, which CUDA graphs need. Otherwise a pass reads only the part in use. May change between passes if
-            it was True at first.
+    Decoding may use ``capacity`` positions; a cache from the pool may have more (``max_length``). With ``static_shapes``,
+    passes read the whole buffers under a mask, at a position stored on ``device``. Shapes then never change, which CUDA graphs
+    need. Otherwise a pass reads only the part in use. This may change between passes if it was True at first.
     """
 
     def __init__(
@@ -212,5 +205,4 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes."""
         return sum(states.nbytes for states in self.buffers())

@@ -111,7 +111,6 @@ def generation_lock(model: nn.Module) -> threading.RLock:
 
 
 def _rounded(positions: int) -> int:
-    """Round up to one of few lengths."""
     power = max(_MIN_LENGTH, 1 << (positions - 1).bit_length())
     step = power if power <= _LARGE else power // 16  # an eighth of the next lower power
     return -(-positions // step) * step

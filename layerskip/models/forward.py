@@ -65,12 +65,8 @@ def forward(
 ) -> Tensor:
     """Return the logits ``[last, V]``, in the model's dtype, of the last tokens of a block that starts at ``cache.length``.
 
-    Args:
-        model: a Hugging Face causal language model, or a view of one.
-        tokens: ``[n]`` int64.
-        last: 0 to n.
-        positions: ``[n]`` int64; None for consecutive positions from ``cache.length`` on.
-        features: collected during this pass; None for none.
+    The model is a Hugging Face causal language model, or a view of one. Tokens are ``[n]`` int64, and so are positions, by
+    default consecutive ones from ``cache.length`` on; ``last`` is 0 to n. ``features`` receive the pass's hidden states.
     """
     if positions is None and isinstance(cache, CapturingCache) and isinstance(model, PreTrainedModel):
         layer = model.get_output_embeddings()  # heads have none: their passes read more than tokens

@@ -138,8 +138,7 @@ def load_target(
         pack_weights = True
     if quantization is not None:
         if "gguf_file" in options:
-            advice = "whose weights are unpacked; use a safetensors folder"
-            raise TargetError(f"target.quantization: {name} is a GGUF file, {advice}")
+            raise TargetError(f"target.quantization: {name} is a GGUF file, which is unpacked; use a safetensors folder")
         try:
             placed["quantization_config"] = quantization_config(quantization, torch_dtype, torch_device)
         except ConfigError as error:
@@ -228,8 +227,6 @@ def _load(
     """
     weights: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     field = "target"
-    model: Any
-    info: dict[str, Any]
     shows_bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -246,7 +243,7 @@ def _load(
                 # Quantised weights cannot be moved in every case, and some integrations need a device's number.
                 numbered = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
                 placed = {"device_map": {"": numbered}} | placed
-        model, info = AutoModelForCausalLM.from_pretrained(source, **weights, **options, **placed)  # type: ignore[misc]
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **weights, **options, **placed)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each library involved raises errors of its own
@@ -258,6 +255,7 @@ def _load(
     finally:
         if shows_bars:
             transformers.utils.logging.enable_progress_bar()
+    model, info = loaded
     if getattr(model.config, "is_encoder_decoder", False):
         raise TargetError(f"target: {name} is {type(model).__name__}, an encoder-decoder; decoders only")
     if info["missing_keys"]:  # transformers would initialise them randomly
@@ -286,8 +284,8 @@ def _device(device: str) -> torch.device:
     except RuntimeError:
         known = f"cpu, cuda, cuda:1, {' or '.join(_STRATEGIES)}"
         raise TargetError(f"target.device: {device!r} is not one that torch knows; write {known}") from None
-    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise TargetError(f"target.device: {device} is not available; torch sees {torch.cuda.device_count()} CUDA devices")
+    if parsed.type == "cuda" and (parsed.index or 0) >= (count := torch.cuda.device_count()):
+        raise TargetError(f"target.device: {device} is not available; torch sees {count} CUDA devices")
     return parsed
 
 

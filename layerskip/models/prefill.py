@@ -34,11 +34,8 @@ def parts_of(count: int) -> list[slice]:
 def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1, features: Features | None = None) -> Tensor:
     """Read a prompt: fill the cache after its length, advance the length, and return the logits of the last tokens.
 
-    Args:
-        model: a Hugging Face causal language model, or a view of one.
-        tokens: ``[n]`` int64.
-        last: the number of tokens to return logits for, at most 512 of a long prompt; ``[last, V]`` in the model's dtype.
-        features: collected for all tokens; None for none.
+    Tokens are ``[n]`` int64; logits ``[last, V]`` in the model's dtype, ``last`` at most 512 of a long prompt. Features are
+    collected for all tokens.
     """
     count = tokens.shape[0]
     # A model that chooses its position scaling by the last position of a pass has another encoding in each part.

@@ -44,9 +44,7 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     """Make a view of a model that skips the sub-layers of a mask. It shares every weight; the model does not change.
 
-    Raises:
-        UnsupportedModel: the model's sub-layers cannot be skipped.
-        MaskError: the mask is for another number of layers.
+    An :class:`UnsupportedModel` cannot be skipped; a :class:`MaskError` tells that the mask is for another number of layers.
     """
     detected = architecture(model)
     if mask.layers != len(detected.blocks):
@@ -90,7 +88,6 @@ class OncePerModel(Generic[T]):
         self._values: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[object], T]] = weakref.WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel) -> T:
-        """Return the value for a model in its present state."""
         state: list[object] = [uses_packing(model), compile_mode(model), model.dtype]
         state += map(id, (*model.parameters(), *model.buffers()))
         for module in model.modules():  # hooks and active PEFT adapters change a forward pass without being tensors
@@ -160,8 +157,7 @@ def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) ->
     if getattr(target.model, "is_quantized", False):
         raise UnsupportedModel("target.quantization: no checkpoint can be cut out of a quantised model")
     check_not_split(target.model, "checkpoints of kept layers")
-    kept = [i for i in range(mask.layers) if not mask.attention[i]]
-    if not kept:
+    if not (kept := [i for i in range(mask.layers) if not mask.attention[i]]):
         raise MaskError("mask: skips every layer, so no layer is left to save")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):

@@ -33,13 +33,10 @@ _SMALLEST = 2**-24  # float16 rounds to multiples of it
 def save_trained(
     folder: Path, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target, training: Mapping[str, Any]
 ) -> None:
-    """Save a trained head. ``head.json`` is written last, so that an incomplete folder is not a trained head.
+    """Save a trained head: the arguments to build it, its own tensors, and a record of its data and training.
 
-    Args:
-        folder: created if needed; with a full disk (``OSError``), an earlier head in it is kept.
-        shape: the arguments to build the head.
-        weights: the head's own tensors, without those of the target.
-        training: a record of data and training for the reader, with the digest of the data.
+    ``head.json`` is written last, so that an incomplete folder is not a trained head. With a full disk (``OSError``), an
+    earlier head in the folder is kept.
     """
     about = {"kind": "eagle", "training": dict(training)}  # for the reader
     metadata = {"schema": _SCHEMA, "shape": dict(shape), "target": _identity(target)} | about

@@ -28,7 +28,7 @@ QUANTIZATIONS = ("bitsandbytes-4bit", "bitsandbytes-8bit", "torchao-int8", "torc
 _CUDA_ONLY = ("torchao-int4", "fp8")
 _DTYPES = {"bitsandbytes-8bit": torch.float16, "torchao-int4": torch.bfloat16}  # of the only kernels
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-_ROWS = 8
+_HALF = 4  # of the rows of a trial
 _OUTLIER = 100.0  # times the other rows
 _NOISE = 4.0  # times the difference of two equal runs, which is 0 unless a kernel adds in any order
 
@@ -129,8 +129,7 @@ def as_recorded(quantization: Any) -> str | dict[str, Any]:
     if isinstance(quantization, str):
         return quantization
     fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    recorded: dict[str, Any] = json.loads(json.dumps(_plain(fields), default=str))
-    return recorded
+    return dict(json.loads(json.dumps(_plain(fields), default=str)))
 
 
 def _plain(value: Any) -> Any:
@@ -157,10 +156,9 @@ def rows_depend(model: PreTrainedModel) -> str | None:
             continue
         seen.add(kind)
         place = parts[0].device if parts else torch.device("cpu")
-        rows = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0), device="cpu")
-        changed = torch.cat((rows[: _ROWS // 2], _OUTLIER * rows[_ROWS // 2 :]))
-        runs = (layer(some.to(place, model.dtype)[None])[0, : _ROWS // 2].float() for some in (rows, rows, changed))
-        first, again, beside = runs
+        rows = torch.randn(2 * _HALF, width, generator=torch.Generator().manual_seed(0), device="cpu")
+        changed = torch.cat((rows[:_HALF], _OUTLIER * rows[_HALF:]))
+        first, again, beside = (layer(x.to(place, model.dtype)[None])[0, :_HALF].float() for x in (rows, rows, changed))
         if not (first - beside).abs().max() <= _NOISE * (first - again).abs().max():  # NaN fails too
             return str(name)
     return None
