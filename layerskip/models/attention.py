@@ -41,10 +41,7 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def whole_buffers() -> Iterator[None]:
-    """Use the kernel for few queries within the ``with`` block, for passes that read whole buffers of a cache.
-
-    There it saves reading unused positions. Elsewhere, launching it takes longer than torch's own.
-    """
+    """Use the kernel for few queries within the ``with`` block: passes over whole buffers need not read unused positions."""
     token = _reads_buffers.set(True)
     try:
         yield

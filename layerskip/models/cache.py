@@ -98,7 +98,7 @@ class KVCache(Cache):
     """A preallocated key-value cache whose layers share one length.
 
     Decoding may use ``capacity`` positions; a cache from the pool may have more (``max_length``). With ``static_shapes``,
-    passes read the whole buffers under a mask, at a position stored on ``device``. Shapes then never change, which CUDA graphs
+    passes read the whole buffers under a mask, at a position stored on ``device``, so shapes never change, which CUDA graphs
     need. Otherwise a pass reads only the part in use. This may change between passes if it was True at first.
     """
 

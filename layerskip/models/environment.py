@@ -25,11 +25,7 @@ def environment(target: Target) -> dict[str, Any]:
 
 
 def machine(target: Target) -> dict[str, Any]:
-    """Return the values that times depend on.
-
-    ``device``, ``device_name``, ``threads``, ``packed_weights``, ``versions``; ``instruction_set`` of a CPU, as far as torch
-    may use it; ``compiled_layers`` if layers are compiled.
-    """
+    """Return the values that times depend on, with the instruction set of a CPU as far as torch may use it."""
     device, versions = target.device, {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -79,11 +79,7 @@ def test_a_view_does_not_keep_a_placed_model(folders: dict[str, Path]) -> None:
 def test_every_pass_of_a_split_model_stays_on_its_devices() -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch has no devices without a kernel")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.models.split_passes"],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "LAYERSKIP_TEST_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+    command, folder = [sys.executable, "-m", "tests.models.split_passes"], Path(__file__).parents[2]
+    variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "LAYERSKIP_TEST_DEVICE": "cpu"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
