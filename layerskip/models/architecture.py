@@ -6,6 +6,7 @@ return its input. The model runs with a rollback and must return the logits it r
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable
@@ -139,9 +140,9 @@ def _sublayers(model: PreTrainedModel, index: int, layer: nn.Module) -> tuple[tu
             attention.append(name)
         elif name in _MLP_NAMES or any(word in class_name for word in _MLP_CLASSES):
             mlp.append(name)
-    for kind, children in (("attention", attention), ("MLP", mlp)):
-        if not children:
-            raise _refusal(model, f"layer {index} has no child module that is its {kind} sub-layer")
+    if not attention or not mlp:
+        missing = "MLP" if attention else "attention"
+        raise _refusal(model, f"layer {index} has no child module that is its {missing} sub-layer")
     return tuple(attention), tuple(mlp)
 
 
@@ -159,12 +160,10 @@ def _record_calls(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Mo
         calls[module] = _Call(args, kwargs, len(output) if isinstance(output, tuple) else None)
 
     watched = [module for layer in layers for module in (layer, *layer.children())]
-    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in watched]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in watched:
+            hooks.enter_context(module.register_forward_hook(record, with_kwargs=True))
         forward(model, torch.arange(2, device=input_device(model)), KVCache(len(layers), _PROBE_LENGTH), last=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return calls
 
 

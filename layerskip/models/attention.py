@@ -114,12 +114,9 @@ def _is_decoding(query: Tensor, key: Tensor, mask: Tensor) -> bool:
 
 
 def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Return attention of a long block, ``[B, n, heads, d]``: one call for the first head of every group, and so on.
-
-    Neither keys and values nor the mask are copied, of which a part of a long prompt has many.
-    """
-    (batch, heads, count, _), members, bias = query.shape, query.shape[1] // key.shape[1], _group_bias(mask, 1, query.dtype)
-    output = query.new_empty(batch, count, heads, value.shape[-1])
+    """Return attention of a long block, ``[B, n, heads, d]``, without copies: a call for the first head of groups etc."""
+    (batch, heads, count, _), members = query.shape, query.shape[1] // key.shape[1]
+    bias, output = _group_bias(mask, 1, query.dtype), query.new_empty(batch, count, heads, value.shape[-1])
     for member in range(members):
         part = scaled_dot_product_attention(query[:, member::members], key, value, attn_mask=bias, scale=scale)
         output[:, :, member::members] = part.transpose(1, 2)

@@ -98,8 +98,7 @@ def _captured_forward(
 def _forward(
     model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None, features: Features | None
 ) -> Tensor:
-    size = tokens.shape[0]
-    options: dict[str, Any] = {}
+    size, options = tokens.shape[0], dict[str, Any]()
     if last < size and _has_logits_to_keep(type(model)):  # type: ignore[arg-type]
         # An int becomes a slice, for which torch copies the whole output layer where that needs no gradient.
         # The output layer of a split model is elsewhere, and indices on the CPU fit everywhere.

@@ -190,9 +190,8 @@ def _cut(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
 
 def _cut_fields(config: Any, layers: int, kept: list[int]) -> None:
     """Reduce every list with one entry per layer to the kept layers, and renumber every list of layer indices."""
-    for name, value in vars(config).items():
-        if not isinstance(value, list) or not value:
-            continue
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, list)}
+    for name, value in lists.items():
         if len(value) == layers and name != "architectures" and not name.endswith("token_id"):
             setattr(config, name, [value[i] for i in kept])
         elif name.endswith("_layers") and all(isinstance(i, int) and 0 <= i < layers for i in value):

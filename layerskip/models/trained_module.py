@@ -70,9 +70,8 @@ def restore_weights(module: nn.Module, weights: Mapping[str, Tensor], damaged: s
         missing, unknown = module.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise ConfigError(f"{damaged} {' '.join(str(error).split())[:200]}") from error
-    absent = [name for name in missing if name not in optional]
-    if absent or unknown:
-        raise ConfigError(f"{damaged} {', '.join([*absent, *unknown][:3])}")
+    if wrong := [*(name for name in missing if name not in optional), *unknown]:
+        raise ConfigError(f"{damaged} {', '.join(wrong[:3])}")
 
 
 def check_trained(folder: Path, target: Target) -> dict[str, Any]:

@@ -123,12 +123,10 @@ def _torchao(name: str, **fields: Any) -> Any:
     return transformers.TorchAoConfig(made)
 
 
-def as_recorded(quantization: Any) -> str | dict[str, Any]:
+def as_recorded(quantization: Any) -> Any:
     """Return a value of ``target.quantization`` as JSON can hold it, in a form that :func:`quantization_config` accepts."""
-    if isinstance(quantization, str):
-        return quantization
-    fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    return dict(json.loads(json.dumps(_plain(fields), default=str)))
+    fields = quantization if isinstance(quantization, str | Mapping) else quantization.to_dict()
+    return json.loads(json.dumps(_plain(fields), default=str))
 
 
 def _plain(value: Any) -> Any:
