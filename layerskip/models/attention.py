@@ -114,7 +114,7 @@ def _is_decoding(query: Tensor, key: Tensor, mask: Tensor) -> bool:
 
 
 def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Return attention of a long block, ``[B, n, heads, d]``, without copies: a call for the first head of groups etc."""
+    """Return attention of a long block, ``[B, n, heads, d]``, by a call for each member of the groups. Nothing is copied."""
     (batch, heads, count, _), members = query.shape, query.shape[1] // key.shape[1]
     bias, output = _group_bias(mask, 1, query.dtype), query.new_empty(batch, count, heads, value.shape[-1])
     for member in range(members):

@@ -26,9 +26,7 @@ _LARGE = 4096  # from here on eighths of powers of two, because masked positions
 _MAX_LENGTH = 131072
 _POOLED = 4  # free caches kept per model
 _FREE_SHARE = 1 / 8  # of the device's memory, for all but the latest of them
-
-_ALIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-"""Types of models whose layers all have keys and values of their own and of one shape."""
+_ALIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")  # whose layers all have own keys and values of one shape
 
 _free: weakref.WeakKeyDictionary[nn.Module, list[CapturingCache]] = weakref.WeakKeyDictionary()
 _held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()

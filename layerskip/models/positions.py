@@ -67,8 +67,7 @@ def depends_on_positions_alone(model: PreTrainedModel) -> bool:
 def _stated(model: PreTrainedModel) -> int | None:
     """Return the number of positions in a model's configuration; with scaling, it may be that before scaling."""
     config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None:
+    if (limit := getattr(config, "max_position_embeddings", None)) is None:
         return None
     scaled = (int((f.get("original_max_position_embeddings") or 0) * (f.get("factor") or 1)) for f in _ropes(config))
     return int(max(limit, *scaled, 0))

@@ -182,8 +182,7 @@ def _cut(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
     try:
         cut.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        reason = "its configuration distinguishes layers by number in an unknown way"
-        raise UnsupportedModel(f"{type(model).__name__}: {reason}") from error
+        raise UnsupportedModel(f"{type(model).__name__}: its configuration distinguishes layers by number") from error
     cut.generation_config = copy.deepcopy(model.generation_config)
     return cut
 
