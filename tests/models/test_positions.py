@@ -76,4 +76,5 @@ def test_a_prompt_beyond_the_stated_positions_is_warned_of_once(
     target = Target(build("llama", max_position_embeddings=THRESHOLD, **scaling))
     for length in (stated, stated + 1, stated + 2):
         assert generate(target, _prompt(length), LOOKUP, max_new_tokens=4).tokens
-    assert caplog.messages == [f"a prompt of {stated + 1} tokens exceeds the {stated} positions that LlamaForCausalLM states"]
+    (message,) = caplog.messages
+    assert message == f"a prompt of {stated + 1} tokens exceeds the {stated} positions that LlamaForCausalLM states"
