@@ -114,9 +114,10 @@ def load_target(
         device: a torch device name, ``auto`` (CUDA if available, else the CPU), ``balanced``, or a mapping of modules to
             devices. The last two, and other strategies of accelerate, are for a model that one device cannot hold.
         trust_remote_code: whether code from the model's repository may run.
-        quantization: a mode of :data:`~layerskip.models.weights.QUANTIZATIONS` such as ``torchao-int8``, or a quantisation
-            configuration of transformers; None keeps the weights as stored.
-        pack_weights, compile: see :class:`~layerskip.models.target.Target`.
+        pack_weights: see :class:`~layerskip.models.target.Target`.
+        quantization: a mode such as ``torchao-int8``, or a quantisation configuration of transformers; None keeps the
+            weights as stored. Modes are :data:`~layerskip.models.weights.QUANTIZATIONS`.
+        compile: see :class:`~layerskip.models.target.Target`.
     """
     if not isinstance(trust_remote_code, bool):  # "no" would be true
         raise TargetError(f"target.trust_remote_code: {trust_remote_code!r} is neither true nor false")

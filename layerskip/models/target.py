@@ -71,12 +71,12 @@ class Target:
         model: in evaluation mode.
         tokenizer: None for a target that reads and writes token ids only.
         name, revision: those that it was loaded by; the revision of a source other than the hub is None.
-        pack_weights: whether to pack the weights for a CPU (:mod:`layerskip.models.packing`); None: as the model is set, by
-            default if the packed copy takes at most a quarter of the memory.
+        pack_weights: whether to pack the weights for a CPU (:mod:`layerskip.models.packing`); None: if the packed copy takes
+            at most a quarter of the memory. A setting that the model already has is kept with None.
         quantization: how its weights were quantised by :func:`~layerskip.models.loading.load_target`; None if they were not.
         drafts: draft models that were loaded for it, by name.
         compile: whether the layers of captured passes are compiled (:mod:`layerskip.models.compiled_layers`): ``auto``, on
-            CUDA, or ``off``; a :class:`TargetError` otherwise. With None, the model's setting is kept, by default ``auto``.
+            CUDA, or ``off``. With None, the model's setting is kept, by default ``auto``.
     """
 
     model: PreTrainedModel
