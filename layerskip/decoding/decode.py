@@ -24,7 +24,7 @@ from layerskip.device.transfer import begin_reading, copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, generation_lock, release_cache
 from layerskip.models.forward import Features, forward
-from layerskip.models.positions import check_positions, check_rope_scaling
+from layerskip.models.positions import check_positions
 from layerskip.models.prefill import Prefill, run_prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import NotFinite, Target
@@ -86,7 +86,6 @@ def decode(
         raise ValueError(f"max_new_tokens: {max_new_tokens} is not at least 1")
     length, max_length = len(tokens), len(tokens) + max_new_tokens
     check_positions(target.model, length, max_length)
-    check_rope_scaling(target.model, length, max_length)
     chooser = Chooser(sampling, target.vocabulary, target.device, seed)
     with generation_lock(target.model):
         cache = acquire_cache(target.model, target.layers, max_length + drafter.tree_tokens, target.device)

@@ -1,16 +1,17 @@
 """Detection of a decoder's attention and MLP sub-layers, and tests that they can be skipped and its cache can rewind.
 
 Support is tested by running the model, not by a list of architectures. Each block runs with both sub-layers at zero and must
-return its input. The model runs with a rollback and must return the logits it returns without one. A model that fails is
-refused with the name of its architecture and the reason.
+return its input. The model runs with a rollback and must return the logits it returns without one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "m
 _MLP_CLASSES = ("MLP", "FeedForward", "MoE", "Moe")
 _REWINDABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 _PROBE_LENGTH = 8
-_FUNCTION = "function"
 _OTHER_SIZE = 0.5  # the relative difference of logits in half precision between passes of other sizes, at most
 
 Form = int | None
@@ -66,20 +66,16 @@ def architecture(model: PreTrainedModel) -> Architecture:
     if model in _known:
         return _known[model]
     check_rewind(model)
-    path = path_of_layers(model)
-    if path is None:
-        count = model.config.get_text_config(decoder=True).num_hidden_layers
-        raise _refusal(model, f"it has no list of {count} decoder layers")
+    if (path := path_of_layers(model)) is None:
+        raise _refusal(model, "it has no list of all its decoder layers")
     layers, blocks = list(model.get_submodule(path).children()), []
     calls = _record_calls(model, layers)
     for index, layer in enumerate(layers):
         attention, mlp = _sublayers(model, index, layer)
-        if layer not in calls:
-            raise _refusal(model, f"layer {index} does not run in a forward pass")
-        missing = [child for child in attention + mlp if layer.get_submodule(child) not in calls]
-        if missing:
-            raise _refusal(model, f"{missing[0]} of layer {index} does not run in a forward pass")
-        forms = {child: calls[layer.get_submodule(child)].form for child in attention + mlp}
+        children = {name: layer.get_submodule(name) for name in attention + mlp}
+        if not calls.keys() >= {layer, *children.values()}:
+            raise _refusal(model, f"layer {index}, or one of its sub-layers, does not run in a forward pass")
+        forms = {name: calls[child].form for name, child in children.items()}
         blocks.append(Block(attention, mlp, calls[layer].form, forms))
         if not _is_identity_without(layer, blocks[-1], calls[layer]):
             added = "it adds the residual, or more, inside them"
@@ -90,31 +86,24 @@ def architecture(model: PreTrainedModel) -> Architecture:
 
 @torch.inference_mode()
 def check_rewind(model: PreTrainedModel) -> None:
-    """Check that a model decodes on a :class:`KVCache` and that rejected and later tokens do not change its logits.
-
-    A model that fails raises :class:`UnsupportedModel`.
-    """
+    """Raise :class:`UnsupportedModel` unless a model decodes on a :class:`KVCache`, also after rejected tokens."""
     if model in _rewinds:
         return
     config = model.config.get_text_config(decoder=True)
-    kinds = {*(getattr(config, "layer_types", None) or ())} - _REWINDABLE
-    if kinds:
+    if kinds := {*(getattr(config, "layer_types", None) or ())} - _REWINDABLE:
         raise _refusal(model, f"it has layers of type {', '.join(sorted(kinds))}, whose state cannot rewind")
     device = input_device(model)
     # Spread, because the first tokens are often untrained special ones, which amplify rounding errors.
     tokens = (2 * torch.arange(_PROBE_LENGTH, device=device) + 1) * config.vocab_size // (2 * _PROBE_LENGTH)
-    layers, half = config.num_hidden_layers, _PROBE_LENGTH // 2
+    whole, cache = (KVCache(config.num_hidden_layers, _PROBE_LENGTH, device=device) for _ in range(2))
+    half = _PROBE_LENGTH // 2
     try:
-        cache = KVCache(layers, _PROBE_LENGTH, device=device)
-        expected = forward(model, tokens, cache, last=half)
-        written = bool(cache.buffers())
-        cache = KVCache(layers, _PROBE_LENGTH, device=device)
+        expected = forward(model, tokens, whole, last=half)
         forward(model, tokens[:half], cache, last=1)
-        passes = []
-        for block in (tokens[half:], tokens.flip(0)[:half], tokens[half:]):  # between the two, a rejected draft
-            cache.length = half
-            passes.append(forward(model, block, cache, last=half))
-        straight, _, rewound = passes
+        cache.length = half
+        straight, _, rewound = (  # between the two, a rejected draft
+            forward(model, block, cache, last=half) for block in (tokens[half:], tokens.flip(0)[:half], tokens[half:])
+        )
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise _refusal(model, f"it does not decode on a key-value cache that can rewind ({reason})") from error
@@ -122,7 +111,7 @@ def check_rewind(model: PreTrainedModel) -> None:
     if (layer := rows_depend(model)) is not None:
         reason = "gives a token another result beside other tokens, so drafting would change the output"
         raise UnsupportedModel(f"target.quantization: {layer} of {type(model).__name__} {reason}")
-    if not written:
+    if not whole.buffers():
         raise _refusal(model, "it does not store keys and values in the cache it is given, so it cannot rewind")
     if not nearly_equal(rewound, straight):
         raise _refusal(model, "its cache does not rewind: rejected tokens change later logits")
@@ -134,11 +123,10 @@ def check_rewind(model: PreTrainedModel) -> None:
 
 def check_finite(model: PreTrainedModel, logits: Tensor) -> None:
     """Raise :class:`UnsupportedModel` for self-check logits ``[n, V]`` of which a row has no finite maximum."""
-    largest = logits.float().amax(-1)
-    if not bool(largest.isfinite().all()):
-        value = float(largest[~largest.isfinite()][0])
+    largest = logits.float().amax(-1).tolist()
+    if wrong := [value for value in largest if not math.isfinite(value)]:
         advice = "check its weights, or try another target.dtype"
-        raise _refusal(model, f"the largest logit after some tokens is {value}; {advice}")
+        raise _refusal(model, f"the largest logit after some tokens is {wrong[0]}; {advice}")
 
 
 def _sublayers(model: PreTrainedModel, index: int, layer: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -152,16 +140,13 @@ def _sublayers(model: PreTrainedModel, index: int, layer: nn.Module) -> tuple[tu
             attention.append(name)
         elif name in _MLP_NAMES or any(word in class_name for word in _MLP_CLASSES):
             mlp.append(name)
-    for kind, children in (("attention", attention), ("MLP", mlp)):
-        if not children:
-            raise _refusal(model, f"layer {index} has no child module that is its {kind} sub-layer")
+    if not attention or not mlp:
+        missing = "MLP" if attention else "attention"
+        raise _refusal(model, f"layer {index} has no child module that is its {missing} sub-layer")
     return tuple(attention), tuple(mlp)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a module's call and the form of its result."""
-
+class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     form: Form
@@ -175,15 +160,10 @@ def _record_calls(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Mo
         calls[module] = _Call(args, kwargs, len(output) if isinstance(output, tuple) else None)
 
     watched = [module for layer in layers for module in (layer, *layer.children())]
-    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in watched]
-    try:
-        device = input_device(model)
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        cache = KVCache(len(layers), _PROBE_LENGTH, device=device)
-        forward(model, torch.arange(2, device=device) % vocabulary, cache, last=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for module in watched:
+            hooks.enter_context(module.register_forward_hook(record, with_kwargs=True))
+        forward(model, torch.arange(2, device=input_device(model)), KVCache(len(layers), _PROBE_LENGTH), last=1)
     return calls
 
 
@@ -198,9 +178,8 @@ def _is_identity_without(layer: nn.Module, block: Block, call: _Call) -> bool:
         output = layer(*call.args, **call.kwargs)
     finally:
         for child, own in zip(children, replaced, strict=True):
-            if own is None:
-                del child.__dict__["forward"]
-            else:
+            del child.forward
+            if own is not None:
                 child.forward = own
     result = output[0] if isinstance(output, tuple) else output
     return bool(result.shape == hidden.shape and nearly_equal(result, hidden))
@@ -212,13 +191,13 @@ def replace_forward(module: nn.Module, form: Form, function: Callable[[Tensor], 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return as_output(function(hidden_states(args, kwargs)), form)
 
-    setattr(replacement, _FUNCTION, function)
+    replacement.function = function  # type: ignore[attr-defined]
     module.forward = replacement
 
 
 def is_skipped(module: nn.Module) -> bool:
     """Return whether the forward pass of a module was replaced by zeros."""
-    return getattr(vars(module).get("forward"), _FUNCTION, None) is torch.zeros_like
+    return getattr(vars(module).get("forward"), "function", None) is torch.zeros_like
 
 
 def as_output(hidden: Tensor, form: Form) -> Any:
@@ -228,11 +207,8 @@ def as_output(hidden: Tensor, form: Form) -> Any:
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden states among a module's arguments: by name, else the first tensor."""
-    hidden = kwargs.get("hidden_states")
-    if hidden is None:
-        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    assert isinstance(hidden, Tensor)
-    return hidden
+    candidates = (kwargs.get("hidden_states"), *args, *kwargs.values())
+    return next(value for value in candidates if isinstance(value, Tensor))
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> UnsupportedModel:

@@ -2,8 +2,7 @@
 
 With grouped-query attention (arXiv 2305.13245), several heads share keys and values. Transformers repeats both for every
 head in a verification, and uses torch's grouped heads for a single query, which are slow on a CPU. Here, the heads of a
-group become further queries of their shared key head: the same kernel and the same sums, without the copy. Transformers
-calls this as a registered attention implementation.
+group become further queries of their shared key head: the same kernel and the same sums, without the copy.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ NAME = "layerskip_grouped"
 PLAIN = "layerskip_plain"
 """Transformers' own attention, with a mask that is made without synchronising with the device."""
 
-_MAX_QUERIES = 64
-"""With more queries, a call for each head of a group is cheap compared with the attention itself."""
-
-
+_MAX_QUERIES = 64  # with more, a call for each head of a group is cheap compared with the attention itself
 _reads_buffers = ContextVar("_reads_buffers", default=False)
 _biases: Any = WeakIdKeyDictionary()
 _parts: Any = WeakIdKeyDictionary()
@@ -40,16 +36,12 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
     """Set this attention for a model that uses ``sdpa`` and supports other implementations."""
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation == "sdpa" and getattr(model, "_supports_attention_backend", False):
-        for part in {id(part): part for part in (model.config, config)}.values():
-            part._attn_implementation = NAME
+        model.config._attn_implementation = config._attn_implementation = NAME
 
 
 @contextlib.contextmanager
 def whole_buffers() -> Iterator[None]:
-    """Tell attention that passes within the ``with`` block read whole buffers of a cache, as captured passes do.
-
-    There, the kernel for few queries saves reading unused positions. Elsewhere, launching it takes longer than torch's own.
-    """
+    """Use the kernel for few queries within the ``with`` block: passes over whole buffers need not read unused positions."""
     token = _reads_buffers.set(True)
     try:
         yield
@@ -60,11 +52,8 @@ def whole_buffers() -> Iterator[None]:
 def attend_in_parts(mask: Tensor, parts: Sequence[tuple[int, int]]) -> None:
     """Split attention under one mask into runs of rows, each over only the keys that its rows see. The sums are the same.
 
-    Rows of different texts see different keys, so most of one mask over all of them would be wasted work.
-
-    Args:
-        mask: ``[1, 1, R, K]`` bool, the very tensor that attention gets; the split is kept as long as the tensor is.
-        parts: ``(first row, end row)`` of each run; together they cover all R rows.
+    ``mask`` is ``[1, 1, R, K]`` bool, the very tensor that attention gets; the split is kept as long as it is. ``parts`` are
+    the first and the end row of each run, and cover all R rows. Rows of different texts see different keys.
     """
     _parts[mask] = [
         (first, end, _runs(keys), mask[:, :, first:end, keys])
@@ -108,8 +97,7 @@ def attend(
     # A single query sees all keys and needs no mask; several without one are a prefill, causal from the first key on.
     few = (attention_mask is None and count == 1) or (mask is not None and count <= _MAX_QUERIES)
     if biased or not few or heads == groups:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        return output, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     packed = query.reshape(batch, groups, heads // groups * count, width)
     bias = None if mask is None else _group_bias(mask, heads // groups, query.dtype)
     output = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scale)
@@ -126,13 +114,9 @@ def _is_decoding(query: Tensor, key: Tensor, mask: Tensor) -> bool:
 
 
 def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Return attention of a long block, ``[B, n, heads, d]``: one call for the first head of every group, and so on.
-
-    Neither keys and values nor the mask are copied, of which a part of a long prompt has many.
-    """
-    heads, members = query.shape[1], query.shape[1] // key.shape[1]
-    bias = _group_bias(mask, 1, query.dtype)
-    output = query.new_empty(query.shape[0], query.shape[2], heads, value.shape[-1])
+    """Return attention of a long block, ``[B, n, heads, d]``, by a call for each member of the groups. Nothing is copied."""
+    (batch, heads, count, _), members = query.shape, query.shape[1] // key.shape[1]
+    bias, output = _group_bias(mask, 1, query.dtype), query.new_empty(batch, count, heads, value.shape[-1])
     for member in range(members):
         part = scaled_dot_product_attention(query[:, member::members], key, value, attn_mask=bias, scale=scale)
         output[:, :, member::members] = part.transpose(1, 2)
@@ -144,9 +128,8 @@ def _local_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     mask, size, start = _mask(*args, **kwargs), kwargs.get("local_size"), kwargs.get("q_offset")
     if mask is not None and size is not None and isinstance(start, int):
         # Transformers' own caches have dropped keys of earlier positions already.
-        unseen = start + 1 - size - kwargs.get("kv_offset", 0)
-        if unseen > 0:
-            seen = slice(unseen, None)
+        seen = slice(max(0, start + 1 - size - kwargs.get("kv_offset", 0)), None)
+        if seen.start:
             _parts[mask] = [(0, mask.shape[2], [seen], mask[..., seen].contiguous())]
     return mask
 
@@ -163,16 +146,15 @@ def _group_bias(mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
     Layers share their masks, so the bias is kept as long as the mask is; torch would convert the mask in every layer.
     """
-    cached: Tensor | None = _biases.get(mask)
-    if cached is None or cached.shape[2] != heads * mask.shape[2] or cached.dtype != dtype:
+    bias: Tensor | None = _biases.get(mask)
+    if bias is None or bias.shape[2] != heads * mask.shape[2] or bias.dtype != dtype:
         bias = mask
         if mask.dtype == torch.bool:
             bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -float("inf"))
-        if heads == 1 and bias is mask:  # a value that is its own key would stay for ever
-            return mask
-        cached = bias if heads == 1 else bias.repeat(1, 1, heads, 1)
-        _biases[mask] = cached
-    return cached
+        bias = bias if heads == 1 else bias.repeat(1, 1, heads, 1)
+        if bias is not mask:  # a value that is its own key would stay for ever
+            _biases[mask] = bias
+    return bias
 
 
 AttentionInterface.register(NAME, attend)

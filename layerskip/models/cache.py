@@ -1,8 +1,7 @@
 """A preallocated key-value cache that target and draft share; a rewind is one assignment.
 
 All layers share ONE length. A forward pass writes its keys and values after ``length`` and attends to them. They are kept
-only if the caller advances ``length``. So a draft pass that skips a layer leaves all layers at the same length, verification
-overwrites what drafting wrote, and rejecting tokens is ``cache.length = n``.
+only if the caller advances ``length``. So verification overwrites what drafting wrote, also in layers that it skipped.
 
 Sliding-window layers keep every position too, because the mask functions of transformers cut the window out of the full
 length. Recurrent state cannot rewind, and models with it are refused (:mod:`layerskip.models.architecture`).
@@ -11,6 +10,7 @@ length. Recurrent state cannot rewind, and models with it are refused (:mod:`lay
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,19 +21,16 @@ from transformers.cache_utils import CacheLayerMixin
 from layerskip.device.transfer import copy_to_device
 
 
-class CacheFull(ValueError):
-    """A forward pass would write past the cache's last position."""
-
-
 class CacheOverflow(ValueError):
     """Keys or values of a text that are too large for float16."""
 
 
 class _Layer(CacheLayerMixin):
-    """The keys and values of one layer; the length belongs to the cache."""
+    """The keys and values of one layer, after its first pass; the length belongs to the cache."""
 
+    keys: Tensor
+    values: Tensor
     is_sliding = False
-    is_croppable = False
 
     def __init__(self, owner: KVCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -57,15 +54,11 @@ class _Layer(CacheLayerMixin):
         count = key_states.shape[-2]
         start, end = self._owner.length, self._owner.length + count
         if end > self._owner.max_length:
-            raise CacheFull(f"cache: {end} positions are needed, but only {self._owner.max_length} are allocated")
+            raise IndexError(f"cache: {end} positions are needed, but only {self._owner.max_length} are allocated")
         if self._owner.static_shapes:
             return LayerBuffers(self.keys, self.values, self._owner.positions(count)).update(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        if self._owner.may_be_static:
-            key_states, value_states = _without_overflows(key_states), _without_overflows(value_states)
-        self.keys[:, :, start:end].copy_(key_states)
-        self.values[:, :, start:end].copy_(value_states)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            buffer[:, :, start:end].copy_(_without_overflows(states) if self._owner.may_be_static else states)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -73,23 +66,21 @@ class _Layer(CacheLayerMixin):
         return (self._owner.max_length if self._owner.static_shapes else self._owner.length + query_length), 0
 
     def get_seq_length(self) -> int:
-        """Return the shared length."""
         return self._owner.position  # type: ignore[return-value]  # a tensor with static shapes, as in StaticLayer
 
     def get_max_length(self) -> int:
-        """Return the number of allocated positions."""
         return self._owner.max_length
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.20
 
 
+@dataclass(eq=False)
 class LayerBuffers:
     """One layer's ``[B, heads, max_length, head_dim]`` as a compiled layer writes it at ``positions``, ``[n]`` int64."""
 
-    def __init__(self, keys: Tensor | None, values: Tensor | None, positions: Tensor) -> None:
-        assert keys is not None
-        assert values is not None
-        self.keys, self.values, self.positions = keys, values, positions
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write states ``[B, heads, n, head_dim]`` and return the whole buffers."""
@@ -106,17 +97,9 @@ def _without_overflows(states: Tensor) -> Tensor:
 class KVCache(Cache):
     """A preallocated key-value cache whose layers share one length.
 
-    Args:
-        layers: the number of decoder layers that write to it.
-        max_length: positions to allocate.
-        static_shapes: whether every pass reads the whole buffers under a mask, at a position stored on the device. Shapes
-            then never change, which CUDA graphs need. Otherwise a pass reads only the part in use.
-        device: of the stored position; only read with static shapes.
-
-    Attributes:
-        length: verified positions. Assign to it to commit or to rewind; forward passes never change it.
-        capacity: positions that decoding may use; a cache from the pool may have more (``max_length``).
-        static_shapes: as above; may change between passes if it was True at first.
+    Decoding may use ``capacity`` positions; a cache from the pool may have more (``max_length``). With ``static_shapes``,
+    passes read the whole buffers under a mask, at a position stored on ``device``, so shapes never change, which CUDA graphs
+    need. Otherwise a pass reads only the part in use. This may change between passes if it was True at first.
     """
 
     def __init__(
@@ -131,12 +114,13 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
+        """Verified positions. Assign to it to commit or to rewind; forward passes never change it."""
         return self._length
 
     @length.setter
     def length(self, value: int) -> None:
         if not 0 <= value <= self.max_length:
-            raise CacheFull(f"cache: length {value} is not within 0 to {self.max_length}")
+            raise IndexError(f"cache: length {value} is not within 0 to {self.max_length}")
         self._length = value
 
     @property
@@ -173,27 +157,24 @@ class KVCache(Cache):
     def copy_from(self, parts: Sequence[tuple[KVCache, int]]) -> None:
         """Fill the cache with the first positions of other caches, as many as given; the length is then their end.
 
-        Raises:
-            CacheOverflow: some of these keys or values are not finite. Passes over them would give NaN, or other outputs
-                where a cache replaces overflows.
+        :class:`CacheOverflow` refuses what is not finite: passes over it would give NaN, or other outputs where a cache
+        replaces overflows.
         """
         finite, start = [], 0
         for other, count in parts:
             for layer, source in zip(self._layers, other._layers, strict=True):
-                if source.keys is None or source.values is None:  # a layer that shares another layer's keys and values
+                if not source.is_initialized:  # it shares another layer's keys and values
                     continue
                 if not layer.is_initialized:
                     layer.lazy_initialization(source.keys, source.values)
                 for states, given in ((layer.keys, source.keys), (layer.values, source.values)):
-                    assert states is not None
                     states[:, :, start : start + count] = given[:, :, :count]
                     if given.dtype == torch.float16:  # only float16 overflows in practice
                         finite.append(given[:, :, :count].isfinite().all())
             start += count
         if not all(part.item() for part in finite):
-            raise CacheOverflow(
-                "target.dtype: float16 overflows in keys or values of this text; bfloat16 and float32 do not"
-            )
+            reason = "float16 overflows in keys or values of this text; bfloat16 and float32 do not"
+            raise CacheOverflow(f"target.dtype: {reason}")
         self.length = start
 
     def gather(self, offsets: Sequence[int]) -> None:
@@ -206,18 +187,13 @@ class KVCache(Cache):
             positions = positions.to(states.device)  # layers may be on several devices
             states[:, :, begin:end] = states.index_select(2, positions)
 
-    def states(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Return every layer's keys and values, ``[B, heads, max_length, head_dim]``; None for a layer that keeps none."""
-        return [(layer.keys, layer.values) for layer in self._layers]
-
     def room(self, layer: int, count: int) -> tuple[Tensor, Tensor] | None:
         """Return a layer's keys and values, ``[B, heads, max_length, head_dim]``, for a kernel that writes them itself.
 
         There are none before the first pass, with static shapes, or if ``count`` positions do not fit.
         """
-        keys, values = self._layers[layer].keys, self._layers[layer].values
-        fits = not self.may_be_static and self._length + count <= self.max_length
-        return (keys, values) if fits and keys is not None and values is not None else None
+        own, fits = self._layers[layer], not self.may_be_static and self._length + count <= self.max_length
+        return (own.keys, own.values) if fits and own.is_initialized else None
 
     def layer_buffers(self, layer: int, count: int) -> LayerBuffers:
         """Return a layer's keys and values for a compiled pass over ``count`` tokens; requires static shapes."""
@@ -225,9 +201,8 @@ class KVCache(Cache):
 
     def buffers(self) -> list[Tensor]:
         """Return the allocated keys and values of all layers, one after the other."""
-        return [part for layer in self.states() for part in layer if part is not None]
+        return [part for layer in self._layers if layer.is_initialized for part in (layer.keys, layer.values)]
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes."""
         return sum(states.nbytes for states in self.buffers())

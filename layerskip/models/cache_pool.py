@@ -21,17 +21,12 @@ from layerskip.models.weights import is_split
 
 _MIN_LENGTH = 512  # positions; from here on lengths are powers of two, so that most prompts find a cache
 _LARGE = 4096  # from here on eighths of powers of two, because masked positions are read too
+# Of the longest cache with captured passes. With 8 billion parameters and 3 TB/s, reading it takes 5 ms even where it is
+# hardly used yet, as long as launching the pass's kernels.
 _MAX_LENGTH = 131072
-"""Positions of the longest cache with captured passes; estimated for 8 billion parameters on a GPU of 3 TB/s.
-
-A pass over a cache that is hardly used yet reads it in 5 ms, which is what launching the pass's kernels takes. Smaller
-models, fuller caches and the kernel that leaves unused positions out read less.
-"""
 _POOLED = 4  # free caches kept per model
 _FREE_SHARE = 1 / 8  # of the device's memory, for all but the latest of them
-
-_ALIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-"""Types of models whose layers all have keys and values of their own and of one shape."""
+_ALIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")  # whose layers all have own keys and values of one shape
 
 _free: weakref.WeakKeyDictionary[nn.Module, list[CapturingCache]] = weakref.WeakKeyDictionary()
 _held: weakref.WeakKeyDictionary[object, weakref.finalize[..., object]] = weakref.WeakKeyDictionary()
@@ -51,14 +46,11 @@ def acquire_cache(
     holder: object | None = None,
     reads: Sequence[nn.Module] = (),
 ) -> KVCache:
-    """Take an empty cache from the pool, with the passes captured on it, or allocate one.
+    """Take an empty cache for so many layers and positions from the pool, with the passes captured on it, or allocate one.
 
     Args:
         model: the model that decodes. A pooled cache is dropped once the weights have moved or changed their dtype. Where
             this cannot be detected, nothing is captured.
-        layers: the number of layers that write to the cache.
-        positions: the number of positions needed.
-        device: where the cache is.
         static_shapes: whether to capture passes if the cache is not too long for it; None: on CUDA. On a CPU, captured
             passes are recomputed in the same shapes.
         holder: keeps the cache until it acquires another or is garbage-collected; None: until :func:`release_cache`.
@@ -68,23 +60,22 @@ def acquire_cache(
         _held.pop(holder)()  # a finalizer runs once, even if the holder is collected at this moment
     if static_shapes is None:
         static_shapes = device.type == "cuda"
-    captures = static_shapes and positions <= _MAX_LENGTH
-    if captures:
+    made_for = None
+    if static_shapes and positions <= _MAX_LENGTH:
         prepare_compiling(model)
+        made_for = _weight_addresses(model, *reads)
     elif static_shapes and model not in _too_long:
         _too_long.add(model)
         longest = f"{type(model).__name__}: a text may have {positions} tokens, more than {_MAX_LENGTH}"
         _log.warning("%s; its passes are neither captured nor compiled", longest)
-    made_for = _weight_addresses(model, *reads) if captures else None
     with _lock:
         # Also where no pooled cache is wanted: caches on a device that the model has left would never be used again.
         free = _free[model] = [cache for cache in _free.get(model, ()) if cache.device == device]
         if made_for is None:
-            return KVCache(layers, positions, device=device)
-        length = _rounded(positions)
-        fitting = (cache for cache in free if cache.made_for == made_for and cache.max_length == length)
-        acquired = next(fitting, None)
-        _free[model] = [cache for cache in free if cache.made_for == made_for and cache is not acquired]
+            return KVCache(layers, positions)
+        length, free = _rounded(positions), [cache for cache in free if cache.made_for == made_for]
+        acquired = next((cache for cache in free if cache.max_length == length), None)
+        _free[model] = [cache for cache in free if cache is not acquired]
     if acquired is None:
         acquired = CapturingCache(layers, length, device)
         if isinstance(model, PreTrainedModel) and model.config.model_type in _ALIKE:
@@ -116,7 +107,6 @@ def generation_lock(model: nn.Module) -> threading.RLock:
 
 
 def _rounded(positions: int) -> int:
-    """Round up to one of few lengths."""
     power = max(_MIN_LENGTH, 1 << (positions - 1).bit_length())
     step = power if power <= _LARGE else power // 16  # an eighth of the next lower power
     return -(-positions // step) * step
@@ -130,5 +120,6 @@ def _weight_addresses(*models: nn.Module) -> Hashable | None:
     if any(map(is_split, models)):
         return None
     parts = [part for model in models for part in (*model.parameters(), *model.buffers())]
-    places = tuple((part.data_ptr(), part.dtype) for part in parts)
-    return None if any(part.numel() and not address for part, (address, _) in zip(parts, places, strict=True)) else places
+    if any(part.numel() and not part.data_ptr() for part in parts):
+        return None
+    return tuple((part.data_ptr(), part.dtype) for part in parts)

@@ -25,57 +25,44 @@ def environment(target: Target) -> dict[str, Any]:
 
 
 def machine(target: Target) -> dict[str, Any]:
-    """Return the values that times depend on.
-
-    ``device``, ``device_name``, ``threads``, ``packed_weights``, ``versions``; ``instruction_set`` of a CPU, as far as torch
-    may use it; ``compiled_layers`` if layers are compiled.
-    """
-    device, places = target.device, vars(target.model).get("hf_device_map", {}).values()
+    """Return the values that times depend on, with the instruction set of a CPU as far as torch may use it."""
+    device, versions = target.device, {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    used = sorted({str(place) for place in places})
-    extra: dict[str, Any] = {} if compiled_layers(target.model) is None else {"compiled_layers": True}
-    if device.type == "cpu":
-        extra["instruction_set"] = torch.backends.cpu.get_cpu_capability()
-    return extra | {
+    used = sorted({str(place) for place in vars(target.model).get("hf_device_map", {}).values()})
+    described = {
         "device": device.type,
         "device_name": name if len(used) < 2 else f"{name} ({', '.join(used)})",  # where the weights are, if split
         "threads": torch.get_num_threads(),
         "packed_weights": uses_packing(target.model),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": versions,
     }
-
-
-def _versions() -> dict[str, str]:
-    versions: dict[str, str] = {}
-    for package in _PACKAGES:
-        for name in (f"{package}-skinny", package):
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[package] = metadata.version(name)
-    return versions
+    if compiled_layers(target.model) is not None:
+        described["compiled_layers"] = True
+    if device.type == "cpu":
+        described["instruction_set"] = torch.backends.cpu.get_cpu_capability()
+    return described
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def git_commit(root: Path) -> str | None:
     """Return the commit of this program's checkout, with ``-dirty`` if its code was changed; None outside a checkout."""
 
-    def git(*arguments: str) -> str | None:
+    def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-        try:
-            completed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return None if completed.returncode else completed.stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    # A program installed inside another project's checkout does not belong to that project's commits.
-    if git("ls-files", "--error-unmatch", str(Path(__file__).relative_to(_ROOT))) is None:
+    try:
+        # A program installed inside another project's checkout does not belong to that project's commits.
+        git("ls-files", "--error-unmatch", str(Path(__file__).relative_to(_ROOT)))
+        commit, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", "layerskip", "searches", "conf")
+    except (OSError, subprocess.SubprocessError):
         return None
-    commit = git("rev-parse", "HEAD")
-    changed = git("status", "--porcelain", "--", "layerskip", "searches", "conf")
-    return f"{commit}-dirty" if commit and changed else commit
+    return f"{commit}-dirty" if changed else commit

@@ -23,31 +23,24 @@ from layerskip.models.weights import is_split
 
 
 class Features:
-    """A collector of the hidden states that a model's output layer reads, which are the output of its body.
-
-    Attributes:
-        states: ``[n, H]``: those of the last pass.
-    """
+    """Receives the hidden states ``[n, H]`` of the last pass that the output layer reads: the output of the model's body."""
 
     states: Tensor
 
-    @contextlib.contextmanager
-    def collect(self, model: nn.Module) -> Iterator[None]:
-        """Collect from the pass of a model, or of a view of it, within the ``with`` block."""
 
-        body = _body(model)
-        if body not in _hooked:  # once, because layers on a CPU prepare their calls again after any hook was added
-            body.register_forward_hook(_receive)
-            _hooked.add(body)
-        _receivers[body] = self
-        try:
-            yield
-        finally:
-            del _receivers[body]
+_receivers = weakref.WeakKeyDictionary[nn.Module, Features | None]()
 
 
-_hooked = weakref.WeakSet[nn.Module]()
-_receivers = weakref.WeakKeyDictionary[nn.Module, Features]()
+@contextlib.contextmanager
+def _collecting(model: nn.Module, features: Features) -> Iterator[None]:
+    body = _body(model)
+    if body not in _receivers:  # hooked once, because layers on a CPU prepare their calls again after any hook was added
+        body.register_forward_hook(_receive)
+    _receivers[body] = features
+    try:
+        yield
+    finally:
+        _receivers[body] = None
 
 
 def _receive(body: nn.Module, _args: Any, output: Any) -> None:
@@ -72,13 +65,8 @@ def forward(
 ) -> Tensor:
     """Return the logits ``[last, V]``, in the model's dtype, of the last tokens of a block that starts at ``cache.length``.
 
-    Args:
-        model: a Hugging Face causal language model, or a view of one.
-        tokens: ``[n]`` int64.
-        cache: read up to ``length``, written after it.
-        last: 0 to n.
-        positions: ``[n]`` int64; None for consecutive positions from ``cache.length`` on.
-        features: collected during this pass; None for none.
+    The model is a Hugging Face causal language model, or a view of one. Tokens are ``[n]`` int64, and so are positions, by
+    default consecutive ones from ``cache.length`` on; ``last`` is 0 to n. ``features`` receive the pass's hidden states.
     """
     if positions is None and isinstance(cache, CapturingCache) and isinstance(model, PreTrainedModel):
         layer = model.get_output_embeddings()  # heads have none: their passes read more than tokens
@@ -91,7 +79,7 @@ def _captured_forward(
     model: nn.Module, tokens: Tensor, cache: CapturingCache, last: int, features: Features | None
 ) -> Tensor:
     size, wanted = tokens.shape[0], last
-    wide = _chain_width(size)
+    wide = size if size <= 2 else 4 if size <= 4 else padded_count(size)
     if wide == size or (cache.pads_chains and cache.captures(model, wide)):
         # Few widths are captured, so blocks are followed by copies of their first token, and all rows have logits.
         tokens = tokens if wide == size else torch.cat((tokens, tokens[:1].expand(wide - size)))
@@ -107,22 +95,17 @@ def _captured_forward(
     return logits if last == wanted else logits[size - wanted : size]
 
 
-def _chain_width(size: int) -> int:
-    return size if size <= 2 else 4 if size <= 4 else padded_count(size)
-
-
 def _forward(
     model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None, features: Features | None
 ) -> Tensor:
-    size = tokens.shape[0]
-    options: dict[str, Any] = {}
+    size, options = tokens.shape[0], dict[str, Any]()
     if last < size and _has_logits_to_keep(type(model)):  # type: ignore[arg-type]
         # An int becomes a slice, for which torch copies the whole output layer where that needs no gradient.
         # The output layer of a split model is elsewhere, and indices on the CPU fit everywhere.
         options["logits_to_keep"] = torch.arange(size - last, size, device="cpu" if is_split(model) else tokens.device)
     if positions is not None:
         options["position_ids"] = positions[None]
-    with contextlib.nullcontext() if features is None else features.collect(model):
+    with contextlib.nullcontext() if features is None else _collecting(model, features):
         output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **options)
     logits: Tensor = output.logits
     return logits[0, logits.shape[1] - last :]

@@ -23,12 +23,13 @@ _PORTION = 4096  # rows that are compared at a time, in float64
 
 
 class _Layout(NamedTuple):
-    """The codes in the bytes of a block, as in ggml's ``ggml-common.h``, and the number that is added to its values, if any.
+    """The bytes of a block as in ggml's ``ggml-common.h``: those of its codes, and of a number that is added to its values.
 
     ``lowest`` and ``highest`` are bytes of the smallest and the largest code, which are ``steps`` apart; ``group`` values
     share a scale.
     """
 
+    size: int
     codes: slice
     steps: int
     added: slice = slice(0)
@@ -38,14 +39,14 @@ class _Layout(NamedTuple):
 
 
 KINDS = {
-    "Q4_0": _Layout(slice(2, 18), 15),
-    "Q4_1": _Layout(slice(4, 20), 15, slice(2, 4)),
-    "Q5_0": _Layout(slice(2, 22), 31),
-    "Q5_1": _Layout(slice(4, 24), 31, slice(2, 4)),
-    "Q8_0": _Layout(slice(2, 34), 255, lowest=128, highest=127),
-    "Q4_K": _Layout(slice(16, 144), 15, slice(2, 4)),
-    "Q5_K": _Layout(slice(16, 176), 31, slice(2, 4)),
-    "Q6_K": _Layout(slice(0, 192), 63, group=16),
+    "Q4_0": _Layout(18, slice(2, 18), 15),
+    "Q4_1": _Layout(20, slice(4, 20), 15, slice(2, 4)),
+    "Q5_0": _Layout(22, slice(2, 22), 31),
+    "Q5_1": _Layout(24, slice(4, 24), 31, slice(2, 4)),
+    "Q8_0": _Layout(34, slice(2, 34), 255, lowest=128, highest=127),
+    "Q4_K": _Layout(144, slice(16, 144), 15, slice(2, 4)),
+    "Q5_K": _Layout(176, slice(16, 176), 31, slice(2, 4)),
+    "Q6_K": _Layout(210, slice(0, 192), 63, group=16),
 }
 """The layout of a block, by the name of a type of ggml."""
 
@@ -53,8 +54,7 @@ KINDS = {
 def keep_file_blocks(model: nn.Module, file: Path) -> tuple[int, int]:
     """Let the linear layers of a float32 model multiply by the blocks of the file that it was loaded from.
 
-    Returns:
-        The number of weights that are in blocks now, and that of all linear layers' weights.
+    Return the number of weights that are in blocks now, and that of all linear layers' weights.
     """
     from gguf import GGUFReader
 
@@ -81,9 +81,7 @@ class _FileTensor:
 
     def blocks_of(self, weight: Tensor) -> Blocks | None:
         """Return the blocks of a weight ``[out, in]``; None if this tensor has other values."""
-        from gguf.constants import GGML_QUANT_SIZES
-
-        for width in (GGML_QUANT_SIZES[self._type][1], self._data.shape[1]) if not self._rows else ():
+        for width in (KINDS[self._type.name].size, self._data.shape[1]) if not self._rows else ():
             values = _values(self._data[:, :width], self._type)
             self._rows, self._width = {key: number for number, key in enumerate(_hashes(values))}, values.shape[1]
             if len(self._rows) == len(values):
@@ -109,21 +107,18 @@ def _values(data: Any, kind: Any) -> Any:
 
 def unpack(data: Any, kind: Any, values: Tensor) -> Blocks:
     """Return the blocks of rows with known values ``[out, in]``, given in bytes ``[out, n]`` of a type of ggml."""
-    from gguf.constants import GGML_QUANT_SIZES
+    layout = KINDS[kind.name]
 
-    layout, size = KINDS[kind.name], GGML_QUANT_SIZES[kind][1]
-
-    def first_values(code: int, is_added: bool) -> Tensor:
-        """Return the value of a code in every group, ``[out, groups]``."""
-        changed = numpy.array(data).reshape(len(data), -1, size)
+    def first_values(code: int, added: slice = slice(0)) -> Tensor:
+        """Return the value of a code in every group, ``[out, groups]``, with zero as the number that is added to it."""
+        changed = numpy.array(data).reshape(len(data), -1, layout.size)
         changed[..., layout.codes] = code
-        if not is_added:
-            changed[..., layout.added] = 0
+        changed[..., added] = 0
         found = torch.from_numpy(_values(changed.reshape(data.shape), kind))
         return found.view(len(found), -1, layout.group)[..., 0].contiguous()
 
-    offsets = first_values(layout.lowest, is_added=True)
-    scales = (first_values(layout.highest, is_added=False) - first_values(layout.lowest, is_added=False)) / layout.steps
+    offsets = first_values(layout.lowest)
+    scales = (first_values(layout.highest, layout.added) - first_values(layout.lowest, layout.added)) / layout.steps
     steps = (values.view(*scales.shape, layout.group) - offsets.unsqueeze(-1)) / scales.unsqueeze(-1)
     codes = steps.nan_to_num_(0.0).round_().clamp_(0, layout.steps)  # NaN where the scale is 0
     return Blocks(codes.flatten(1).to(torch.uint8), scales, offsets)

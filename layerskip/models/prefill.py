@@ -1,7 +1,7 @@
 """The pass over a prompt, in parts that bound its memory; and its result, kept for several decodings of the same prompt.
 
-A pass over n tokens needs memory for its mask, n by n with sliding windows, and for the activations of all n tokens. Several
-passes over parts of the prompt, each on the cache that the earlier ones filled, give the same keys, values and logits.
+A pass over n tokens needs memory for its mask, n by n with sliding windows, and for the activations of all n tokens. Passes
+over parts of the prompt, each on the cache that the earlier ones filled, give the same keys, values and logits.
 """
 
 from __future__ import annotations
@@ -34,39 +34,26 @@ def parts_of(count: int) -> list[slice]:
 def run_prefill(model: nn.Module, tokens: Tensor, cache: KVCache, last: int = 1, features: Features | None = None) -> Tensor:
     """Read a prompt: fill the cache after its length, advance the length, and return the logits of the last tokens.
 
-    Args:
-        model: a Hugging Face causal language model, or a view of one.
-        tokens: ``[n]`` int64.
-        cache: the model's cache.
-        last: the number of tokens to return logits for, at most 512 of a long prompt; ``[last, V]`` in the model's dtype.
-        features: collected for all tokens; None for none.
+    Tokens are ``[n]`` int64; logits ``[last, V]`` in the model's dtype, ``last`` at most 512 of a long prompt. Features are
+    collected for all tokens.
     """
     count = tokens.shape[0]
     # A model that chooses its position scaling by the last position of a pass has another encoding in each part.
     one_pass = isinstance(model, PreTrainedModel) and scaling_depends_on_length(model, cache.length + count)
-    *parts, end = [slice(0, count)] if one_pass else parts_of(count)
-    collected = []
+    parts, collected = [slice(0, count)] if one_pass else parts_of(count), []
     for part in parts:
-        forward(model, tokens[part], cache, last=1, features=features)
+        logits = forward(model, tokens[part], cache, last if part is parts[-1] else 1, features=features)
+        cache.length += part.stop - part.start
         if features is not None:
             collected.append(features.states)
-        cache.length += part.stop - part.start
-    logits = forward(model, tokens[end], cache, last=last, features=features)
-    cache.length += end.stop - end.start
     if features is not None:
-        features.states = torch.cat((*collected, features.states))
+        features.states = torch.cat(collected)
     return logits
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt after the target's prefill.
-
-    Args:
-        tokens: the prompt, at least one token id.
-        cache: the prompt's keys and values.
-        logits: ``[1, V]``: the logits after its last token.
-    """
+    """A prompt of at least one token after the target's prefill: its keys and values, and the logits ``[1, V]`` after it."""
 
     tokens: Sequence[int]
     cache: KVCache

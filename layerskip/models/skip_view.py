@@ -4,21 +4,20 @@ A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with
 memo. In the view, a skipped sub-layer returns zeros, and a wholly skipped layer returns its input. Nothing else changes, so
 layer indices, cache entries, and each model family's own masks and positions stay as they are.
 
-A mask of whole layers can be exported as an ordinary checkpoint of the kept layers, a draft model for any inference engine.
-It is loaded again and compared with the view, because the code of a model family may depend on layer numbers.
+A mask of whole layers can be exported as an ordinary checkpoint of the kept layers. It is loaded again and compared with the
+view, because the code of a model family may depend on layer numbers.
 """
 
 from __future__ import annotations
 
 import copy
-import re
+import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.device.trial import nearly_equal
@@ -45,13 +44,7 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     """Make a view of a model that skips the sub-layers of a mask. It shares every weight; the model does not change.
 
-    Args:
-        model: a decoder.
-        mask: the sub-layers to skip.
-
-    Raises:
-        UnsupportedModel: the model's sub-layers cannot be skipped.
-        MaskError: the mask is for another number of layers.
+    An :class:`UnsupportedModel` cannot be skipped; a :class:`MaskError` tells that the mask is for another number of layers.
     """
     detected = architecture(model)
     if mask.layers != len(detected.blocks):
@@ -61,25 +54,20 @@ def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     for index, block in enumerate(detected.blocks):
         layer = layers.get_submodule(str(index))
         if mask.attention[index] and mask.mlp[index]:
-            replace_forward(layer, block.form, _unchanged)
+            replace_forward(layer, block.form, lambda hidden: hidden)
             continue
-        for kind in ("attention", "mlp"):
-            for name in getattr(block, kind) if getattr(mask, kind)[index] else ():
-                replace_forward(layer.get_submodule(name), block.child_forms[name], torch.zeros_like)
+        for name in (block.attention if mask.attention[index] else ()) + (block.mlp if mask.mlp[index] else ()):
+            replace_forward(layer.get_submodule(name), block.child_forms[name], torch.zeros_like)
     return _learned(view)
-
-
-def _unchanged(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     """Return the view of a mask, cached until another mask is requested, so that its captured passes are reused."""
     cached = _skip_views.of(model)
-    view = cached.get(mask) or skip_view(model, mask)
-    cached.clear()
-    cached[mask] = view
-    return view
+    if mask not in cached:
+        cached.clear()
+        cached[mask] = skip_view(model, mask)
+    return cached[mask]
 
 
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
@@ -100,9 +88,8 @@ class OncePerModel(Generic[T]):
         self._values: weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[object], T]] = weakref.WeakKeyDictionary()
 
     def of(self, model: PreTrainedModel) -> T:
-        """Return the value for a model in its present state."""
         state: list[object] = [uses_packing(model), compile_mode(model), model.dtype]
-        state += (id(t) for t in (*model.parameters(), *model.buffers()))
+        state += map(id, (*model.parameters(), *model.buffers()))
         for module in model.modules():  # hooks and active PEFT adapters change a forward pass without being tensors
             state += (*module._forward_pre_hooks, *module._forward_hooks)
             state += (str(module.__dict__[name]) for name in _ADAPTERS if name in module.__dict__)
@@ -111,20 +98,17 @@ class OncePerModel(Generic[T]):
         return self._values[model][1]
 
 
-def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+def shared_copy(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
     """Return a second tree of modules over the model's own tensors, with attention and linear layers for verification."""
-    return _learned(_copied(model))
+    return _learned(_copied(model, bits))
 
 
 def quantized_view(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """Return a view of a model whose linear layers multiply by weights of 8 or 4 bits; made once per model and bits.
+    """Return a view of a model whose linear layers multiply by weights of 8 or 4 bits; made once per state of the model.
 
     Passes over more rows than a step has multiply by the model's own weights.
     """
-    views = _quantized_views.of(model)
-    if bits not in views:
-        views[bits] = _learned(_copied(model, bits))
-    return views[bits]
+    return _quantized_views[bits].of(model)
 
 
 def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
@@ -155,7 +139,7 @@ def _learned(view: PreTrainedModel) -> PreTrainedModel:
 
 
 _decoding_views = OncePerModel(shared_copy)
-_quantized_views: OncePerModel[dict[int, PreTrainedModel]] = OncePerModel(lambda _: {})
+_quantized_views = {bits: OncePerModel(functools.partial(shared_copy, bits=bits)) for bits in (8, 4)}
 _skip_views: OncePerModel[dict[SkipMask, PreTrainedModel]] = OncePerModel(lambda _: {})
 
 
@@ -173,20 +157,16 @@ def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) ->
     if getattr(target.model, "is_quantized", False):
         raise UnsupportedModel("target.quantization: no checkpoint can be cut out of a quantised model")
     check_not_split(target.model, "checkpoints of kept layers")
-    kept = [i for i in range(mask.layers) if not mask.attention[i]]
-    if not kept:
+    if not (kept := [i for i in range(mask.layers) if not mask.attention[i]]):
         raise MaskError("mask: skips every layer, so no layer is left to save")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: is not empty")
-    view = skip_view(target.model, mask)
-    cut = _cut(target.model, kept)
+    view, cut = skip_view(target.model, mask), Target(_cut(target.model, kept), target.tokenizer)
     # Written to a temporary folder first, so that the final folder is always complete and checked.
     with atomic_folder(folder) as partial:
-        cut.save_pretrained(partial)
-        if target.tokenizer is not None:
-            target.tokenizer.save_pretrained(partial)
-        _check(target, view, partial, len(kept))
+        cut.save(partial)
+        _check(target, view, partial)
     return folder
 
 
@@ -195,30 +175,22 @@ def _cut(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
     for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
         _cut_fields(part, layers, kept)
     path = architecture(model).path
-    layer_name = re.compile(rf"{re.escape(path)}\.(\d+)\.")
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        match = layer_name.match(name)
-        if match is None:
-            weights[name] = tensor
-        elif int(match[1]) in kept:
-            weights[f"{path}.{kept.index(int(match[1]))}.{name[match.end() :]}"] = tensor
-    cut = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    assert isinstance(cut, PreTrainedModel)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(f"{path}.")}
+    for place, index in enumerate(kept):
+        weights |= model.get_submodule(f"{path}.{index}").state_dict(prefix=f"{path}.{place}.")
+    cut: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     try:
         cut.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        reason = "its configuration distinguishes layers by number in an unknown way"
-        raise UnsupportedModel(f"{type(model).__name__}: {reason}") from error
+        raise UnsupportedModel(f"{type(model).__name__}: its configuration distinguishes layers by number") from error
     cut.generation_config = copy.deepcopy(model.generation_config)
     return cut
 
 
 def _cut_fields(config: Any, layers: int, kept: list[int]) -> None:
     """Reduce every list with one entry per layer to the kept layers, and renumber every list of layer indices."""
-    for name, value in vars(config).items():
-        if not isinstance(value, list) or not value:
-            continue
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, list)}
+    for name, value in lists.items():
         if len(value) == layers and name != "architectures" and not name.endswith("token_id"):
             setattr(config, name, [value[i] for i in kept])
         elif name.endswith("_layers") and all(isinstance(i, int) and 0 <= i < layers for i in value):
@@ -227,14 +199,13 @@ def _cut_fields(config: Any, layers: int, kept: list[int]) -> None:
 
 
 @torch.inference_mode()
-def _check(target: Target, view: PreTrainedModel, folder: Path, layers: int) -> None:
+def _check(target: Target, view: PreTrainedModel, folder: Path) -> None:
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.model.dtype, use_safetensors=True)
     tokens = torch.arange(_PROBE_LENGTH, device=target.device) % target.vocabulary
     expected, logits = (
-        forward(model, tokens, KVCache(count, _PROBE_LENGTH, device=target.device), last=1)
-        for model, count in ((view, target.layers), (loaded.to(target.device).eval(), layers))
+        forward(model, tokens, KVCache(target.layers, _PROBE_LENGTH), last=1)
+        for model in (view, loaded.to(target.device).eval())
     )
     if not nearly_equal(logits, expected):
-        reason = "something in its configuration depends on layer numbers"
-        difference = "a checkpoint of its kept layers differs from the skipped model"
-        raise UnsupportedModel(f"{target.architecture}: {difference}; {reason}")
+        reason = "differs from the skipped model; something in its configuration depends on layer numbers"
+        raise UnsupportedModel(f"{target.architecture}: a checkpoint of its kept layers {reason}")

@@ -6,22 +6,23 @@ import contextlib
 import functools
 import hashlib
 import json
-import operator
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from layerskip import files
 from layerskip.models.compiled_layers import COMPILE_MODES, set_compiling
 from layerskip.models.packing import has_blocks, set_packing
 from layerskip.models.weights import input_device, stored_weights
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
-
 
 _SAMPLED_VALUES = 256
 _STORED = {"mixed": "bfloat16", "native": "blocks"}  # weights of float32 arithmetic, by the value of target.dtype
@@ -35,7 +36,7 @@ class TargetError(ValueError):
 class NotFinite(TargetError):
     """Logits without a finite maximum, NaN or infinite: no token is the most likely one, and no distribution exists.
 
-    ``position`` is that of the last token before them in prompt and output together, from 0. The prompt and the contender, a
+    ``position`` is that of the last token before them in prompt and output together, from 0. Prompt and ``contender``, a
     configuration's name in a comparison, are empty if unknown.
     """
 
@@ -69,18 +70,13 @@ class Target:
     Args:
         model: in evaluation mode.
         tokenizer: None for a target that reads and writes token ids only.
-        name: the name that it was loaded by.
-        revision: the revision on the hub; None for other sources.
+        name, revision: those that it was loaded by; the revision of a source other than the hub is None.
         pack_weights: whether to pack the weights for a CPU (:mod:`layerskip.models.packing`); None: if the packed copy takes
             at most a quarter of the memory. A setting that the model already has is kept with None.
-        quantization: how its weights were quantised on loading, as :func:`~layerskip.models.loading.load_target` accepts it;
-            None if they were not.
+        quantization: how its weights were quantised by :func:`~layerskip.models.loading.load_target`; None if they were not.
         drafts: draft models that were loaded for it, by name.
         compile: whether the layers of captured passes are compiled (:mod:`layerskip.models.compiled_layers`): ``auto``, on
-            CUDA, or ``off``. With None, the model's setting is kept; without one, it is ``auto``.
-
-    Raises:
-        TargetError: ``compile`` is another value.
+            CUDA, or ``off``. With None, the model's setting is kept, by default ``auto``.
     """
 
     model: PreTrainedModel
@@ -105,7 +101,6 @@ class Target:
 
     @property
     def layers(self) -> int:
-        """The number of decoder layers."""
         return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
 
     @property
@@ -130,8 +125,7 @@ class Target:
         """The value of ``target.dtype`` that it can be loaded with: its dtype, ``mixed`` or ``native``."""
         if has_blocks(self.model):
             return "native"
-        matrices = (weight.detach().flatten() for _, weight in stored_weights(self.model) if weight.ndim > 1)
-        samples = (flat[:: max(1, flat.numel() // _SAMPLED_VALUES)] for flat in matrices)
+        samples = (_sample(weight) for _, weight in stored_weights(self.model) if weight.ndim > 1)
         plain = self.dtype == "float32" and self.device.type == "cpu" and not getattr(self.model, "is_quantized", False)
         return "mixed" if plain and all(bool((part == part.bfloat16()).all()) for part in samples) else self.dtype
 
@@ -157,8 +151,7 @@ class Target:
         identity = [self.architecture, stored, sorted(self.eos_ids), config]
         hashed = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
         for name, weight in stored_weights(self.model):
-            flat = weight.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // _SAMPLED_VALUES)].float().cpu().numpy()
+            sample = _sample(weight).float().cpu().numpy()
             hashed.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
         return hashed.hexdigest()
 
@@ -171,23 +164,15 @@ class Target:
     @functools.cached_property
     def tokenizer_digest(self) -> str | None:
         """SHA-256 of the tokenizer's tokens and their ids; None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        return hashlib.sha256(json.dumps(sorted(self.tokenizer.get_vocab().items())).encode()).hexdigest()
+        return None if self.tokenizer is None else files.digest(sorted(self.tokenizer.get_vocab().items()))
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The end-of-sequence tokens; some models have several. A :class:`TargetError` if one is no token id."""
-        sources = {
-            "generation_config": self.model.generation_config,
-            "config": self.model.config,
-            "tokenizer": self.tokenizer,
-        }
-        for name, source in sources.items():
-            found = getattr(source, "eos_token_id", None)
-            if found is None:
-                continue
-            return self.check_ends(found, f"{name}.eos_token_id")
+        generation, config = self.model.generation_config, self.model.config
+        for name, source in {"generation_config": generation, "config": config, "tokenizer": self.tokenizer}.items():
+            if (found := getattr(source, "eos_token_id", None)) is not None:
+                return self.check_ends(found, f"{name}.eos_token_id")
         return frozenset()
 
     def check_ends(self, found: Any, field: str) -> frozenset[int]:
@@ -200,41 +185,29 @@ class Target:
         return frozenset(ids)
 
     def encode(self, prompt: Prompt, field: str = "prompt") -> list[int]:
-        """Convert a prompt to token ids.
+        """Convert a prompt to token ids; a :class:`TargetError` that begins with ``field`` if that is impossible.
 
-        Args:
-            prompt: a text (one user message, where the tokenizer has a chat template), a list of messages with ``role``
-                and ``content``, or token ids, which are returned as they are; a tensor of one dimension is a list of ids.
-            field: the name that errors begin with.
-
-        Raises:
-            TargetError: the prompt is empty, has another type or a token beyond the vocabulary, or the chat template
-                refuses it, or it is a text and the target has no tokenizer.
+        It is a text (one user message, where the tokenizer has a chat template), a list of messages with ``role`` and
+        ``content``, or token ids, which are returned as they are; a tensor of one dimension is a list of ids.
         """
         given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        if isinstance(given, Sequence) and not given:
+        is_list = isinstance(given, Sequence) and not isinstance(given, bytes)
+        if is_list and not given:
             raise TargetError(f"{field}: is empty")
         if isinstance(given, str):
-            ids = self._tokenize([{"role": "user", "content": given}], field)
-        elif isinstance(given, Sequence) and all(isinstance(message, Mapping) for message in given):
-            ids = self._tokenize(given, field)
-        else:
-            try:
-                ids = [operator.index(token) for token in given]
-                is_of_ids = not isinstance(given, bytes) and not any(isinstance(token, bool) for token in given)
-            except TypeError:
-                is_of_ids = False
-            if not is_of_ids:
-                expected = "a text, nor a list of messages, nor a list of token ids"
-                raise TargetError(f"{field}: {reprlib.repr(given)} is neither {expected}")
-        if not ids:
+            given = [{"role": "user", "content": given}]
+        if is_list and all(isinstance(part, Mapping) for part in given):
+            given = self._tokenize(given, field)
+        elif not is_list or not all(isinstance(part, Integral) and not isinstance(part, bool) for part in given):
+            expected = "a text, nor a list of messages, nor a list of token ids"
+            raise TargetError(f"{field}: {reprlib.repr(given)} is neither {expected}")
+        if not given:
             raise TargetError(f"{field}: has no tokens")
         words: Any = self.model.get_input_embeddings()
-        known = words.weight.shape[0]
-        beyond = next((token for token in ids if not 0 <= token < known), None)
-        if beyond is not None:
-            raise TargetError(f"{field}: the token {beyond} is beyond the vocabulary of {self.name}, 0 to {known - 1}")
-        return ids
+        last = words.weight.shape[0] - 1
+        if beyond := [token for token in given if not 0 <= token <= last]:
+            raise TargetError(f"{field}: the token {beyond[0]} is beyond the vocabulary of {self.name}, 0 to {last}")
+        return list(map(int, given))
 
     def _tokenize(self, messages: Sequence[Mapping[str, str]], field: str) -> list[int]:
         for message in messages:
@@ -245,15 +218,14 @@ class Target:
                     raise TargetError(f"{field}: {part} of a message has a lone surrogate, which is no Unicode text")
         if self.tokenizer is None:
             raise TargetError(f"{field}: this target has no tokenizer; give token ids")
-        plain = self.tokenizer.chat_template is None
+        given: list[Any] = list(messages)
+        part = "tokenizer" if self.tokenizer.chat_template is None else "chat template"
         try:
-            if plain:
-                return list(self.tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
-            given: list[Any] = list(messages)
+            if part == "tokenizer":
+                return list(self.tokenizer("\n\n".join(message["content"] for message in given))["input_ids"])
             text = self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         except Exception as error:  # a template is code of the model's author, which may raise anything
-            part = "tokenizer" if plain else "chat template"
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise TargetError(f"{field}: refused by the {part} of {self.name}; change one of them: {reason}") from error
 
@@ -265,6 +237,9 @@ class Target:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert token ids to text without special tokens; empty if the target has no tokenizer."""
-        if self.tokenizer is None:
-            return ""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _sample(weight: Tensor) -> Tensor:
+    flat = weight.detach().flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLED_VALUES)]

@@ -1,8 +1,8 @@
 """Files of trained heads, with the target that they belong to.
 
-A folder holds ``head.safetensors`` and ``head.json``. A head reads one target's hidden states, and on another
-target it would draft noise. The target is identified by a sample of its weights, in any dtype, and by the revision where
-both have the same name.
+A folder holds ``head.safetensors`` and ``head.json``. A head reads one target's hidden states, and on another target it
+would draft noise. The target is identified by a sample of its weights, in any dtype, and by the revision where both have the
+same name.
 """
 
 from __future__ import annotations
@@ -31,28 +31,15 @@ _SMALLEST = 2**-24  # float16 rounds to multiples of it
 
 
 def save_trained(
-    folder: Path,
-    shape: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    target: Target,
-    training: Mapping[str, Any],
+    folder: Path, shape: Mapping[str, Any], weights: Mapping[str, Tensor], target: Target, training: Mapping[str, Any]
 ) -> None:
-    """Save a trained head. ``head.json`` is written last, so that an incomplete folder is not a trained head.
+    """Save a trained head: the arguments to build it, its own tensors, and a record of its data and training.
 
-    Args:
-        folder: created if needed; with a full disk (``OSError``), an earlier head in it is kept.
-        shape: the arguments to build the head.
-        weights: the head's own tensors, without those of the target.
-        target: the target whose hidden states it reads.
-        training: a record of data and training for the reader, with the digest of the data.
+    ``head.json`` is written last, so that an incomplete folder is not a trained head. With a full disk (``OSError``), an
+    earlier head in the folder is kept.
     """
-    metadata = {
-        "schema": _SCHEMA,
-        "kind": "eagle",  # for the reader
-        "shape": dict(shape),
-        "target": _identity(target),
-        "training": dict(training),
-    }
+    about = {"kind": "eagle", "training": dict(training)}  # for the reader
+    metadata = {"schema": _SCHEMA, "shape": dict(shape), "target": _identity(target)} | about
     with atomic_write(folder / _METADATA) as partial_metadata, atomic_write(folder / _WEIGHTS) as partial:
         write_json(partial_metadata, metadata)
         save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, partial)
@@ -83,17 +70,12 @@ def restore_weights(module: nn.Module, weights: Mapping[str, Tensor], damaged: s
         missing, unknown = module.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise ConfigError(f"{damaged} {' '.join(str(error).split())[:200]}") from error
-    absent = [name for name in missing if name not in optional]
-    if absent or unknown:
-        raise ConfigError(f"{damaged} {', '.join([*absent, *unknown][:3])}")
+    if wrong := [*(name for name in missing if name not in optional), *unknown]:
+        raise ConfigError(f"{damaged} {', '.join(wrong[:3])}")
 
 
 def check_trained(folder: Path, target: Target) -> dict[str, Any]:
-    """Return the contents of ``head.json`` of a trained head.
-
-    Raises:
-        ConfigError: the folder has none, its metadata is damaged, or it belongs to another target.
-    """
+    """Return what ``head.json`` has; a :class:`ConfigError` if it is missing, damaged or belongs to another target."""
     metadata = read_metadata(folder)
     made_for, own = metadata["target"], _identity(target)
     mismatch = f"head: {folder} was made for another target, {made_for.get('name')}, not for {target.name}: its"
@@ -134,10 +116,10 @@ def _are_valid_tokens(tokens: Tensor | None, size: object, vocabulary: int) -> b
     """Return whether tokens are distinct and in the target's vocabulary, as many as the shape says; or absent in both."""
     if tokens is None:
         return size is None
-    if tokens.dtype != torch.int64 or tokens.ndim != 1 or not tokens.numel() or size not in (None, tokens.numel()):
-        return False
+    given = set(tokens.flatten().tolist())
     # A token in two rows would be accepted more often than its probability allows.
-    return 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary and len(set(tokens.tolist())) == tokens.numel()
+    is_list = tokens.dtype == torch.int64 and tokens.shape == (len(given),) and size in (None, len(given))
+    return is_list and bool(given) and given.issubset(range(vocabulary))
 
 
 def same_weights(one: ArrayLike, other: ArrayLike) -> bool:

@@ -1,12 +1,11 @@
 """Weights on several devices, and quantised ones, as transformers loads them.
 
 Accelerate places weights through hooks on modules, which move arguments to a module's device and the output back. Weights
-without room on a GPU are offloaded: they stay in memory or on the disk and are copied for every pass.
+without room on a GPU are offloaded: they are copied from memory or from the disk for every pass.
 
 A quantised target is compared with its own plain decoding. Drafting needs one more property: the result of a token must not
-depend on the other tokens of its pass. Weight-only quantisation has it, and so has a quantisation of activations with one
-scale per token. A scale for a whole pass has not, nor have the outliers of LLM.int8() (arXiv 2208.07339, section 3), whose
-columns are those of all tokens together.
+depend on the other tokens of its pass. Weight-only quantisation has it, and so have activations with one scale per token. A
+scale for a whole pass has not, nor have the outliers of LLM.int8() (arXiv 2208.07339, section 3), which are those of a pass.
 """
 
 from __future__ import annotations
@@ -24,18 +23,12 @@ from transformers import PreTrainedModel
 
 from layerskip.config import ConfigError
 
-QUANTIZATIONS = {
-    "bitsandbytes-4bit": "bitsandbytes",
-    "bitsandbytes-8bit": "bitsandbytes",
-    "torchao-int8": "torchao",
-    "torchao-int4": "torchao",
-    "fp8": "",
-}
-"""The short names of ``target.quantization``, with the packages that they need."""
+QUANTIZATIONS = ("bitsandbytes-4bit", "bitsandbytes-8bit", "torchao-int8", "torchao-int4", "fp8")
+"""The short names of ``target.quantization``. They begin with the package that they need, except ``fp8``."""
 _CUDA_ONLY = ("torchao-int4", "fp8")
 _DTYPES = {"bitsandbytes-8bit": torch.float16, "torchao-int4": torch.bfloat16}  # of the only kernels
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-_ROWS = 8
+_HALF = 4  # of the rows of a trial
 _OUTLIER = 100.0  # times the other rows
 _NOISE = 4.0  # times the difference of two equal runs, which is 0 unless a kernel adds in any order
 
@@ -73,11 +66,10 @@ def stored_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Return a tensor, or the parts of a wrapper as in torchao."""
-    parts = getattr(tensor, "__tensor_flatten__", None)
-    if parts is None:
+    if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor
         return
-    for part in parts()[0]:
+    for part in tensor.__tensor_flatten__()[0]:
         yield from _plain_tensors(f"{name}.{part}", getattr(tensor, part))
 
 
@@ -94,24 +86,18 @@ def check_dense(layer: nn.Module | None, model: PreTrainedModel, what: str) -> N
 
 
 def quantization_config(quantization: object, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the configuration of transformers for a value of ``target.quantization``.
+    """Return the configuration of transformers for a value of ``target.quantization`` and a dtype of activations.
 
-    The value is a name of :data:`QUANTIZATIONS`, a mapping as in the ``quantization_config`` of a checkpoint's
-    ``config.json``,
-    or a configuration object of transformers; ``dtype`` is that of the activations.
-
-    Raises:
-        ConfigError: the name is unknown, a package is missing, or the device or dtype has no kernels for it.
+    It is a name of :data:`QUANTIZATIONS`, a mapping as in a checkpoint's ``config.json``, or an object of transformers. A
+    :class:`ConfigError` tells that the name is unknown, a package is missing, or the device or dtype has no kernels for it.
     """
-    if isinstance(quantization, Mapping):
+    if isinstance(quantization, Mapping) or hasattr(quantization, "quant_method"):
         return _plain(quantization)
-    if hasattr(quantization, "quant_method"):
-        return quantization
     if not isinstance(quantization, str) or quantization not in QUANTIZATIONS:
         names = ", ".join(QUANTIZATIONS)
         raise ConfigError(f"target.quantization: {quantization!r} is not one of {names}, nor a mapping with quant_method")
-    package, needed = QUANTIZATIONS[quantization], _DTYPES.get(quantization, dtype)
-    if package and find_spec(package) is None:
+    package, needed = quantization.partition("-")[0], _DTYPES.get(quantization, dtype)
+    if package != "fp8" and find_spec(package) is None:
         raise ConfigError(f"target.quantization: {quantization} needs the package {package}: pip install {package}")
     if quantization in _CUDA_ONLY and device.type != "cuda":
         raise ConfigError(f"target.quantization: {quantization} needs a CUDA device, not {device.type}")
@@ -137,13 +123,10 @@ def _torchao(name: str, **fields: Any) -> Any:
     return transformers.TorchAoConfig(made)
 
 
-def as_recorded(quantization: Any) -> str | dict[str, Any]:
+def as_recorded(quantization: Any) -> Any:
     """Return a value of ``target.quantization`` as JSON can hold it, in a form that :func:`quantization_config` accepts."""
-    if isinstance(quantization, str):
-        return quantization
-    fields = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    recorded: dict[str, Any] = json.loads(json.dumps(_plain(fields), default=str))
-    return recorded
+    fields = quantization if isinstance(quantization, str | Mapping) else quantization.to_dict()
+    return json.loads(json.dumps(_plain(fields), default=str))
 
 
 def _plain(value: Any) -> Any:
@@ -170,10 +153,9 @@ def rows_depend(model: PreTrainedModel) -> str | None:
             continue
         seen.add(kind)
         place = parts[0].device if parts else torch.device("cpu")
-        rows = torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0), device="cpu")
-        changed = torch.cat((rows[: _ROWS // 2], _OUTLIER * rows[_ROWS // 2 :]))
-        runs = (layer(some.to(place, model.dtype)[None])[0, : _ROWS // 2].float() for some in (rows, rows, changed))
-        first, again, beside = runs
+        rows = torch.randn(2 * _HALF, width, generator=torch.Generator().manual_seed(0), device="cpu")
+        changed = torch.cat((rows[:_HALF], _OUTLIER * rows[_HALF:]))
+        first, again, beside = (layer(x.to(place, model.dtype)[None])[0, :_HALF].float() for x in (rows, rows, changed))
         if not (first - beside).abs().max() <= _NOISE * (first - again).abs().max():  # NaN fails too
             return str(name)
     return None

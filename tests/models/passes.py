@@ -34,11 +34,10 @@ def tokens_of(count: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
+@torch.inference_mode()
 def fresh(model: nn.Module, tokens: Tensor) -> Tensor:
     """``[n, V]``: the logits of one pass without a cache."""
-    with torch.inference_mode():
-        logits: Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
-    return logits
+    return model(input_ids=tokens[None], use_cache=False).logits[0]
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 3e-5) -> None:

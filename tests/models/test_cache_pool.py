@@ -96,9 +96,8 @@ def test_passes_are_captured_on_a_gpu_unless_the_context_is_long(caplog: pytest.
     assert isinstance(acquire_cache(model, LAYERS, 40, TORCH_DEVICE), CapturingCache) == (TORCH_DEVICE.type == "cuda")
     for static_shapes in (False, True, True):
         assert type(acquire_cache(model, LAYERS, 131_073, TORCH_DEVICE, static_shapes)) is KVCache
-    (record,) = caplog.records
     reason = "a text may have 131073 tokens, more than 131072; its passes are neither captured nor compiled"
-    assert record.getMessage() == f"LlamaForCausalLM: {reason}"
+    assert caplog.messages == [f"LlamaForCausalLM: {reason}"]
 
 
 def test_long_caches_are_hardly_longer_than_requested_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,13 +116,9 @@ def test_long_caches_are_hardly_longer_than_requested_and_few_are_kept(monkeypat
     assert cache_pool._free[model] == [middle, short]
 
 
-class _Holder:
-    pass
-
-
 def test_a_holder_keeps_one_cache_until_it_is_collected() -> None:
     """It can be collected while another one acquires a cache."""
-    model, holder, other = build("llama"), _Holder(), _Holder()
+    model, holder, other = build("llama"), nn.Identity(), nn.Identity()
     first = acquired(model, holder=holder)
     assert acquired(model, holder=other) is not first
     assert acquired(model, holder=holder) is first  # the first cache was released for it

@@ -37,8 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(("family", "places"), [("llama", "a layer"), ("gemma3_text", "both ends")])
 def test_offloaded_weights_give_the_same_tokens(folders: dict[str, Path], family: str, places: str) -> None:
     folder = str(folders[family])
-    whole = load_target(folder, dtype="float32", device="cpu")
-    target = load_target(folder, dtype="float32", device=OFFLOADED[places])
+    whole, target = (load_target(folder, dtype="float32", device=device) for device in ("cpu", OFFLOADED[places]))
     assert any(weight.is_meta for weight in target.model.parameters())
     expected = greedy(whole)
     assert_every_method_gives(expected, target)
@@ -58,8 +57,8 @@ def test_a_model_that_fits_is_loaded_as_without_a_map(
 
 
 def test_offloaded_weights_are_named_in_an_environment_and_refuse_heads(folders: dict[str, Path]) -> None:
-    whole = load_target(str(folders["llama"]), dtype="float32", device="cpu")
-    target = load_target(str(folders["llama"]), dtype="float32", device=OFFLOADED["both ends"])
+    folder = str(folders["llama"])
+    whole, target = (load_target(folder, dtype="float32", device=device) for device in ("cpu", OFFLOADED["both ends"]))
     assert machine(target)["device_name"] == f"{machine(whole)['device_name']} (cpu, disk)"
     with pytest.raises(ConfigError, match=r"^target\.device: heads need a target whose weights are all on one device$"):
         Readout(target, None)
@@ -80,11 +79,7 @@ def test_a_view_does_not_keep_a_placed_model(folders: dict[str, Path]) -> None:
 def test_every_pass_of_a_split_model_stays_on_its_devices() -> None:
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch has no devices without a kernel")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.models.split_passes"],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "LAYERSKIP_TEST_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+    command, folder = [sys.executable, "-m", "tests.models.split_passes"], Path(__file__).parents[2]
+    variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "LAYERSKIP_TEST_DEVICE": "cpu"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -22,8 +22,12 @@ SKIP = SpeculativeConfig("layer_skip", mask="attention:1", num_speculative_token
 TREE = SpeculativeConfig("token_recycling", num_speculative_tokens=3, min_token_prob=0.0)
 
 
-def _long() -> PreTrainedModel:
+def longrope_model() -> PreTrainedModel:
     return build("phi3", rope_parameters=LONG, original_max_position_embeddings=THRESHOLD)
+
+
+def dynamic_model() -> PreTrainedModel:
+    return build("llama", rope_parameters=DYNAMIC, max_position_embeddings=THRESHOLD)
 
 
 def _prompt(length: int) -> list[int]:
@@ -33,16 +37,16 @@ def _prompt(length: int) -> list[int]:
 @pytest.mark.parametrize("config", [SpeculativeConfig(), LOOKUP, SKIP, TREE], ids=lambda config: config.method)
 @pytest.mark.parametrize("length", [THRESHOLD - 16, THRESHOLD + 1, THRESHOLD + 9])
 def test_texts_on_one_side_of_the_threshold_equal_those_of_generate(config: SpeculativeConfig, length: int) -> None:
-    model, prompt = _long(), _prompt(length)
+    model, prompt = longrope_model(), _prompt(length)
     assert generate(Target(model), prompt, config, max_new_tokens=16).tokens == generated(model, prompt, 16)
 
 
 def test_a_text_that_may_cross_the_threshold_is_refused() -> None:
-    model = _long()
+    model = longrope_model()
     with pytest.raises(UnsupportedModel, match=r"^max_new_tokens: Phi3ForCausalLM .* from 24 tokens on \(longrope\)"):
         generate(Target(model), _prompt(THRESHOLD - 15), LOOKUP, max_new_tokens=16)
     # Dynamic scaling is refused everywhere beyond its threshold.
-    target = Target(build("llama", rope_parameters=DYNAMIC, max_position_embeddings=THRESHOLD))
+    target = Target(dynamic_model())
     assert generate(target, _prompt(8), LOOKUP, max_new_tokens=16).tokens
     for length in (9, THRESHOLD + 9):
         with pytest.raises(UnsupportedModel, match=r"\(dynamic\)"):
@@ -72,5 +76,5 @@ def test_a_prompt_beyond_the_stated_positions_is_warned_of_once(
     target = Target(build("llama", max_position_embeddings=THRESHOLD, **scaling))
     for length in (stated, stated + 1, stated + 2):
         assert generate(target, _prompt(length), LOOKUP, max_new_tokens=4).tokens
-    logged = [record.getMessage() for record in caplog.records]
-    assert logged == [f"a prompt of {stated + 1} tokens exceeds the {stated} positions that LlamaForCausalLM states"]
+    (message,) = caplog.messages
+    assert message == f"a prompt of {stated + 1} tokens exceeds the {stated} positions that LlamaForCausalLM states"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from tests.accelerator import DEVICE
 from tests.allocations import peak_bytes
 from tests.families import build
 from tests.models.passes import assert_close, fresh, tokens_of
+from tests.models.test_positions import dynamic_model, longrope_model
 
 FAMILIES = ["llama", "gpt_oss", "gpt_neo", "modernbert-decoder", "deepseek_v3", "gpt2"]
 LONG = ["mistral", "gemma3_text", "llama4_text"]  # with windows, which are read in another way by many tokens
@@ -57,22 +58,12 @@ def test_parts_give_the_result_of_one_pass(family: str, part: int, count: int, m
         assert_close(run_prefill(decoding_view(model), tokens[count:], cache, last=3), logits[count:], 2e-4)
 
 
-LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 24}
-
-
-@pytest.mark.parametrize(
-    ("family", "rope", "limit"),
-    [
-        ("phi3", {"rope_type": "longrope"} | LONGROPE, "original_max_position_embeddings"),
-        ("llama", {"rope_type": "dynamic"}, "max_position_embeddings"),
-    ],
-)
+@pytest.mark.parametrize("scaled", [longrope_model, dynamic_model])
 def test_scaling_by_the_last_position_needs_one_pass(
-    family: str, rope: dict[str, Any], limit: str, monkeypatch: pytest.MonkeyPatch
+    scaled: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond its threshold, where a first part alone would have other positions."""
-    rope |= {"rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 1.0}
-    model, tokens = build(family, rope_parameters=rope, **{limit: 24}), tokens_of(40)
+    model, tokens = scaled(), tokens_of(40)
     expected = fresh(model, tokens)[-1:]
     monkeypatch.setattr(prefill, "_PART", 7)
     assert_close(_read(model, tokens)[0], expected, 2e-4)

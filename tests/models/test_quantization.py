@@ -28,14 +28,10 @@ from tests.tiny import VOCABULARY, save_gguf, save_tiny
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
-def _torchao(name: str, granularity: str = "", **changes: Any) -> Any:
+def _torchao(name: str = "Int8WeightOnlyConfig", granularity: str = "", **changes: Any) -> Any:
     ao = pytest.importorskip("torchao.quantization")
     fields = {"granularity": getattr(ao, granularity)()} if granularity else {}
     return transformers.TorchAoConfig(getattr(ao, name)(set_inductor_config=False, version=2, **fields), **changes)
-
-
-def _int8(**changes: Any) -> Any:
-    return _torchao("Int8WeightOnlyConfig", **changes)
 
 
 def _load(folder: Path, how: Any) -> Target:
@@ -77,7 +73,7 @@ def test_weights_are_quantised_and_the_views_share_them(folders: dict[str, Path]
 
 
 def test_rows_of_a_quantised_output_layer_are_refused(folders: dict[str, Path]) -> None:
-    target = _load(folders["llama"], _int8(include_input_output_embeddings=True))
+    target = _load(folders["llama"], _torchao(include_input_output_embeddings=True))
     assert generate(target, PROMPT, max_new_tokens=LENGTH).tokens == greedy(target)
     with pytest.raises(ConfigError, match=r"^target\.quantization: heads read rows of the output layer"):
         Readout(target, None)
@@ -98,7 +94,7 @@ def test_scales_of_a_whole_pass_are_refused_and_those_of_tokens_are_not(folders:
 def test_an_export_tells_a_quantised_target_apart_and_loads_it_again(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = folders["llama"]
     dense = load_target(str(folder), dtype="float32", device="cpu")
-    for how in ("torchao-int8", _int8()):
+    for how in ("torchao-int8", _torchao()):
         target = _load(folder, how)
         Export(Export.describe(target), SpeculativeConfig()).save(tmp_path / "best.json")
         stored = json.loads((tmp_path / "best.json").read_text())["target"]
@@ -111,9 +107,7 @@ def test_an_export_tells_a_quantised_target_apart_and_loads_it_again(folders: di
 
 def test_a_checkpoint_that_is_quantised_needs_no_setting(folders: dict[str, Path], tmp_path: Path) -> None:
     target = _load(folders["llama"], "torchao-int8")
-    target.model.save_pretrained(tmp_path)
-    assert target.tokenizer is not None
-    target.tokenizer.save_pretrained(tmp_path)
+    target.save(tmp_path)
     stored = _load(tmp_path, None)
     assert stored.model.get_submodule("model.layers.0.mlp.up_proj").weight.qdata.dtype == torch.int8
     assert stored.weights_sample == target.weights_sample
@@ -147,4 +141,4 @@ def test_files_and_models_of_which_nothing_can_be_quantised_are_refused(tiny_fol
     with pytest.raises(TargetError, match=r"^target\.quantization: .*GGUF"):
         _load(save_gguf(tiny_folder, tmp_path / "tiny.gguf"), "torchao-int8")
     with pytest.raises(TargetError, match=r"^target\.quantization: .*no layer"):
-        _load(tiny_folder, _int8(modules_to_not_convert=["model", "lm_head"]))
+        _load(tiny_folder, _torchao(modules_to_not_convert=["model", "lm_head"]))

@@ -153,23 +153,21 @@ def test_ends_that_are_no_token_ids_are_refused_by_name(source: str) -> None:
     for ends, wrong in (("7", "7"), (-1, -1), (64, 64), (1.0, 1.0), (True, True), ([1, None], None), ([64], 64)):
         parts: dict[str, Any] = {name: SimpleNamespace(eos_token_id=None) for name in ("generation_config", "tokenizer")}
         (model.config if source == "config" else parts[source]).__dict__["eos_token_id"] = ends
-        model.generation_config = parts["generation_config"]
+        model.generation_config, target = parts["generation_config"], Target(model, parts["tokenizer"])
         refusal = re.escape(f"target: {source}.eos_token_id={ends!r}: {wrong!r} is not a whole number from 0 to 63;")
-        with pytest.raises(TargetError, match=refusal):
-            _ = Target(model, parts["tokenizer"]).digest
-        with pytest.raises(TargetError, match=refusal):
-            generate(Target(model, parts["tokenizer"]), [7, 8], max_new_tokens=2)
+        for use in (lambda target: target.digest, lambda target: generate(target, [7, 8], max_new_tokens=2)):
+            with pytest.raises(TargetError, match=refusal):
+                use(target)
 
 
 def test_the_weights_sample_covers_every_kind_of_tensor() -> None:
     """A merged adapter changes the same kind of tensor in every layer."""
     model = build("qwen2", num_hidden_layers=11)
     before = Target(model).weights_sample
-    for kind in [name for name, _ in model.model.layers[0].named_parameters()]:
-        weights = [layer.get_parameter(kind) for layer in model.model.layers]
-        with torch.no_grad():
-            for weight in weights:
-                weight += 0.5
-            assert Target(model).weights_sample != before
-            for weight in weights:
-                weight -= 0.5
+    for kind, _ in model.model.layers[0].named_parameters():
+        weights = [layer.get_parameter(kind).data for layer in model.model.layers]
+        for weight in weights:
+            weight += 0.5
+        assert Target(model).weights_sample != before
+        for weight in weights:
+            weight -= 0.5

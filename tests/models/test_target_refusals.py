@@ -147,12 +147,8 @@ from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
 
 Path({marker!r}).touch()
-
-
 class ToyConfig(LlamaConfig):
     model_type = "toy"
-
-
 class ToyModel(LlamaForCausalLM):
     config_class = ToyConfig
 """
