@@ -27,7 +27,7 @@ _MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp", "m
 _MLP_CLASSES = ("MLP", "FeedForward", "MoE", "Moe")
 _REWINDABLE = {"full_attention", "sliding_attention", "chunked_attention"}
 _PROBE_LENGTH = 8
-_FUNCTION = "function"
+_SKIPS = "skips"
 _OTHER_SIZE = 0.5  # the relative difference of logits in half precision between passes of other sizes, at most
 
 Form = int | None
@@ -212,13 +212,13 @@ def replace_forward(module: nn.Module, form: Form, function: Callable[[Tensor], 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return as_output(function(hidden_states(args, kwargs)), form)
 
-    setattr(replacement, _FUNCTION, function)
+    setattr(replacement, _SKIPS, True)
     module.forward = replacement
 
 
 def is_skipped(module: nn.Module) -> bool:
-    """Return whether the forward pass of a module was replaced by zeros."""
-    return getattr(vars(module).get("forward"), _FUNCTION, None) is torch.zeros_like
+    """Return whether :func:`replace_forward` has replaced a module's forward pass: zeros, or a layer by its input."""
+    return hasattr(vars(module).get("forward"), _SKIPS)
 
 
 def as_output(hidden: Tensor, form: Form) -> Any:
