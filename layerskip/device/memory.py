@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +23,7 @@ _releases: list[Callable[[], None]] = []
 
 
 class PeakMemory:
-    """The peak memory since the creation of this object; on a CPU outside Linux, since the process started."""
+    """The peak memory since the creation of this object; on a CPU where it cannot be reset, since the process started."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,11 +37,7 @@ class PeakMemory:
         """Return the peak since creation, in bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        try:
-            lines = _STATUS.read_text().splitlines()
-        except OSError:
-            unit = 1 if sys.platform == "darwin" else 1024
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        lines = _STATUS.read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 

@@ -49,7 +49,7 @@ MaskOf = Callable[[Any], Any]
 
 _log = logging.getLogger(__name__)
 _modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_compiled: weakref.WeakKeyDictionary[nn.Module, CompiledLayers | None] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[PreTrainedModel, CompiledLayers | None] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _unfused: set[tuple[type[nn.Module], torch.Size]] = set()
 _parallel_layers: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
@@ -284,10 +284,9 @@ class CompiledLayers:
         fuses: whether products are fused with what surrounds them (:mod:`layerskip.kernels.product_fusion`).
     """
 
-    def __init__(self, model: nn.Module, path: str) -> None:
+    def __init__(self, model: PreTrainedModel, path: str) -> None:
         self._model, self._path = weakref.ref(model), path  # a view's layers may refer to the view, which must not be kept
-        config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
-        types = getattr(config, "layer_types", None) or ["" for _ in self._layers]
+        types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["" for _ in self._layers]
         self._first_of_type = [types.index(kind) for kind in types]
         self.fuses = _kind(model) not in _unfused
         self._trees: dict[int, nn.Module] = {}

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from layerskip.device.trial import nearly_equal
-from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, DecoderStack, normalise
+from layerskip.kernels.cpu import MOST_ROWS, DecoderLayer, DecoderStack, normalise
+from layerskip.kernels.few_rows_linear import GATES
 from layerskip.models.architecture import is_skipped
 from layerskip.models.attention import NAME
 from layerskip.models.cache import KVCache
@@ -126,7 +127,7 @@ def _activation(function: Any) -> int | None:
     """Return the index of an activation, which only all of its range tells from similar ones; None if it is another one."""
     grid = torch.linspace(-8, 8, 1601)
     own = function(grid)
-    known = enumerate(ACTIVATIONS.values())
+    known = enumerate(GATES.values())
     return next((n for n, other in known if torch.allclose(own, other(grid), rtol=0, atol=1e-6)), None)
 
 

@@ -20,7 +20,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,18 +47,24 @@ Compute = Callable[..., tuple[Tensor, ...]]
 """A pass: device tensors in, device tensors out. Everything else that changes between passes is read from the device."""
 
 
-class EagerPass:
-    """The stand-in for a captured pass where there are no graphs: the same shapes, computed on every replay."""
+class CapturedPass:
+    """The stand-in for a captured pass where there are no graphs: the same shapes, computed on every replay.
+
+    Attributes:
+        layers: the compiled layers that it runs; None if they run as they are.
+    """
+
+    layers: CompiledLayers | None = None
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Compute the pass."""
+        """Return the outputs of the pass for inputs of its shapes."""
         return compute(*inputs)
 
     def blank(self) -> None:
-        """Do nothing; no output is kept."""
+        """Fill kept outputs with NaN, so that only a replay can produce them again."""
 
 
-class _Graph:
+class _Graph(CapturedPass):
     """A pass that was captured as a CUDA graph, with the static tensors of its kernels; ``RuntimeError`` if it synchronises.
 
     All captures on a GPU share one stream, because torch keeps library workspaces for every stream that was used.
@@ -77,19 +82,14 @@ class _Graph:
             self._outputs = compute(*self._inputs)
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Run the graph on other inputs of the same shapes and copy its outputs, which the next replay overwrites."""
         for static, given in zip(self._inputs, inputs, strict=True):
             static.copy_(given)
         self._graph.replay()
-        return tuple(output.clone() for output in self._outputs)
+        return tuple(output.clone() for output in self._outputs)  # the next replay overwrites them
 
     def blank(self) -> None:
-        """Fill the outputs with NaN, so that only a replay can produce them again."""
         for output in self._outputs:
             output.fill_(float("nan"))
-
-
-CapturedPass = EagerPass | _Graph
 
 
 @functools.cache
@@ -105,14 +105,6 @@ def padded_count(count: int) -> int:
 def capture_seconds() -> float:
     """Return the seconds of capturing in this process; measurements of decoding subtract this one-time cost."""
     return _seconds
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """A captured pass, and the compiled layers that it runs; None if they run as they are."""
-
-    run: CapturedPass
-    layers: CompiledLayers | None
 
 
 class CapturingCache(KVCache):
@@ -136,7 +128,7 @@ class CapturingCache(KVCache):
         self._captures_moves = True
         self._stacks: list[Tensor] = []  # [buffers, B, heads, max_length, head_dim], of which layers have parts
         self._unused: dict[Hashable, list[Tensor]] = {}  # parts, by shape and dtype
-        self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Captured]] = weakref.WeakKeyDictionary()
+        self._passes = weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], CapturedPass]]()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +203,7 @@ class CapturingCache(KVCache):
             passes[key] = captured
         self._on_device()
         with self._static():
-            return passes[key].run.replay(inputs, fresh(passes[key].layers))
+            return passes[key].replay(inputs, fresh(passes[key].layers))
 
     def _capture_checked(
         self,
@@ -219,7 +211,7 @@ class CapturingCache(KVCache):
         body: nn.Module,
         inputs: Sequence[Tensor],
         compute_with: Callable[[CompiledLayers | None], Compute],
-    ) -> _Captured | None:
+    ) -> CapturedPass | None:
         """Capture a pass, with compiled layers if possible, and compare it with the eager one; None if it cannot be used.
 
         A model that fails twice is refused for good, except where memory ran out or the eager outputs have NaN.
@@ -241,7 +233,8 @@ class CapturingCache(KVCache):
                     outputs = captured.replay(inputs, compute)
                 if all(map(nearly_equal, outputs, expected)):
                     _failed.discard(model)
-                    return _Captured(captured, tried)
+                    captured.layers = tried
+                    return captured
                 reason = "the captured pass gives other results"
             except Exception as error:  # compilers raise errors of many kinds
                 if _is_device_lost(error) or (tried is None and not isinstance(error, (RuntimeError, MemoryError))):
@@ -252,11 +245,10 @@ class CapturingCache(KVCache):
                 _log.debug("the pass of %s fails", type(model).__name__, exc_info=error)
             if tried is not None:
                 simplify_compiling(body, tried, reason)
-        if model not in _failed:
-            _failed.add(model)
-            return None
-        _refused.add(model)
-        _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
+        if model in _failed:
+            _refused.add(model)
+            _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
+        _failed.add(model)
         return None
 
     def positions(self, count: int) -> Tensor:
@@ -299,7 +291,7 @@ class CapturingCache(KVCache):
         return ()
 
     def _capture(self, inputs: Sequence[Tensor], compute: Compute) -> CapturedPass:
-        return EagerPass() if self.device.type != "cuda" else _Graph(self.device, self._pool, inputs, compute)
+        return CapturedPass() if self.device.type != "cuda" else _Graph(self.device, self._pool, inputs, compute)
 
     @torch.inference_mode()
     def clear(self) -> None:
