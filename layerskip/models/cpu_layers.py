@@ -55,14 +55,15 @@ def fuse_layers(tree: Tree) -> Tree:
         return tree
     module: Any
     for module in tree.modules():
+        kind: Any = type(module)
         if "forward" in vars(module) or isinstance(module, (_Norm, _DecoderLayer)):  # a replaced forward may do more
             continue
         if _uses(module, _NORM, _NORM_MAY_USE) and (offset := _norm_offset(module)) is not None:
             module.offset, module.epsilon = offset, _epsilon(module)
-            module.__class__ = _fused(_Norm, type(module))
+            module.__class__ = _fused(_Norm, kind)
         elif _uses(module, _LAYER, _LAYER_MAY_USE):
             module.state = _State()
-            module.__class__ = _fused(_DecoderLayer, type(module))
+            module.__class__ = _fused(_DecoderLayer, kind)
     for parent in tree.modules():
         layers = [layer for layer in parent.children() if isinstance(layer, _DecoderLayer)]
         for place, layer in enumerate(layers, 1):

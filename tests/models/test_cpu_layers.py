@@ -59,8 +59,8 @@ def assert_alike(found: Tensor, expected: Tensor) -> None:
 
 def forms(view: PreTrainedModel) -> set[type[nn.Module]]:
     """The forms in which modules of a view run now."""
-    used = (module for module in view.modules() if isinstance(module, _Norm) or getattr(module, "is_right", False))
-    return {type(module).__mro__[1] for module in used}
+    layers = {_DecoderLayer for module in view.modules() if isinstance(module, _DecoderLayer) and module.state.is_right}
+    return layers | {_Norm for module in view.modules() if isinstance(module, _Norm)}
 
 
 @pytest.fixture
