@@ -66,13 +66,7 @@ class _Weight(ctypes.Structure):
 
 
 class FewRowsWeight:
-    """A float32 weight ``[out, in]`` that is laid out for products of few rows.
-
-    Attributes:
-        outputs: the number of outputs.
-        inputs: the number of inputs.
-        address: the address of its layout, for ``cpu.cpp``.
-    """
+    """A float32 weight ``[outputs, inputs]`` for products of few rows; its layout for ``cpu.cpp`` is at ``address``."""
 
     def __init__(self, weight: Tensor, bits: int, block: int = 0, together: int = 1, **parts: Tensor) -> None:
         self._weight, self._library, self._kept = weight.detach(), _library(), parts
@@ -97,9 +91,6 @@ class FewRowsWeight:
         output = rows.new_empty((*hidden.shape[:-1], self.outputs))
         self._library.multiply(rows.data_ptr(), self.address, output.data_ptr(), count, _threads())
         return output if bias is None else output.add_(bias)
-
-    def __deepcopy__(self, memo: Any) -> FewRowsWeight:
-        return self  # it never changes
 
 
 class HalfWeight(FewRowsWeight):
@@ -174,17 +165,11 @@ def _paired(panels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A weight ``[out, in]`` as codes in blocks of consecutive inputs, whose values are ``code * scale + offset``.
+    """A weight ``[out, in]`` as codes in blocks of consecutive inputs, whose values are ``code * scale + offset``."""
 
-    Attributes:
-        codes: ``[out, in]`` uint8.
-        scales: ``[out, in / block]`` float32.
-        offsets: ``[out, in / block]`` float32.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    offsets: Tensor
+    codes: Tensor  # [out, in] uint8
+    scales: Tensor  # [out, in / block] float32
+    offsets: Tensor  # as scales
 
     @classmethod
     def quantize(cls, weight: Tensor, bits: int) -> Blocks:
@@ -210,13 +195,7 @@ class Blocks:
 
 
 class BlockWeight(FewRowsWeight):
-    """A weight in blocks; ``weight`` has the same values in float32.
-
-    Args:
-        weight: ``[out, in]`` float32.
-        blocks: its blocks.
-        together: codes of an output that lie side by side.
-    """
+    """A weight in blocks; ``weight`` has the same values in float32. ``together`` codes of an output lie side by side."""
 
     def __init__(self, weight: Tensor, blocks: Blocks, together: int = 1) -> None:
         codes, bits = _panels(blocks.codes), 8
@@ -323,7 +302,7 @@ class DecoderLayer:
         has_mlp: False if it is skipped; not both are.
 
     Attributes:
-        address: the address of its layout, for ``cpu.cpp``.
+        address: of its layout, for ``cpu.cpp``.
         shape: layers of one shape may follow each other in a call.
     """
 
@@ -360,7 +339,7 @@ class DecoderStack:
     """Decoder layers of one shape, one after the other, with their keys and values; a pass over a few rows is one call.
 
     Args:
-        layers: one after the other.
+        layers: in their order.
         buffers: keys and values of each, ``[1, key heads, capacity, width]`` float32, or None without attention. Their owner
             keeps them.
     """

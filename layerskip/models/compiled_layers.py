@@ -210,7 +210,7 @@ class FusedLinear(nn.Module):
         self.register_buffer("weight", _join_rows([layer.weight for layer in layers]))
         self.register_buffer("bias", None if layers[0].bias is None else _join_rows([layer.bias for layer in layers]))
 
-    def compute(self, hidden: Tensor) -> tuple[Tensor, ...]:
+    def _compute(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of all layers of the group."""
         rows = hidden.numel() // hidden.shape[-1]
         if self.few_rows and rows <= MAX_ROWS and (rows > 1 or self.weight.numel() >= _LARGE):
@@ -234,7 +234,7 @@ class FusedLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the output of the first layer, ``[..., out]``; :class:`_FollowingLinear` returns those of the others."""
-        first, *others = self.compute(hidden)
+        first, *others = self._compute(hidden)
         self.outputs = others or None
         return first
 
@@ -294,12 +294,10 @@ class CompiledLayers:
         self._lock, self._thread = threading.RLock(), 0  # of the thread whose passes are compiled
 
     @property
-    def _layers(self) -> nn.ModuleList:
+    def _layers(self) -> Any:
         model = self._model()
         assert model is not None
-        layers = model.get_submodule(self._path)
-        assert isinstance(layers, nn.ModuleList)
-        return layers
+        return model.get_submodule(self._path)
 
     @contextlib.contextmanager
     def running(self, mask_of: MaskOf) -> Iterator[None]:
@@ -324,14 +322,13 @@ class CompiledLayers:
 
     def _run(self, index: int, mask_of: MaskOf, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
-            layer: Any = self._layers[index]
+            layer = self._layers[index]
             return type(layer).forward(layer, hidden, *args, **kwargs)
-        cache = kwargs.get("past_key_values")
+        cache: KVCache | None = kwargs.get("past_key_values")
         if index not in self._trees:
             self._trees[index] = self._tree(index)
             _fuse_parallel_layers(self._trees[index])
         if cache is not None:
-            assert isinstance(cache, KVCache)
             kwargs["attention_mask"] = mask = mask_of(kwargs["attention_mask"])
             kwargs["past_key_values"] = buffers = cache.layer_buffers(index, hidden.shape[1])
             # Caches of all lengths share one compiled function; each took seconds in the middle of decoding.
@@ -342,7 +339,7 @@ class CompiledLayers:
 
     def _tree(self, index: int) -> nn.Module:
         """Return a second module tree over a layer's tensors."""
-        layer = self._layers[index]
+        layer: nn.Module = self._layers[index]
         parts = list(layer.modules())
         shared = [*layer.parameters(), *layer.buffers(), *(part.config for part in parts if hasattr(part, "config"))]
         # Modules without tensors may be given state from outside, such as a head's embeddings. Replaced forward passes may
@@ -350,8 +347,8 @@ class CompiledLayers:
         shared += [part for part in parts if not any(part.children()) and not part._parameters and not part._buffers]
         shared += [part.__dict__["forward"] for part in parts if "forward" in part.__dict__]
         tree = copy.deepcopy(layer, {id(thing): thing for thing in shared})
-        for hooks in (tree._forward_hooks, tree._forward_pre_hooks):  # they run on the layer itself
-            hooks.clear()
+        tree._forward_hooks.clear()  # they run on the layer itself
+        tree._forward_pre_hooks.clear()
         for part in tree.modules():
             if hasattr(part.__dict__.get("forward"), _EAGER_ONLY):
                 del part.__dict__["forward"]

@@ -108,26 +108,22 @@ def test_steps_equal_those_of_transformers(family: str, expected: set[type[nn.Mo
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_no_row_depends_on_the_others_bit_by_bit(family: str, threads: int) -> None:
-    model, text, before = in_bfloat16(family), tokens_of(40), torch.get_num_threads()
+@pytest.mark.usefixtures("threads")
+def test_no_row_depends_on_the_others_bit_by_bit(family: str) -> None:
+    model, text = in_bfloat16(family), tokens_of(40)
     view = decoding_view(model)
     step(view, 4)
     assert forms(view) == ALL
-    torch.set_num_threads(threads)
-    try:
-        with torch.inference_mode():
-            for count in (2, 3, 5, 8, 16, 24):
-                alone, together = (KVCache(model.config.num_hidden_layers, 64) for _ in range(2))
-                for cache in (alone, together):
-                    forward(view, text[:30], cache, 1)
-                    cache.length = 10
-                block = forward(view, text[10 : 10 + count], together, count)
-                for row in range(count):
-                    assert torch.equal(forward(view, text[10 + row : 11 + row], alone, 1)[0], block[row])
-                    alone.length += 1
-    finally:
-        torch.set_num_threads(before)
+    with torch.inference_mode():
+        for count in (2, 3, 5, 8, 16, 24):
+            alone, together = (KVCache(model.config.num_hidden_layers, 64) for _ in range(2))
+            for cache in (alone, together):
+                forward(view, text[:30], cache, 1)
+                cache.length = 10
+            block = forward(view, text[10 : 10 + count], together, count)
+            for row in range(count):
+                assert torch.equal(forward(view, text[10 + row : 11 + row], alone, 1)[0], block[row])
+                alone.length += 1
 
 
 @pytest.mark.parametrize(
