@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,22 +43,20 @@ class PeakMemory:
 
 def total_bytes() -> int:
     """Return the bytes that this process may use: the machine's, or the lowest limit of its control groups."""
-    return min([int(psutil.virtual_memory().total), *_group_limits()])
-
-
-def device_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU, or on another device those that this process may use."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total_bytes()
-
-
-def _group_limits() -> Iterator[int]:
+    limits = [int(psutil.virtual_memory().total)]
     with contextlib.suppress(OSError):
         for line in _GROUPS.read_text().splitlines():
             number, _, group = line.split(":", 2)
             path = _LIMITS / group.lstrip("/")
             for folder in (path, *path.parents) if number == "0" else ():  # the others are of cgroups version 1
                 with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    yield int((folder / "memory.max").read_text())
+                    limits.append(int((folder / "memory.max").read_text()))
+    return min(limits)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU, or on another device those that this process may use."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total_bytes()
 
 
 def release_memory() -> None:

@@ -58,8 +58,8 @@ def fuse_layers(tree: Tree) -> Tree:
         kind: Any = type(module)
         if "forward" in vars(module) or isinstance(module, (_Norm, _DecoderLayer)):  # a replaced forward may do more
             continue
-        if _uses(module, _NORM, _NORM_MAY_USE) and (offset := _norm_offset(module)) is not None:
-            module.offset, module.epsilon = offset, _epsilon(module)
+        if _uses(module, _NORM, _NORM_MAY_USE) and (terms := _terms_of_norm(module)) is not None:
+            module.offset, module.epsilon = terms
             module.__class__ = _fused(_Norm, kind)
         elif _uses(module, _LAYER, _LAYER_MAY_USE):
             module.state = _State()
@@ -108,20 +108,16 @@ class _Norm(nn.Module):
         return 1 + weight if self.offset else weight, self.epsilon
 
 
-def _norm_offset(norm: Any) -> int | None:
-    """Return what a norm adds to its weight, 0 or 1; None if it computes something else."""
-    weight = norm.weight
+def _terms_of_norm(norm: Any) -> tuple[int, float] | None:
+    """Return what a norm adds to its weight, 0 or 1, and to the mean of the squares; None if it computes something else."""
+    weight, epsilon = norm.weight, float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or not _is_plain(weight):
         return None
     with torch.no_grad():
         rows = torch.linspace(-2, 3, weight.numel(), dtype=weight.dtype, device=weight.device)[None]
         expected = type(norm).forward(norm, rows)
-        scales = enumerate((weight, 1 + weight))
-        return next((n for n, scale in scales if nearly_equal(normalise(rows, scale, _epsilon(norm)), expected)), None)
-
-
-def _epsilon(norm: Any) -> float:
-    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+        results = (normalise(rows, weight + offset, epsilon) for offset in (0, 1))
+        return next(((offset, epsilon) for offset, found in enumerate(results) if nearly_equal(found, expected)), None)
 
 
 def _activation(function: Any) -> int | None:

@@ -8,8 +8,6 @@ prompt's first one, read only the part in use and run eagerly.
 Some models always run eagerly. A pass that reads a value back from the device, as some mixtures of experts do, fails in a
 trial run that forbids synchronisation. A model that computes with the number of keys is detected because its first captured
 pass of each shape differs from the eager one. While a pass is captured, no other thread may synchronise with a device.
-
-Devices without CUDA graphs have a stand-in, which runs a captured pass again.
 """
 
 from __future__ import annotations
@@ -124,18 +122,14 @@ class CapturingCache(KVCache):
         self.static_shapes = False
         self.device = device
         self._next_positions: dict[int, Tensor] = {}  # of the current pass, by count
-        self._moves: dict[int, CapturedPass] = {}  # by count
-        self._captures_moves = True
+        self._moves: dict[int, CapturedPass | None] = {}  # by count; None where it cannot be captured
         self._stacks: list[Tensor] = []  # [buffers, B, heads, max_length, head_dim], of which layers have parts
         self._unused: dict[Hashable, list[Tensor]] = {}  # parts, by shape and dtype
         self._passes = weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], CapturedPass]]()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return parts of tensors for several layers of a shape, so that a move takes few kernels.
-
-        The first layer of a shape reserves for the layers that have no buffers yet, at most ``stacked_layers``.
-        """
+        """Return parts of tensors that the first layer of a shape reserves for others, so that a move takes few kernels."""
         layers = sum(not layer.is_initialized for layer in self._layers)
         count = min(layers, self.stacked_layers) * (1 + (key_states.shape == value_states.shape))
         keys, values = (self._part(states, count) for states in (key_states, value_states))
@@ -263,7 +257,10 @@ class CapturingCache(KVCache):
         identity = list(range(width))
         if list(offsets) == identity[: len(offsets)]:
             return
-        move = self._captured_move(identity) if self.length + width <= self.max_length else None
+        fits = self.length + width <= self.max_length
+        if fits and width not in self._moves:
+            self._moves[width] = self._capture_move(identity)
+        move = self._moves[width] if fits else None
         if move is None:
             super().gather(offsets)
             return
@@ -271,17 +268,14 @@ class CapturingCache(KVCache):
         with self._static():
             move.replay((copy_to_device([*offsets, *identity[len(offsets) :]], self.device),), self._move)
 
-    def _captured_move(self, identity: Sequence[int]) -> CapturedPass | None:
-        """Return the captured move of ``len(identity)`` positions; None after a capture has failed."""
-        if self._captures_moves and len(identity) not in self._moves:
-            try:
-                with self._capturing(), self._static():  # moving positions onto themselves is harmless while capturing
-                    self._moves[len(identity)] = self._capture((copy_to_device(identity, self.device),), self._move)
-            except (RuntimeError, MemoryError) as error:
-                if _is_device_lost(error):
-                    raise
-                self._captures_moves = False
-        return self._moves.get(len(identity))
+    def _capture_move(self, identity: Sequence[int]) -> CapturedPass | None:
+        try:
+            with self._capturing(), self._static():  # moving positions onto themselves is harmless while capturing
+                return self._capture((copy_to_device(identity, self.device),), self._move)
+        except (RuntimeError, MemoryError) as error:
+            if _is_device_lost(error):
+                raise
+            return None
 
     def _move(self, offsets: Tensor) -> tuple[Tensor, ...]:
         self._next_positions = {}

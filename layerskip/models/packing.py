@@ -162,7 +162,9 @@ class _PackedWeight:
         left_to_torch = (
             torch.compiler.is_compiling()
             or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)))
-            or (hidden.dtype != weight.dtype or not hidden.numel() or weight.is_inference())
+            or hidden.dtype != weight.dtype
+            or weight.is_inference()
+            or not hidden.numel()
             or torch.is_autocast_enabled("cpu")
         )
         product = None if left_to_torch else self.product(weight)
