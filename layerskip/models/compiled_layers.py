@@ -67,11 +67,6 @@ def compile_mode(model: nn.Module) -> str:
     return _modes.get(model, "auto")
 
 
-def compile_like(model: nn.Module, tree: nn.Module) -> None:
-    """Apply a model's setting to another module tree, such as a view of it."""
-    _modes[tree] = compile_mode(model)
-
-
 def eager_only(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a replaced forward pass that compiled layers leave out, because their masks are converted already."""
     setattr(forward, _EAGER_ONLY, True)

@@ -73,13 +73,8 @@ def fuse_layers(tree: Tree) -> Tree:
     return tree
 
 
-def has_layers(tree: nn.Module) -> bool:
-    """Return whether layers of a tree may run in few calls, once a pass has shown that they have the usual form."""
-    return any(map(is_whole_layer, tree.modules()))
-
-
 def is_whole_layer(module: nn.Module) -> bool:
-    """Return whether a module may run as one call; it passes its mask on to its attention."""
+    """Return whether a module may run as one call, once a pass has shown its form; its attention gets its mask."""
     return isinstance(module, _DecoderLayer)
 
 
@@ -292,8 +287,8 @@ class _DecoderLayer(nn.Module):
         attention: Any = self.self_attn
         if state.run is None or length > cache.max_length or hidden.shape[2] != attention.q_proj.in_features:
             return None
-        seen = (mask is None and count == 1) or _is_mask(mask, count, length)
-        return state.run if seen and _are_positions(positions, count, attention.head_dim) else None
+        usual = _is_mask(mask, count, length) and _are_positions(positions, count, attention.head_dim)
+        return state.run if usual else None
 
     def _make_run(self, cache: KVCache, count: int) -> _Run | None:
         own = self._prepare(cache, count)
@@ -396,10 +391,10 @@ class _DecoderLayer(nn.Module):
 
 
 def _is_mask(mask: Tensor | None, count: int, length: int) -> bool:
-    """Return whether a mask says which positions each row sees."""
-    if mask is None or mask.dtype != torch.bool or mask.device.type != "cpu":
-        return False
-    return mask.shape == (1, 1, count, length) and mask.stride(3) == 1
+    """Return whether a mask says which positions each row sees; None says that a single row sees all."""
+    if mask is None:
+        return count == 1
+    return mask.dtype == torch.bool and mask.is_cpu and mask.shape == (1, 1, count, length) and mask.stride(3) == 1
 
 
 def _are_positions(parts: Any, count: int, width: int) -> bool:

@@ -275,9 +275,8 @@ def test_a_branch_of_a_tree_equals_plain_decoding_bit_by_bit() -> None:
         for _ in range(4):  # until layers run in their forms
             forward(view, text[start : start + 1], alone, 1)
             nodes = tree.run(text[start : start + 6], (-1, -1, 1, 0, 2), together)
-        for node, token in enumerate([text[start], text[start + 2], text[start + 3], text[start + 5]]):
-            logits = forward(view, token[None], alone, 1)[0]
-            assert torch.equal(logits, nodes[[0, 2, 3, 5][node]])
+        for node in (0, 2, 3, 5):
+            assert torch.equal(forward(view, text[start + node, None], alone, 1)[0], nodes[node])
             alone.length += 1
 
 
