@@ -142,9 +142,7 @@ class _Parts:
         modules = list(module.modules())
         self._hooks = [hooks for each in modules[1:] for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._fields = [vars(each) for each in modules[1:]]
-        self._tables: list[dict[str, Any]] = [
-            table for each in modules for table in (each._modules, each._parameters) if table
-        ]
+        self._tables: list[Any] = [table for each in modules for table in (each._modules, each._parameters) if table]
         self._packed = [packed for each in modules if (packed := packed_weight(each)) is not None]
         self._before = self._parts()
         self._parameters = [part for part in self._before if isinstance(part, Tensor)]
