@@ -2,7 +2,7 @@
 
 A decoder layer is some thirty kernels. In a small model, each of them takes a few microseconds, most of it not computing.
 ``torch.compile`` fuses them. Layers are compiled one at a time: all layers of one kind share one compiled function, also
-those of other views, so that a new skip mask compiles little. The modelling code stays that of transformers.
+those of other views, so that a new skip mask compiles little.
 
 For this, every layer has a second module tree over the same tensors. Its linear layers of one input, such as the
 projections to queries, keys and values, are one product. Their weights become parts of one buffer, row after row, so that
@@ -106,10 +106,7 @@ def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str) ->
 
 
 def prepare_compiling(model: nn.Module) -> None:
-    """Lay the weights of a model's parallel layers out as matrices for compiled layers, if it has them.
-
-    This moves weights, so it comes before capturing.
-    """
+    """Lay a model's weights out as compiled layers read them, if it has these; before capturing, as this moves weights."""
     body = getattr(model, "body", model)  # of a head
     if compiled_layers(body) is None:
         return

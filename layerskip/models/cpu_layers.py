@@ -79,17 +79,11 @@ def is_whole_layer(module: nn.Module) -> bool:
 
 
 class _Norm(nn.Module):
-    """A root-mean-square norm.
+    """A root-mean-square norm."""
 
-    Attributes:
-        own: the type of the module, whose ``forward`` computes everything else.
-        offset: what is added to the weight, 0 or 1.
-        epsilon: what is added to the mean of the squares.
-    """
-
-    own: ClassVar[type[nn.Module]]
-    offset: int
-    epsilon: float
+    own: ClassVar[type[nn.Module]]  # whose forward computes everything else
+    offset: int  # what is added to the weight, 0 or 1
+    epsilon: float  # what is added to the mean of the squares
 
     def forward(self, hidden: Tensor) -> Any:
         factors = self.factors(hidden.shape[-1]) if _is_step(self, hidden, _NORMED_ROWS) else None
@@ -186,7 +180,7 @@ class _State:
     """What is known of a layer. A copied layer has a new one.
 
     Attributes:
-        is_right: whether a result of the packed layer was compared, and is right; None before.
+        is_right: whether a result of the packed layer was right; None before one was compared.
         layer: the packed layer, made of ``parts``.
         after: the layers that come after this one.
         follows: whether this layer's input is the result of the layer before; None before a pass has shown it.
@@ -238,14 +232,11 @@ class _Run:
 class _DecoderLayer(nn.Module):
     """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none; one may be skipped.
 
-    Layers whose input is the result of another are computed by the call of the first. Each of them returns its result if its
-    inputs are those of this call, and is computed again otherwise.
-
-    Attributes:
-        own: the type of the module, whose ``forward`` computes everything else.
+    Layers that follow it are computed by its call. Each of them returns its result if its inputs are those of this call, and
+    is computed again otherwise.
     """
 
-    own: ClassVar[type[nn.Module]]
+    own: ClassVar[type[nn.Module]]  # whose forward computes everything else
     state: _State
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -172,8 +172,8 @@ class CapturingCache(KVCache):
         Args:
             model: the model that the pass belongs to; :meth:`captures` must have returned True for it.
             kind: distinguishes passes of the same shapes.
-            inputs: what changes between passes, apart from the cache; ``compute`` gets them.
-            compute: computes the result.
+            inputs: what changes between passes, apart from the cache, for ``compute``.
+            compute: the pass.
             body: the Hugging Face model whose layers may be compiled; None for ``model`` itself.
             mask_of: converts the attention mask of compiled layers.
         """

@@ -29,7 +29,7 @@ Tree = TypeVar("Tree", bound=nn.Module)
 
 _SHARE = 0.25  # of the machine's memory, the most that packed weights may take by default
 _ROWS = 4  # rows of input for which layouts are chosen; a thousand rows lose nothing by it
-_LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values from which on packing a weight is faster
+_LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values; of fewer, a call takes longer than the product
 _SAMPLED = 8  # values that detect a change of a weight
 
 
@@ -40,10 +40,7 @@ def set_packing(model: nn.Module, pack: bool | None) -> None:
 
 
 def uses_packing(model: nn.Module) -> bool:
-    """Return whether a model multiplies by packed weights: by default if they take at most a quarter of the memory.
-
-    Small weights are never packed, because calling the operator takes longer than their product.
-    """
+    """Return whether a model multiplies by packed weights: by default if they take at most a quarter of the memory."""
     packable = any(_packable_layers(model))
     if packable and model not in _settings:  # with none packable now, some may be on another device
         _settings[model] = fits_packed(model)
@@ -79,14 +76,11 @@ def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
+"""Of hidden states ``[..., in]`` and an optional bias ``[out]``, to ``[..., out]``."""
 
 
 def pack_weight(weight: Tensor) -> Product | None:
-    """Pack a weight ``[out, in]``; None where packing does not help.
-
-    Returns:
-        A product of hidden states ``[..., in]`` and an optional bias ``[out]`` to ``[..., out]``, without gradients.
-    """
+    """Return the product by a packed weight ``[out, in]``, without gradients; None where packing does not help."""
     if not _is_packable(weight):
         return None
     if HalfWeight.fits(weight):
