@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import resource
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +23,7 @@ _releases: list[Callable[[], None]] = []
 
 
 class PeakMemory:
-    """The peak memory since the creation of this object; on a CPU outside Linux, since the process started."""
+    """The peak memory since the creation of this object; on a CPU where it cannot be reset, since the process started."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,32 +37,26 @@ class PeakMemory:
         """Return the peak since creation, in bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        try:
-            lines = _STATUS.read_text().splitlines()
-        except OSError:
-            unit = 1 if sys.platform == "darwin" else 1024
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        lines = _STATUS.read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def total_bytes() -> int:
     """Return the bytes that this process may use: the machine's, or the lowest limit of its control groups."""
-    return min([int(psutil.virtual_memory().total), *_group_limits()])
-
-
-def device_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU, or on another device those that this process may use."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total_bytes()
-
-
-def _group_limits() -> Iterator[int]:
+    limits = [int(psutil.virtual_memory().total)]
     with contextlib.suppress(OSError):
         for line in _GROUPS.read_text().splitlines():
             number, _, group = line.split(":", 2)
             path = _LIMITS / group.lstrip("/")
             for folder in (path, *path.parents) if number == "0" else ():  # the others are of cgroups version 1
                 with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    yield int((folder / "memory.max").read_text())
+                    limits.append(int((folder / "memory.max").read_text()))
+    return min(limits)
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU, or on another device those that this process may use."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total_bytes()
 
 
 def release_memory() -> None:

@@ -23,7 +23,7 @@ from layerskip.config import ConfigError, check_integer, check_number
 from layerskip.heads.published_eagle import is_published, read_published
 from layerskip.models.attention import PLAIN
 from layerskip.models.cache import KVCache
-from layerskip.models.compiled_layers import compile_like
+from layerskip.models.compiled_layers import compile_mode, set_compiling
 from layerskip.models.packing import pack_like
 from layerskip.models.target import Target
 from layerskip.models.trained_module import load_trained, restore_weights
@@ -234,5 +234,5 @@ def load_eagle(folder: str | Path, target: Target) -> EagleHead:
     frequencies = rotary.inv_freq.clone()
     head = head.to(target.device, target.model.dtype).eval()
     rotary.inv_freq = frequencies.to(target.device)  # positions rotate in float32, as in training
-    compile_like(target.model, head.body)
+    set_compiling(head.body, compile_mode(target.model))
     return pack_like(target.model, head)

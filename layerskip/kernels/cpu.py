@@ -22,22 +22,20 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import linear
 
 from layerskip.device.trial import first_line, nearly_equal
 from layerskip.files import atomic_write, digest
 
 MOST_ROWS = 24
 """With more rows, arithmetic takes longer than reading, and torch's products are as fast."""
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": functools.partial(gelu, approximate="tanh")}
-"""The activations of gated MLPs, by their order."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = {
     "AVX2": ("-DLANES=8", "-mavx2", "-mfma", "-mf16c"),
@@ -55,29 +53,20 @@ _ROUNDED = 0.03  # by which products of rounded activations may differ
 _LISTED = 1e-3  # the largest share of the values that are listed
 _LIMIT_SECONDS = 120  # for the compiler
 _log = logging.getLogger(__name__)
-_packed_rows: dict[int, int] = {}
-_choosing = threading.Lock()
+_measuring = threading.Lock()
 
 
 class _Weight(ctypes.Structure):
     """``Weight`` of ``cpu.cpp``."""
 
     _fields_: ClassVar = [
-        ("panels", ctypes.c_void_p),
-        ("blocks", ctypes.c_void_p),
-        *((name, ctypes.c_void_p) for name in ("packed", "tables", "listed", "begins")),
+        *((name, ctypes.c_void_p) for name in ("panels", "blocks", "packed", "tables", "listed", "begins")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "block", "bits", "block_bits", "together")),
     ]
 
 
 class FewRowsWeight:
-    """A float32 weight ``[out, in]`` that is laid out for products of few rows.
-
-    Attributes:
-        outputs: the number of outputs.
-        inputs: the number of inputs.
-        address: the address of its layout, for ``cpu.cpp``.
-    """
+    """A float32 weight ``[outputs, inputs]`` for products of few rows; its layout for ``cpu.cpp`` is at ``address``."""
 
     def __init__(self, weight: Tensor, bits: int, block: int = 0, together: int = 1, **parts: Tensor) -> None:
         self._weight, self._library, self._kept = weight.detach(), _library(), parts
@@ -103,9 +92,6 @@ class FewRowsWeight:
         self._library.multiply(rows.data_ptr(), self.address, output.data_ptr(), count, _threads())
         return output if bias is None else output.add_(bias)
 
-    def __deepcopy__(self, memo: Any) -> FewRowsWeight:
-        return self  # it never changes
-
 
 class HalfWeight(FewRowsWeight):
     """A weight whose values fit bfloat16, also at 12 bits each: sign, fraction, and which of 16 exponents.
@@ -118,8 +104,8 @@ class HalfWeight(FewRowsWeight):
         values = _panels(weight.detach().to(torch.bfloat16))  # [panels, outputs, in]
         values, parts = _without_listed(values) if weight.shape[1] % 2 == 0 else (values, {})
         # Listed values are added last also without 12 bits, so that results do not depend on what is faster.
-        if parts and _choose_packed_rows(torch.get_num_threads()):
-            parts["packed"] = torch.cat([_packed(some, parts["tables"]) for some in _few(values)])
+        if parts and _packed_rows(_threads()):
+            parts["packed"] = torch.cat([_packed(some, parts["tables"]) for some in torch.split(values, _AT_ONCE)])
         halves = values.view(values.shape[0], 2, -1, values.shape[2]).permute(0, 3, 2, 1)  # [panels, in, outputs, halves]
         super().__init__(weight, 16, panels=halves.contiguous(), **parts)
 
@@ -137,13 +123,13 @@ def _without_listed(values: Tensor) -> tuple[Tensor, dict[str, Any]]:
     Panels of which too many values would be listed are returned as they are.
     """
     counts = values.new_zeros(256, dtype=torch.int64)
-    for some in _few(values):
+    for some in torch.split(values, _AT_ONCE):
         counts += torch.bincount(_exponents(some).flatten(), minlength=256)
     counts[0] = values.numel() + 1  # that of zeros, which also stand for listed values
     chosen = counts.argsort(descending=True)[:16]
     is_known = values.new_zeros(256, dtype=torch.bool)
     is_known[chosen] = True
-    is_listed = torch.cat([~is_known[_exponents(some).int()] for some in _few(values)])
+    is_listed = torch.cat([~is_known[_exponents(some).int()] for some in torch.split(values, _AT_ONCE)])
     found = is_listed.nonzero()  # panel by panel
     if len(found) > _LISTED * values.numel():
         return values, {}
@@ -151,10 +137,6 @@ def _without_listed(values: Tensor) -> tuple[Tensor, dict[str, Any]]:
     begins = torch.cat((found.new_zeros(1), torch.bincount(found[:, 0], minlength=len(values)).cumsum(0)))
     tables = torch.stack((chosen % 2 * 128, chosen // 2)).to(torch.uint8)
     return values.masked_fill(is_listed, 0), {"tables": tables, "listed": listed, "begins": begins}
-
-
-def _few(panels: Tensor) -> list[Tensor]:
-    return [panels[begin : begin + _AT_ONCE] for begin in range(0, len(panels), _AT_ONCE)]
 
 
 def _exponents(values: Tensor) -> Tensor:
@@ -183,17 +165,11 @@ def _paired(panels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A weight ``[out, in]`` as codes in blocks of consecutive inputs, whose values are ``code * scale + offset``.
+    """A weight ``[out, in]`` as codes in blocks of consecutive inputs, whose values are ``code * scale + offset``."""
 
-    Attributes:
-        codes: ``[out, in]`` uint8.
-        scales: ``[out, in / block]`` float32.
-        offsets: ``[out, in / block]`` float32.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    offsets: Tensor
+    codes: Tensor  # [out, in] uint8
+    scales: Tensor  # [out, in / block] float32
+    offsets: Tensor  # as scales
 
     @classmethod
     def quantize(cls, weight: Tensor, bits: int) -> Blocks:
@@ -219,13 +195,7 @@ class Blocks:
 
 
 class BlockWeight(FewRowsWeight):
-    """A weight in blocks; ``weight`` has the same values in float32.
-
-    Args:
-        weight: ``[out, in]`` float32.
-        blocks: its blocks.
-        together: codes of an output that lie side by side.
-    """
+    """A weight in blocks; ``weight`` has the same values in float32. ``together`` codes of an output lie side by side."""
 
     def __init__(self, weight: Tensor, blocks: Blocks, together: int = 1) -> None:
         codes, bits = _panels(blocks.codes), 8
@@ -256,24 +226,14 @@ class IntegerWeight(BlockWeight):
 def _threads() -> int:
     """Return the number of threads, for which it is known how many rows read 12 bits."""
     threads = torch.get_num_threads()
-    _choose_packed_rows(threads)
+    with _measuring:
+        _packed_rows(threads)
     return threads
 
 
-def _choose_packed_rows(threads: int) -> int:
-    """Return the most rows for which 12 bits are faster than 16, with a number of threads; measured once in a process.
-
-    The choice does not change results.
-    """
-    if threads not in _packed_rows:
-        with _choosing:
-            if threads not in _packed_rows:
-                _packed_rows[threads] = _measure_packed_rows(threads)
-                _log.debug("with %d threads, up to %d rows read weights of 12 bits", threads, _packed_rows[threads])
-    return _packed_rows[threads]
-
-
-def _measure_packed_rows(threads: int) -> int:
+@functools.cache
+def _packed_rows(threads: int) -> int:
+    """Return the most rows for which 12 bits are faster than 16, with a number of threads; results are the same."""
     library, size = _library(), _library().panel_size()
     outputs = _MEASURED // (2 * _INPUTS) // size * size
     panels, tables = (torch.zeros(count, dtype=torch.uint8, device="cpu") for count in (_MEASURED, 32))
@@ -282,16 +242,17 @@ def _measure_packed_rows(threads: int) -> int:
     weight = FewRowsWeight(shape, 16, panels=panels, packed=panels, tables=tables)
     best = 0
     for count in _COUNTS:
-        seconds: dict[int, float] = {}
+        seconds = {0: math.inf, count: math.inf}
         for most in (0, count) * _REPEATS:
             library.set_packed_rows(threads, most)
             start = time.perf_counter()
             library.multiply(rows.data_ptr(), weight.address, results.data_ptr(), count, threads)
-            seconds[most] = min(seconds.get(most, math.inf), time.perf_counter() - start)
+            seconds[most] = min(seconds[most], time.perf_counter() - start)
         if seconds[count] > _FASTER * seconds[0]:
             break
         best = count
     library.set_packed_rows(threads, best)
+    _log.debug("with %d threads, up to %d rows read weights of 12 bits", threads, best)
     return best
 
 
@@ -322,9 +283,7 @@ class _Layer(ctypes.Structure):
         ("epsilons", ctypes.c_float * 7),
         ("scale", ctypes.c_float),
         ("width", ctypes.c_int64),
-        ("activation", ctypes.c_int32),
-        ("has_attention", ctypes.c_int32),
-        ("has_mlp", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("activation", "has_attention", "has_mlp")),
     ]
 
 
@@ -338,12 +297,12 @@ class DecoderLayer:
             and the number that is added to the mean of the squares; None without such a norm.
         scale: of the scores of attention.
         width: that of a head.
-        activation: its index in :data:`ACTIVATIONS`.
+        activation: its place in :data:`~layerskip.kernels.few_rows_linear.GATES`.
         has_attention: False if it is skipped.
         has_mlp: False if it is skipped; not both are.
 
     Attributes:
-        address: the address of its layout, for ``cpu.cpp``.
+        address: of its layout, for ``cpu.cpp``.
         shape: layers of one shape may follow each other in a call.
     """
 
@@ -359,13 +318,13 @@ class DecoderLayer:
         has_mlp: bool = True,
     ) -> None:
         places = [*norms[:2], None, *norms[2:]]
-        factors = [None if norm is None else norm[0] for norm in places]
+        factors, epsilons = zip(*(norm or (None, 0.0) for norm in places), strict=True)
         self._kept = weights, biases, factors
         self._layout = _Layer(
             (ctypes.c_void_p * 7)(*(weight.address for weight in weights)),
             _pointers(biases),
             _pointers(factors),
-            (ctypes.c_float * 7)(*(0.0 if norm is None else norm[1] for norm in places)),
+            (ctypes.c_float * 7)(*epsilons),
             scale,
             width,
             activation,
@@ -380,7 +339,7 @@ class DecoderStack:
     """Decoder layers of one shape, one after the other, with their keys and values; a pass over a few rows is one call.
 
     Args:
-        layers: one after the other.
+        layers: in their order.
         buffers: keys and values of each, ``[1, key heads, capacity, width]`` float32, or None without attention. Their owner
             keeps them.
     """
@@ -439,8 +398,7 @@ def has_kernels() -> bool:
         codes = torch.randint(16, (70, 64), generator=source, device="cpu", dtype=torch.uint8)
         numbers = weight[:, :4].half().float(), weight[:, :4]  # float16 holds the first
         blocks = [Blocks(codes * f, some[:, :2], some[:, 2:]) for f, some in zip((1, 17), numbers, strict=True)]
-        products: list[FewRowsWeight] = [HalfWeight(weight.bfloat16().float())]
-        products += [BlockWeight(some.values(), some) for some in blocks]
+        products = [HalfWeight(weight.bfloat16().float()), *(BlockWeight(some.values(), some) for some in blocks)]
         works = all(nearly_equal(product(rows), linear(rows, product._weight)) for product in products)
         integers = [(IntegerWeight(weight, bits)(rows), Blocks.quantize(weight, bits).values()) for bits in (8, 4)]
         works &= all(nearly_equal(found, linear(rows, values), _ROUNDED) for found, values in integers)
@@ -459,7 +417,7 @@ def _has_same_results(product: FewRowsWeight, rows: Tensor) -> bool:
     for most in (0, MOST_ROWS):
         _library().set_packed_rows(threads, most)
         found.append(product(rows))
-    _library().set_packed_rows(threads, _packed_rows[threads])
+    _library().set_packed_rows(threads, _packed_rows(threads))
     return torch.equal(*found)
 
 

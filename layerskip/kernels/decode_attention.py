@@ -135,7 +135,7 @@ def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     return output.reshape(1, heads, count, value.shape[3]).transpose(1, 2).contiguous()
 
 
-@torch.library.custom_op("layerskip::decode_attention", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("layerskip::decode_attention", mutates_args=())
 def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute attention under a mask that all heads share. Where they are faster, torch's operators do it.
 
@@ -173,9 +173,6 @@ def _mask_of_trial(mask: Tensor) -> Tensor:
 @decode_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-
-
-decode_attention.register_kernel("cpu")(_attend_plainly)
 
 
 @contextlib.contextmanager

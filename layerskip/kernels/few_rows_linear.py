@@ -118,13 +118,7 @@ def multiply_on_gpu(
 
 
 def _multiply_plainly(
-    hidden: Tensor,
-    weight: Tensor,
-    residual: Tensor | None = None,
-    gate: str = "",
-    norm: str = "",
-    scale: Tensor | None = None,
-    epsilon: float = 0.0,
+    hidden: Tensor, weight: Tensor, residual: Tensor | None, gate: str, norm: str, scale: Tensor | None, epsilon: float
 ) -> Tensor:
     """Compute what the kernel does with torch's operators."""
     output = linear(hidden if scale is None else NORMS[norm](hidden, scale, epsilon), weight)
@@ -134,7 +128,7 @@ def _multiply_plainly(
     return output if residual is None else residual + output
 
 
-@torch.library.custom_op("layerskip::few_rows_linear", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("layerskip::few_rows_linear", mutates_args=())
 def few_rows_linear(
     hidden: Tensor,
     weight: Tensor,
@@ -159,6 +153,8 @@ def few_rows_linear(
         ``[..., out]``, with a gate ``[..., out / 2]``.
     """
     given = hidden, weight, residual, gate, norm, scale, epsilon
+    if not has_kernel(weight):
+        return _multiply_plainly(*given)
 
     def draw() -> list[Any]:
         source = torch.Generator(hidden.device).manual_seed(0)
@@ -171,9 +167,6 @@ def few_rows_linear(
 
     kind = hidden.device, hidden.dtype, tuple(hidden.shape), tuple(weight.shape), residual is not None, gate, norm
     return faster_of_right("products of few rows", kind, multiply_on_gpu, _multiply_plainly, draw)(*given)
-
-
-few_rows_linear.register_kernel("cpu")(_multiply_plainly)
 
 
 @few_rows_linear.register_fake

@@ -18,7 +18,7 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -221,9 +221,8 @@ def _patterns_of_norms(dtype: torch.dtype) -> list[tuple[str, PatternExpr]]:
     def swapped(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
         return products.normalise(hidden, epsilon).to(hidden.dtype) * scale
 
-    norms = [*NORMS.items(), ("llama", swapped)]
     hidden, scale = torch.ones(1, 2, 4, dtype=dtype), torch.ones(4, dtype=dtype)
-    return list(_traced(norms, hidden=hidden, scale=scale, epsilon=_EPSILON))
+    return [_traced(*norm, hidden=hidden, scale=scale, epsilon=_EPSILON) for norm in (*NORMS.items(), ("llama", swapped))]
 
 
 @functools.cache
@@ -233,13 +232,13 @@ def _patterns_of_gates(dtype: torch.dtype) -> list[tuple[str, PatternExpr]]:
     for name, activation in GATES.items():
         gates.append((name, lambda gate, factor, activation=activation: activation(gate) * factor))
         gates.append((name, lambda gate, factor, activation=activation: factor * activation(gate)))
-    return list(_traced(gates, gate=torch.ones(1, 2, 4, dtype=dtype), factor=torch.ones(1, 2, 4, dtype=dtype)))
+    some = torch.ones(1, 2, 4, dtype=dtype)
+    return [_traced(*gate, gate=some, factor=some.clone()) for gate in gates]
 
 
-def _traced(functions: list[tuple[str, Callable[..., Tensor]]], **given: Any) -> Iterator[tuple[str, PatternExpr]]:
-    """Yield functions as patterns of the operators into which the compiler decomposes them."""
-    epsilon = {name: value for name, value in given.items() if isinstance(value, float)}
-    for name, function in functions:
-        with unset_fake_temporarily(), torch._guards.tracing(None), torch.inference_mode(False), torch.no_grad():
-            graph = fwd_only(lambda *args, function=function: function(*args), list(given.values()))
-        yield name, fx_to_pattern(graph, argnames=list(given), scalar_workaround=epsilon)
+def _traced(name: str, function: Callable[..., Tensor], **given: Any) -> tuple[str, PatternExpr]:
+    """Return a function as a pattern of the operators into which the compiler decomposes it."""
+    numbers = {argument: value for argument, value in given.items() if isinstance(value, float)}
+    with unset_fake_temporarily(), torch._guards.tracing(None), torch.inference_mode(False), torch.no_grad():
+        graph = fwd_only(lambda *args: function(*args), list(given.values()))
+    return name, fx_to_pattern(graph, argnames=list(given), scalar_workaround=numbers)

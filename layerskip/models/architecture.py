@@ -191,13 +191,13 @@ def replace_forward(module: nn.Module, form: Form, function: Callable[[Tensor], 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return as_output(function(hidden_states(args, kwargs)), form)
 
-    replacement.function = function  # type: ignore[attr-defined]
+    replacement.skips = True  # type: ignore[attr-defined]
     module.forward = replacement
 
 
 def is_skipped(module: nn.Module) -> bool:
-    """Return whether the forward pass of a module was replaced by zeros."""
-    return getattr(vars(module).get("forward"), "function", None) is torch.zeros_like
+    """Return whether :func:`replace_forward` has replaced a module's forward pass: zeros, or a layer by its input."""
+    return hasattr(vars(module).get("forward"), "skips")
 
 
 def as_output(hidden: Tensor, form: Form) -> Any:

@@ -2,7 +2,7 @@
 
 A decoder layer is some thirty kernels. In a small model, each of them takes a few microseconds, most of it not computing.
 ``torch.compile`` fuses them. Layers are compiled one at a time: all layers of one kind share one compiled function, also
-those of other views, so that a new skip mask compiles little. The modelling code stays that of transformers.
+those of other views, so that a new skip mask compiles little.
 
 For this, every layer has a second module tree over the same tensors. Its linear layers of one input, such as the
 projections to queries, keys and values, are one product. Their weights become parts of one buffer, row after row, so that
@@ -49,7 +49,7 @@ MaskOf = Callable[[Any], Any]
 
 _log = logging.getLogger(__name__)
 _modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_compiled: weakref.WeakKeyDictionary[nn.Module, CompiledLayers | None] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[PreTrainedModel, CompiledLayers | None] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _unfused: set[tuple[type[nn.Module], torch.Size]] = set()
 _parallel_layers: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
@@ -65,11 +65,6 @@ def set_compiling(model: nn.Module, mode: str | None) -> None:
 def compile_mode(model: nn.Module) -> str:
     """Return the mode that was set for a model, or ``auto``."""
     return _modes.get(model, "auto")
-
-
-def compile_like(model: nn.Module, tree: nn.Module) -> None:
-    """Apply a model's setting to another module tree, such as a view of it."""
-    _modes[tree] = compile_mode(model)
 
 
 def eager_only(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,10 +106,7 @@ def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str) ->
 
 
 def prepare_compiling(model: nn.Module) -> None:
-    """Lay the weights of a model's parallel layers out as matrices for compiled layers, if it has them.
-
-    This moves weights, so it comes before capturing.
-    """
+    """Lay a model's weights out as compiled layers read them, if it has these; before capturing, as this moves weights."""
     body = getattr(model, "body", model)  # of a head
     if compiled_layers(body) is None:
         return
@@ -210,7 +202,7 @@ class FusedLinear(nn.Module):
         self.register_buffer("weight", _join_rows([layer.weight for layer in layers]))
         self.register_buffer("bias", None if layers[0].bias is None else _join_rows([layer.bias for layer in layers]))
 
-    def compute(self, hidden: Tensor) -> tuple[Tensor, ...]:
+    def _compute(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of all layers of the group."""
         rows = hidden.numel() // hidden.shape[-1]
         if self.few_rows and rows <= MAX_ROWS and (rows > 1 or self.weight.numel() >= _LARGE):
@@ -234,7 +226,7 @@ class FusedLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the output of the first layer, ``[..., out]``; :class:`_FollowingLinear` returns those of the others."""
-        first, *others = self.compute(hidden)
+        first, *others = self._compute(hidden)
         self.outputs = others or None
         return first
 
@@ -284,10 +276,9 @@ class CompiledLayers:
         fuses: whether products are fused with what surrounds them (:mod:`layerskip.kernels.product_fusion`).
     """
 
-    def __init__(self, model: nn.Module, path: str) -> None:
+    def __init__(self, model: PreTrainedModel, path: str) -> None:
         self._model, self._path = weakref.ref(model), path  # a view's layers may refer to the view, which must not be kept
-        config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
-        types = getattr(config, "layer_types", None) or ["" for _ in self._layers]
+        types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["" for _ in self._layers]
         self._first_of_type = [types.index(kind) for kind in types]
         self.fuses = _kind(model) not in _unfused
         self._trees: dict[int, nn.Module] = {}
@@ -295,12 +286,10 @@ class CompiledLayers:
         self._lock, self._thread = threading.RLock(), 0  # of the thread whose passes are compiled
 
     @property
-    def _layers(self) -> nn.ModuleList:
+    def _layers(self) -> Any:
         model = self._model()
         assert model is not None
-        layers = model.get_submodule(self._path)
-        assert isinstance(layers, nn.ModuleList)
-        return layers
+        return model.get_submodule(self._path)
 
     @contextlib.contextmanager
     def running(self, mask_of: MaskOf) -> Iterator[None]:
@@ -325,14 +314,13 @@ class CompiledLayers:
 
     def _run(self, index: int, mask_of: MaskOf, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
-            layer: Any = self._layers[index]
+            layer = self._layers[index]
             return type(layer).forward(layer, hidden, *args, **kwargs)
-        cache = kwargs.get("past_key_values")
+        cache: KVCache | None = kwargs.get("past_key_values")
         if index not in self._trees:
             self._trees[index] = self._tree(index)
             _fuse_parallel_layers(self._trees[index])
         if cache is not None:
-            assert isinstance(cache, KVCache)
             kwargs["attention_mask"] = mask = mask_of(kwargs["attention_mask"])
             kwargs["past_key_values"] = buffers = cache.layer_buffers(index, hidden.shape[1])
             # Caches of all lengths share one compiled function; each took seconds in the middle of decoding.
@@ -343,7 +331,7 @@ class CompiledLayers:
 
     def _tree(self, index: int) -> nn.Module:
         """Return a second module tree over a layer's tensors."""
-        layer = self._layers[index]
+        layer: nn.Module = self._layers[index]
         parts = list(layer.modules())
         shared = [*layer.parameters(), *layer.buffers(), *(part.config for part in parts if hasattr(part, "config"))]
         # Modules without tensors may be given state from outside, such as a head's embeddings. Replaced forward passes may
@@ -351,8 +339,8 @@ class CompiledLayers:
         shared += [part for part in parts if not any(part.children()) and not part._parameters and not part._buffers]
         shared += [part.__dict__["forward"] for part in parts if "forward" in part.__dict__]
         tree = copy.deepcopy(layer, {id(thing): thing for thing in shared})
-        for hooks in (tree._forward_hooks, tree._forward_pre_hooks):  # they run on the layer itself
-            hooks.clear()
+        tree._forward_hooks.clear()  # they run on the layer itself
+        tree._forward_pre_hooks.clear()
         for part in tree.modules():
             if hasattr(part.__dict__.get("forward"), _EAGER_ONLY):
                 del part.__dict__["forward"]

@@ -14,14 +14,15 @@ import inspect
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from layerskip.device.trial import nearly_equal
-from layerskip.kernels.cpu import ACTIVATIONS, MOST_ROWS, DecoderLayer, DecoderStack, FewRowsWeight, normalise
+from layerskip.kernels.cpu import MOST_ROWS, DecoderLayer, DecoderStack, normalise
+from layerskip.kernels.few_rows_linear import GATES
 from layerskip.models.architecture import is_skipped
 from layerskip.models.attention import NAME
 from layerskip.models.cache import KVCache
@@ -30,7 +31,6 @@ from layerskip.models.packing import few_rows_weight, packed_weight
 Tree = TypeVar("Tree", bound=nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NORMED_ROWS = 64 * MOST_ROWS  # those of queries are rows of heads
-_SHOWN = 4  # times that a layer shows its result to layers that may follow
 
 
 def _words(text: str) -> frozenset[str]:
@@ -56,82 +56,64 @@ def fuse_layers(tree: Tree) -> Tree:
     module: Any
     for module in tree.modules():
         kind: Any = type(module)
-        if "forward" in module.__dict__ or isinstance(module, (_Norm, _DecoderLayer)):  # a replaced forward may do more
+        if "forward" in vars(module) or isinstance(module, (_Norm, _DecoderLayer)):  # a replaced forward may do more
             continue
-        if _uses(module, _NORM, _NORM_MAY_USE) and (offset := _norm_offset(module)) is not None:
+        if _uses(module, _NORM, _NORM_MAY_USE) and (terms := _terms_of_norm(module)) is not None:
+            module.offset, module.epsilon = terms
             module.__class__ = _fused(_Norm, kind)
-            module.offset = offset
         elif _uses(module, _LAYER, _LAYER_MAY_USE):
+            module.state = _State()
             module.__class__ = _fused(_DecoderLayer, kind)
     for parent in tree.modules():
-        if type(parent) is nn.ModuleList and any(isinstance(layer, _DecoderLayer) for layer in parent):
+        layers = [layer for layer in parent.children() if isinstance(layer, _DecoderLayer)]
+        for place, layer in enumerate(layers, 1):
+            layer.state.after = layers[place:]
+        if layers and type(parent) is nn.ModuleList:
             parent.__class__ = _Layers
-        order = _Order()
-        for layer in parent.children():
-            if isinstance(layer, _DecoderLayer):
-                layer.state.order = order
     return tree
 
 
-def has_layers(tree: nn.Module) -> bool:
-    """Return whether layers of a tree may run in few calls, once a pass has shown that they have the usual form."""
-    return any(map(is_whole_layer, tree.modules()))
-
-
 def is_whole_layer(module: nn.Module) -> bool:
-    """Return whether a module may run as one call; it passes its mask on to its attention."""
+    """Return whether a module may run as one call, once a pass has shown its form; its attention gets its mask."""
     return isinstance(module, _DecoderLayer)
 
 
 class _Norm(nn.Module):
-    """A root-mean-square norm.
+    """A root-mean-square norm."""
 
-    Attributes:
-        own: the type of the module, whose ``forward`` computes everything else.
-        offset: what is added to the weight, 0 or 1.
-    """
-
-    own: ClassVar[type[nn.Module]]
-    offset: int
+    own: ClassVar[type[nn.Module]]  # whose forward computes everything else
+    offset: int  # what is added to the weight, 0 or 1
+    epsilon: float  # what is added to the mean of the squares
 
     def forward(self, hidden: Tensor) -> Any:
-        scale = self.scale_for(hidden.shape[-1]) if _is_step(self, hidden, _NORMED_ROWS) else None
-        return self.own.forward(self, hidden) if scale is None else normalise(hidden, scale, self.epsilon)
+        factors = self.factors(hidden.shape[-1]) if _is_step(self, hidden, _NORMED_ROWS) else None
+        return self.own.forward(self, hidden) if factors is None else normalise(hidden, *factors)
 
-    @property
-    def epsilon(self) -> float:
-        """The number that is added to the mean of the squares."""
-        return _epsilon(self)
-
-    def scale_for(self, width: int) -> Tensor | None:
-        """Return the factors ``[width]``; None where the weight is another one."""
+    def factors(self, width: int) -> tuple[Tensor, float] | None:
+        """Return the factors ``[width]`` and ``epsilon``; None where the weight is another one."""
         weight = self.weight
         if not isinstance(weight, Tensor) or weight.shape != (width,) or weight.dtype != torch.float32:
             return None
-        return 1 + weight if self.offset else weight
+        return 1 + weight if self.offset else weight, self.epsilon
 
 
-def _norm_offset(norm: Any) -> int | None:
-    """Return what a norm adds to its weight, 0 or 1; None if it computes something else."""
-    weight = norm.weight
+def _terms_of_norm(norm: Any) -> tuple[int, float] | None:
+    """Return what a norm adds to its weight, 0 or 1, and to the mean of the squares; None if it computes something else."""
+    weight, epsilon = norm.weight, float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or not _is_plain(weight):
         return None
     with torch.no_grad():
         rows = torch.linspace(-2, 3, weight.numel(), dtype=weight.dtype, device=weight.device)[None]
         expected = type(norm).forward(norm, rows)
-        scales = enumerate((weight, 1 + weight))
-        return next((n for n, scale in scales if nearly_equal(normalise(rows, scale, _epsilon(norm)), expected)), None)
-
-
-def _epsilon(norm: Any) -> float:
-    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+        results = (normalise(rows, weight + offset, epsilon) for offset in (0, 1))
+        return next(((offset, epsilon) for offset, found in enumerate(results) if nearly_equal(found, expected)), None)
 
 
 def _activation(function: Any) -> int | None:
     """Return the index of an activation, which only all of its range tells from similar ones; None if it is another one."""
     grid = torch.linspace(-8, 8, 1601)
     own = function(grid)
-    known = enumerate(ACTIVATIONS.values())
+    known = enumerate(GATES.values())
     return next((n for n, other in known if torch.allclose(own, other(grid), rtol=0, atol=1e-6)), None)
 
 
@@ -154,55 +136,26 @@ class _Parts:
         modules = list(module.modules())
         self._hooks = [hooks for each in modules[1:] for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._fields = [vars(each) for each in modules[1:]]
-        self._forwards = list(map(_forward, self._fields))
-        self._children = [each._modules for each in modules if each._modules]
-        self._children_before = list(map(dict, self._children))
+        self._tables: list[Any] = [table for each in modules for table in (each._modules, each._parameters) if table]
         self._packed = [packed for each in modules if (packed := packed_weight(each)) is not None]
-        self._copies = [packed.copy for packed in self._packed]
-        owned = [(each._parameters, *item) for each in modules for item in each._parameters.items() if item[1] is not None]
-        self._owners, self._names = [owner for owner, _, _ in owned], [name for _, name, _ in owned]
-        self._parameters: list[Any] = [part for _, _, part in owned]
+        self._before = self._parts()
+        self._parameters = [part for part in self._before if isinstance(part, Tensor)]
         self._values = self._state()
 
-    def _state(self) -> tuple[list[int], list[int]]:
+    def _parts(self) -> list[Any]:
+        parts = [part for table in self._tables for part in table.values()]
+        parts += [fields.get("forward") for fields in self._fields]
+        return parts + [packed.copy for packed in self._packed]
+
+    def _state(self) -> list[int]:
         """Return what changes with the values of the parameters."""
-        return list(map(_version, self._parameters)), list(map(_address, self._parameters))
+        return [number for part in self._parameters for number in (part._version, part.data_ptr())]
 
     def is_unchanged(self) -> bool:
         """Return whether all parts are the same and have the same values, no hooks and no other ``forward``."""
-        return (
-            not any(self._hooks)
-            and all(map(operator.is_, map(_forward, self._fields), self._forwards))
-            and all(map(operator.is_, map(_copy, self._packed), self._copies))
-            and self._children == self._children_before
-            and all(map(operator.is_, map(dict.get, self._owners, self._names), self._parameters))
-            and self._state() == self._values
-        )
-
-
-_version, _copy, _address = operator.attrgetter("_version"), operator.attrgetter("copy"), Tensor.data_ptr
-
-
-def _forward(fields: dict[str, Any]) -> Any:
-    return fields.get("forward")
-
-
-class _Inputs(NamedTuple):
-    """What a layer is called with; the cache is only named, so that it is not kept."""
-
-    hidden: Any
-    mask: Any
-    positions: Any
-    cache: int
-
-    @classmethod
-    def of(cls, hidden: Any, arguments: Mapping[str, Any]) -> _Inputs:
-        cache = id(arguments.get("past_key_values"))
-        return cls(hidden, arguments.get("attention_mask"), arguments.get("position_embeddings"), cache)
-
-    def are(self, other: _Inputs) -> bool:
-        same = self.hidden is other.hidden and self.mask is other.mask and self.positions is other.positions
-        return same and self.cache == other.cache
+        parts = self._parts()
+        same = len(parts) == len(self._before) and all(map(operator.is_, parts, self._before))
+        return same and not any(self._hooks) and self._state() == self._values
 
 
 class _Layers(nn.ModuleList):
@@ -214,171 +167,135 @@ class _Layers(nn.ModuleList):
         return super().__getitem__(index)
 
 
-class _Order:
-    """The order of a model's layers; ``last`` is a result that the next may have as its input, and a copy of its values."""
-
-    last: tuple[_LayerState, _Inputs, Tensor] | None = None
+_Inputs = tuple[Any, Any, Any, Any]
+"""What a layer is called with: hidden states, mask, position embeddings, cache."""
 
 
-class _LayerState:
-    """A packed layer and the parts that it was made of, and its place among the layers; a copied module has a new one.
+def _inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Inputs:
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    return hidden, kwargs.get("attention_mask"), kwargs.get("position_embeddings"), kwargs.get("past_key_values")
+
+
+class _State:
+    """What is known of a layer. A copied layer has a new one.
 
     Attributes:
-        next: the layer that had the result of this one as its input.
-        follows: whether this layer's input is the result of another; None before a pass has shown it.
-        run: the layers that this one computes.
-        ahead: the inputs that this layer will have, and its result, which the call of an earlier layer has computed.
-        shown: how often the result was shown to the other layers.
+        is_right: whether a result of the packed layer was right; None before one was compared.
+        layer: the packed layer, made of ``parts``.
+        after: the layers that come after this one.
+        follows: whether this layer's input is the result of the layer before; None before a pass has shown it.
+        run: computes this layer and those that follow it.
+        ahead: the inputs that this layer will have, and its result, which the call of an earlier layer has computed; with a
+            copy of the hidden states while ``follows`` is None.
     """
 
-    parts: _Parts | None = None
+    is_right: bool | None = None
     layer: DecoderLayer | None = None
-    next: _DecoderLayer | None = None
+    parts: _Parts | None = None
+    after: Sequence[_DecoderLayer] = ()
     follows: bool | None = None
     run: _Run | None = None
-    ahead: tuple[_Inputs, Tensor] | None = None
-    shown = 0
+    ahead: tuple[_Inputs, Tensor, Tensor | None] | None = None
 
-    def __init__(self) -> None:
-        self.order = _Order()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether it is known which layer has this one's result as its input, if any."""
-        return self.shown >= _SHOWN if self.next is None else self.next.state.follows is not None
-
-    def __deepcopy__(self, memo: Any) -> _LayerState:
-        return _LayerState()
+    def take(self, inputs: _Inputs) -> Tensor | None:
+        """Return the result that was computed ahead; None if there is none, or it is that of other inputs."""
+        if self.ahead is None:
+            return None
+        (expected, output, values), self.ahead = self.ahead, None
+        self.follows = all(map(operator.is_, inputs, expected)) and (values is None or torch.equal(inputs[0], values))
+        return output if self.follows else None
 
     def __reduce__(self) -> Any:
-        return _LayerState, ()
+        return _State, ()
 
 
 class _Run:
     """A layer and those that follow it, as they were when a text began; made again after hooks were added anywhere."""
 
-    def __init__(self, states: Sequence[_LayerState], stack: DecoderStack, cache: KVCache) -> None:
-        self.stack, self.followers, self._last = stack, states[1:], states[-1]
+    def __init__(self, states: Sequence[_State], stack: DecoderStack, cache: KVCache) -> None:
+        self.stack, self._followers = stack, states[1:]
         self._cache, self._begin, self._hooks = weakref.ref(cache), cache.length, RemovableHandle.next_id
 
     def serves(self, cache: KVCache) -> bool:
-        """Return whether a pass continues the text, and the layers still follow each other."""
+        """Return whether a pass continues the text, and no layer is known not to follow."""
         known = self._cache() is cache and self._hooks == RemovableHandle.next_id and cache.length >= self._begin
-        return known and self._last.is_settled and all(state.follows for state in self.followers)
+        return known and all(state.follows is not False for state in self._followers)
+
+    def compute(self, hidden: Tensor, mask: Tensor | None, positions: Any, cache: KVCache) -> Tensor:
+        """Return the result of the first layer, and give the others theirs."""
+        outputs = self.stack(hidden, positions, cache.length, mask)
+        for state, before, output in zip(self._followers, outputs, outputs[1:], strict=False):
+            state.ahead = (before, mask, positions, cache), output, None if state.follows else before.clone()
+        return outputs[0]
 
 
 class _DecoderLayer(nn.Module):
     """A whole layer: attention and a gated MLP with a norm before each, and norms after them or none; one may be skipped.
 
-    Layers whose input is the result of another are computed by the call of the first. Each of them returns its result if its
-    inputs are those of this call, and is computed again otherwise.
-
-    Attributes:
-        own: the type of the module, whose ``forward`` computes everything else.
-        is_right: whether a result was compared, and is right; None before.
+    Layers that follow it are computed by its call. Each of them returns its result if its inputs are those of this call, and
+    is computed again otherwise.
     """
 
-    own: ClassVar[type[nn.Module]]
-    is_right: bool | None = None
-
-    @property
-    def state(self) -> _LayerState:
-        state: _LayerState | None = self.__dict__.get("_state")
-        if state is None:
-            state = self.__dict__["_state"] = _LayerState()
-        return state
+    own: ClassVar[type[nn.Module]]  # whose forward computes everything else
+    state: _State
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return at once what an earlier layer has computed; the way to ``forward`` takes ten times as long."""
-        state: _LayerState | None = self.__dict__.get("_state")
-        if state is None or (ahead := state.ahead) is None or state.order.last is not None or not state.is_settled:
-            return super().__call__(*args, **kwargs)
-        called = _Inputs.of(args[0] if args else kwargs.get("hidden_states"), kwargs)
-        own = self.__dict__
-        if any(map(own.__getitem__, _HOOKS)) or "forward" in own or not called.are(ahead[0]):
-            return super().__call__(*args, **kwargs)
-        state.ahead = None
-        return ahead[1]
+        fields = self.__dict__
+        if self.state.ahead is not None and "forward" not in fields and not any(map(fields.__getitem__, _HOOKS)):
+            output = self.state.take(_inputs(args, kwargs))
+            if output is not None:
+                return output
+        return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state, inputs = self.state, _Inputs.of(args[0] if args else kwargs.get("hidden_states"), kwargs)
-        ahead, state.ahead = state.ahead, None
-        last, state.order.last = state.order.last, None
-        if state.follows is None and last is not None and self.is_right:
-            before, expected, values = last
-            state.follows = inputs.are(expected) and torch.equal(inputs.hidden, values)
-            before.next = self if state.follows else before.next
-        if ahead is not None and inputs.are(ahead[0]):
-            output: Any = ahead[1]
-        else:
-            state.follows = False if ahead is not None else state.follows
-            output = self._run_alone(*args, **kwargs)
-        if not state.is_settled and self.is_right and isinstance(output, Tensor):
-            state.shown += 1
-            state.order.last = state, inputs._replace(hidden=output), output.clone()
-        return output
-
-    def _run_alone(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the packed layer, and those that follow it, if it has the usual form and this is a step."""
-        rows: Any = args[0] if args else kwargs.get("hidden_states")
-        usual = self.is_right is not False and len(args) < 2 and _is_step(self, rows, MOST_ROWS)
-        parts = self._prepare(*args, **kwargs) if usual else None
-        if parts is None:
+        state, inputs = self.state, _inputs(args, kwargs)
+        if (output := state.take(inputs)) is not None:
+            return output
+        run = None if state.is_right is False or len(args) > 1 else self._run(*inputs)
+        if run is None:
             return self.own.forward(self, *args, **kwargs)
-        if self.is_right:
-            return self._compute(parts, *args, **kwargs)
+        if state.is_right:
+            return run.compute(*inputs)
         expected = self.own.forward(self, *args, **kwargs)
+        state.run = None  # after this pass, others may follow
         # Zeros are the same in all forms, and at the first position all forms of rotary positions are.
-        if isinstance(expected, Tensor) and bool(expected.any()) and bool(kwargs["position_embeddings"][1].any()):
-            self.is_right = self._computes(expected, rows, parts, kwargs["past_key_values"])
-            if not self.is_right:  # it has left wrong keys in the cache
+        if isinstance(expected, Tensor) and bool(expected.any()) and bool(inputs[2][1].any()):
+            state.is_right = self._is_equal(run, expected, *inputs)
+            if not state.is_right:  # it has left wrong keys in the cache
                 return self.own.forward(self, *args, **kwargs)
         return expected
 
-    def _prepare(
-        self,
-        hidden_states: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        position_embeddings: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        if type(past_key_values) is not KVCache or hidden_states.dim() != 3 or hidden_states.shape[0] != 1:
+    def _run(self, hidden: Any, mask: Any, positions: Any, cache: Any) -> _Run | None:
+        """Return what computes this layer and those that follow it; None where it has another form, or this is no step."""
+        if type(cache) is not KVCache or not _is_step(self, hidden, MOST_ROWS) or hidden.dim() != 3 or len(hidden) != 1:
             return None
-        count, start = hidden_states.shape[1], past_key_values.length
-        run = self._run(past_key_values, count)
+        state, count, length = self.state, hidden.shape[1], cache.length + hidden.shape[1]
+        if state.run is None or not state.run.serves(cache):
+            state.run = self._make_run(cache, count)
         attention: Any = self.self_attn
-        if run is None or hidden_states.shape[2] != attention.q_proj.in_features:
+        if state.run is None or length > cache.max_length or hidden.shape[2] != attention.q_proj.in_features:
             return None
-        if not _are_positions(position_embeddings, count, attention.head_dim):
-            return None
-        alone = attention_mask is None and count == 1
-        if not alone and not _is_mask(attention_mask, count, start + count):
-            return None
-        return run, position_embeddings, start, attention_mask
+        usual = _is_mask(mask, count, length) and _are_positions(positions, count, attention.head_dim)
+        return state.run if usual else None
 
-    def _run(self, cache: KVCache, count: int) -> _Run | None:
-        """Return this layer and those that follow it; None if this one has no room, or parts of another form."""
-        state = self.state
-        if state.run is not None and state.run.serves(cache):
-            return state.run if cache.length + count <= cache.max_length else None
-        state.run, own = None, self._prepare_own(cache, count)
+    def _make_run(self, cache: KVCache, count: int) -> _Run | None:
+        own = self._prepare(cache, count)
         if own is None:
             return None
         layers, prepared = [self], [own]
-        while (following := layers[-1].state.next) is not None and following.state.follows:
+        for following in self.state.after if self.state.is_right else ():
+            if is_skipped(following):
+                continue
             between = layers[-1]._forward_hooks or following._forward_pre_hooks  # which may change values in place
-            next_own = None if between else following._prepare_own(cache, count)
-            if next_own is None or not following.is_right or next_own[0].shape != own[0].shape:
+            next_own = None if between or following.state.follows is False else following._prepare(cache, count)
+            if next_own is None or not following.state.is_right or next_own[0].shape != own[0].shape:
                 break
             layers.append(following)
             prepared.append(next_own)
-        packed, buffers = zip(*prepared, strict=True)
-        state.run = _Run([layer.state for layer in layers], DecoderStack(packed, buffers), cache)
-        return state.run
+        return _Run([layer.state for layer in layers], DecoderStack(*zip(*prepared, strict=True)), cache)
 
-    def _prepare_own(self, cache: KVCache, count: int) -> tuple[DecoderLayer, tuple[Tensor, Tensor] | None] | None:
+    def _prepare(self, cache: KVCache, count: int) -> tuple[DecoderLayer, tuple[Tensor, Tensor] | None] | None:
         """Return the packed layer and its keys and values, if it has attention; None without room or in another form."""
         attention: Any = self.self_attn
         layer = self._layer() if attention.config._attn_implementation == NAME else None
@@ -398,29 +315,27 @@ class _DecoderLayer(nn.Module):
         state = self.state
         if state.parts is None or not state.parts.is_unchanged():
             if state.parts is not None:  # other parts may have another form
-                self.is_right = None
+                state.is_right = state.run = None
             state.layer = self._pack()
             state.parts = None if state.layer is None else _Parts(self)
         return state.layer
 
     def _pack(self) -> DecoderLayer | None:
         module: Any = self
-        attention, mlp, norms = module.self_attn, module.mlp, self._norms()
-        kept = [part for part in (attention, mlp) if not is_skipped(part)]
+        attention, mlp = module.self_attn, module.mlp
         if not _uses(attention, _ATTENTION, _ATTENTION_MAY_USE) or not _uses(mlp, _MLP):
             return None
-        known = all(isinstance(norm, _Norm) for norm in norms if norm is not None)
-        skipped = {id(part) for sublayer in (attention, mlp) if sublayer not in kept for part in sublayer.modules()}
-        changed = any(_is_changed(part) for part in self.modules() if part is not self and id(part) not in skipped)
-        if not known or changed or not all(_is_plain(part) and not part.is_inference() for part in self.parameters()):
+        kept = [child for child in self.children() if not is_skipped(child)]
+        changed = any(_is_changed(part) for child in kept for part in child.modules())
+        if changed or not all(_is_plain(part) and not part.is_inference() for part in self.parameters()):
             return None
         projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-        weights = _few_rows_weights(projections)
-        inner = _few_rows_weights((mlp.gate_proj, mlp.up_proj, mlp.down_proj), biased=False)
+        gated = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        weights: list[Any] = [few_rows_weight(layer) for layer in (*projections, *gated)]
         activation = _activation(mlp.act_fn)
-        if weights is None or inner is None or activation is None or not isinstance(attention.scaling, float):
+        if None in weights or any(layer.bias is not None for layer in gated) or activation is None:
             return None
-        (query, key, value, output), (gate, up, down) = weights, inner
+        query, key, value, output, gate, up, down = weights
         hidden, width = query.inputs, attention.head_dim
         fit = (
             hidden == key.inputs == value.inputs == output.outputs == gate.inputs == up.inputs == down.outputs
@@ -428,62 +343,47 @@ class _DecoderLayer(nn.Module):
             and key.outputs == value.outputs
             and gate.outputs == up.outputs == down.inputs
             and key.outputs % width == query.outputs % key.outputs == 0
+            and isinstance(attention.scaling, float)
         )
-        sizes = [width, width, *[hidden] * 4]
-        scales = [None if norm is None else norm.scale_for(size) for norm, size in zip(norms, sizes, strict=True)]
-        if not fit or [scale is None for scale in scales] != [norm is None for norm in norms]:
+        norms, sizes = self._norms(), (width, width, *[hidden] * 4)
+        factors = [norm.factors(size) if isinstance(norm, _Norm) else None for norm, size in zip(norms, sizes, strict=True)]
+        if not fit or factors.count(None) != norms.count(None):
             return None
-        both = [None if scale is None else (scale, norm.epsilon) for norm, scale in zip(norms, scales, strict=True)]
-        biases = [layer.bias for layer in projections]
-        has = attention in kept, mlp in kept
-        return DecoderLayer([*weights, *inner], biases, both, attention.scaling, width, activation, *has)
+        biases, has = [layer.bias for layer in projections], (attention in kept, mlp in kept)
+        return DecoderLayer(weights, biases, factors, attention.scaling, width, activation, *has)
 
     def _norms(self) -> list[Any]:
         """Return the norms of queries and keys, and before and after attention and the MLP; None for one that is missing."""
         module: Any = self
-        own = [getattr(module.self_attn, name, None) for name in ("q_norm", "k_norm")]
-        of_attention, of_mlp = [*own, module.input_layernorm, None], [module.post_attention_layernorm, None]
-        if hasattr(self, "pre_feedforward_layernorm"):
-            of_attention[3] = module.post_attention_layernorm
-            of_mlp = [module.pre_feedforward_layernorm, module.post_feedforward_layernorm]
-        of_attention = [None] * 4 if is_skipped(module.self_attn) else of_attention
-        return [*of_attention, *([None] * 2 if is_skipped(module.mlp) else of_mlp)]
+        attention, after = module.self_attn, module.post_attention_layernorm
+        norms = [getattr(attention, "q_norm", None), getattr(attention, "k_norm", None), module.input_layernorm]
+        if hasattr(module, "pre_feedforward_layernorm"):
+            norms += [after, module.pre_feedforward_layernorm, module.post_feedforward_layernorm]
+        else:
+            norms += [None, after, None]
+        if is_skipped(attention):
+            norms[:4] = [None] * 4
+        if is_skipped(module.mlp):
+            norms[4:] = [None] * 2
+        return norms
 
-    def _computes(self, expected: Tensor, hidden: Tensor, parts: Any, cache: KVCache) -> bool:
+    def _is_equal(self, run: _Run, expected: Tensor, hidden: Tensor, mask: Any, positions: Any, cache: KVCache) -> bool:
         """Compare what the packed layer adds to its input, and the keys and values that it writes, with those written."""
-        _, positions, start, mask = parts
-        own = self._prepare_own(cache, hidden.shape[1])
-        assert own is not None
-        layer, buffers = own
-        written = [each[:, :, start : start + hidden.shape[1]] for each in buffers or ()]
+        attention: Any = self.self_attn
+        count, has_attention = hidden.shape[1], run.stack.layers[0].has_attention
+        buffers = cache.room(attention.layer_idx, count) if has_attention else None
+        written = [each[:, :, cache.length : cache.length + count] for each in buffers or ()]
         before = [each.clone() for each in written]
-        (output,) = DecoderStack([layer], [buffers])(hidden, positions, start, mask)
-        found, wanted = output - hidden, expected - hidden
+        found, wanted = run.compute(hidden, mask, positions, cache) - hidden, expected - hidden
         rounding = 1e-6 * float(hidden.abs().amax()) / max(float(wanted.abs().amax()), 1e-6)
         return nearly_equal(found, wanted, 1e-4 + rounding) and all(map(nearly_equal, written, before))
 
-    def _compute(self, parts: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        run, positions, start, mask = parts
-        outputs: tuple[Tensor, ...] = run.stack(hidden_states, positions, start, mask)
-        cache = id(kwargs["past_key_values"])
-        for state, before, output in zip(run.followers, outputs, outputs[1:], strict=False):
-            state.ahead = _Inputs(before, mask, positions, cache), output
-        return outputs[0]
-
 
 def _is_mask(mask: Tensor | None, count: int, length: int) -> bool:
-    """Return whether a mask says which positions each row sees."""
-    if mask is None or mask.dtype != torch.bool or mask.device.type != "cpu":
-        return False
-    return mask.shape == (1, 1, count, length) and mask.stride(3) == 1
-
-
-def _few_rows_weights(layers: Sequence[Any], biased: bool = True) -> list[FewRowsWeight] | None:
-    """Return the weights of layers that are all packed for few rows; None where one is not, or has an unwanted bias."""
-    weights = [
-        weight for layer in layers if (weight := few_rows_weight(layer)) is not None and (biased or layer.bias is None)
-    ]
-    return weights if len(weights) == len(layers) else None
+    """Return whether a mask says which positions each row sees; None says that a single row sees all."""
+    if mask is None:
+        return count == 1
+    return mask.dtype == torch.bool and mask.is_cpu and mask.shape == (1, 1, count, length) and mask.stride(3) == 1
 
 
 def _are_positions(parts: Any, count: int, width: int) -> bool:
@@ -493,9 +393,9 @@ def _are_positions(parts: Any, count: int, width: int) -> bool:
     return all(p.dtype == torch.float32 and p.shape[:-1] == (1, count) and p.shape[-1] <= width for p in parts)
 
 
-def _is_changed(module: nn.Module | None) -> bool:
-    """Return whether a module has hooks or another ``forward`` than its type's; None for a part that a model lacks."""
-    return module is not None and bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+def _is_changed(module: nn.Module) -> bool:
+    """Return whether a module has hooks or another ``forward`` than its type's."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -8,8 +8,6 @@ prompt's first one, read only the part in use and run eagerly.
 Some models always run eagerly. A pass that reads a value back from the device, as some mixtures of experts do, fails in a
 trial run that forbids synchronisation. A model that computes with the number of keys is detected because its first captured
 pass of each shape differs from the eager one. While a pass is captured, no other thread may synchronise with a device.
-
-Devices without CUDA graphs have a stand-in, which runs a captured pass again.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,18 +45,24 @@ Compute = Callable[..., tuple[Tensor, ...]]
 """A pass: device tensors in, device tensors out. Everything else that changes between passes is read from the device."""
 
 
-class EagerPass:
-    """The stand-in for a captured pass where there are no graphs: the same shapes, computed on every replay."""
+class CapturedPass:
+    """The stand-in for a captured pass where there are no graphs: the same shapes, computed on every replay.
+
+    Attributes:
+        layers: the compiled layers that it runs; None if they run as they are.
+    """
+
+    layers: CompiledLayers | None = None
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Compute the pass."""
+        """Return the outputs of the pass for inputs of its shapes."""
         return compute(*inputs)
 
     def blank(self) -> None:
-        """Do nothing; no output is kept."""
+        """Fill kept outputs with NaN, so that only a replay can produce them again."""
 
 
-class _Graph:
+class _Graph(CapturedPass):
     """A pass that was captured as a CUDA graph, with the static tensors of its kernels; ``RuntimeError`` if it synchronises.
 
     All captures on a GPU share one stream, because torch keeps library workspaces for every stream that was used.
@@ -77,19 +80,14 @@ class _Graph:
             self._outputs = compute(*self._inputs)
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
-        """Run the graph on other inputs of the same shapes and copy its outputs, which the next replay overwrites."""
         for static, given in zip(self._inputs, inputs, strict=True):
             static.copy_(given)
         self._graph.replay()
-        return tuple(output.clone() for output in self._outputs)
+        return tuple(output.clone() for output in self._outputs)  # the next replay overwrites them
 
     def blank(self) -> None:
-        """Fill the outputs with NaN, so that only a replay can produce them again."""
         for output in self._outputs:
             output.fill_(float("nan"))
-
-
-CapturedPass = EagerPass | _Graph
 
 
 @functools.cache
@@ -105,14 +103,6 @@ def padded_count(count: int) -> int:
 def capture_seconds() -> float:
     """Return the seconds of capturing in this process; measurements of decoding subtract this one-time cost."""
     return _seconds
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """A captured pass, and the compiled layers that it runs; None if they run as they are."""
-
-    run: CapturedPass
-    layers: CompiledLayers | None
 
 
 class CapturingCache(KVCache):
@@ -132,18 +122,14 @@ class CapturingCache(KVCache):
         self.static_shapes = False
         self.device = device
         self._next_positions: dict[int, Tensor] = {}  # of the current pass, by count
-        self._moves: dict[int, CapturedPass] = {}  # by count
-        self._captures_moves = True
+        self._moves: dict[int, CapturedPass | None] = {}  # by count; None where it cannot be captured
         self._stacks: list[Tensor] = []  # [buffers, B, heads, max_length, head_dim], of which layers have parts
         self._unused: dict[Hashable, list[Tensor]] = {}  # parts, by shape and dtype
-        self._passes: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _Captured]] = weakref.WeakKeyDictionary()
+        self._passes = weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], CapturedPass]]()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def allocate(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return parts of tensors for several layers of a shape, so that a move takes few kernels.
-
-        The first layer of a shape reserves for the layers that have no buffers yet, at most ``stacked_layers``.
-        """
+        """Return parts of tensors that the first layer of a shape reserves for others, so that a move takes few kernels."""
         layers = sum(not layer.is_initialized for layer in self._layers)
         count = min(layers, self.stacked_layers) * (1 + (key_states.shape == value_states.shape))
         keys, values = (self._part(states, count) for states in (key_states, value_states))
@@ -186,8 +172,8 @@ class CapturingCache(KVCache):
         Args:
             model: the model that the pass belongs to; :meth:`captures` must have returned True for it.
             kind: distinguishes passes of the same shapes.
-            inputs: what changes between passes, apart from the cache; ``compute`` gets them.
-            compute: computes the result.
+            inputs: what changes between passes, apart from the cache, for ``compute``.
+            compute: the pass.
             body: the Hugging Face model whose layers may be compiled; None for ``model`` itself.
             mask_of: converts the attention mask of compiled layers.
         """
@@ -211,7 +197,7 @@ class CapturingCache(KVCache):
             passes[key] = captured
         self._on_device()
         with self._static():
-            return passes[key].run.replay(inputs, fresh(passes[key].layers))
+            return passes[key].replay(inputs, fresh(passes[key].layers))
 
     def _capture_checked(
         self,
@@ -219,7 +205,7 @@ class CapturingCache(KVCache):
         body: nn.Module,
         inputs: Sequence[Tensor],
         compute_with: Callable[[CompiledLayers | None], Compute],
-    ) -> _Captured | None:
+    ) -> CapturedPass | None:
         """Capture a pass, with compiled layers if possible, and compare it with the eager one; None if it cannot be used.
 
         A model that fails twice is refused for good, except where memory ran out or the eager outputs have NaN.
@@ -241,7 +227,8 @@ class CapturingCache(KVCache):
                     outputs = captured.replay(inputs, compute)
                 if all(map(nearly_equal, outputs, expected)):
                     _failed.discard(model)
-                    return _Captured(captured, tried)
+                    captured.layers = tried
+                    return captured
                 reason = "the captured pass gives other results"
             except Exception as error:  # compilers raise errors of many kinds
                 if _is_device_lost(error) or (tried is None and not isinstance(error, (RuntimeError, MemoryError))):
@@ -252,11 +239,10 @@ class CapturingCache(KVCache):
                 _log.debug("the pass of %s fails", type(model).__name__, exc_info=error)
             if tried is not None:
                 simplify_compiling(body, tried, reason)
-        if model not in _failed:
-            _failed.add(model)
-            return None
-        _refused.add(model)
-        _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
+        if model in _failed:
+            _refused.add(model)
+            _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
+        _failed.add(model)
         return None
 
     def positions(self, count: int) -> Tensor:
@@ -271,7 +257,10 @@ class CapturingCache(KVCache):
         identity = list(range(width))
         if list(offsets) == identity[: len(offsets)]:
             return
-        move = self._captured_move(identity) if self.length + width <= self.max_length else None
+        fits = self.length + width <= self.max_length
+        if fits and width not in self._moves:
+            self._moves[width] = self._capture_move(identity)
+        move = self._moves[width] if fits else None
         if move is None:
             super().gather(offsets)
             return
@@ -279,17 +268,14 @@ class CapturingCache(KVCache):
         with self._static():
             move.replay((copy_to_device([*offsets, *identity[len(offsets) :]], self.device),), self._move)
 
-    def _captured_move(self, identity: Sequence[int]) -> CapturedPass | None:
-        """Return the captured move of ``len(identity)`` positions; None after a capture has failed."""
-        if self._captures_moves and len(identity) not in self._moves:
-            try:
-                with self._capturing(), self._static():  # moving positions onto themselves is harmless while capturing
-                    self._moves[len(identity)] = self._capture((copy_to_device(identity, self.device),), self._move)
-            except (RuntimeError, MemoryError) as error:
-                if _is_device_lost(error):
-                    raise
-                self._captures_moves = False
-        return self._moves.get(len(identity))
+    def _capture_move(self, identity: Sequence[int]) -> CapturedPass | None:
+        try:
+            with self._capturing(), self._static():  # moving positions onto themselves is harmless while capturing
+                return self._capture((copy_to_device(identity, self.device),), self._move)
+        except (RuntimeError, MemoryError) as error:
+            if _is_device_lost(error):
+                raise
+            return None
 
     def _move(self, offsets: Tensor) -> tuple[Tensor, ...]:
         self._next_positions = {}
@@ -299,7 +285,7 @@ class CapturingCache(KVCache):
         return ()
 
     def _capture(self, inputs: Sequence[Tensor], compute: Compute) -> CapturedPass:
-        return EagerPass() if self.device.type != "cuda" else _Graph(self.device, self._pool, inputs, compute)
+        return CapturedPass() if self.device.type != "cuda" else _Graph(self.device, self._pool, inputs, compute)
 
     @torch.inference_mode()
     def clear(self) -> None:

@@ -29,7 +29,7 @@ Tree = TypeVar("Tree", bound=nn.Module)
 
 _SHARE = 0.25  # of the machine's memory, the most that packed weights may take by default
 _ROWS = 4  # rows of input for which layouts are chosen; a thousand rows lose nothing by it
-_LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values from which on packing a weight is faster
+_LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values; of fewer, a call takes longer than the product
 _SAMPLED = 8  # values that detect a change of a weight
 
 
@@ -40,15 +40,11 @@ def set_packing(model: nn.Module, pack: bool | None) -> None:
 
 
 def uses_packing(model: nn.Module) -> bool:
-    """Return whether a model multiplies by packed weights: by default if they take at most a quarter of the memory.
-
-    Small weights are never packed, because calling the operator takes longer than their product.
-    """
-    if model in _settings:
-        return _settings[model] and any(_packable_layers(model))
-    if any(_packable_layers(model)):  # with none packable now, some may be on another device
+    """Return whether a model multiplies by packed weights: by default if they take at most a quarter of the memory."""
+    packable = any(_packable_layers(model))
+    if packable and model not in _settings:  # with none packable now, some may be on another device
         _settings[model] = fits_packed(model)
-    return _settings.get(model, False)
+    return packable and _settings[model]
 
 
 def fits_packed(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
@@ -80,24 +76,22 @@ def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
+"""Of hidden states ``[..., in]`` and an optional bias ``[out]``, to ``[..., out]``."""
 
 
 def pack_weight(weight: Tensor) -> Product | None:
-    """Pack a weight ``[out, in]``; None where packing does not help.
-
-    Returns:
-        A product of hidden states ``[..., in]`` and an optional bias ``[out]`` to ``[..., out]``, without gradients.
-    """
+    """Return the product by a packed weight ``[out, in]``, without gradients; None where packing does not help."""
     if not _is_packable(weight):
         return None
     if HalfWeight.fits(weight):
         return HalfWeight(weight)
-    return functools.partial(_multiply_packed, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS))
+    return _reorder(weight)
 
 
-def _multiply_packed(packed: Tensor, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")
-    return output
+def _reorder(weight: Tensor) -> Product:
+    """Return the product by a weight in the layout of oneDNN."""
+    packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS), torch.ops.mkldnn._linear_pointwise
+    return lambda hidden, bias: multiply(hidden, packed, bias, "none", [], "")
 
 
 def refuse_quantized(model: nn.Module) -> str:
@@ -128,13 +122,12 @@ def has_blocks(model: nn.Module) -> bool:
 
 def _in_blocks(weight: Tensor) -> bool:
     packed: _PackedWeight | None = _packed.get(weight)
-    return packed is not None and packed.in_blocks(weight)
+    return packed is not None and isinstance(packed.copy, BlockWeight) and packed.state == _state(weight)
 
 
 def few_rows_weight(layer: nn.Module) -> FewRowsWeight | None:
     """Return the packed weight of a linear layer if it has few bytes and float32 sums."""
-    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    if type(layer) is not _PackedLinear or layer.weight.is_inference() or changed:
+    if type(layer) is not _PackedLinear or layer.weight.is_inference():
         return None
     product = layer.packed.product(layer.weight)
     return product if isinstance(product, FewRowsWeight) else None
@@ -149,50 +142,45 @@ class _PackedWeight:
     """The packed copy of a weight, made on first use and again after the weight has changed; at fewer ``bits`` if given.
 
     Attributes:
-        copy: None where there is none.
+        state: of the weight when it was packed; None if it was not.
+        copy: None where packing does not help.
     """
 
     def __init__(self, bits: int | None = None) -> None:
         self._bits = bits
-        self._state: tuple[int, int] | None = None
+        self.state: tuple[int, int] | None = None
         self._sample: list[float] = []
         self.copy: Product | None = None
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if torch.compiler.is_compiling():
-            return linear(hidden, weight, bias)
-        needs_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-        if needs_gradient or hidden.dtype != weight.dtype or not hidden.numel() or weight.is_inference():
-            return linear(hidden, weight, bias)
-        product = self.product(weight)
-        if product is None or torch.is_autocast_enabled("cpu"):
-            return linear(hidden, weight, bias)
-        return product(hidden, bias)
+        left_to_torch = (
+            torch.compiler.is_compiling()
+            or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)))
+            or hidden.dtype != weight.dtype
+            or weight.is_inference()
+            or not hidden.numel()
+            or torch.is_autocast_enabled("cpu")
+        )
+        product = None if left_to_torch else self.product(weight)
+        return linear(hidden, weight, bias) if product is None else product(hidden, bias)
 
     def product(self, weight: Tensor) -> Product | None:
         """Return the product by the packed copy of a weight, as it is now; None where packing does not help."""
-        if self._state != _state(weight):
+        if self.state != _state(weight):
             self.keep(weight, pack_weight(weight) if self._bits is None else IntegerWeight(weight, self._bits))
         return self.copy
 
     def keep(self, weight: Tensor, copy: Product | None) -> None:
         """Take the packed copy of a weight, as it is now."""
-        self.copy, self._state, self._sample = copy, _state(weight), _sample(weight)
-
-    def in_blocks(self, weight: Tensor) -> bool:
-        """Return whether the copy is of this weight, and in blocks."""
-        return isinstance(self.copy, BlockWeight) and self._state == _state(weight)
+        self.copy, self.state, self._sample = copy, _state(weight), _sample(weight)
 
     def check(self, weight: Tensor) -> None:
         """Drop the copy if the weight has moved to another device or its sampled values have changed."""
-        if self._state is not None and (weight.device.type != "cpu" or self._sample != _sample(weight)):
-            self._state = self.copy = None
-
-    def __deepcopy__(self, memo: Any) -> _PackedWeight:
-        return _PackedWeight(self._bits)  # a copied weight is packed again
+        if self.state is not None and (weight.device.type != "cpu" or self._sample != _sample(weight)):
+            self.state = self.copy = None
 
     def __reduce__(self) -> Any:
-        return _PackedWeight, (self._bits,)
+        return _PackedWeight, (self._bits,)  # a copied weight is packed again
 
 
 class _PackedLinear(nn.Linear):
@@ -223,9 +211,9 @@ def _is_packable(weight: Tensor) -> bool:
     plain = type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided and not weight.is_inference()
     if not plain or weight.device.type != "cpu" or not _is_supported(weight.dtype):
         return False
-    least = _LEAST[weight.dtype]
-    few = least > weight.numel() >= _LEAST.get(torch.bfloat16, least) and (HalfWeight.fits(weight) or _in_blocks(weight))
-    return weight.numel() >= least or few
+    if weight.numel() >= _LEAST[weight.dtype]:
+        return True
+    return weight.numel() >= _LEAST[torch.bfloat16] and (HalfWeight.fits(weight) or _in_blocks(weight))
 
 
 @functools.cache
@@ -239,7 +227,7 @@ def _is_supported(dtype: torch.dtype) -> bool:
     try:
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        product = _multiply_packed(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), hidden, None)
+        product = _reorder(weight)(hidden, None)
     except (RuntimeError, AttributeError):  # a build without these operators
         return False
     return torch.allclose(product, linear(hidden, weight), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-4)

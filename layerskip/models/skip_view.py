@@ -26,8 +26,8 @@ from layerskip.mask import MaskError, SkipMask
 from layerskip.models.architecture import UnsupportedModel, architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.cache import KVCache
-from layerskip.models.compiled_layers import compile_like, compile_mode
-from layerskip.models.cpu_layers import fuse_layers, has_layers
+from layerskip.models.compiled_layers import compile_mode, set_compiling
+from layerskip.models.cpu_layers import fuse_layers, is_whole_layer
 from layerskip.models.forward import forward
 from layerskip.models.packing import drop_stale_packing, pack_like, quantize_like, uses_packing
 from layerskip.models.target import Target
@@ -118,7 +118,7 @@ def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
     for name in ("to", "cuda"):
         view.__dict__.pop(name, None)  # replaced by accelerate on a model with hooks; they hold the model
     use_grouped_attention(view)
-    compile_like(model, view)
+    set_compiling(view, compile_mode(model))
     pack_like(model, view)
     if bits is not None:
         quantize_like(view, bits)
@@ -127,7 +127,7 @@ def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
 
 def _learned(view: PreTrainedModel) -> PreTrainedModel:
     """Run a few steps of a view whose layers may run in few calls, so that its first text is computed as later ones are."""
-    if has_layers(view) and not view.training:
+    if any(map(is_whole_layer, view.modules())) and not view.training:
         text = view.config.get_text_config(decoder=True)
         cache = KVCache(text.num_hidden_layers, sum(_STEPS))
         with torch.inference_mode():

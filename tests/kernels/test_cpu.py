@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,52 +33,43 @@ def weight(outputs: int, inputs: int) -> Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs)).bfloat16().float()
 
 
-def assert_multiplies(product: FewRowsWeight, matrix: Tensor, threads: int) -> None:
+def assert_multiplies(product: FewRowsWeight, matrix: Tensor) -> None:
     """Compare with float64, and rows with the same rows alone."""
     outputs, inputs = matrix.shape
-    rows, bias, before = torch.randn(MOST_ROWS + 1, inputs), torch.randn(outputs), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        alone = torch.cat([product(row[None], bias) for row in rows])
-        for count in range(1, MOST_ROWS + 2):
-            found = product(rows[None, :count], bias)[0]
-            expected = rows[:count].double() @ matrix.double().T + bias
-            assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-4)
-            assert count > MOST_ROWS or torch.equal(found, alone[:count])
-    finally:
-        torch.set_num_threads(before)
+    rows, bias = torch.randn(MOST_ROWS + 1, inputs), torch.randn(outputs)
+    alone = torch.cat([product(row[None], bias) for row in rows])
+    for count in range(1, MOST_ROWS + 2):
+        found = product(rows[None, :count], bias)[0]
+        expected = rows[:count].double() @ matrix.double().T + bias
+        assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-4)
+        assert count > MOST_ROWS or torch.equal(found, alone[:count])
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 33), (16, 8), (63, 100), (64, 576), (97, 31), (515, 3)])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_products_equal_torch_and_no_row_depends_on_others(outputs: int, inputs: int, threads: int) -> None:
+@pytest.mark.usefixtures("threads")
+def test_products_equal_torch_and_no_row_depends_on_others(outputs: int, inputs: int) -> None:
     matrix = weight(outputs, inputs)
-    assert_multiplies(HalfWeight(matrix), matrix, threads)
+    assert_multiplies(HalfWeight(matrix), matrix)
 
 
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights have 12 bits, too, whatever is faster here."""
-    monkeypatch.setattr(cpu, "_packed_rows", dict.fromkeys(range(1, 9), 1))
+    monkeypatch.setattr(cpu, "_packed_rows", lambda threads: 1)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (7, 34), (63, 100), (64, 576), (515, 6)])
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.usefixtures("packs")
 def test_values_of_12_bits_give_the_same_results_bit_by_bit(outputs: int, inputs: int, threads: int) -> None:
     matrix = weight(outputs, inputs) / 64
-    product, rows, before = HalfWeight(matrix), torch.randn(MOST_ROWS, inputs), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        expected, found = rows.double() @ matrix.double().T, []
-        for most in (0, 1, 5, MOST_ROWS):
-            cpu._library().set_packed_rows(threads, most)
-            found += [product(rows), torch.cat([product(row[None]) for row in rows])]
-            found.append(torch.cat([product(rows[begin : begin + 5]) for begin in range(0, MOST_ROWS, 5)]))
-        assert all(torch.equal(each, found[0]) for each in found)
-        assert torch.allclose(found[0].double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
-    finally:
-        torch.set_num_threads(before)
+    product, rows = HalfWeight(matrix), torch.randn(MOST_ROWS, inputs)
+    expected, found = rows.double() @ matrix.double().T, []
+    for most in (0, 1, 5, MOST_ROWS):
+        cpu._library().set_packed_rows(threads, most)
+        found += [product(rows), torch.cat([product(row[None]) for row in rows])]
+        found.append(torch.cat([product(rows[begin : begin + 5]) for begin in range(0, MOST_ROWS, 5)]))
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert torch.allclose(found[0].double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("most", [0, MOST_ROWS])
@@ -106,7 +98,7 @@ def test_rows_are_measured_in_float32_on_the_processor_whatever_the_defaults_are
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            assert cpu._measure_packed_rows(2) in (0, *cpu._COUNTS)
+            assert cpu._packed_rows.__wrapped__(2) in (0, *cpu._COUNTS)
             product = HalfWeight(torch.ones(4, 6, dtype=torch.float32, device="cpu"))
         assert all(part.device.type == "cpu" for part in product._kept.values())
     finally:
@@ -131,12 +123,13 @@ def test_as_many_rows_read_12_bits_as_is_faster(is_faster: bool, monkeypatch: py
 
     monkeypatch.setattr(cpu, "_library", Library)
     monkeypatch.setattr(cpu.time, "perf_counter", lambda: next(clock))
-    assert cpu._measure_packed_rows(threads) == chosen[-1] == (4 if is_faster else 0)
+    assert cpu._packed_rows.__wrapped__(threads) == chosen[-1] == (4 if is_faster else 0)
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "block"), [(1, 16, 16), (63, 192, 32), (515, 96, 48)])
 @pytest.mark.parametrize("most", [15, 255])  # the largest code
 @pytest.mark.parametrize("halves", [True, False])  # whether float16 holds scales and offsets
+@pytest.mark.usefixtures("threads")
 def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, most: int, halves: bool) -> None:
     codes = torch.randint(most + 1, (outputs, inputs), dtype=torch.uint8)
     codes[0, 0] = most
@@ -147,7 +140,7 @@ def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, m
     assert torch.equal(blocks.values(), matrix)
     product = BlockWeight(matrix, blocks)
     assert product._layout.block_bits == (16 if halves else 32)
-    assert_multiplies(product, matrix, threads=2)
+    assert_multiplies(product, matrix)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (7, 33), (63, 192), (515, 96)])
@@ -193,18 +186,10 @@ def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def _reference(
-    weights: list[Tensor],
-    norms: list[Tensor | None],
-    hidden: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    seen: Tensor,
-    width: int,
+    weights: list[Tensor], norms: list[Any], hidden: Tensor, positions: Any, states: Any, seen: Tensor, width: int
 ) -> Tensor:
     """A decoder layer in float64, which writes keys and values."""
-    count = hidden.shape[0]
+    count, (cosine, sine), (keys, values) = hidden.shape[0], positions, states
     q, k, v, o, gate, up, down = (weight.double() for weight in weights)
     of_q, of_k, first, after, second, last = norms
     states = _normed(hidden, first)
@@ -224,8 +209,8 @@ def _reference(
 
 @pytest.mark.parametrize("width", [12, 80])
 @pytest.mark.parametrize("sandwich", [False, True])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_layer_equals_its_formula_and_no_row_depends_on_others(width: int, sandwich: bool, threads: int) -> None:
+@pytest.mark.usefixtures("threads")
+def test_a_layer_equals_its_formula_and_no_row_depends_on_others(width: int, sandwich: bool) -> None:
     """Rows see all positions before, a window of them, or those of a branch of a tree."""
     torch.manual_seed(width)
     count, rotated = 9, width // 4 * 2
@@ -242,36 +227,23 @@ def test_a_layer_equals_its_formula_and_no_row_depends_on_others(width: int, san
     seen = torch.ones(count, _START + count, dtype=torch.bool).tril(_START)
     seen[3:6, :20] = False  # windows
     seen[6:, _START + 2 : _START + 6] = False  # branches
-    exact = (keys[0].double(), values[0].double())
-    expected = _reference(
-        weights,
-        [None if n is None else n.double() for n in used],
-        hidden[0].double(),
-        *(part[0].double() for part in positions),
-        *exact,
-        seen,
-        width,
-    )
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        first = DecoderStack([layer], [(keys, values)])(hidden, positions, _START, seen[None, None])[0]
-        found = first[0]
-        assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
-        for written, wanted in zip((keys, values), exact, strict=True):
-            assert torch.allclose(written[0].double(), wanted, rtol=1e-4, atol=1e-5)
-        for row in range(count):
-            one, end = slice(row, row + 1), _START + row + 1
-            alone = hidden[:, one], (positions[0][:, one], positions[1][:, one]), end - 1, seen[None, None, one, :end]
-            assert torch.equal(DecoderStack([layer], [(keys, values)])(*alone)[0][0, 0], found[row])
-        others = torch.randn(2, 1, _GROUPS, _CAPACITY, width)
-        copies = others.clone()
-        (second,) = DecoderStack([layer], [tuple(copies)])(first, positions, _START, seen[None, None])
-        both = DecoderStack([layer] * 2, [(keys, values), tuple(others)])
-        together = both(hidden, positions, _START, seen[None, None])
-        assert torch.equal(together[0], first) and torch.equal(together[1], second)
-    finally:
-        torch.set_num_threads(before)
+    exact, exact_positions = (keys[0].double(), values[0].double()), [part[0].double() for part in positions]
+    exact_norms = [None if norm is None else norm.double() for norm in used]
+    expected = _reference(weights, exact_norms, hidden[0].double(), exact_positions, exact, seen, width)
+    first = DecoderStack([layer], [(keys, values)])(hidden, positions, _START, seen[None, None])[0]
+    found = first[0]
+    assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
+    for written, wanted in zip((keys, values), exact, strict=True):
+        assert torch.allclose(written[0].double(), wanted, rtol=1e-4, atol=1e-5)
+    for row in range(count):
+        one, end = slice(row, row + 1), _START + row + 1
+        alone = hidden[:, one], (positions[0][:, one], positions[1][:, one]), end - 1, seen[None, None, one, :end]
+        assert torch.equal(DecoderStack([layer], [(keys, values)])(*alone)[0][0, 0], found[row])
+    others = torch.randn(2, 1, _GROUPS, _CAPACITY, width)
+    copies = others.clone()
+    (second,) = DecoderStack([layer], [tuple(copies)])(first, positions, _START, seen[None, None])
+    together = DecoderStack([layer] * 2, [(keys, values), tuple(others)])(hidden, positions, _START, seen[None, None])
+    assert torch.equal(together[0], first) and torch.equal(together[1], second)
 
 
 def test_rows_of_a_transposed_view_and_only_values_of_bfloat16_fit() -> None:

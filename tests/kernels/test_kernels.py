@@ -33,7 +33,7 @@ def drawn(*shape: int) -> Tensor:
 @needs_triton
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(
-    ("heads", "shared", "count", "width", "keys", "used"),
+    "sizes",  # heads, heads of keys, queries, width of a head, keys, those in use
     representative(
         [
             (4, 2, 1, 32, 200, 37),  # one tile in use
@@ -47,19 +47,11 @@ def drawn(*shape: int) -> Tensor:
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("biased", [False, True])
 def test_attention_to_a_cache_equals_torchs(
-    heads: int,
-    shared: int,
-    count: int,
-    width: int,
-    keys: int,
-    used: int,
-    window: int | None,
-    biased: bool,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, ...], window: int | None, biased: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if only some keys are seen, and twice in a row, as the kernel must leave its counters at 0."""
     monkeypatch.setattr(attention, "_MAX_SPLITS", 5)
+    heads, shared, count, width, keys, used = sizes
     query = drawn(1, count, heads, width).to(dtype).transpose(1, 2)
     key, value = drawn(1, shared, keys, width).to(dtype), drawn(1, shared, keys, width).to(dtype) + 1
     last = torch.arange(used - count, used, device=DEVICE)[:, None]
@@ -71,14 +63,6 @@ def test_attention_to_a_cache_equals_torchs(
     for _ in range(2):
         actual = attend_on_gpu(query, key, value, given[None, None], width**-0.5)
         torch.testing.assert_close(actual.float(), expected, rtol=0, atol=2e-2)
-
-
-def test_attention_has_a_stand_in_on_a_cpu() -> None:
-    """Compiled layers call it there."""
-    query, key, value = (torch.randn(1, heads, count, 8) for heads, count in ((4, 3), (2, 9), (2, 9)))
-    mask = torch.ones(1, 1, 3, 9, dtype=torch.bool).tril(6)
-    expected = scaled_dot_product_attention(query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), mask)
-    torch.testing.assert_close(decode_attention(query, key, value, mask, 8**-0.5), expected.transpose(1, 2))
 
 
 def test_graphs_and_streams_have_counters_of_their_own() -> None:
@@ -137,14 +121,15 @@ def test_torchs_operators_replace_a_kernel_that_fails_its_trial(
     """For this kind of input alone; the trial draws its own inputs of the same shapes."""
     monkeypatch.setattr(few_rows, "multiply_on_gpu", lambda hidden, weight, *_: hidden.new_zeros(1, 2, weight.shape[0]))
     monkeypatch.setattr(attention, "attend_on_gpu", lambda query, *_: query.new_zeros(query.transpose(1, 2).shape))
-    monkeypatch.setattr(attention, "has_kernel", lambda query: True)
+    for module in (few_rows, attention):
+        monkeypatch.setattr(module, "has_kernel", lambda _: True)
     hidden, weight, residual = torch.randn(1, 2, 7), torch.randn(5, 7), torch.randn(1, 2, 5)
-    product = few_rows_linear._backend_fns["cuda"](hidden, weight, residual)
+    product = few_rows_linear(hidden, weight, residual)
     torch.testing.assert_close(product, residual + linear(hidden, weight))
-    states = [torch.randn(1, 2, count, 8) for count in (3, 9, 9)]
-    mask = torch.zeros(1, 1, 3, 9)
-    attended = decode_attention._backend_fns["cuda"](*states, mask, 0.5)
-    torch.testing.assert_close(attended, scaled_dot_product_attention(*states, mask, scale=0.5).transpose(1, 2))
+    states = [torch.randn(1, heads, count, 8) for heads, count in ((4, 3), (2, 9), (2, 9))]
+    mask, repeated = torch.full((1, 1, 3, 9), -torch.inf).triu(7), [part.repeat_interleave(2, 1) for part in states[1:]]
+    expected = scaled_dot_product_attention(states[0], *repeated, mask, scale=0.5).transpose(1, 2)
+    torch.testing.assert_close(decode_attention(*states, mask, 0.5), expected)
     assert [record.message.split(" cannot")[0] for record in caplog.records] == [
         f"the kernel for {name}" for name in ("products of few rows", "attention of few queries")
     ]

@@ -229,10 +229,7 @@ FUSED, UNFUSED = (
 
 @pytest.mark.parametrize(
     ("wrong", "logged"),
-    [
-        ([True, False], [FUSED, UNFUSED]),
-        ([True], [FUSED]),
-    ],
+    [([True, False], [FUSED, UNFUSED]), ([True], [FUSED])],
 )
 @pytest.mark.parametrize("fails", [True, False])
 @torch.inference_mode()

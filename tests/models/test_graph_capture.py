@@ -26,7 +26,7 @@ from layerskip.mask import SkipMask
 from layerskip.measure.measure import measure
 from layerskip.models.cache_pool import release_cache
 from layerskip.models.forward import Features, forward
-from layerskip.models.graph_capture import CapturingCache, EagerPass, _refused, capture_seconds
+from layerskip.models.graph_capture import CapturedPass, CapturingCache, _refused, capture_seconds
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target
 from tests.accelerator import decode_static
@@ -263,12 +263,12 @@ def test_one_pass_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
     running: list[int] = []
     peaks: list[int] = []
 
-    def slow(cache: CapturingCache, *_: object) -> EagerPass:
+    def slow(cache: CapturingCache, *_: object) -> CapturedPass:
         running.append(0)
         peaks.append(len(running))
         time.sleep(0.2)
         running.pop()
-        return EagerPass()
+        return CapturedPass()
 
     @torch.inference_mode()
     def capture(cache: CapturingCache) -> None:

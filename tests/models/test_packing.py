@@ -143,7 +143,7 @@ def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> Non
 def test_small_weights_and_replaced_forward_passes_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, packed: list[Tensor]
 ) -> None:
-    monkeypatch.setattr(packing, "_LEAST", {torch.float32: 80 * 112})
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(DTYPES, 80 * 112))
     small, large, replaced = layer_of(torch.float32, width=79), layer_of(torch.float32), layer_of(torch.float32)
     replaced.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
     tree = pack_like(large, nn.ModuleList([small, large, replaced]))
