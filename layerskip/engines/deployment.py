@@ -98,7 +98,7 @@ def way_of_drafting(deployment: Deployment, engine: str, ways: Container[str]) -
     Args:
         engine: its name in messages.
         ways: those of the engine, of ``none``, ``prompt_lookup``, ``draft_model`` (also for a mask of whole layers, whose
-            kept layers are a model), ``cross_tokenizer``, ``eagle``, ``eagle3``, and ``suffix`` for retrieval from own texts.
+            kept layers are a model), ``cross_tokenizer``, ``eagle``, ``eagle3``, and ``suffix`` (retrieval from own texts).
 
     Raises:
         Unsupported: no engine drafts so, or this one does not.

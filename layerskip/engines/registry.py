@@ -49,7 +49,7 @@ def launch_vllm(deployment: Deployment) -> Launch:
     command = ["python", "-m", API_SERVER, "--model", model] if on_cpu else ["vllm", "serve", model]
     # The server would otherwise take sampling parameters from the model's generation configuration.
     command += [*deployment.revision, "--dtype", deployment.dtype, "--generation-config", "vllm"]
-    measured = deployment.environment.get("backend", {})
+    measured = deployment.environment.get("backend") or {}
     if measured.get("name") == "vllm":
         command += map(str, measured.get("args", ()))  # the user's own
     speculative = speculation(way, config, lambda: deployment.draft("vllm"))
@@ -59,8 +59,7 @@ def launch_vllm(deployment: Deployment) -> Launch:
         differs.append("config.method: only tokens that both vocabularies contain are drafted")
     if speculative:
         command += ["--speculative-config", json.dumps(speculative)]
-    request = request_fields(deployment.sampling)
-    method = VLLM_METHODS[way]
+    method, request = VLLM_METHODS[way], request_fields(deployment.sampling)
     return {"method": method, "command": command, "arguments": speculative, "request": request, "differs": differs}
 
 
@@ -70,10 +69,7 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
     Retrieval becomes suffix decoding (arXiv 2411.04975). The depth of vLLM's tree limits the sum of match and draft. Its
     factor limits the draft to a multiple of the match, and is chosen so that the longest match drafts ``tree_tokens``.
 
-    Args:
-        way: how the configuration drafts, see :func:`~layerskip.engines.deployment.way_of_drafting`.
-        config: the configuration.
-        model: returns the hub id or folder of what drafts; called if the way has a model or a head.
+    ``model`` returns the hub id or folder of what drafts; it is called if the ``way`` of drafting has a model or a head.
     """
     if way == "none":
         return {}

@@ -60,16 +60,13 @@ class EagleShape:
     Args:
         hidden: H, the width of the target's hidden states.
         intermediate: width of the layer's MLP.
-        heads: number of attention heads.
-        key_value_heads: number of key and value heads.
-        head_dim: width of each head.
+        heads, key_value_heads, head_dim: of its attention: the numbers of heads, and the width of each.
         rope_theta: base of the rotary positions.
         vocabulary: number of the target's tokens that it may draft; None for all.
         lookback: number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for
             EAGLE's own attention, which reads only the output of the linear map.
         rms_norm_eps: epsilon of the layer's norm.
-        bias: whether the linear map has a bias, as in some published heads.
-        attention_bias: whether queries, keys and values have a bias, as in published heads for Qwen2.
+        bias, attention_bias: whether the linear map, or queries, keys and values, have a bias, as in some published heads.
     """
 
     hidden: int
