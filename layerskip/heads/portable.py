@@ -69,21 +69,12 @@ def save_portable(source: Path, folder: Path, target: Target, engine: str = "vll
 def _configuration(shape: EagleShape, target: Target, engine: str, vocabulary: int) -> dict[str, Any]:
     """Return the configuration of an EAGLE-1 head, which is a Llama model of one layer."""
     config = target.model.config.get_text_config(decoder=True)
-    return {
+    return shape.to_llama() | {
         # vLLM puts Eagle before the name of a model's architecture, SGLang after it.
         "architectures": ["LlamaForCausalLMEagle" if engine == "sglang" else "LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_value_heads,
-        "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "attention_bias": False,
         "mlp_bias": False,
         "qkv_bias": False,
         "tie_word_embeddings": False,

@@ -132,7 +132,7 @@ def test_everything_that_lists_methods_has_the_new_one(monkeypatch: pytest.Monke
     assert declared in list(page.drafter_rows())
     assert page.drafter_fields()["repeats"] == ("2", "how often the last token is repeated")
     with pytest.raises(Unsupported, match=r"^config\.method: repeat_last: no engine knows it"):
-        way_of_drafting(Deployment({"layers": 2}, _of()), "vLLM", ())
+        way_of_drafting(Deployment({"layers": 2}, _of()))
 
 
 @pytest.mark.parametrize(
