@@ -134,8 +134,10 @@ class EagleHead(nn.Module):
         super().__init__()
         self.tokens: Tensor | None
         self.shape = shape
-        unused: dict[str, Any] = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None}  # the embeddings are the target's
-        config = LlamaConfig(**shape.to_llama(), **unused, max_position_embeddings=2**20)
+        # The embeddings are the target's.
+        config = LlamaConfig(
+            **shape.to_llama(), vocab_size=1, bos_token_id=None, eos_token_id=None, max_position_embeddings=2**20
+        )
         config._attn_implementation = PLAIN
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)
         self.body = LlamaModel(config)
