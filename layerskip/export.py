@@ -71,15 +71,9 @@ class Export:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the export as plain values, the schema first."""
-        return {
-            "schema": SCHEMA,
-            "target": dict(self.target),
-            "config": self.config.to_dict(),
-            "sampling": self.sampling.to_dict(),
-            "evidence": dict(self.evidence),
-            "environment": dict(self.environment),
-            "search": dict(self.search),
-        }
+        fields = {"schema": SCHEMA, "target": dict(self.target), "config": self.config.to_dict()}
+        fields |= {"sampling": self.sampling.to_dict(), "evidence": dict(self.evidence)}
+        return fields | {"environment": dict(self.environment), "search": dict(self.search)}
 
     def save(self, path: str | Path) -> None:
         """Write the file atomically, with the commands of engines, and copy the trained modules next to it."""

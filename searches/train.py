@@ -98,16 +98,16 @@ def _fill(store: FeatureStore, texts: list[TrainingText], max_bytes: int) -> Non
     """Store the hidden states of texts, within the budget."""
     with exclusive(store.folder), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
         store.fill(texts, max_bytes, bar.update)
-    if len(store) < len(texts):
-        print(f"feature_bytes: {max_bytes:,} hold {len(store)} of {len(texts)} texts")
-    if not len(store):
+    if len(store.texts) < len(texts):
+        print(f"feature_bytes: {max_bytes:,} hold {len(store.texts)} of {len(texts)} texts")
+    if not store.texts:
         raise InputError(f"feature_bytes: {max_bytes} hold not even one text")
 
 
 def _save(trainer: HeadTrainer, folder: Path, training: dict[str, Any]) -> None:
     """Save a trained head with the record of its training, and print its acceptance rates."""
     trainer.unscale()
-    accepted, validation = trainer.acceptance(trainer.held_out), range(trainer.texts, len(trainer.store))
+    accepted, validation = trainer.acceptance(trainer.held_out), range(trainer.texts, len(trainer.store.texts))
     spared = trainer.acceptance(trainer.store[index] for index in validation) if validation else []
     training |= {"steps_done": trainer.step, "seconds": trainer.seconds, "held_out": accepted, "spared": spared}
     save_trained(folder, trainer.head.shape.to_dict(), trainer.head.weights(), trainer.store.target, training)

@@ -84,6 +84,70 @@ class Deployment:
             return head
         return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if head else [])
 
+    def way(self, engine: str = "", ways: Container[str] = WAYS) -> str:
+        """Return how a configuration drafts, as one of :data:`WAYS`.
+
+        Raises:
+            Unsupported: no engine drafts so, or ``engine``, which has only some ``ways``, does not.
+        """
+        config = self.config
+        if not config.lossless:
+            raise Unsupported(f"config.accept: the rule {config.accept.method} changes the output; engines accept exactly")
+        if self.target.get("quantization") is not None:
+            raise Unsupported("target.quantization: weights that are quantised on loading are no model of the engine")
+        method = methods()[config.method]
+        way = method.engine_method
+        if not way or config.datastore:
+            raise Unsupported(f"config.method: {config.method}: {method.no_engine}")
+        if "mask" in method:
+            _check_kept_layers(config.mask, int(self.target["layers"]))
+        if "head" in method:
+            if (reason := why_not_portable(Path(config.head))) is not None:
+                raise Unsupported(f"config.head: {reason}")
+            way = eagle_method(Path(config.head))
+        if way not in ways:
+            raise Unsupported(f"config.method: {config.method}: {engine} has no such drafter")
+        return way
+
+    def left_out(self, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False) -> list[str]:
+        """Return what an engine that drafts constant chains does otherwise than the configuration.
+
+        Args:
+            stops: whether the engine can stop below a constant confidence.
+            trees: whether it drafts trees.
+            match: which match its lookup copies from, if that is not configured: ``first`` or ``last``.
+            any_size: whether its lookup has no smallest n-gram.
+        """
+        config, differs = self.config, list[str]()
+        if config.stop.method == "adaptive" or (config.stop.method == "threshold" and not stops):
+            differs.append(f"config.stop: the {config.stop.method} rule is left out")
+        if config.method == "layer_skip":
+            differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
+        if config.method == "eagle" and config.top_k > 1 and not trees:
+            differs.append("config.tree_tokens: a chain is drafted in place of a tree")
+        if config.method == "prompt_lookup":
+            differs.append("config.num_speculative_tokens: drafts end with the text; copied tokens are not copied again")
+            if match not in ("", config.match):
+                differs.append(f"config.match: drafts are copied from the {match} match")
+            if any_size and config.prompt_lookup_min > 1:
+                differs.append("config.prompt_lookup_min: shorter matches count, too")
+        return differs
+
+    def request(self, unlimited_k: int = 0) -> dict[str, Any]:
+        """Return the sampling parameters of a request; ``unlimited_k`` is the engine's value of ``top_k`` for all tokens."""
+        sampling = self.sampling
+        fields: dict[str, Any] = {"temperature": sampling.temperature, "repetition_penalty": sampling.repetition_penalty}
+        if not sampling.greedy:
+            fields |= {"top_k": int(sampling.top_k) or unlimited_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        return fields
+
+    def hugging_face_request(self) -> dict[str, Any]:
+        """Return the sampling parameters under the names of a Hugging Face generation configuration."""
+        fields = self.request()
+        if self.sampling.greedy:
+            del fields["temperature"]
+        return {"do_sample": not self.sampling.greedy} | fields
+
     def beside(self, part: str) -> str:
         """Return the name of a file or folder beside the export."""
         return str(self.file.with_name(f"{self.file.stem}.{part}"))
@@ -96,32 +160,6 @@ class Deployment:
         return folder
 
 
-def way_of_drafting(deployment: Deployment, engine: str = "", ways: Container[str] = WAYS) -> str:
-    """Return how a configuration drafts, as one of :data:`WAYS`.
-
-    Raises:
-        Unsupported: no engine drafts so, or ``engine``, which has only some ``ways``, does not.
-    """
-    config = deployment.config
-    if not config.lossless:
-        raise Unsupported(f"config.accept: the rule {config.accept.method} changes the output; engines accept exactly")
-    if deployment.target.get("quantization") is not None:
-        raise Unsupported("target.quantization: weights that are quantised while they are loaded are no model of the engine")
-    method = methods()[config.method]
-    way = method.engine_method
-    if not way or config.datastore:
-        raise Unsupported(f"config.method: {config.method}: {method.no_engine}")
-    if "mask" in method:
-        _check_kept_layers(config.mask, int(deployment.target["layers"]))
-    if "head" in method:
-        if (reason := why_not_portable(Path(config.head))) is not None:
-            raise Unsupported(f"config.head: {reason}")
-        way = eagle_method(Path(config.head))
-    if way not in ways:
-        raise Unsupported(f"config.method: {config.method}: {engine} has no such drafter")
-    return way
-
-
 def _check_kept_layers(text: str, layers: int) -> None:
     """Check that a self-draft is a model of its own: the target without some whole layers."""
     try:
@@ -132,59 +170,3 @@ def _check_kept_layers(text: str, layers: int) -> None:
         raise Unsupported("config.mask: no engine skips single sub-layers; whole layers left out are a draft model")
     if all(mask.attention):
         raise Unsupported("config.mask: skips every layer, so no layer is left for a draft model")
-
-
-def left_out(
-    config: SpeculativeConfig, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False
-) -> list[str]:
-    """Return what an engine that drafts constant chains does otherwise than a configuration.
-
-    Args:
-        stops: whether the engine can stop below a constant confidence.
-        trees: whether it drafts trees.
-        match: which match its lookup copies from, if that is not configured: ``first`` or ``last``.
-        any_size: whether its lookup has no smallest n-gram.
-    """
-    differs = []
-    if config.stop.method == "adaptive" or (config.stop.method == "threshold" and not stops):
-        differs.append(f"config.stop: the {config.stop.method} rule is left out")
-    if config.method == "layer_skip":
-        differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
-    if config.method == "eagle" and config.top_k > 1 and not trees:
-        differs.append("config.tree_tokens: a chain is drafted in place of a tree")
-    if config.method == "prompt_lookup":
-        differs.append("config.num_speculative_tokens: drafts end where the text ends; copied tokens are not copied again")
-        if match not in ("", config.match):
-            differs.append(f"config.match: drafts are copied from the {match} match")
-        if any_size and config.prompt_lookup_min > 1:
-            differs.append(f"config.prompt_lookup_min: matches of fewer than {config.prompt_lookup_min} tokens count, too")
-    return differs
-
-
-def request_fields(sampling: Sampling, unlimited_k: int = 0) -> dict[str, Any]:
-    """Return the sampling parameters of a request to an engine that has a default for each.
-
-    ``unlimited_k`` is the engine's value of ``top_k`` for all tokens.
-    """
-    fields: dict[str, Any] = {"temperature": sampling.temperature, "repetition_penalty": sampling.repetition_penalty}
-    if not sampling.greedy:
-        fields |= {"top_k": int(sampling.top_k) or unlimited_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-    return fields
-
-
-def hugging_face_fields(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling parameters under the names of a Hugging Face generation configuration."""
-    fields = request_fields(sampling)
-    if sampling.greedy:
-        del fields["temperature"]
-    return {"do_sample": not sampling.greedy} | fields
-
-
-def keywords(values: Mapping[str, Any]) -> str:
-    """Return values as the keyword arguments of a Python call."""
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())
-
-
-def speculative_options(prefix: str, values: Mapping[str, Any]) -> list[str]:
-    """Return values as the options of a command, each with a prefix."""
-    return [word for name, value in values.items() for word in (f"--{prefix}-{name}", str(value))]

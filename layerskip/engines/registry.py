@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from layerskip.config import SpeculativeConfig
-from layerskip.engines.deployment import (
-    Deployment,
-    Launch,
-    Unsupported,
-    hugging_face_fields,
-    keywords,
-    left_out,
-    request_fields,
-    speculative_options,
-    way_of_drafting,
-)
+from layerskip.engines.deployment import Deployment, Launch, Unsupported
 from layerskip.models.target import described_precision
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -34,8 +24,8 @@ def launch_vllm(deployment: Deployment) -> Launch:
     Heads are read in the layout of EAGLE-1's authors, and EAGLE-3's in its speculators format, which has no EAGLE-1. The
     names of fields are those of ``vllm/config/speculative.py``.
     """
-    way, config = way_of_drafting(deployment), deployment.config
-    differs, model = left_out(config, match="first"), deployment.model()
+    way, config = deployment.way(), deployment.config
+    differs, model = deployment.left_out(match="first"), deployment.model()
     on_cpu = deployment.environment.get("device") == "cpu"
     command = ["python", "-m", API_SERVER, "--model", model] if on_cpu else ["vllm", "serve", model]
     # The server would otherwise take sampling parameters from the model's generation configuration.
@@ -50,7 +40,7 @@ def launch_vllm(deployment: Deployment) -> Launch:
         differs.append("config.method: only tokens that both vocabularies contain are drafted")
     if speculative:
         command += ["--speculative-config", json.dumps(speculative)]
-    method, request = speculative.get("method", "none"), request_fields(deployment.sampling)
+    method, request = speculative.get("method", "none"), deployment.request()
     return {"method": method, "command": command, "arguments": speculative, "request": request, "differs": differs}
 
 
@@ -85,9 +75,9 @@ def launch_sglang(deployment: Deployment) -> Launch:
     A window of verification counts the last token of the text with the drafted ones. Its n-gram drafter keeps a trie of all
     requests, so that drafts may come from other prompts, too.
     """
-    way, config = way_of_drafting(deployment, "SGLang", _SGLANG), deployment.config
+    way, config = deployment.way("SGLang", _SGLANG), deployment.config
     method = _SGLANG[way]
-    differs = left_out(config, trees=True)
+    differs = deployment.left_out(trees=True)
     command = ["python", "-m", "sglang.launch_server", "--model-path", deployment.model(), *deployment.revision]
     command += ["--dtype", deployment.dtype, "--sampling-defaults", "openai"]
     values: dict[str, Any] = {} if way == "none" else {"algorithm": method}
@@ -105,7 +95,7 @@ def launch_sglang(deployment: Deployment) -> Launch:
         }
         differs += ["config.min_token_prob: branches do not end early"] if tree else []
     command += speculative_options("speculative", values)
-    request = request_fields(deployment.sampling, unlimited_k=-1)
+    request = deployment.request(unlimited_k=-1)
     return {"method": method, "command": command, "arguments": values, "request": request, "differs": differs}
 
 
@@ -122,8 +112,8 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
     command = ["llama-server", "--model", _to_gguf(deployment, deployment.model(hub=False), "model")]
     for config in _members(deployment.config):
         part = replace(deployment, config=config)
-        way = way_of_drafting(part, "llama.cpp", ("none", "prompt_lookup", "draft_model"))
-        differs += left_out(config, stops=True, match="last")
+        way = part.way("llama.cpp", ("none", "prompt_lookup", "draft_model"))
+        differs += part.left_out(stops=True, match="last")
         if way == "prompt_lookup":
             types.append("ngram-simple")
             values |= {"ngram-simple-size-n": config.prompt_lookup_max, "ngram-simple-size-m": config.num_speculative_tokens}
@@ -136,7 +126,7 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
             values |= {"draft-p-min": config.stop.threshold} if config.stop.method == "threshold" else {}
     method = ",".join(types) or "none"
     values = {"type": method} | values if types else {}
-    request = request_fields(deployment.sampling)
+    request = deployment.request()
     request |= {"repeat_penalty": request.pop("repetition_penalty"), "repeat_last_n": -1}
     command += speculative_options("spec", values)
     return {"method": method, "command": command, "arguments": values, "request": request, "differs": differs}
@@ -153,9 +143,8 @@ def _members(config: SpeculativeConfig) -> tuple[SpeculativeConfig, ...]:
 def _to_gguf(deployment: Deployment, folder: str, part: str) -> str:
     """Return the GGUF file of a model in a folder, and add the command that makes it."""
     file = deployment.beside(f"{part}.gguf")
-    deployment.prepare.append(
-        ["python", "convert_hf_to_gguf.py", folder, "--outtype", _SHORT_TYPES[deployment.dtype], "--outfile", file]
-    )
+    kind = _SHORT_TYPES[deployment.dtype]
+    deployment.prepare.append(["python", "convert_hf_to_gguf.py", folder, "--outtype", kind, "--outfile", file])
     return file
 
 
@@ -173,7 +162,7 @@ def launch_tensorrt_llm(deployment: Deployment) -> Launch:
     Its EAGLE is EAGLE-3's; heads of EAGLE-1 are not loaded. A server takes the same fields from a file, as
     ``trtllm-serve MODEL --config FILE``.
     """
-    way, config = way_of_drafting(deployment, "TensorRT-LLM", _TENSORRT_CONFIGS), deployment.config
+    way, config = deployment.way("TensorRT-LLM", _TENSORRT_CONFIGS), deployment.config
     method = _TENSORRT_CONFIGS[way]
     loading: dict[str, Any] = {"model": deployment.model(), "dtype": deployment.dtype}
     if deployment.revision:
@@ -190,12 +179,10 @@ def launch_tensorrt_llm(deployment: Deployment) -> Launch:
         given += f", speculative_config={method}({keywords(values)})"
     # The overlap scheduler is for drafters that run on the device within the target's step.
     given += ", disable_overlap_scheduler=True" if way in ("prompt_lookup", "draft_model") else ""
-    request = request_fields(deployment.sampling)
-    lines += [
-        f"engine = LLM({given})",
-        f"print(engine.generate(prompt, SamplingParams({keywords(request)})).outputs[0].text)",
-    ]
-    differs = left_out(config, any_size=True)
+    request = deployment.request()
+    lines.append(f"engine = LLM({given})")
+    lines.append(f"print(engine.generate(prompt, SamplingParams({keywords(request)})).outputs[0].text)")
+    differs = deployment.left_out(any_size=True)
     return {"method": method, "call": "\n".join(lines), "arguments": values, "request": request, "differs": differs}
 
 
@@ -209,14 +196,12 @@ def launch_openvino_genai(deployment: Deployment) -> Launch:
     Its prompt lookup copies from the first match of the longest n-gram. Its EAGLE is EAGLE-3's. Models are converted by
     ``optimum-cli export openvino`` of optimum-intel.
     """
-    way = way_of_drafting(deployment, "OpenVINO GenAI", ("none", "prompt_lookup", "draft_model"))
-    config, sampling = deployment.config, deployment.sampling
-    differs = left_out(config, stops=True, match="first", any_size=True)
+    way = deployment.way("OpenVINO GenAI", ("none", "prompt_lookup", "draft_model"))
+    config, differs = deployment.config, deployment.left_out(stops=True, match="first", any_size=True)
     model = _to_openvino(deployment, deployment.model(), "model", deployment.revision)
     # The attention cache would otherwise have 8 bits, which changes the output.
-    precision = ", ".join(
-        f'{name}="{_SHORT_TYPES[deployment.dtype]}"' for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
-    )
+    kind = _SHORT_TYPES[deployment.dtype]
+    precision = f'INFERENCE_PRECISION_HINT="{kind}", KV_CACHE_PRECISION="{kind}"'
     drafter, values = "", dict[str, Any]()
     if way == "prompt_lookup":
         drafter = ", prompt_lookup=True"
@@ -229,10 +214,10 @@ def launch_openvino_genai(deployment: Deployment) -> Launch:
             differs.append("config.num_speculative_tokens: drafts end at the confidence alone")
         else:
             values = {"num_assistant_tokens": config.num_speculative_tokens}
-    request = hugging_face_fields(sampling)
+    request = deployment.hugging_face_request()
     if request.pop("min_p", 0):
         differs.append("sampling.min_p: is left out")
-    if not sampling.greedy:
+    if request["do_sample"]:
         request["top_k"] = request["top_k"] or 2**31 - 1
     lines = [
         "import openvino_genai",
@@ -254,7 +239,7 @@ def _to_openvino(deployment: Deployment, model: str, part: str, revision: Sequen
 
 def launch_transformers(deployment: Deployment) -> Launch:
     """Return the start of transformers, as of version 5.23, with this library's decoding loop as ``custom_generate``."""
-    target, request = deployment.target, hugging_face_fields(deployment.sampling)
+    target, request = deployment.target, deployment.hugging_face_request()
     loading = {"revision": target.get("revision"), "dtype": described_precision(target)}
     loading["quantization"] = target.get("quantization")
     loading = {name: value for name, value in loading.items() if value is not None}
@@ -268,6 +253,16 @@ def launch_transformers(deployment: Deployment) -> Launch:
         'print(target.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
     return {"method": "custom_generate", "call": "\n".join(lines), "request": request}
+
+
+def keywords(values: Mapping[str, Any]) -> str:
+    """Return values as the keyword arguments of a Python call."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def speculative_options(prefix: str, values: Mapping[str, Any]) -> list[str]:
+    """Return values as the options of a command, each with a prefix."""
+    return [word for name, value in values.items() for word in (f"--{prefix}-{name}", str(value))]
 
 
 ENGINES: dict[str, tuple[str, Callable[[Deployment], Launch]]] = {

@@ -56,9 +56,6 @@ class FeatureStore:
         self.folder, self.target = folder, target
         self.texts: list[TrainingText] = []
 
-    def __len__(self) -> int:
-        return len(self.texts)
-
     def __getitem__(self, place: int) -> TextFeatures:
         tokens, features, begin = self._read(place, "tokens", "features", "begin")
         return TextFeatures(tokens, features, int(begin))

@@ -73,9 +73,7 @@ def _configuration(shape: EagleShape, target: Target, engine: str, vocabulary: i
         # vLLM puts Eagle before the name of a model's architecture, SGLang after it.
         "architectures": ["LlamaForCausalLMEagle" if engine == "sglang" else "LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_act": "silu",
         "rope_theta": shape.rope_theta,
-        "mlp_bias": False,
         "qkv_bias": False,
         "tie_word_embeddings": False,
         "vocab_size": vocabulary,

@@ -121,14 +121,10 @@ class Readout:
 
 
 def choose_tokens(counts: Tensor, size: int, always: Sequence[int]) -> Tensor:
-    """Choose the most frequent tokens; return them in ascending order, ``[size]`` int64.
+    """Return the most frequent tokens in ascending order, ``[size]`` int64, from how often each occurs, ``[V]``.
 
-    Of equally frequent tokens the lower ids are chosen, because tokenizers learn common tokens first.
-
-    Args:
-        counts: ``[V]``: how often each token occurs.
-        size: how many to choose, at least as many as ``always`` has.
-        always: tokens that are chosen whatever their count.
+    Of equally frequent tokens the lower ids are chosen, because tokenizers learn common tokens first. Tokens of ``always``,
+    at most ``size``, are chosen whatever their count.
     """
     raised = counts.double().clone()
     raised[list(always)] = float("inf")

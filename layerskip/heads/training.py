@@ -7,7 +7,7 @@ a whole vocabulary are by far the largest tensors, and a few rows stay in a proc
 
 During training a head is rescaled so that all its inputs have a root mean square of about 1: AdamW (arXiv 1711.05101) moves
 every weight by about the same amount, and embeddings are a twentieth as large as hidden states. A rescaled head computes the
-same function. The learning rate rises linearly, then falls by a half cosine to zero (arXiv 1608.03983).
+same function.
 """
 
 from __future__ import annotations
@@ -26,16 +26,10 @@ from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import TextFeatures
 from layerskip.heads.readout import Readout
 
-_OFFSET = 1e-3  # makes the rate of the first step positive
 _ROWS = 128  # at a time on a CPU
 _ROWS_ON_DEVICES = 2048
 _DISCOUNT = 0.8  # weight of each further token of a draft, relative to the one before
 _FEATURE_WEIGHT = 0.1  # weight of the hidden states' own loss
-
-
-def rate_factor(done: float, warmup: float) -> float:
-    """Return the factor of the learning rate at a share ``done`` of the training; it rises until the share ``warmup``."""
-    return min(1.0, (done + _OFFSET) / warmup) * (1 + math.cos(math.pi * done)) / 2
 
 
 def cross_entropy(readout: Readout, hidden: Tensor, target_hidden: Tensor) -> Tensor:
@@ -138,11 +132,7 @@ class Batch:
 
     @classmethod
     def of(
-        cls,
-        texts: Sequence[TextFeatures],
-        device: torch.device | str,
-        scaling: HeadScaling = UNSCALED,
-        whole: bool = False,
+        cls, texts: Sequence[TextFeatures], device: torch.device | str, scaling: HeadScaling = UNSCALED, whole: bool = False
     ) -> Batch:
         """Pad some texts; ``whole`` also predicts the tokens of prompts, whose distributions are as good to learn from."""
 

@@ -27,7 +27,6 @@ from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
 from searches.results import ResultLog, exclusive
 
-_FIELDS = ("max_new_tokens", "batch", "seed")
 _VERSION = 5  # of layerskip.texts.training_texts; texts of another version are written again
 
 
@@ -40,7 +39,7 @@ def texts_settings(config: DictConfig, target: Target, sampling: Sampling, like:
         like: prompts that every other text begins like.
     """
     settings = {"recipe": _VERSION, "target": target.digest, "sampling": sampling.to_dict(), "like": list(like)}
-    return settings | {name: config[name] for name in _FIELDS}
+    return settings | {name: config[name] for name in ("max_new_tokens", "batch", "seed")}
 
 
 def write_texts(

@@ -23,22 +23,14 @@ from layerskip.heads.feature_store import FeatureStore, TextFeatures
 from layerskip.heads.induction import add_induction_heads
 from layerskip.heads.published_eagle import is_published
 from layerskip.heads.readout import Readout
-from layerskip.heads.training import (
-    UNSCALED,
-    Batch,
-    HeadScaling,
-    acceptance,
-    fit_linear,
-    head_loss,
-    predict_tokens,
-    rate_factor,
-)
+from layerskip.heads.training import UNSCALED, Batch, HeadScaling, acceptance, fit_linear, head_loss, predict_tokens
 from layerskip.models.trained_module import has_trained
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
 
 _FILE = "training.pt"
 _WARMUP = 0.03  # share of the training during which the learning rate rises
+_OFFSET = 1e-3  # makes the rate of the first step positive
 _CLIP = 1.0
 _MIN_SECONDS = 1e-3  # of training, if initialisation took all the time
 _LOSSES = 50  # steps over which the loss is averaged
@@ -97,11 +89,11 @@ class HeadTrainer:
     ) -> None:
         target = store.target
         self.config, self.device, self.store, self.held_out = config, target.device, store, held_out
-        self.head = head.to(self.device).float().train()
+        self.head = head.to(self.device).float()
         self.embeddings = target.model.get_input_embeddings()
         self.readout = Readout(target, head.tokens)
         self._autocast = target.dtype == "bfloat16"
-        self.texts = len(store) - min(_VALIDATION, len(store) // 20)
+        self.texts = len(store.texts) - min(_VALIDATION, len(store.texts) // 20)
         self.optimiser = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.seconds, self._start_seconds, self.evaluation_seconds = 0, 0.0, 0.0, 0.0
         self._scaling = HeadScaling.of(head, self.embeddings, map(store.__getitem__, range(min(_SCALED, self.texts))))
@@ -143,10 +135,7 @@ class HeadTrainer:
 
     def acceptance(self, texts: Iterable[TextFeatures]) -> list[float]:
         """Return the acceptance rate of each further drafted token after right ones; the head's vocabulary alone drafts."""
-        self.head.eval()
-        rates = acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
-        self.head.train()
-        return rates
+        return acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
 
     @property
     def progress(self) -> float:
@@ -160,9 +149,10 @@ class HeadTrainer:
 
     def train_step(self) -> float:
         """Do one step; return its loss. Refuse one if the loss or the gradient is not finite."""
-        start = now(self.device)
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.config.learning_rate * rate_factor(self.progress, _WARMUP)
+        start, done = now(self.device), self.progress
+        # The rate rises linearly, then falls by a half cosine to zero (arXiv 1608.03983).
+        factor = min(1.0, (done + _OFFSET) / _WARMUP) * (1 + math.cos(math.pi * done)) / 2
+        self.optimiser.param_groups[0]["lr"] = self.config.learning_rate * factor
         loss = self.loss(self._next_texts())
         self.optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -57,7 +57,7 @@ def test_a_larger_budget_reads_more_texts_and_a_smaller_one_hides_some(
     for budget, known in ((8 * width, 2), (12 * width - 1, 2), (12 * width, 3), (5 * width, 1), (10**6, 3)):
         store = FeatureStore(tmp_path, TARGET)
         store.fill(TEXTS, budget)
-        assert len(store) == known
+        assert len(store.texts) == known
     assert read == [text.tokens for text in TEXTS]
     with pytest.raises(ConfigError, match=rf"^features: {tmp_path} holds hidden states of other texts"):
         store.fill(TEXTS[1:], 10**6)
