@@ -18,8 +18,6 @@ from tests.accelerator import DEVICE
 from tests.drafters.contract import target_of
 from tests.tiny import save_tiny
 
-MISSING = "missing"
-
 
 @pytest.fixture
 def head(tiny_target: Target) -> EagleHead:
@@ -68,7 +66,7 @@ def test_an_unreadable_head_is_refused(tiny_target: Target, folder: Path, file: 
 @pytest.mark.parametrize(
     ("part", "value"),
     [
-        ("shape", MISSING),
+        ("shape", None),
         ("shape", {"heads": 0}),
         ("shape", {"key_value_heads": 3}),
         ("shape", {"intermediate": "wide"}),
@@ -76,12 +74,11 @@ def test_an_unreadable_head_is_refused(tiny_target: Target, folder: Path, file: 
         ("target", {"weights": ["x"]}),
     ],
 )
-def test_a_head_with_damaged_metadata_is_refused(tiny_target: Target, folder: Path, part: str, value: object) -> None:
+def test_a_head_with_damaged_metadata_is_refused(
+    tiny_target: Target, folder: Path, part: str, value: dict[str, object] | None
+) -> None:
     about = json.loads((folder / "head.json").read_text())
-    if value == MISSING:
-        del about[part]
-    else:
-        about[part] = about[part] | value if isinstance(value, dict) else value
+    about[part] = value and about[part] | value
     (folder / "head.json").write_text(json.dumps(about))
     with pytest.raises(ConfigError, match=rf"^head: {folder} is damaged: [^\n]*$"):
         load_eagle(folder, tiny_target)

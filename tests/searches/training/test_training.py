@@ -16,6 +16,7 @@ from layerskip import PromptError, PromptSet, load_target
 from layerskip.decoding.sampling import Sampling
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.feature_store import FeatureStore, TextFeatures
+from layerskip.models.trained_module import save_trained
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
@@ -25,15 +26,7 @@ from tests.drafters.heads import tiny
 from tests.searches.programs import tracked
 from tests.tiny import save_tiny
 
-CONFIG = {
-    "texts_per_step": 1,
-    "learning_rate": 0.5,
-    "steps": 10**6,
-    "max_seconds": None,
-    "seed": 0,
-    "save_seconds": 10,
-    "unroll": 2,
-}
+CONFIG = {"texts_per_step": 1, "learning_rate": 0.5, "steps": 10**6, "seed": 0, "save_seconds": 10, "unroll": 2}
 
 
 @pytest.fixture
@@ -44,17 +37,20 @@ def file(tmp_path: Path) -> Path:
 def _trainer(file: Path, identity: str = "who", kind: type[HeadTrainer] = HeadTrainer, **changes: object) -> HeadTrainer:
     store = FeatureStore(file.parent / "features", tiny("llama"))
     store.fill([TrainingText((3, 4, 5, 6, 7), 2), TrainingText((5, 4, 3, 8), 1)], 10**6)
-    head, config = EagleHead(EagleShape.of(store.target)), OmegaConf.create(CONFIG | changes)
+    head, config = EagleHead(EagleShape.of(store.target)), OmegaConf.create(CONFIG | {"max_seconds": None} | changes)
     return kind(config, head, store, [], file.parent, identity, "asked")
 
 
 def test_a_checkpoint_of_another_training_is_refused(file: Path) -> None:
-    _trainer(file)
+    trainer = _trainer(file)
     check_training_folder(file.parent, "asked")
     with pytest.raises(InputError, match="^head: .* holds another training"):
         check_training_folder(file.parent, "asked otherwise")
     with pytest.raises(InputError, match="^head: .* holds another training, or one of other texts"):
         _trainer(file, "other texts")
+    save_trained(file.parent / "h", trainer.head.shape.to_dict(), trainer.head.weights(), trainer.store.target, {})
+    with pytest.raises(InputError, match="^head: .* holds a head that this program did not train"):
+        check_training_folder(file.parent / "h", "asked")
 
 
 @pytest.mark.parametrize(
