@@ -131,10 +131,8 @@ def test_embeddings_match_those_of_the_target_up_to_rounding(
 ) -> None:
     """A tuned model differs by more: one small optimiser step moved a tenth of the embeddings, as Vicuna's of Llama-2's."""
     embeddings[3] *= 1e-5  # where float16 has few bits
-    same, head = (
-        Target(load_target(tiny_target.name, dtype="float32", device=DEVICE).model, name="same"),
-        random_head(tiny_target),
-    )
+    same = Target(load_target(tiny_target.name, dtype="float32", device=DEVICE).model, name="same")
+    head = random_head(tiny_target)
     same.model.get_input_embeddings().weight.data.copy_(embeddings)
     same.model.to(getattr(torch, dtype))
     for copy in (embeddings, embeddings.half(), embeddings.bfloat16()):
@@ -163,9 +161,8 @@ def test_a_head_for_other_sizes_is_refused(tiny_target: Target, embeddings: Tens
 def test_the_layout_of_eagle_3_is_refused_by_name(
     tiny_target: Target, embeddings: Tensor, tmp_path: Path, named: bool
 ) -> None:
-    folder = _publish(
-        tmp_path, random_head(tiny_target), embeddings, **({"architectures": ["LlamaEagle3"]} if named else {})
-    )
+    fields = {"architectures": ["LlamaEagle3"]} if named else {}
+    folder = _publish(tmp_path, random_head(tiny_target), embeddings, **fields)
     if not named:
         save_file(load_file(folder / "model.safetensors") | {"d2t": torch.arange(4)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"^head: [^\n]* EAGLE-3's authors, which is not supported"):
