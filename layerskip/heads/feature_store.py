@@ -44,11 +44,7 @@ class TextFeatures:
 class FeatureStore:
     """A target's hidden states of texts on disk, one file each; a killed process loses the text being written.
 
-    Args:
-        folder: of the files. Existing texts are kept.
-
-    Attributes:
-        texts: those that :meth:`fill` found or read.
+    ``texts`` are those that :meth:`fill` found in the folder or read.
     """
 
     def __init__(self, folder: Path, target: Target) -> None:

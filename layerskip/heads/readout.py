@@ -65,18 +65,18 @@ class Readout:
 
     def begin(self) -> None:
         """Begin a new text: drop the tokens of the last one."""
-        self._ids, self._read = set(self._common_ids), 0
+        self._own, self._read = set[int](), 0
         self._use(self._common)
 
     def follow(self, text: Sequence[int]) -> None:
         """Add the tokens of a text, which continues the text of the last call."""
         if self.tokens is None:
             return
-        unread = dict.fromkeys(text[self._read :])
-        new = [token for token in unread if token < self._vocabulary and token not in self._ids]
+        unread = (token for token in text[self._read :] if token < self._vocabulary and token not in self._common_ids)
+        new = [token for token in dict.fromkeys(unread) if token not in self._own]
         self._read = len(text)
         if new:
-            self._ids.update(new)
+            self._own.update(new)
             self._append(self.tokens, copy_to_device(new, self.tokens.device))
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Readout:
             return linear(hidden, self.weight, self.bias)
         common = len(self._common_ids)
         logits = self._packed(hidden, None if self.bias is None else self.bias[:common])
-        if len(self._ids) == common:
+        if not self._own:
             return logits
         own = linear(hidden, self.weight[common:], None if self.bias is None else self.bias[common:])
         return torch.cat((logits, own), -1)
