@@ -71,24 +71,18 @@ class Export:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the export as plain values, the schema first."""
-        return {
-            "schema": SCHEMA,
-            "target": dict(self.target),
-            "config": self.config.to_dict(),
-            "sampling": self.sampling.to_dict(),
-            "evidence": dict(self.evidence),
-            "environment": dict(self.environment),
-            "search": dict(self.search),
-        }
+        fields = {"schema": SCHEMA, "target": dict(self.target), "config": self.config.to_dict()}
+        fields |= {"sampling": self.sampling.to_dict(), "evidence": dict(self.evidence)}
+        return fields | {"environment": dict(self.environment), "search": dict(self.search)}
 
     def save(self, path: str | Path) -> None:
         """Write the file atomically, with the commands of engines, and copy the trained modules next to it."""
-        portable = replace(self, config=_copy_attachments(self.config, Path(path)))
+        portable = replace(self, config=_with_heads(self.config, lambda head: _copy_head(Path(head), Path(path))))
         write_json(Path(path), portable.to_dict() | {"engines": portable.engines(path)})
 
     def engines(self, path: str | Path) -> dict[str, dict[str, Any]]:
         """Return how inference engines start with this export's file, beside which they put what they write."""
-        config = _resolve_attachments(self.config, Path(path))
+        config = _with_found_heads(self.config, Path(path))
         return describe_engines(Deployment(self.target, config, self.sampling, Path(path), self.environment))
 
     @classmethod
@@ -110,7 +104,7 @@ class Export:
             export = cls._from_dict(fields)
         except ValueError as error:
             raise ExportError(f"{error} (in {path})") from None
-        export = replace(export, config=_resolve_attachments(export.config, Path(path)))
+        export = replace(export, config=_with_found_heads(export.config, Path(path)))
         if target is not None:
             export.check(target)
         if export.is_provisional:
@@ -163,49 +157,45 @@ class Export:
         return custom_generate(self.config, self.check, tokenizer)
 
 
-def _copy_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
-    """Copy the trained heads of a configuration next to an export's file; return it with names relative to the file."""
-
-    def copy(name: str) -> str:
-        source = Path(name)
-        files = _files(source)
-        if not files:
-            raise ConfigError(f"head: there is nothing in {source} to export")
-        folder = file.parent / f"{file.stem}.head-{_digest(files)}"
-        if not folder.exists():
-            with atomic_folder(folder) as partial:
-                partial.mkdir()
-                for path in files:
-                    shutil.copyfile(path, partial / path.name)
-        return folder.name
-
-    return _with_folders(config, copy)
-
-
-def _resolve_attachments(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
-    """Replace the names of folders next to an export's file by absolute paths."""
-
-    def resolve(name: str) -> str:
-        folder = file.parent / name
-        return str(folder.resolve()) if folder.is_dir() else name
-
-    return _with_folders(config, resolve)
-
-
 def attached_folders(file: Path) -> list[Path]:
     """Return the folders next to an export's file that its configuration names."""
     config = SpeculativeConfig.from_dict(json.loads(file.read_text(encoding="utf-8"))["config"])
-    return [file.parent / name for name in _names(config) if (file.parent / name).is_dir()]
+    return [file.parent / name for name in _heads(config) if (file.parent / name).is_dir()]
 
 
 def attachment_digests(config: SpeculativeConfig) -> list[str]:
     """Return digests of the trained heads that a configuration names; they identify the folders' present contents."""
-    return [_digest(_files(Path(name))) for name in _names(config)]
+    return [_digest(_files(Path(name))) for name in _heads(config)]
 
 
-def _names(config: SpeculativeConfig) -> list[str]:
+def _heads(config: SpeculativeConfig) -> list[str]:
     names = [part.head for part in (config, *config.members)]
     return [name for name in dict.fromkeys(names) if name]
+
+
+def _with_heads(config: SpeculativeConfig, rename: Callable[[str], str]) -> SpeculativeConfig:
+    """Apply ``rename`` to the folders of all heads of a configuration and its members."""
+    members = tuple(_with_heads(member, rename) for member in config.members)
+    return replace(config, members=members, head=rename(config.head) if config.head else "")
+
+
+def _with_found_heads(config: SpeculativeConfig, file: Path) -> SpeculativeConfig:
+    """Replace the names of folders next to an export's file by absolute paths."""
+    return _with_heads(config, lambda head: str((file.parent / head).resolve()) if (file.parent / head).is_dir() else head)
+
+
+def _copy_head(source: Path, file: Path) -> str:
+    """Copy a trained head next to an export's file; return the name of its folder there."""
+    files = _files(source)
+    if not files:
+        raise ConfigError(f"head: there is nothing in {source} to export")
+    folder = file.parent / f"{file.stem}.head-{_digest(files)}"
+    if not folder.exists():
+        with atomic_folder(folder) as partial:
+            partial.mkdir()
+            for path in files:
+                shutil.copyfile(path, partial / path.name)
+    return folder.name
 
 
 def _files(folder: Path) -> list[Path]:
@@ -214,9 +204,3 @@ def _files(folder: Path) -> list[Path]:
 
 def _digest(files: Sequence[Path]) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
-
-
-def _with_folders(config: SpeculativeConfig, rename: Callable[[str], str]) -> SpeculativeConfig:
-    """Apply ``rename`` to the folders of all heads of a configuration and its members."""
-    members = tuple(_with_folders(member, rename) for member in config.members)
-    return replace(config, members=members, head=rename(config.head) if config.head else "")

@@ -7,8 +7,6 @@ The result is a head for ``method: eagle``.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from layerskip.heads.eagle import MOST_BACK, EagleHead, EagleShape
 from layerskip.heads.feature_store import FeatureStore, check_readout, extract_features
 from layerskip.models.environment import environment
 from layerskip.models.trained_module import save_trained
-from layerskip.texts.continuations import continue_prompts
+from layerskip.texts.continuations import Continuation, continue_prompts
 from layerskip.texts.training_texts import TrainingText
 from searches.app.application import run
 from searches.app.checks import InputError, check_folder, check_number, check_seed, check_whole
@@ -51,65 +49,68 @@ def train(config: DictConfig) -> Path:
     sampling = instantiate(config.sampling)
     prompts: PromptSet = instantiate(config.prompts)
     held_out = prompts.split()[1].take(None)  # categories alternate, because memory may hold only the first prompts
-    like = opening_texts("begin_like", config.begin_like, prompts)
+    like = opening_texts(config.begin_like, prompts)
     target: Target = instantiate(config.target)
-    check_draft_vocabulary("vocabulary", config.vocabulary, target)
+    check_draft_vocabulary(config.vocabulary, target)
     outputs = Path(config.outputs)
     of_texts = texts_settings(config, target, sampling, like)
     texts_id = digest(of_texts | {"tokens": config.tokens})
     identity = {"recipe": _VERSION, "texts": texts_id, **{name: config[name] for name in _LEARNING}}
-    folder = Path(config.head or outputs / f"eagle-{digest(identity)[:8]}")
-    check_training_folder(folder, digest(identity))
-    with exclusive(folder), _opened_run(config, target, folder, identity) as tracker:
-        with tqdm(total=len(held_out), unit="prompt", desc="held-out", disable=None) as bar:
-            continuations = continue_prompts(
-                target,
-                held_out,
-                default_sampling(target),
-                int(config.held_out_tokens),
-                config.seed,
-                outputs / "continuations",
-                bar.update,
-            )
-        # Targets whose output layer heads cannot use, and full disks, are refused before the texts are written.
-        check_readout(target)
-        states = outputs / "features" / digest(of_texts)[:16]
-        with exclusive(states):
-            store = FeatureStore(states)
+    asked = digest(identity)
+    folder = Path(config.head or outputs / f"eagle-{asked[:8]}")
+    check_training_folder(folder, asked)
+    with exclusive(folder):
+        tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
+        run_identity = digest([identity, str(folder.resolve())])
+        tracker.open_study(folder.name, run_identity, identity, environment(target), role="training")
+        with tracker.closing():
+            continuations = _continue(config, target, held_out)
+            # Targets whose output layer heads cannot use, and full disks, are refused before the texts are written.
+            check_readout(target)
+            store = FeatureStore(outputs / "features" / digest(of_texts)[:16], target)
             store.check_disk(int(config.feature_bytes))
-        texts, seconds = write_texts(config, target, sampling, like)
-        store = _fill_store(config, target, texts, store)
-        torch.manual_seed(config.seed)
-        tokens = drafted_tokens(target, texts, config.vocabulary)
-        head = EagleHead(EagleShape.of(target, None if tokens is None else len(tokens), int(config.lookback)), tokens)
-        answers = [extract_features(target, (*p.prompt, *p.tokens), len(p.prompt)) for p in continuations]
-        whole = digest([identity, head.shape.to_dict(), texts_digest(texts)])
-        trainer = HeadTrainer(config, head, target, store, answers, folder, whole, digest(identity))
-        trainer.train(tracker)
-        training = {"data": texts_digest(texts[: trainer.texts]), "positions": store.positions(trainer.texts)}
-        _save(trainer, folder, target, training | {"texts_seconds": seconds} | identity)
-        tracker.log_file(folder / "head.json")
+            texts, seconds = write_texts(config, target, sampling, like)
+            _fill(store, texts, int(config.feature_bytes))
+            torch.manual_seed(config.seed)
+            tokens = drafted_tokens(target, texts, config.vocabulary)
+            head = EagleHead(EagleShape.of(target, None if tokens is None else len(tokens), int(config.lookback)), tokens)
+            answers = [extract_features(target, (*each.prompt, *each.tokens), len(each.prompt)) for each in continuations]
+            whole = digest([identity, head.shape.to_dict(), texts_digest(texts)])
+            trainer = HeadTrainer(config, head, store, answers, folder, whole, asked)
+            trainer.train(tracker)
+            learned = texts[: trainer.texts]
+            positions = sum(len(text.tokens) - text.begin for text in learned)
+            training = {"data": texts_digest(learned), "positions": positions, "texts_seconds": seconds}
+            _save(trainer, folder, training | identity)
+            tracker.log_file(folder / "head.json")
     print(f"wrote {folder}; decode with method=eagle head={folder}")
     return folder
 
 
-@contextlib.contextmanager
-def _opened_run(config: DictConfig, target: Target, folder: Path, identity: dict[str, Any]) -> Iterator[Tracker]:
-    """Open the tracked run of a training, or resume it."""
-    tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
-    run_identity = digest([identity, str(folder.resolve())])
-    tracker.open_study(folder.name, run_identity, identity, environment(target), role="training")
-    with tracker.closing():
-        yield tracker
+def _continue(config: DictConfig, target: Target, prompts: PromptSet) -> tuple[Continuation, ...]:
+    """Decode the target's answers to held-out prompts."""
+    sampling, length, stored = default_sampling(target), int(config.held_out_tokens), Path(config.outputs) / "continuations"
+    with tqdm(total=len(prompts), unit="prompt", desc="held-out", disable=None) as bar:
+        return continue_prompts(target, prompts, sampling, length, config.seed, stored, bar.update)
 
 
-def _save(trainer: HeadTrainer, folder: Path, target: Target, training: dict[str, Any]) -> None:
+def _fill(store: FeatureStore, texts: list[TrainingText], max_bytes: int) -> None:
+    """Store the hidden states of texts, within the budget."""
+    with exclusive(store.folder), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
+        store.fill(texts, max_bytes, bar.update)
+    if len(store.texts) < len(texts):
+        print(f"feature_bytes: {max_bytes:,} hold {len(store.texts)} of {len(texts)} texts")
+    if not store.texts:
+        raise InputError(f"feature_bytes: {max_bytes} hold not even one text")
+
+
+def _save(trainer: HeadTrainer, folder: Path, training: dict[str, Any]) -> None:
     """Save a trained head with the record of its training, and print its acceptance rates."""
     trainer.unscale()
-    accepted, validation = trainer.evaluate(), range(trainer.texts, len(trainer.store))
+    accepted, validation = trainer.acceptance(trainer.held_out), range(trainer.texts, len(trainer.store.texts))
     spared = trainer.acceptance(trainer.store[index] for index in validation) if validation else []
     training |= {"steps_done": trainer.step, "seconds": trainer.seconds, "held_out": accepted, "spared": spared}
-    save_trained(folder, trainer.head.shape.to_dict(), trainer.head.weights(), target, training)
+    save_trained(folder, trainer.head.shape.to_dict(), trainer.head.weights(), trainer.store.target, training)
     print(f"accepted on held-out prompts, token by token: {_format_rates(accepted)}")
     if spared:
         rates = _format_rates(spared)
@@ -118,18 +119,6 @@ def _save(trainer: HeadTrainer, folder: Path, target: Target, training: dict[str
 
 def _format_rates(rates: list[float]) -> str:
     return ", ".join(f"{rate:.3f}" for rate in rates)
-
-
-def _fill_store(config: DictConfig, target: Target, texts: list[TrainingText], store: FeatureStore) -> FeatureStore:
-    """Store the hidden states of texts, within the budget."""
-    with exclusive(store.folder), tqdm(total=len(texts), unit="text", desc="hidden states", disable=None) as bar:
-        store = FeatureStore(store.folder)  # another training may have extended it
-        store.fill(target, texts, int(config.feature_bytes), bar.update)
-    if len(store) < len(texts):
-        print(f"feature_bytes: {config.feature_bytes:,} hold {len(store)} of {len(texts)} texts")
-    if not len(store):
-        raise InputError(f"feature_bytes: {config.feature_bytes} hold not even one text")
-    return store
 
 
 def _check(config: DictConfig) -> None:

@@ -1,13 +1,12 @@
 """What an inference engine is asked to run: an export's target, configuration and sampling, with the files that it needs.
 
-The modules of this package turn a :class:`Deployment` into the command or call that starts one engine with it, or raise
-:class:`Unsupported` with the reason. They are written from the engines' documentation, whose version each names, and run no
-engine.
+:mod:`layerskip.engines.registry` turns a :class:`Deployment` into the command or call that starts one engine with it, or
+raises :class:`Unsupported` with the reason. It is written from the engines' documentation, and runs no engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,10 @@ Launch = dict[str, Any]
 - ``request``: the sampling parameters of every request, under the engine's names.
 - ``differs``: what the engine drafts otherwise than the configuration. The output is the target's own in any case.
 """
+
+
+WAYS = ("none", "prompt_lookup", "suffix", "draft_model", "cross_tokenizer", "eagle", "eagle3")
+"""How engines draft: ``draft_model`` also with the whole layers that a mask keeps, ``suffix`` in place of retrieval."""
 
 
 class Unsupported(ValueError):
@@ -56,12 +59,6 @@ class Deployment:
     environment: Mapping[str, Any] = field(default_factory=dict)
     prepare: list[list[str]] = field(default_factory=list)
 
-    def engine_arguments(self, engine: str) -> list[str]:
-        """Return the user's arguments of an engine that it was measured with; none if that was another one."""
-        measured = self.environment.get("backend")
-        stored = measured.get("args") if isinstance(measured, Mapping) and measured.get("name") == engine else None
-        return [str(word) for word in stored] if isinstance(stored, list) else []
-
     @property
     def revision(self) -> list[str]:
         """The words that select the target's revision, if it has one."""
@@ -81,16 +78,73 @@ class Deployment:
         return self._found("model", str(self.target["name"]), hub)
 
     def draft(self, engine: str, hub: bool = True) -> str:
-        """Return the hub id or folder of what drafts: a model, kept layers of the target, or a head.
+        """Return the hub id or folder of what drafts: a model, kept layers of the target, or a head."""
+        head = self.config.head
+        if head and is_published(Path(head)):
+            return head
+        return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if head else [])
+
+    def way(self, engine: str = "", ways: Container[str] = WAYS) -> str:
+        """Return how a configuration drafts, as one of :data:`WAYS`.
 
         Raises:
-            Unsupported: the engine has no layout for the head.
+            Unsupported: no engine drafts so, or ``engine``, which has only some ``ways``, does not.
         """
-        if self.config.head and is_published(Path(self.config.head)):
-            return self.config.head
-        if self.config.head and (reason := why_not_portable(Path(self.config.head))) is not None:
-            raise Unsupported(f"config.head: {reason}")
-        return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if self.config.head else [])
+        config = self.config
+        if self.target.get("quantization") is not None:
+            raise Unsupported("target.quantization: weights that are quantised on loading are no model of the engine")
+        method = methods()[config.method]
+        way = method.engine_method
+        if not way or config.datastore:
+            raise Unsupported(f"config.method: {config.method}: {method.no_engine}")
+        if "mask" in method:
+            _check_kept_layers(config.mask, int(self.target["layers"]))
+        if "head" in method:
+            if (reason := why_not_portable(Path(config.head))) is not None:
+                raise Unsupported(f"config.head: {reason}")
+            way = eagle_method(Path(config.head))
+        if way not in ways:
+            raise Unsupported(f"config.method: {config.method}: {engine} has no such drafter")
+        return way
+
+    def left_out(self, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False) -> list[str]:
+        """Return what an engine that drafts constant chains does otherwise than the configuration.
+
+        Args:
+            stops: whether the engine can stop below a constant confidence.
+            trees: whether it drafts trees.
+            match: which match its lookup copies from, if that is not configured: ``first`` or ``last``.
+            any_size: whether its lookup has no smallest n-gram.
+        """
+        config, differs = self.config, list[str]()
+        if config.stop.method == "adaptive" or (config.stop.method == "threshold" and not stops):
+            differs.append(f"config.stop: the {config.stop.method} rule is left out")
+        if config.method == "layer_skip":
+            differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
+        if config.method == "eagle" and config.top_k > 1 and not trees:
+            differs.append("config.tree_tokens: a chain is drafted in place of a tree")
+        if config.method == "prompt_lookup":
+            differs.append("config.num_speculative_tokens: drafts end with the text; copied tokens are not copied again")
+            if match not in ("", config.match):
+                differs.append(f"config.match: drafts are copied from the {match} match")
+            if any_size and config.prompt_lookup_min > 1:
+                differs.append("config.prompt_lookup_min: shorter matches count, too")
+        return differs
+
+    def request(self, unlimited_k: int = 0) -> dict[str, Any]:
+        """Return the sampling parameters of a request; ``unlimited_k`` is the engine's value of ``top_k`` for all tokens."""
+        sampling = self.sampling
+        fields: dict[str, Any] = {"temperature": sampling.temperature, "repetition_penalty": sampling.repetition_penalty}
+        if not sampling.greedy:
+            fields |= {"top_k": int(sampling.top_k) or unlimited_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        return fields
+
+    def hugging_face_request(self) -> dict[str, Any]:
+        """Return the sampling parameters under the names of a Hugging Face generation configuration."""
+        fields = self.request()
+        if self.sampling.greedy:
+            del fields["temperature"]
+        return {"do_sample": not self.sampling.greedy} | fields
 
     def beside(self, part: str) -> str:
         """Return the name of a file or folder beside the export."""
@@ -104,98 +158,13 @@ class Deployment:
         return folder
 
 
-def way_of_drafting(deployment: Deployment, suffix: bool = False) -> str:
-    """Return how a configuration drafts, in terms that engines know.
-
-    Returns:
-        ``none``, ``prompt_lookup``, ``draft_model`` (also for a mask of whole layers, whose kept layers are a model),
-        ``cross_tokenizer``, ``eagle``, ``eagle3``, or ``suffix`` (retrieval without a datastore) if the engine has it.
-
-    Raises:
-        Unsupported: no engine drafts so.
-    """
-    config = deployment.config
-    if deployment.target.get("quantization") is not None:
-        raise Unsupported("target.quantization: weights that are quantised while they are loaded are no model of the engine")
-    method = methods()[config.method]
-    if not method.engine_method or (method.engine_method == "suffix" and (config.datastore or not suffix)):
-        raise Unsupported(f"config.method: {config.method}: {method.no_engine}")
-    if "mask" in method:
-        _check_kept_layers(config, int(deployment.target["layers"]))
-    if "head" in method and (reason := why_not_portable(Path(config.head))) is not None:
-        raise Unsupported(f"config.head: {reason}")
-    return eagle_method(Path(config.head)) if method.engine_method == "eagle" else method.engine_method
-
-
-def _check_kept_layers(config: SpeculativeConfig, layers: int) -> None:
+def _check_kept_layers(text: str, layers: int) -> None:
     """Check that a self-draft is a model of its own: the target without some whole layers."""
     try:
-        mask = SkipMask.parse(config.mask, layers)
+        mask = SkipMask.parse(text, layers)
     except MaskError as error:
         raise Unsupported(f"config.{error}") from None
     if not mask.is_whole_layers or not any(mask.attention):
         raise Unsupported("config.mask: no engine skips single sub-layers; whole layers left out are a draft model")
     if all(mask.attention):
         raise Unsupported("config.mask: skips every layer, so no layer is left for a draft model")
-
-
-def no_drafter(deployment: Deployment, engine: str) -> Unsupported:
-    """Return the error of an engine that has no drafter for the configuration."""
-    return Unsupported(f"config.method: {deployment.config.method}: {engine} has no such drafter")
-
-
-def left_out(
-    config: SpeculativeConfig, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False
-) -> list[str]:
-    """Return what an engine that drafts constant chains does otherwise than a configuration.
-
-    Args:
-        config: the configuration.
-        stops: whether the engine can stop below a constant confidence.
-        trees: whether it drafts trees.
-        match: which match its lookup copies from, if that is not configured: ``first`` or ``last``.
-        any_size: whether its lookup has no smallest n-gram.
-    """
-    differs = []
-    if config.stop.method == "adaptive" or (config.stop.method == "threshold" and not stops):
-        differs.append(f"config.stop: the {config.stop.method} rule is left out")
-    if config.method == "layer_skip":
-        differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
-    if config.method == "eagle" and config.top_k > 1 and not trees:
-        differs.append("config.tree_tokens: a chain is drafted in place of a tree")
-    if config.method == "prompt_lookup":
-        differs.append("config.num_speculative_tokens: drafts end where the text ends; copied tokens are not copied again")
-        if match not in ("", config.match):
-            differs.append(f"config.match: drafts are copied from the {match} match")
-        if any_size and config.prompt_lookup_min > 1:
-            differs.append(f"config.prompt_lookup_min: matches of fewer than {config.prompt_lookup_min} tokens count, too")
-    return differs
-
-
-def request_fields(sampling: Sampling, unlimited_k: int = 0) -> dict[str, Any]:
-    """Return the sampling parameters of a request to an engine that has a default for each.
-
-    ``unlimited_k`` is the engine's value of ``top_k`` for all tokens.
-    """
-    fields: dict[str, Any] = {"temperature": sampling.temperature, "repetition_penalty": sampling.repetition_penalty}
-    if not sampling.greedy:
-        fields |= {"top_k": int(sampling.top_k) or unlimited_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-    return fields
-
-
-def hugging_face_fields(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling parameters under the names of a Hugging Face generation configuration."""
-    fields = request_fields(sampling)
-    if sampling.greedy:
-        del fields["temperature"]
-    return {"do_sample": not sampling.greedy} | fields
-
-
-def keywords(values: Mapping[str, Any]) -> str:
-    """Return values as the keyword arguments of a Python call."""
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())
-
-
-def speculative_options(prefix: str, values: Mapping[str, Any]) -> list[str]:
-    """Return values as the options of a command, each with a prefix."""
-    return [word for name, value in values.items() for word in (f"--{prefix}-{name}", str(value))]

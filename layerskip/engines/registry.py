@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from layerskip.config import SpeculativeConfig
-from layerskip.engines.deployment import (
-    Deployment,
-    Launch,
-    Unsupported,
-    hugging_face_fields,
-    keywords,
-    left_out,
-    no_drafter,
-    request_fields,
-    speculative_options,
-    way_of_drafting,
-)
+from layerskip.engines.deployment import Deployment, Launch, Unsupported
 from layerskip.models.target import described_precision
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -35,13 +24,15 @@ def launch_vllm(deployment: Deployment) -> Launch:
     Heads are read in the layout of EAGLE-1's authors, and EAGLE-3's in its speculators format, which has no EAGLE-1. The
     names of fields are those of ``vllm/config/speculative.py``.
     """
-    way, config = way_of_drafting(deployment, suffix=True), deployment.config
-    differs, model = left_out(config, match="first"), deployment.model()
+    way, config = deployment.way(), deployment.config
+    differs, model = deployment.left_out(match="first"), deployment.model()
     on_cpu = deployment.environment.get("device") == "cpu"
     command = ["python", "-m", API_SERVER, "--model", model] if on_cpu else ["vllm", "serve", model]
     # The server would otherwise take sampling parameters from the model's generation configuration.
     command += [*deployment.revision, "--dtype", deployment.dtype, "--generation-config", "vllm"]
-    command += deployment.engine_arguments("vllm")
+    measured = deployment.environment.get("backend") or {}
+    if measured.get("name") == "vllm":
+        command += map(str, measured.get("args", ()))  # the user's own
     speculative = speculation(way, config, lambda: deployment.draft("vllm"))
     if way == "suffix":
         differs.append("config.method: suffix decoding, which needs arctic-inference, drafts chains from a tree of suffixes")
@@ -49,13 +40,8 @@ def launch_vllm(deployment: Deployment) -> Launch:
         differs.append("config.method: only tokens that both vocabularies contain are drafted")
     if speculative:
         command += ["--speculative-config", json.dumps(speculative)]
-    return {
-        "method": speculative.get("method", "none"),
-        "command": command,
-        "arguments": speculative,
-        "request": request_fields(deployment.sampling),
-        "differs": differs,
-    }
+    method, request = speculative.get("method", "none"), deployment.request()
+    return {"method": method, "command": command, "arguments": speculative, "request": request, "differs": differs}
 
 
 def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -> dict[str, Any]:
@@ -64,10 +50,7 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
     Retrieval becomes suffix decoding (arXiv 2411.04975). The depth of vLLM's tree limits the sum of match and draft. Its
     factor limits the draft to a multiple of the match, and is chosen so that the longest match drafts ``tree_tokens``.
 
-    Args:
-        way: how the configuration drafts, see :func:`~layerskip.engines.deployment.way_of_drafting`.
-        config: the configuration.
-        model: returns the hub id or folder of what drafts; called if the way has a model or a head.
+    ``model`` returns the hub id or folder of what drafts; it is called if the ``way`` of drafting has a model or a head.
     """
     if way == "none":
         return {}
@@ -83,7 +66,7 @@ def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -
     return found | {"model": model()} | ({"use_heterogeneous_vocab": True} if way == "cross_tokenizer" else {})
 
 
-_SGLANG_ALGORITHMS = {"prompt_lookup": "NGRAM", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+_SGLANG = {"none": "none", "prompt_lookup": "NGRAM", "draft_model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
 def launch_sglang(deployment: Deployment) -> Launch:
@@ -92,13 +75,12 @@ def launch_sglang(deployment: Deployment) -> Launch:
     A window of verification counts the last token of the text with the drafted ones. Its n-gram drafter keeps a trie of all
     requests, so that drafts may come from other prompts, too.
     """
-    way, config = way_of_drafting(deployment), deployment.config
-    if way != "none" and way not in _SGLANG_ALGORITHMS:
-        raise no_drafter(deployment, "SGLang")
-    differs = left_out(config, trees=True)
+    way, config = deployment.way("SGLang", _SGLANG), deployment.config
+    method = _SGLANG[way]
+    differs = deployment.left_out(trees=True)
     command = ["python", "-m", "sglang.launch_server", "--model-path", deployment.model(), *deployment.revision]
     command += ["--dtype", deployment.dtype, "--sampling-defaults", "openai"]
-    values: dict[str, Any] = {} if way == "none" else {"algorithm": _SGLANG_ALGORITHMS[way]}
+    values: dict[str, Any] = {} if way == "none" else {"algorithm": method}
     if way == "prompt_lookup":
         values |= {"num-draft-tokens": config.num_speculative_tokens + 1, "ngram-max-bfs-breadth": 1}
         values["ngram-max-trie-depth"] = config.prompt_lookup_max + config.num_speculative_tokens
@@ -112,21 +94,16 @@ def launch_sglang(deployment: Deployment) -> Launch:
             "num-draft-tokens": 1 + (config.tree_tokens if tree else config.num_speculative_tokens),
         }
         differs += ["config.min_token_prob: branches do not end early"] if tree else []
-    return {
-        "method": values.get("algorithm", "none"),
-        "command": command + speculative_options("speculative", values),
-        "arguments": values,
-        "request": request_fields(deployment.sampling, unlimited_k=-1),
-        "differs": differs,
-    }
+    command += speculative_options("speculative", values)
+    request = deployment.request(unlimited_k=-1)
+    return {"method": method, "command": command, "arguments": values, "request": request, "differs": differs}
 
 
-_GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_SHORT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def launch_llama_cpp(deployment: Deployment) -> Launch:
-    """Return the start of llama.cpp, as of its server's documentation of October 2026: ``llama-server``
-    with ``--spec-type``.
+    """Return the start of llama.cpp, as of its documentation of October 2026: ``llama-server`` with ``--spec-type``.
 
     ``ngram-simple`` looks up n-grams of one length and copies from the last match. Drafters without a model go before one
     with a model. Models are GGUF files, made by ``convert_hf_to_gguf.py`` of llama.cpp's sources.
@@ -135,8 +112,8 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
     command = ["llama-server", "--model", _to_gguf(deployment, deployment.model(hub=False), "model")]
     for config in _members(deployment.config):
         part = replace(deployment, config=config)
-        way = way_of_drafting(part)
-        differs += left_out(config, stops=True, match="last")
+        way = part.way("llama.cpp", ("none", "prompt_lookup", "draft_model"))
+        differs += part.left_out(stops=True, match="last")
         if way == "prompt_lookup":
             types.append("ngram-simple")
             values |= {"ngram-simple-size-n": config.prompt_lookup_max, "ngram-simple-size-m": config.num_speculative_tokens}
@@ -147,19 +124,12 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
             values["draft-model"] = _to_gguf(deployment, part.draft("llama_cpp", hub=False), "draft")
             values["draft-n-max"] = config.num_speculative_tokens
             values |= {"draft-p-min": config.stop.threshold} if config.stop.method == "threshold" else {}
-        elif way != "none":
-            raise no_drafter(part, "llama.cpp")
-    if types:
-        values = {"type": ",".join(types)} | values
-    request = request_fields(deployment.sampling)
+    method = ",".join(types) or "none"
+    values = {"type": method} | values if types else {}
+    request = deployment.request()
     request |= {"repeat_penalty": request.pop("repetition_penalty"), "repeat_last_n": -1}
-    return {
-        "method": values.get("type", "none"),
-        "command": command + speculative_options("spec", values),
-        "arguments": values,
-        "request": request,
-        "differs": differs,
-    }
+    command += speculative_options("spec", values)
+    return {"method": method, "command": command, "arguments": values, "request": request, "differs": differs}
 
 
 def _members(config: SpeculativeConfig) -> tuple[SpeculativeConfig, ...]:
@@ -173,9 +143,8 @@ def _members(config: SpeculativeConfig) -> tuple[SpeculativeConfig, ...]:
 def _to_gguf(deployment: Deployment, folder: str, part: str) -> str:
     """Return the GGUF file of a model in a folder, and add the command that makes it."""
     file = deployment.beside(f"{part}.gguf")
-    deployment.prepare.append(
-        ["python", "convert_hf_to_gguf.py", folder, "--outtype", _GGUF_TYPES[deployment.dtype], "--outfile", file]
-    )
+    kind = _SHORT_TYPES[deployment.dtype]
+    deployment.prepare.append(["python", "convert_hf_to_gguf.py", folder, "--outtype", kind, "--outfile", file])
     return file
 
 
@@ -188,15 +157,13 @@ _TENSORRT_CONFIGS = {
 
 
 def launch_tensorrt_llm(deployment: Deployment) -> Launch:
-    """Return the start of TensorRT-LLM, as of the documentation of its PyTorch backend of version 1.3: the Python class
-    ``LLM``.
+    """Return the start of TensorRT-LLM, as of its PyTorch backend of version 1.3: the Python class ``LLM``.
 
     Its EAGLE is EAGLE-3's; heads of EAGLE-1 are not loaded. A server takes the same fields from a file, as
     ``trtllm-serve MODEL --config FILE``.
     """
-    way, config = way_of_drafting(deployment), deployment.config
-    if way not in _TENSORRT_CONFIGS:
-        raise no_drafter(deployment, "TensorRT-LLM")
+    way, config = deployment.way("TensorRT-LLM", _TENSORRT_CONFIGS), deployment.config
+    method = _TENSORRT_CONFIGS[way]
     loading: dict[str, Any] = {"model": deployment.model(), "dtype": deployment.dtype}
     if deployment.revision:
         loading["revision"] = deployment.revision[1]
@@ -208,27 +175,19 @@ def launch_tensorrt_llm(deployment: Deployment) -> Launch:
             values |= {"is_use_oldest": config.match == "first", "is_public_pool": False}
         else:
             values["speculative_model"] = deployment.draft("tensorrt_llm")
-        lines.append(f"from tensorrt_llm.llmapi import {_TENSORRT_CONFIGS[way]}")
-        given += f", speculative_config={_TENSORRT_CONFIGS[way]}({keywords(values)})"
+        lines.append(f"from tensorrt_llm.llmapi import {method}")
+        given += f", speculative_config={method}({keywords(values)})"
     # The overlap scheduler is for drafters that run on the device within the target's step.
     given += ", disable_overlap_scheduler=True" if way in ("prompt_lookup", "draft_model") else ""
-    request = request_fields(deployment.sampling)
-    lines += [
-        f"engine = LLM({given})",
-        f"print(engine.generate(prompt, SamplingParams({keywords(request)})).outputs[0].text)",
-    ]
-    return {
-        "method": _TENSORRT_CONFIGS[way],
-        "call": "\n".join(lines),
-        "arguments": values,
-        "request": request,
-        "differs": left_out(config, any_size=True),
-    }
+    request = deployment.request()
+    lines.append(f"engine = LLM({given})")
+    lines.append(f"print(engine.generate(prompt, SamplingParams({keywords(request)})).outputs[0].text)")
+    differs = deployment.left_out(any_size=True)
+    return {"method": method, "call": "\n".join(lines), "arguments": values, "request": request, "differs": differs}
 
 
 _OPENVINO_FORMATS = {"float32": "fp32", "bfloat16": "fp32", "float16": "fp16"}
 """Formats of the stored weights; there is none for bfloat16, which float32 contains."""
-_OPENVINO_PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def launch_openvino_genai(deployment: Deployment) -> Launch:
@@ -237,15 +196,12 @@ def launch_openvino_genai(deployment: Deployment) -> Launch:
     Its prompt lookup copies from the first match of the longest n-gram. Its EAGLE is EAGLE-3's. Models are converted by
     ``optimum-cli export openvino`` of optimum-intel.
     """
-    way, config, sampling = way_of_drafting(deployment), deployment.config, deployment.sampling
-    if way not in ("none", "prompt_lookup", "draft_model"):
-        raise no_drafter(deployment, "OpenVINO GenAI")
-    differs = left_out(config, stops=True, match="first", any_size=True)
+    way = deployment.way("OpenVINO GenAI", ("none", "prompt_lookup", "draft_model"))
+    config, differs = deployment.config, deployment.left_out(stops=True, match="first", any_size=True)
     model = _to_openvino(deployment, deployment.model(), "model", deployment.revision)
     # The attention cache would otherwise have 8 bits, which changes the output.
-    precision = ", ".join(
-        f'{name}="{_OPENVINO_PRECISIONS[deployment.dtype]}"' for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
-    )
+    kind = _SHORT_TYPES[deployment.dtype]
+    precision = f'INFERENCE_PRECISION_HINT="{kind}", KV_CACHE_PRECISION="{kind}"'
     drafter, values = "", dict[str, Any]()
     if way == "prompt_lookup":
         drafter = ", prompt_lookup=True"
@@ -258,10 +214,10 @@ def launch_openvino_genai(deployment: Deployment) -> Launch:
             differs.append("config.num_speculative_tokens: drafts end at the confidence alone")
         else:
             values = {"num_assistant_tokens": config.num_speculative_tokens}
-    request = hugging_face_fields(sampling)
+    request = deployment.hugging_face_request()
     if request.pop("min_p", 0):
         differs.append("sampling.min_p: is left out")
-    if not sampling.greedy:
+    if request["do_sample"]:
         request["top_k"] = request["top_k"] or 2**31 - 1
     lines = [
         "import openvino_genai",
@@ -269,13 +225,7 @@ def launch_openvino_genai(deployment: Deployment) -> Launch:
         f"config = openvino_genai.GenerationConfig(max_new_tokens=64, {keywords(request | values)})",
         "print(pipeline.generate(prompt, config))",
     ]
-    return {
-        "method": way,
-        "call": "\n".join(lines),
-        "arguments": values,
-        "request": request,
-        "differs": differs,
-    }
+    return {"method": way, "call": "\n".join(lines), "arguments": values, "request": request, "differs": differs}
 
 
 def _to_openvino(deployment: Deployment, model: str, part: str, revision: Sequence[str] = ()) -> str:
@@ -288,24 +238,31 @@ def _to_openvino(deployment: Deployment, model: str, part: str, revision: Sequen
 
 
 def launch_transformers(deployment: Deployment) -> Launch:
-    """Return the start of transformers, as of version 5.23: ``generate`` with this library's decoding loop as
-    ``custom_generate``, which drafts exactly as it was measured.
-    """
-    target, request = deployment.target, hugging_face_fields(deployment.sampling)
+    """Return the start of transformers, as of version 5.23, with this library's decoding loop as ``custom_generate``."""
+    target, request = deployment.target, deployment.hugging_face_request()
     loading = {"revision": target.get("revision"), "dtype": described_precision(target)}
     loading["quantization"] = target.get("quantization")
-    given = "".join(f", {name}={value!r}" for name, value in loading.items() if value is not None)
-    options = "".join(f", {name}={value!r}" for name, value in request.items())
+    loading = {name: value for name, value in loading.items() if value is not None}
     lines = [
         "import layerskip",
-        f"target = layerskip.load_target({target['name']!r}{given})",
+        f"target = layerskip.load_target({target['name']!r}, {keywords(loading)})",
         f"export = layerskip.Export.load({str(deployment.file)!r}, target)",
         "method = export.custom_generate(target.tokenizer)",
         'inputs = target.tokenizer(prompt, return_tensors="pt").to(target.device)',
-        f"output = target.model.generate(**inputs, max_new_tokens=64{options}, custom_generate=method)",
+        f"output = target.model.generate(**inputs, max_new_tokens=64, {keywords(request)}, custom_generate=method)",
         'print(target.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
     return {"method": "custom_generate", "call": "\n".join(lines), "request": request}
+
+
+def keywords(values: Mapping[str, Any]) -> str:
+    """Return values as the keyword arguments of a Python call."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def speculative_options(prefix: str, values: Mapping[str, Any]) -> list[str]:
+    """Return values as the options of a command, each with a prefix."""
+    return [word for name, value in values.items() for word in (f"--{prefix}-{name}", str(value))]
 
 
 ENGINES: dict[str, tuple[str, Callable[[Deployment], Launch]]] = {

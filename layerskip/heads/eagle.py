@@ -60,16 +60,13 @@ class EagleShape:
     Args:
         hidden: H, the width of the target's hidden states.
         intermediate: width of the layer's MLP.
-        heads: number of attention heads.
-        key_value_heads: number of key and value heads.
-        head_dim: width of each head.
+        heads, key_value_heads, head_dim: of its attention: the numbers of heads, and the width of each.
         rope_theta: base of the rotary positions.
         vocabulary: number of the target's tokens that it may draft; None for all.
         lookback: number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for
             EAGLE's own attention, which reads only the output of the linear map.
         rms_norm_eps: epsilon of the layer's norm.
-        bias: whether the linear map has a bias, as in some published heads.
-        attention_bias: whether queries, keys and values have a bias, as in published heads for Qwen2.
+        bias, attention_bias: whether the linear map, or queries, keys and values, have a bias, as in some published heads.
     """
 
     hidden: int
@@ -115,6 +112,20 @@ class EagleShape:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def to_llama(self) -> dict[str, Any]:
+        """Return the layer as fields of a Llama configuration."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "attention_bias": self.attention_bias,
+        }
+
 
 class EagleHead(nn.Module):
     """An EAGLE head; ``tokens`` are the target's tokens that it may draft, ``[v]`` int64, in the order of its logits."""
@@ -123,20 +134,9 @@ class EagleHead(nn.Module):
         super().__init__()
         self.tokens: Tensor | None
         self.shape = shape
+        # The embeddings are the target's.
         config = LlamaConfig(
-            vocab_size=1,  # the embeddings are the target's
-            bos_token_id=None,
-            eos_token_id=None,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=1,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.key_value_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=2**20,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-            rms_norm_eps=shape.rms_norm_eps,
-            attention_bias=shape.attention_bias,
+            **shape.to_llama(), vocab_size=1, bos_token_id=None, eos_token_id=None, max_position_embeddings=2**20
         )
         config._attn_implementation = PLAIN
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=shape.bias)

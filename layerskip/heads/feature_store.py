@@ -5,7 +5,6 @@ The hidden states are those that the target's output layer reads.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from layerskip.config import ConfigError
@@ -43,59 +42,21 @@ class TextFeatures:
 
 
 class FeatureStore:
-    """Texts with their hidden states on disk, one file each; a killed process loses the text being written.
+    """A target's hidden states of texts on disk, one file each; a killed process loses the text being written.
 
-    Args:
-        folder: of the files. Existing texts are kept.
+    ``texts`` are those that :meth:`fill` found in the folder or read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, target: Target) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self._texts: list[tuple[TrainingText, int]] = []  # with the bytes of their hidden states
-        while self._file(len(self._texts)).exists():
-            self._texts.append(self._read(len(self._texts)))
-        self._length = len(self._texts)
-
-    def __len__(self) -> int:
-        return self._length
+        self.folder, self.target = folder, target
+        self.texts: list[TrainingText] = []
 
     def __getitem__(self, place: int) -> TextFeatures:
-        if place >= len(self):
-            raise IndexError(place)
-        return TextFeatures(self.tokens(place), load_file(self._file(place))["features"], self._texts[place][0].begin)
+        tokens, features, begin = self._read(place, "tokens", "features", "begin")
+        return TextFeatures(tokens, features, int(begin))
 
-    def tokens(self, place: int) -> Tensor:
-        """Return a text's tokens, ``[n]`` int64, without reading its hidden states."""
-        return torch.tensor(self._texts[place][0].tokens)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the hidden states."""
-        return sum(size for _, size in self._texts[: len(self)])
-
-    def positions(self, texts: int) -> int:
-        """Return the number of tokens in the answers of the first ``texts`` texts."""
-        return sum(len(text.tokens) - text.begin for text, _ in self._texts[:texts])
-
-    def _file(self, place: int) -> Path:
-        return self.folder / f"{place:06}.safetensors"
-
-    def _read(self, place: int) -> tuple[TrainingText, int]:
-        try:
-            with safe_open(self._file(place), "pt") as file:
-                size = _BYTES * math.prod(file.get_slice("features").get_shape())
-                return TrainingText(tuple(file.get_tensor("tokens").tolist()), int(file.get_tensor("begin"))), size
-        except (SafetensorError, ValueError) as error:
-            raise ConfigError(f"features: {self._file(place)} is damaged; delete {self.folder}") from error
-
-    def fill(
-        self,
-        target: Target,
-        texts: Iterable[TrainingText],
-        max_bytes: int,
-        on_text: Callable[[], None] = lambda: None,
-    ) -> None:
+    def fill(self, texts: Iterable[TrainingText], max_bytes: int, on_text: Callable[[], None] = lambda: None) -> None:
         """Make the store hold texts, in order, up to the budget. Texts that it does not have yet are read.
 
         Stored texts beyond these or beyond the budget stay on the disk for later calls.
@@ -106,38 +67,52 @@ class FeatureStore:
             on_text: called after every stored text, read or found.
 
         Raises:
-            ConfigError: the store has other texts.
+            ConfigError: the store has other texts, or a text is damaged.
         """
-        known, self._length = len(self._texts), 0
+        self.texts, left = [], max_bytes
         for place, text in enumerate(texts):
-            if place < known:
-                if self._texts[place][0] != text:
+            left -= _BYTES * self.target.hidden * len(text.tokens)
+            if left < 0:
+                return
+            if self._file(place).exists():
+                tokens, begin = self._read(place, "tokens", "begin")
+                if TrainingText(tuple(tokens.tolist()), int(begin)) != text:
                     raise ConfigError(f"features: {self.folder} holds hidden states of other texts; delete it")
-                if self.nbytes + self._texts[place][1] > max_bytes:
-                    return
             else:
-                features = read_features(target, text.tokens)
-                size = _BYTES * features.numel()
-                if self.nbytes + size > max_bytes:
-                    return
-                parts = {"tokens": torch.tensor(text.tokens), "begin": torch.tensor(text.begin)}
+                new = extract_features(self.target, text.tokens, text.begin)
+                parts = {"tokens": new.tokens, "features": new.features, "begin": torch.tensor(new.begin)}
                 with atomic_write(self._file(place)) as partial:
-                    save_file(parts | {"features": features.to(torch.bfloat16).cpu()}, partial)
-                self._texts.append((text, size))
-            self._length = place + 1
+                    save_file(parts, partial)
+            self.texts.append(text)
             on_text()
 
     def check_disk(self, max_bytes: int) -> None:
         """Check that the disk has room for a budget of bytes; raises :class:`ConfigError` if not."""
         free = shutil.disk_usage(self.folder).free - _SPARE
-        if max_bytes - self.nbytes > free:
+        if max_bytes - sum(file.stat().st_size for file in self.folder.glob("*.safetensors")) > free:
             raise ConfigError(f"feature_bytes: {max_bytes:,} do not fit; {self.folder} has {max(0, free):,} bytes for them")
+
+    def _file(self, place: int) -> Path:
+        return self.folder / f"{place:06}.safetensors"
+
+    def _read(self, place: int, *names: str) -> list[Tensor]:
+        """Return some tensors of a text's file."""
+        try:
+            with safe_open(self._file(place), "pt") as file:
+                return [file.get_tensor(name) for name in names]
+        except (SafetensorError, ValueError) as error:
+            raise ConfigError(f"features: {self._file(place)} is damaged; delete {self.folder}") from error
 
 
 @torch.inference_mode()
-def read_features(target: Target, tokens: tuple[int, ...]) -> Tensor:
+def read_features(target: Target, tokens: Sequence[int]) -> Tensor:
     """Run the target over a text; return its hidden states at every token, ``[n, H]``."""
     return _read(target, torch.tensor(tokens, device=target.device), last=1)[0]
+
+
+def extract_features(target: Target, tokens: Sequence[int], begin: int) -> TextFeatures:
+    """Run the target over a text; ``begin`` is the index of the answer's first token."""
+    return TextFeatures(torch.tensor(tokens), read_features(target, tokens).to(torch.bfloat16).cpu(), begin)
 
 
 def _read(target: Target, tokens: Tensor, last: int) -> tuple[Tensor, Tensor]:
@@ -154,12 +129,5 @@ def check_readout(target: Target) -> None:
     tokens = (target.vocabulary // 3 + 17 * torch.arange(_PROBE, device=target.device)) % target.vocabulary
     hidden, logits = _read(target, tokens, last=_PROBE)
     if not nearly_equal(Readout(target, None)(hidden), logits):
-        raise UnsupportedModel(
-            f"{target.architecture}: no head can be trained, as its logits are not its output layer applied to its last "
-            "hidden states"
-        )
-
-
-def extract_features(target: Target, tokens: Sequence[int], begin: int) -> TextFeatures:
-    """Run the target over a text; ``begin`` is the index of the answer's first token."""
-    return TextFeatures(torch.tensor(tokens), read_features(target, tuple(tokens)).to(torch.bfloat16).cpu(), begin)
+        reason = "its logits are not its output layer applied to its last hidden states"
+        raise UnsupportedModel(f"{target.architecture}: no head can be trained, as {reason}")

@@ -67,9 +67,7 @@ def add_induction_heads(head: EagleHead, embeddings: nn.Module, readout: Readout
         _set_rows(attention.k_proj, rows, [(dims, columns[1 + back], by) for back, (dims, by) in enumerate(codes)])
         value = projection(shape.head_dim)
         _set_rows(attention.v_proj, rows, [(list(range(shape.head_dim)), columns[0], value)])
-        values = embedded @ value.T
-        decoder = _decoder(values, output_rows, weights)
-        decoder *= _BOOST / (groups * copying) / (readout.scale * _gain(values, decoder, output_rows, weights))
+        decoder = _decoder(embedded @ value.T, output_rows, weights) * _BOOST / (groups * copying * readout.scale)
         for copier in range(copying):
             query = codes if (copier if sharing > 1 else group) % 2 == 0 else codes[:1]
             sharpness = _MATCH * math.sqrt(shape.head_dim) / (each * len(query))
@@ -105,23 +103,20 @@ def _whitening(rows: Tensor, weights: Tensor) -> Tensor:
     minimum = torch.maximum(_FLOOR * variances.median(), _LEAST * variances[-1])
     white: Tensor = variances.clamp_min(minimum).rsqrt()[:, None] * directions.T
     common = torch.nn.functional.normalize(white @ mean, dim=0)
-    rest: Tensor = white - torch.outer(common, common @ white)
-    return rest
+    return white - torch.outer(common, common @ white)
 
 
 def _decoder(values: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
-    """Return ``[H, d]`` from a token's value to a hidden state for which output rows ``[c, H]`` predict the token."""
+    """Return ``[H, d]`` from a token's value to a hidden state that raises the token's logit over the others' by 1.
+
+    ``rows`` are the output rows ``[c, H]`` of the common tokens. The rise is the mean over the commonest of them.
+    """
     rows = rows - weights @ rows
     spread = rows.T @ (weights[:, None] * rows)
     spread += _FLOOR * spread.diagonal().median() * torch.eye(len(spread), dtype=spread.dtype, device=spread.device)
-    solved: Tensor = torch.linalg.solve(spread, rows.T @ (weights[:, None] * values))
-    return solved
-
-
-def _gain(values: Tensor, decoder: Tensor, rows: Tensor, weights: Tensor) -> float:
-    """Return the mean rise of common tokens' own logits above the others' by their decoded values."""
+    decoder: Tensor = torch.linalg.solve(spread, rows.T @ (weights[:, None] * values))
     some = slice(0, _CALIBRATED)
-    return float(((values[some] @ decoder.T) * (rows[some] - weights @ rows)).sum(-1).mean())
+    return decoder / ((values[some] @ decoder.T) * rows[some]).sum(-1).mean()
 
 
 def _set_rows(part: nn.Linear, rows: slice, blocks: list[tuple[list[int], slice, Tensor]]) -> None:

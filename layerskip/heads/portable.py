@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from layerskip.config import ConfigError
 from layerskip.files import atomic_write, write_json
@@ -47,54 +46,37 @@ def save_portable(source: Path, folder: Path, target: Target, engine: str = "vll
     """
     if engine not in ENGINES:
         raise ConfigError(f"engine: {engine} loads no heads; {' and '.join(ENGINES)} do")
-    reason = why_not_portable(source)
-    if reason is None and is_published(source):
-        reason = f"{source} has its authors' layout already, which engines load"
-    if reason is not None:
+    if is_published(source):
+        raise ConfigError(f"head: {source} has its authors' layout already, which engines load")
+    if (reason := why_not_portable(source)) is not None:
         raise ConfigError(f"head: {reason}")
     shape, weights = read_eagle(source, target)
-    weights.pop("tokens", None)
-    config, tensors = _layout(shape, weights, target, engine)
-    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    with atomic_write(folder / CONFIG) as partial_config, atomic_write(folder / WEIGHTS) as partial:
-        write_json(partial_config, config)
-        save_file(stored, partial, metadata={"format": "pt"})
-    return folder
-
-
-def _layout(
-    shape: EagleShape, weights: dict[str, Tensor], target: Target, engine: str
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return configuration and tensors of an EAGLE-1 head, which is a Llama model of one layer."""
+    tensors = {name.removeprefix("body."): tensor for name, tensor in weights.items() if name != "tokens"}
     embeddings: Any = target.model.get_input_embeddings()
     vocabulary = int(embeddings.weight.shape[0])
-    tensors = {name.removeprefix("body."): tensor for name, tensor in weights.items()}
     if engine == "sglang":  # its linear map has a bias
         tensors["fc.bias"] = torch.zeros(shape.hidden)
     else:
         with torch.inference_mode():  # as the target computes them, which some families scale
             tensors[EMBEDDINGS] = embeddings(torch.arange(vocabulary, device=target.device)).clone()
-    positions = target.model.config.get_text_config(decoder=True)
-    config = {
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with atomic_write(folder / CONFIG) as partial_config, atomic_write(folder / WEIGHTS) as partial:
+        write_json(partial_config, _configuration(shape, target, engine, vocabulary))
+        save_file(tensors, partial, metadata={"format": "pt"})
+    return folder
+
+
+def _configuration(shape: EagleShape, target: Target, engine: str, vocabulary: int) -> dict[str, Any]:
+    """Return the configuration of an EAGLE-1 head, which is a Llama model of one layer."""
+    config = target.model.config.get_text_config(decoder=True)
+    return shape.to_llama() | {
         # vLLM puts Eagle before the name of a model's architecture, SGLang after it.
         "architectures": ["LlamaForCausalLMEagle" if engine == "sglang" else "LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "attention_bias": False,
-        "mlp_bias": False,
         "qkv_bias": False,
         "tie_word_embeddings": False,
         "vocab_size": vocabulary,
-        "max_position_embeddings": int(getattr(positions, "max_position_embeddings", 2**20)),
+        "max_position_embeddings": int(getattr(config, "max_position_embeddings", 2**20)),
         "dtype": target.dtype,
     }
-    return config, tensors

@@ -37,10 +37,10 @@ def eagle_method(folder: Path) -> str:
     """Return ``eagle`` or, for published heads whose configuration names EAGLE-3, ``eagle3``: the engines' method."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        names = f"{config.get('architectures')} {config.get('speculators_model_type')}"
+    except (OSError, ValueError, AttributeError):  # it is no table
         return "eagle"
-    named = config if isinstance(config, dict) else {}
-    return "eagle3" if "eagle3" in f"{named.get('architectures')} {named.get('speculators_model_type')}".lower() else "eagle"
+    return "eagle3" if "eagle3" in names.lower() else "eagle"
 
 
 def read_published(folder: Path, target: Target) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -100,8 +100,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / WEIGHTS)
     try:
         weights = torch.load(folder / _PICKLE, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{_PICKLE} does not hold tensors alone") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        weights = None
     if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise ValueError(f"{_PICKLE} does not hold tensors alone")
     return weights

@@ -7,7 +7,7 @@ a whole vocabulary are by far the largest tensors, and a few rows stay in a proc
 
 During training a head is rescaled so that all its inputs have a root mean square of about 1: AdamW (arXiv 1711.05101) moves
 every weight by about the same amount, and embeddings are a twentieth as large as hidden states. A rescaled head computes the
-same function. The learning rate rises linearly, then falls by a half cosine to zero (arXiv 1608.03983).
+same function.
 """
 
 from __future__ import annotations
@@ -26,16 +26,10 @@ from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import TextFeatures
 from layerskip.heads.readout import Readout
 
-_OFFSET = 1e-3  # makes the rate of the first step positive
-
-
-def rate_factor(done: float, warmup: float) -> float:
-    """Return the factor of the learning rate at a share ``done`` of the training; it rises until the share ``warmup``."""
-    return min(1.0, (done + _OFFSET) / warmup) * (1 + math.cos(math.pi * done)) / 2
-
-
 _ROWS = 128  # at a time on a CPU
 _ROWS_ON_DEVICES = 2048
+_DISCOUNT = 0.8  # weight of each further token of a draft, relative to the one before
+_FEATURE_WEIGHT = 0.1  # weight of the hidden states' own loss
 
 
 def cross_entropy(readout: Readout, hidden: Tensor, target_hidden: Tensor) -> Tensor:
@@ -50,8 +44,7 @@ def cross_entropy(readout: Readout, hidden: Tensor, target_hidden: Tensor) -> Te
 @torch.no_grad()
 def most_likely_tokens(readout: Readout, hidden: Tensor) -> Tensor:
     """Return ``[n]`` int64: the most likely token of each of ``[n, H]`` hidden states."""
-    places = torch.cat([readout(some).argmax(-1) for (some,) in _portions(readout, hidden)])
-    return places if readout.tokens is None else readout.tokens[places]
+    return readout.tokens_at(torch.cat([readout(some).argmax(-1) for (some,) in _portions(readout, hidden)]))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -121,10 +114,6 @@ class HeadScaling:
 UNSCALED = HeadScaling()  # the target's own scale
 
 
-_DISCOUNT = 0.8  # weight of each further token of a draft, relative to the one before
-_FEATURE_WEIGHT = 0.1  # weight of the hidden states' own loss
-
-
 @dataclass(frozen=True)
 class Batch:
     """Texts of similar length, padded.
@@ -143,11 +132,7 @@ class Batch:
 
     @classmethod
     def of(
-        cls,
-        texts: Sequence[TextFeatures],
-        device: torch.device | str,
-        scaling: HeadScaling = UNSCALED,
-        whole: bool = False,
+        cls, texts: Sequence[TextFeatures], device: torch.device | str, scaling: HeadScaling = UNSCALED, whole: bool = False
     ) -> Batch:
         """Pad some texts; ``whole`` also predicts the tokens of prompts, whose distributions are as good to learn from."""
 
@@ -177,18 +162,24 @@ class HeadPrediction:
 
 def predict_tokens(head: EagleHead, embeddings: nn.Module, batch: Batch, steps: int) -> list[HeadPrediction]:
     """Predict the next ``steps`` tokens from every hidden state whose next token is to be predicted."""
-    rows = batch.tokens.shape[1] - steps - 1
+    rows, device = batch.tokens.shape[1] - steps - 1, batch.tokens.device
     if rows < 1:
         return []
-    predictions = []
-    for step, states in enumerate(_unroll(head, embeddings, batch, rows, steps)):
-        # Row i of a step predicts the hidden state at token i + step + 1, which predicts token i + step + 2.
-        ahead = slice(step + 2, step + 2 + rows)
+    with torch.no_grad():
+        embedded = embeddings(batch.tokens).float() / batch.scaling.embeddings
+        embedded = head.with_lookback(embedded, embedded.shape[1])
+    causal = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+    own = torch.eye(rows, dtype=torch.bool, device=device)
+    cache, states, predictions = DynamicCache(), batch.states[:, :rows] / batch.scaling.states, []
+    for step in range(steps):
+        visible = torch.cat((causal, *[own] * step), dim=-1)[None, None].expand(embedded.shape[0], 1, -1, -1)
+        positions = (torch.arange(rows, device=device) + step)[None].expand(embedded.shape[0], -1)
+        here, ahead = slice(step + 1, step + 1 + rows), slice(step + 2, step + 2 + rows)
+        states = head(embedded[:, here], states, cache, positions, visible)
+        # Row i predicts the hidden state at token i + step + 1, which predicts token i + step + 2.
         mask = batch.predicted[:, ahead]
-        target_hidden = batch.states[:, step + 1 : step + 1 + rows][mask]
         hidden = states[mask] * batch.scaling.states
-        tokens = batch.tokens[:, ahead][mask]
-        predictions.append(HeadPrediction(hidden, target_hidden, tokens, mask))
+        predictions.append(HeadPrediction(hidden, batch.states[:, here][mask], batch.tokens[:, ahead][mask], mask))
     return predictions
 
 
@@ -248,21 +239,3 @@ def acceptance(
             reached = reached & torch.zeros_like(prediction.mask).masked_scatter(prediction.mask, right)
             accepted[step] += int(reached.sum())
     return [right / count if count else 0.0 for right, count in zip(accepted, tried, strict=True)]
-
-
-def _unroll(head: EagleHead, embeddings: nn.Module, batch: Batch, rows: int, steps: int) -> list[Tensor]:
-    """Return the head's hidden states ``[B, rows, H]`` of every step."""
-    device = batch.tokens.device
-    with torch.no_grad():
-        embedded = embeddings(batch.tokens).float() / batch.scaling.embeddings
-        embedded = head.with_lookback(embedded, embedded.shape[1])
-    causal = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
-    own = torch.eye(rows, dtype=torch.bool, device=device)
-    cache = DynamicCache()
-    states, outputs = batch.states[:, :rows] / batch.scaling.states, []
-    for step in range(steps):
-        visible = torch.cat((causal, *[own] * step), dim=-1)[None, None].expand(embedded.shape[0], 1, -1, -1)
-        positions = (torch.arange(rows, device=device) + step)[None].expand(embedded.shape[0], -1)
-        states = head(embedded[:, step + 1 : step + 1 + rows], states, cache, positions, visible)
-        outputs.append(states)
-    return outputs

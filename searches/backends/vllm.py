@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 
 from layerskip import Export, SpeculativeConfig, StopRule, Target
 from layerskip.config import methods
-from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
+from layerskip.engines.deployment import Deployment, Unsupported
 from layerskip.engines.registry import API_SERVER, speculation
 from layerskip.export import attachment_digests
 from layerskip.files import atomic_folder, digest, short_name
@@ -96,7 +96,7 @@ def vllm_config(
         raise Unsupported(f"config.method: {reason}")
     if config.stop != StopRule():
         raise Unsupported("config.stop: vLLM has no stop rules")
-    way = way_of_drafting(Deployment(Export.describe(target), config), suffix=True)
+    way = Deployment(Export.describe(target), config).way()
     return speculation(way, config, lambda: folder(config))
 
 

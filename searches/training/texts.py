@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
 from searches.results import ResultLog, exclusive
 
-_FIELDS = ("max_new_tokens", "batch", "seed")
 _VERSION = 5  # of layerskip.texts.training_texts; texts of another version are written again
 
 
@@ -41,7 +39,7 @@ def texts_settings(config: DictConfig, target: Target, sampling: Sampling, like:
         like: prompts that every other text begins like.
     """
     settings = {"recipe": _VERSION, "target": target.digest, "sampling": sampling.to_dict(), "like": list(like)}
-    return settings | {name: config[name] for name in _FIELDS}
+    return settings | {name: config[name] for name in ("max_new_tokens", "batch", "seed")}
 
 
 def write_texts(
@@ -55,32 +53,21 @@ def write_texts(
         The texts, and the seconds that writing them took, whenever that was.
     """
     file = Path(config.outputs) / "texts" / f"{digest(texts_settings(config, target, sampling, like))[:16]}.jsonl"
-    with exclusive(file):
-        log = ResultLog(file)
-        texts = _write(config, target, sampling, like, log)
-        return texts, sum(log[str(index)][2] for index in range(len(texts)))
-
-
-def _write(
-    config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str], log: ResultLog
-) -> list[TrainingText]:
-    texts = [TrainingText(tuple(log[name][0]), log[name][1]) for name in log]
-    totals = list(accumulate(len(text.tokens) - text.begin for text in texts))
-    enough = next((count for count, tokens in enumerate(totals, 1) if tokens >= config.tokens), None)
-    if enough is not None:
-        return texts[:enough]
-    left = int(config.tokens) - (totals[-1] if totals else 0)
-    with tqdm(total=int(config.tokens), initial=int(config.tokens) - left, unit="token", desc="texts", disable=None) as bar:
+    with exclusive(file), tqdm(total=int(config.tokens), unit="token", desc="texts", disable=None) as bar:
+        log, texts, left = ResultLog(file), list[TrainingText](), int(config.tokens)
         # After an interruption, another seed avoids that texts are drawn twice.
-        seed = config.seed + 1000 * len(texts)
+        seed = config.seed + 1000 * len(log)
         source = training_texts.write_texts(target, sampling, int(config.max_new_tokens), int(config.batch), seed, like)
         while left > 0:
-            start, text = time.monotonic(), next(source)  # the first text of a batch waits for the whole batch
-            log.add(str(len(texts)), [list(text.tokens), text.begin, time.monotonic() - start])
-            texts.append(text)
-            left -= len(text.tokens) - text.begin
-            bar.update(len(text.tokens) - text.begin)
-    return texts
+            name = str(len(texts))
+            if name not in log:
+                start, new = time.monotonic(), next(source)  # the first text of a batch waits for the whole batch
+                log.add(name, [list(new.tokens), new.begin, time.monotonic() - start])
+            tokens, begin, _ = log[name]
+            texts.append(TrainingText(tuple(tokens), begin))
+            left -= len(tokens) - begin
+            bar.update(len(tokens) - begin)
+        return texts, sum(log[str(index)][2] for index in range(len(texts)))
 
 
 def texts_digest(texts: Sequence[TrainingText]) -> str:
@@ -88,21 +75,18 @@ def texts_digest(texts: Sequence[TrainingText]) -> str:
     return digest([list(text.tokens) for text in texts])
 
 
-def opening_texts(field: str, path: str | None, measured: PromptSet) -> list[str]:
-    """Return the last user messages of a file of prompts, which every other training text begins like.
+def opening_texts(path: str | None, measured: PromptSet) -> list[str]:
+    """Return the last user messages of the file ``begin_like``, which every other training text begins like.
 
-    Args:
-        field: that names the file, for messages.
-        path: the file; None for no texts.
-        measured: prompts that are searched or measured on, which must not be learned from.
+    ``measured`` are prompts that are searched or measured on, which must not be learned from.
     """
     if path is None:
         return []
-    check_type(field, path, str)
-    texts = [item.messages()[-1]["content"] for item in PromptSet.load(path, field)]
+    check_type("begin_like", path, str)
+    texts = [item.messages()[-1]["content"] for item in PromptSet.load(path, "begin_like")]
     known = {_normalised(text) for text in texts} & {text for item in measured for text in _user_texts(item)}
     if known:
-        raise InputError(f"{field}: {path} holds {len(known)} of the prompts that are measured")
+        raise InputError(f"begin_like: {path} holds {len(known)} of the prompts that are measured")
     return texts
 
 
@@ -131,11 +115,11 @@ def _normalised(text: str) -> str:
     return " ".join(text.split())
 
 
-def check_draft_vocabulary(name: str, size: int | None, target: Target) -> None:
+def check_draft_vocabulary(size: int | None, target: Target) -> None:
     """Check that a draft vocabulary, unless it is the whole one, has room for the special tokens, which are always in it."""
     always = len(_special_tokens(target))
     if size is not None and size < always:
-        raise InputError(f"{name}: {size} tokens are fewer than the {always} special ones, which are always among them")
+        raise InputError(f"vocabulary: {size} tokens are fewer than the {always} special ones, which are always among them")
 
 
 def drafted_tokens(target: Target, texts: list[TrainingText], size: int | None) -> Tensor | None:

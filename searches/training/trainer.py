@@ -23,23 +23,14 @@ from layerskip.heads.feature_store import FeatureStore, TextFeatures
 from layerskip.heads.induction import add_induction_heads
 from layerskip.heads.published_eagle import is_published
 from layerskip.heads.readout import Readout
-from layerskip.heads.training import (
-    UNSCALED,
-    Batch,
-    HeadScaling,
-    acceptance,
-    fit_linear,
-    head_loss,
-    predict_tokens,
-    rate_factor,
-)
-from layerskip.models.target import Target
+from layerskip.heads.training import UNSCALED, Batch, HeadScaling, acceptance, fit_linear, head_loss, predict_tokens
 from layerskip.models.trained_module import has_trained
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
 
 _FILE = "training.pt"
 _WARMUP = 0.03  # share of the training during which the learning rate rises
+_OFFSET = 1e-3  # makes the rate of the first step positive
 _CLIP = 1.0
 _MIN_SECONDS = 1e-3  # of training, if initialisation took all the time
 _LOSSES = 50  # steps over which the loss is averaged
@@ -74,6 +65,8 @@ class HeadTrainer:
     """Trainer of a head in scaled units (:mod:`layerskip.heads.training`), which resumes from its checkpoint.
 
     Args:
+        store: the texts to learn from, with the target that wrote them.
+        held_out: texts that the checkpoints are evaluated on.
         folder: for the checkpoint.
         identity: digest of everything that the training depends on.
         settings_digest: digest of the part of it that is known before texts are written.
@@ -88,24 +81,22 @@ class HeadTrainer:
         self,
         config: DictConfig,
         head: EagleHead,
-        target: Target,
         store: FeatureStore,
         held_out: list[TextFeatures],
         folder: Path,
         identity: str,
         settings_digest: str,
     ) -> None:
-        self.config, self.device, self.store, self._held_out = config, target.device, store, held_out
-        self.head = head.to(self.device).float().train()
+        target = store.target
+        self.config, self.device, self.store, self.held_out = config, target.device, store, held_out
+        self.head = head.to(self.device).float()
         self.embeddings = target.model.get_input_embeddings()
         self.readout = Readout(target, head.tokens)
         self._autocast = target.dtype == "bfloat16"
-        self.texts = len(store) - min(_VALIDATION, len(store) // 20)
-        self.texts_per_step = min(int(config.texts_per_step), self.texts)
+        self.texts = len(store.texts) - min(_VALIDATION, len(store.texts) // 20)
         self.optimiser = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, weight_decay=0.01)
-        self.step, self.seconds, self._start_seconds = 0, 0.0, 0.0
-        self.evaluation_seconds = 0.0
-        self._scaling = HeadScaling.of(head, self.embeddings, (store[index] for index in range(min(_SCALED, self.texts))))
+        self.step, self.seconds, self._start_seconds, self.evaluation_seconds = 0, 0.0, 0.0, 0.0
+        self._scaling = HeadScaling.of(head, self.embeddings, map(store.__getitem__, range(min(_SCALED, self.texts))))
         self._file, self._settings_digest = folder / _FILE, settings_digest
         self._identity = digest([identity, self._scaling.embeddings, self._scaling.states])
         if self._file.exists():
@@ -125,8 +116,8 @@ class HeadTrainer:
 
     def initialise(self) -> None:
         """Fit the linear map in closed form, and add induction heads if the head looks back."""
-        fit_linear(self.head, self.embeddings, (self.store[index] for index in range(self.texts)))
-        tokens = torch.cat([self.store.tokens(index) for index in range(self.texts)])
+        fit_linear(self.head, self.embeddings, map(self.store.__getitem__, range(self.texts)))
+        tokens = torch.tensor([token for text in self.store.texts[: self.texts] for token in text.tokens])
         add_induction_heads(self.head, self.embeddings, self.readout, tokens)
         self._scaling.apply(self.head)
 
@@ -142,16 +133,9 @@ class HeadTrainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             return head_loss(predict_tokens(self.head, self.embeddings, batch, steps), self.readout)
 
-    def evaluate(self) -> list[float]:
-        """Return the acceptance rates on held-out prompts."""
-        return self.acceptance(self._held_out)
-
     def acceptance(self, texts: Iterable[TextFeatures]) -> list[float]:
         """Return the acceptance rate of each further drafted token after right ones; the head's vocabulary alone drafts."""
-        self.head.eval()
-        rates = acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
-        self.head.train()
-        return rates
+        return acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
 
     @property
     def progress(self) -> float:
@@ -165,9 +149,10 @@ class HeadTrainer:
 
     def train_step(self) -> float:
         """Do one step; return its loss. Refuse one if the loss or the gradient is not finite."""
-        start = now(self.device)
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.config.learning_rate * rate_factor(self.progress, _WARMUP)
+        start, done = now(self.device), self.progress
+        # The rate rises linearly, then falls by a half cosine to zero (arXiv 1608.03983).
+        factor = min(1.0, (done + _OFFSET) / _WARMUP) * (1 + math.cos(math.pi * done)) / 2
+        self.optimiser.param_groups[0]["lr"] = self.config.learning_rate * factor
         loss = self.loss(self._next_texts())
         self.optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -201,7 +186,7 @@ class HeadTrainer:
     def _log(self, tracker: Tracker, loss: float) -> None:
         """Evaluate, and log the acceptance rates and the loss."""
         start, ended = now(self.device), self.progress >= 1.0
-        rates = self.evaluate()
+        rates = self.acceptance(self.held_out)
         self.evaluation_seconds += now(self.device) - start
         if not ended and self.progress >= 1.0:
             self.save()  # evaluation took the remaining time, which a further run has to know
@@ -212,16 +197,14 @@ class HeadTrainer:
         """Write the checkpoint, completely or not at all."""
         state: dict[str, Any] = {"head": self.head.state_dict(), "optimiser": self.optimiser.state_dict()}
         state |= {"step": self.step, "seconds": self.seconds, "begun": self._start_seconds}
-        state |= {"judging": self.evaluation_seconds}
-        state |= {"identity": self._identity, "asked": self._settings_digest}
+        state |= {"judging": self.evaluation_seconds, "identity": self._identity, "asked": self._settings_digest}
         with atomic_write(self._file) as partial:
             torch.save(state, partial)
 
     def _next_texts(self) -> list[int]:
         """Return the texts of this step: the next ones in a random order of all, which changes after each pass."""
-        size = self.texts_per_step
-        steps = max(1, self.texts // size)
-        generator = torch.Generator().manual_seed(self.config.seed + 1 + self.step // steps)
+        size = min(int(self.config.texts_per_step), self.texts)
+        passes, place = divmod(self.step, self.texts // size)
+        generator = torch.Generator().manual_seed(self.config.seed + 1 + passes)
         order = torch.randperm(self.texts, generator=generator).tolist()
-        first = self.step % steps * size
-        return order[first : first + size]
+        return order[place * size : (place + 1) * size]

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from layerskip import ConfigError, SpeculativeConfig, Target, config, drafters, generate, load_drafters
 from layerskip.config import Field, Method, declare, shared
 from layerskip.decoding import drafter as base
-from layerskip.engines.deployment import Deployment, Unsupported, way_of_drafting
+from layerskip.engines.deployment import Deployment, Unsupported
 from searches.app.composition import compose_config
 from searches.report.charts import color_of
 from searches.space.search_space import SearchSpace
@@ -132,7 +132,7 @@ def test_everything_that_lists_methods_has_the_new_one(monkeypatch: pytest.Monke
     assert declared in list(page.drafter_rows())
     assert page.drafter_fields()["repeats"] == ("2", "how often the last token is repeated")
     with pytest.raises(Unsupported, match=r"^config\.method: repeat_last: no engine knows it"):
-        way_of_drafting(Deployment({"layers": 2}, _of()))
+        Deployment({"layers": 2}, _of()).way()
 
 
 @pytest.mark.parametrize(

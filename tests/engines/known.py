@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,7 @@ CONFIGS = {
     "lookup": LOOKUP,
     "last lookup": SpeculativeConfig("prompt_lookup", 5, prompt_lookup_min=1, prompt_lookup_max=3),
     "model": MODEL,
-    "stopping model": SpeculativeConfig(
-        "draft_model", 3, draft_model="Org/Draft", stop=StopRule("threshold", threshold=0.4)
-    ),
+    "stopping model": replace(MODEL, stop=StopRule("threshold", 0.4)),
     "other tokenizer": SpeculativeConfig("cross_tokenizer", 4, draft_model="Org/Other"),
     "kept layers": KEPT,
     "sub-layers": SpeculativeConfig("layer_skip", 3, mask="mlp:2"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -21,37 +20,21 @@ TARGET = target_of("llama")
 TEXTS = [TrainingText((3, 4, 5, 6, 7), 2), TrainingText((5, 4, 3), 1), TrainingText((8, 9, 10, 11), 3)]
 
 
-def test_stored_features_are_the_models_hidden_states(tmp_path: Path) -> None:
-    store = FeatureStore(tmp_path)
-    store.fill(TARGET, TEXTS, 10**6)
-    assert len(store) == 3
-    assert store.positions(len(store)) == 3 + 2 + 1
+def test_stored_features_are_the_models_hidden_states_and_a_damaged_text_is_refused(tmp_path: Path) -> None:
     states = TARGET.model(input_ids=torch.tensor([TEXTS[1].tokens]), output_hidden_states=True).hidden_states
     expected = states[-1][0]
     assert torch.allclose(read_features(TARGET, TEXTS[1].tokens), expected, atol=1e-5)
-    for found in (store[1], FeatureStore(tmp_path)[1]):
-        assert found.tokens.tolist() == [5, 4, 3]
-        assert found.begin == 1
-        assert torch.equal(found.features, expected.to(torch.bfloat16))
-
-
-def test_an_interrupted_run_is_continued_and_a_damaged_text_refused(tmp_path: Path) -> None:
-    FeatureStore(tmp_path).fill(TARGET, TEXTS[:2], 10**6)
-    (tmp_path / "000002.safetensors.partial").write_bytes(b"a text that was being written")
-    store = FeatureStore(tmp_path)
-    assert len(store) == 2
-    store.fill(TARGET, TEXTS, 10**6)
-    assert torch.equal(FeatureStore(tmp_path)[2].features, store[2].features)
-    (tmp_path / "000001.safetensors").write_bytes(b"{")
-    with pytest.raises(ConfigError, match=r"^features: .*000001\.safetensors is damaged; delete [^\n]*$"):
-        FeatureStore(tmp_path)
-
-
-def test_a_budget_larger_than_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**9, 9 * 10**8, 10**8))
-    with pytest.raises(ConfigError, match="^feature_bytes: 100,000,000 do not fit"):
-        FeatureStore(tmp_path).check_disk(10**8)
+    (tmp_path / ".000002.safetensors.partial").write_bytes(b"a text that was being written")
+    for _ in range(2):  # read, then found
+        store = FeatureStore(tmp_path, TARGET)
+        store.fill(TEXTS, 10**6)
+        assert store.texts == TEXTS
+        assert (store[1].tokens.tolist(), store[1].begin) == ([5, 4, 3], 1)
+        assert torch.equal(store[1].features, expected.to(torch.bfloat16))
+    for content in (b"{", b""):
+        (tmp_path / "000001.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"^features: .*000001\.safetensors is damaged; delete [^\n]*$"):
+            store.fill(TEXTS, 10**6)
 
 
 def test_a_larger_budget_reads_more_texts_and_a_smaller_one_hides_some(
@@ -59,13 +42,13 @@ def test_a_larger_budget_reads_more_texts_and_a_smaller_one_hides_some(
 ) -> None:
     read, width = [], 32 * 2  # bytes of a token's states
     monkeypatch.setattr(feature_store, "read_features", lambda *given: read.append(given[1]) or read_features(*given))
-    for budget, known in ((8 * width, 2), (10**6, 3), (5 * width, 1), (10**6, 3)):
-        store = FeatureStore(tmp_path)
-        store.fill(TARGET, TEXTS, budget)
-        assert (len(store), store.nbytes) == (known, sum(len(text.tokens) for text in TEXTS[:known]) * width)
-    assert len(read) == 3 + 1  # the third one was read before it was found to exceed the first budget
+    for budget, known in ((8 * width, 2), (12 * width - 1, 2), (12 * width, 3), (5 * width, 1), (10**6, 3)):
+        store = FeatureStore(tmp_path, TARGET)
+        store.fill(TEXTS, budget)
+        assert len(store.texts) == known
+    assert read == [text.tokens for text in TEXTS]
     with pytest.raises(ConfigError, match=rf"^features: {tmp_path} holds hidden states of other texts"):
-        store.fill(TARGET, TEXTS[1:], 10**6)
+        store.fill(TEXTS[1:], 10**6)
 
 
 def test_a_family_whose_logits_are_not_its_output_layers_is_refused() -> None:

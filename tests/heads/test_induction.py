@@ -46,12 +46,7 @@ def _copied(head: EagleHead, drafted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("changes", "few"),
-    [
-        ({"lookback": 1}, False),
-        ({"lookback": 4}, True),
-        ({"key_value_heads": 4}, False),
-        ({"key_value_heads": 1}, False),
-    ],
+    [({"lookback": 1}, False), ({"lookback": 4}, True), ({"key_value_heads": 4}, False), ({"key_value_heads": 1}, False)],
 )
 def test_what_followed_a_token_is_copied(changes: dict[str, int], few: bool) -> None:
     """For every lookback, with own or shared keys, and for a part of the vocabulary."""

@@ -10,28 +10,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from layerskip import SpeculativeConfig
 from layerskip.config import ConfigError
 from layerskip.engines.registry import describe_engines
-from layerskip.heads.eagle import EagleHead, EagleShape, load_eagle
+from layerskip.heads.eagle import EagleHead, load_eagle
 from layerskip.heads.portable import save_portable, why_not_portable
 from layerskip.models.loading import load_target
 from layerskip.models.target import Target
 from layerskip.models.trained_module import save_trained
 from tests.engines.known import deployment
-from tests.heads.test_published_eagle import eagle_reference
+from tests.heads.test_published_eagle import eagle_reference, random_head
 from tests.tiny import VOCABULARY, save_tiny
 
 
-def _eagle(target: Target, folder: Path, lookback: int = 0) -> EagleHead:
-    torch.manual_seed(1)
-    head = EagleHead(EagleShape.of(target, lookback=lookback)).eval()
-    with torch.no_grad():
-        for name, weight in head.named_parameters():
-            if "self_attn" in name or "mlp" in name or "norm" in name:  # zeros and ones in new heads
-                nn.init.normal_(weight, mean=float("norm" in name), std=0.2)
+def _eagle(target: Target, folder: Path, **changes: Any) -> EagleHead:
+    head = random_head(target, **changes)
     save_trained(folder, head.shape.to_dict(), head.weights(), target, {})
     return head
 

@@ -28,7 +28,7 @@ def embeddings(tiny_target: Target) -> Tensor:
     return tiny_target.model.get_input_embeddings().weight.detach().clone()
 
 
-def _head(target: Target, **changes: Any) -> EagleHead:
+def random_head(target: Target, **changes: Any) -> EagleHead:
     torch.manual_seed(1)
     head = EagleHead(replace(EagleShape.of(target), **changes)).eval()
     for weight in head.parameters():  # zeros and ones would hide lost tensors
@@ -93,7 +93,7 @@ def test_a_published_head_drafts_as_a_reference_implementation(
     tiny_target: Target, embeddings: Tensor, tmp_path: Path, file: str, changes: dict[str, Any]
 ) -> None:
     """Chains of three tokens after every round of a decoding. Those for Qwen2 have biases of queries, keys and values."""
-    head = _head(tiny_target, **changes)
+    head = random_head(tiny_target, **changes)
     folder = _publish(tmp_path, head, embeddings, file)
     stored = torch.load(folder / file) if file.endswith("bin") else load_file(folder / file)
     biases = {f"layers.0.self_attn.{part}_proj.bias" for part in "qkv"} if "attention_bias" in changes else set()
@@ -131,7 +131,8 @@ def test_embeddings_match_those_of_the_target_up_to_rounding(
 ) -> None:
     """A tuned model differs by more: one small optimiser step moved a tenth of the embeddings, as Vicuna's of Llama-2's."""
     embeddings[3] *= 1e-5  # where float16 has few bits
-    same, head = Target(load_target(tiny_target.name, dtype="float32", device=DEVICE).model, name="same"), _head(tiny_target)
+    same = Target(load_target(tiny_target.name, dtype="float32", device=DEVICE).model, name="same")
+    head = random_head(tiny_target)
     same.model.get_input_embeddings().weight.data.copy_(embeddings)
     same.model.to(getattr(torch, dtype))
     for copy in (embeddings, embeddings.half(), embeddings.bfloat16()):
@@ -142,7 +143,7 @@ def test_embeddings_match_those_of_the_target_up_to_rounding(
 
 
 def test_a_head_for_other_sizes_is_refused(tiny_target: Target, embeddings: Tensor, tmp_path: Path) -> None:
-    head = _head(tiny_target)
+    head = random_head(tiny_target)
     assert load_eagle(_publish(tmp_path / "without", head, None), tiny_target).shape == head.shape
     for number, (table, changes, reason) in enumerate(
         (
@@ -160,7 +161,8 @@ def test_a_head_for_other_sizes_is_refused(tiny_target: Target, embeddings: Tens
 def test_the_layout_of_eagle_3_is_refused_by_name(
     tiny_target: Target, embeddings: Tensor, tmp_path: Path, named: bool
 ) -> None:
-    folder = _publish(tmp_path, _head(tiny_target), embeddings, **({"architectures": ["LlamaEagle3"]} if named else {}))
+    fields = {"architectures": ["LlamaEagle3"]} if named else {}
+    folder = _publish(tmp_path, random_head(tiny_target), embeddings, **fields)
     if not named:
         save_file(load_file(folder / "model.safetensors") | {"d2t": torch.arange(4)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"^head: [^\n]* EAGLE-3's authors, which is not supported"):
@@ -183,7 +185,7 @@ def test_a_damaged_configuration_is_refused(
     tiny_target: Target, embeddings: Tensor, tmp_path: Path, change: dict[str, object]
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^head: {tmp_path} is damaged: [^\n]*$"):
-        load_eagle(_publish(tmp_path, _head(tiny_target), embeddings, **change), tiny_target)
+        load_eagle(_publish(tmp_path, random_head(tiny_target), embeddings, **change), tiny_target)
 
 
 class _Harmful:

@@ -19,8 +19,6 @@ from safetensors.torch import load_file
 
 from layerskip import SpeculativeConfig, generate, load_target
 from layerskip.files import digest
-from layerskip.heads.eagle import EagleHead, EagleShape
-from layerskip.models.trained_module import save_trained
 from searches.training.trainer import HeadTrainer
 from tests.accelerator import DEVICE
 from tests.disk import fill
@@ -129,14 +127,6 @@ def test_validation_texts_are_not_trained_on(tmp_path: Path, train: Train) -> No
     records = [_trained(tmp_path / name)["training"] for name in ("one", "two")]
     assert records[0]["held_out"] == records[1]["held_out"]
     assert len(records[0]["spared"]) == 3
-
-
-def test_a_head_of_another_origin_is_not_overwritten(model: Path, tmp_path: Path, train: Train) -> None:
-    target = load_target(str(model), dtype="float32", device=DEVICE)
-    head = EagleHead(EagleShape.of(target))
-    save_trained(tmp_path / "h", head.shape.to_dict(), head.weights(), target, {})
-    _check_refused(train(), "name another folder")
-    assert not (tmp_path / "texts").exists()
 
 
 def test_a_killed_training_resumes(model: Path, tmp_path: Path, train: Train) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from layerskip import PromptError, PromptSet, load_target
 from layerskip.decoding.sampling import Sampling
 from layerskip.heads.eagle import EagleHead, EagleShape
-from layerskip.heads.feature_store import FeatureStore
+from layerskip.heads.feature_store import FeatureStore, TextFeatures
+from layerskip.models.trained_module import save_trained
 from layerskip.texts.training_texts import TrainingText
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
@@ -25,15 +26,7 @@ from tests.drafters.heads import tiny
 from tests.searches.programs import tracked
 from tests.tiny import save_tiny
 
-CONFIG = {
-    "texts_per_step": 1,
-    "learning_rate": 0.5,
-    "steps": 10**6,
-    "max_seconds": None,
-    "seed": 0,
-    "save_seconds": 10,
-    "unroll": 2,
-}
+CONFIG = {"texts_per_step": 1, "learning_rate": 0.5, "steps": 10**6, "seed": 0, "save_seconds": 10, "unroll": 2}
 
 
 @pytest.fixture
@@ -42,19 +35,22 @@ def file(tmp_path: Path) -> Path:
 
 
 def _trainer(file: Path, identity: str = "who", kind: type[HeadTrainer] = HeadTrainer, **changes: object) -> HeadTrainer:
-    target, store = tiny("llama"), FeatureStore(file.parent / "features")
-    store.fill(target, [TrainingText((3, 4, 5, 6, 7), 2), TrainingText((5, 4, 3, 8), 1)], 10**6)
-    head, config = EagleHead(EagleShape.of(target)), OmegaConf.create(CONFIG | changes)
-    return kind(config, head, target, store, [], file.parent, identity, "asked")
+    store = FeatureStore(file.parent / "features", tiny("llama"))
+    store.fill([TrainingText((3, 4, 5, 6, 7), 2), TrainingText((5, 4, 3, 8), 1)], 10**6)
+    head, config = EagleHead(EagleShape.of(store.target)), OmegaConf.create(CONFIG | {"max_seconds": None} | changes)
+    return kind(config, head, store, [], file.parent, identity, "asked")
 
 
 def test_a_checkpoint_of_another_training_is_refused(file: Path) -> None:
-    _trainer(file)
+    trainer = _trainer(file)
     check_training_folder(file.parent, "asked")
     with pytest.raises(InputError, match="^head: .* holds another training"):
         check_training_folder(file.parent, "asked otherwise")
     with pytest.raises(InputError, match="^head: .* holds another training, or one of other texts"):
         _trainer(file, "other texts")
+    save_trained(file.parent / "h", trainer.head.shape.to_dict(), trainer.head.weights(), trainer.store.target, {})
+    with pytest.raises(InputError, match="^head: .* holds a head that this program did not train"):
+        check_training_folder(file.parent / "h", "asked")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +92,7 @@ class _Timed(HeadTrainer):
         _Timed.clock += 2.0
         return self.head.fc.weight.sum()
 
-    def evaluate(self) -> list[float]:
+    def acceptance(self, texts: Iterable[TextFeatures]) -> list[float]:
         _Timed.clock += 3.0
         return [0.5]
 
@@ -151,18 +147,18 @@ def test_more_texts_extend_those_that_exist_and_fewer_are_the_first_of_them(tmp_
 def test_opening_texts_that_are_measured_prompts_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "served.jsonl"
     file.write_text('{"prompt": "What is served?"}\n{"messages": [{"role": "user", "content": "And measured?"}]}\n')
-    assert opening_texts("begin_like", None, PromptSet.of(["a"])) == []
-    assert opening_texts("begin_like", str(file), PromptSet.of(["a"])) == ["What is served?", "And measured?"]
+    assert opening_texts(None, PromptSet.of(["a"])) == []
+    assert opening_texts(str(file), PromptSet.of(["a"])) == ["What is served?", "And measured?"]
     with pytest.raises(InputError, match="^begin_like: .* holds 1 of the prompts that are measured"):
-        opening_texts("begin_like", str(file), PromptSet.of(["a", "And  measured?\n"]))
+        opening_texts(str(file), PromptSet.of(["a", "And  measured?\n"]))
     with pytest.raises(PromptError, match="^begin_like: cannot read"):
-        opening_texts("begin_like", str(tmp_path / "nothing.jsonl"), PromptSet.of(["a"]))
+        opening_texts(str(tmp_path / "nothing.jsonl"), PromptSet.of(["a"]))
 
 
 def test_practice_prompts_share_no_text_with_the_packaged_ones() -> None:
     """Eight consecutive words in common count as a copy."""
     file, packaged = resources.files("layerskip") / "data" / "practice.jsonl", PromptSet.packaged()
-    assert len(opening_texts("begin_like", str(file), packaged)) >= 100
+    assert len(opening_texts(str(file), packaged)) >= 100
     practice = PromptSet.load(str(file), "practice")
     assert {item.category for item in practice} == {item.category for item in packaged}
     texts = ([message["content"] for item in prompts for message in item.messages()] for prompts in (practice, packaged))
