@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,44 +24,30 @@ _PATIENCE = 2  # steps without a gain after which the greedy search ends
 _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
 _LOSS_STEP = 0.005  # resolution of log agreement in a knapsack
-
-
-SCREENED_TOGETHER = 8  # by one process
+SCREENED_TOGETHER = 8  # masks, by one process
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted speedup.
-
-    Args:
-        config: the configuration; for a mask, with its best draft length and stop rule.
-        speedup: over plain decoding.
-        agreement: the share of positions whose first drafted token is the target's; 0 if no mask was scanned.
-    """
+    """The predicted speedup of a configuration over plain decoding; of a mask, with its best draft length and stop rule."""
 
     config: SpeculativeConfig
     speedup: float
-    agreement: float
 
 
 class SpeedupPredictor(Protocol):
-    """Predictor of speedups before anything is decoded, above all those of layer skipping."""
+    """Predictor of speedups before anything is decoded, above all those of layer skipping.
 
-    @property
-    def layers(self) -> int:
-        """The number of decoder layers of a mask."""
+    Attributes:
+        layers: the number of decoder layers of a mask.
+        prompts: the ids of the prompts that speedups are predicted for.
+        screened_together: the number of masks to ask :meth:`agreements` for at once.
+    """
 
-    @property
-    def prompts(self) -> Collection[str]:
-        """The ids of the prompts that speedups are predicted for."""
-
-    @property
-    def profile(self) -> CostProfile:
-        """The cost profile."""
-
-    @property
-    def screened_together(self) -> int:
-        """The number of masks to ask :meth:`agreements` for at once."""
+    layers: int
+    prompts: frozenset[str]
+    profile: CostProfile
+    screened_together: int
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return how often the first drafted token of each mask is the target's, on few positions: the cheapest estimate."""
@@ -84,6 +70,7 @@ class MaskSearch:
         is_over: returns whether time has run out; nothing is screened then.
 
     Attributes:
+        sublayers: the kind and layer of every sub-layer that may be skipped.
         left: the number of masks that may still be screened.
         scores: the expected speedup of every screened mask.
         agreements: how often its first drafted token is the target's.
@@ -99,6 +86,7 @@ class MaskSearch:
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
+        self.sublayers = [(kind, layer) for layer in space.skippable for kind in ("attention", "mlp")]
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
         self._lengths, self.left = space.values("layer_skip", "num_speculative_tokens"), budget
@@ -126,11 +114,11 @@ class MaskSearch:
     @property
     def best(self) -> SkipMask:
         """The screened mask with the greatest expected speedup."""
-        return max(self.scores, key=lambda mask: self.scores[mask])
+        return max(self.scores, key=self.scores.__getitem__)
 
-    def best_masks(self, maximum: int) -> list[SkipMask]:
-        """Return the screened masks with the greatest expected speedups, best first."""
-        return sorted(self.scores, key=lambda mask: -self.scores[mask])[:maximum]
+    def best_first(self, masks: Iterable[SkipMask]) -> list[SkipMask]:
+        """Return those of some masks that were screened, by descending expected speedup."""
+        return sorted((mask for mask in masks if mask in self.scores), key=lambda mask: -self.scores[mask])
 
     def screen_structured(self) -> None:
         """Screen no skip, single sub-layers, knapsacks and contiguous runs of whole layers.
@@ -138,12 +126,12 @@ class MaskSearch:
         A long run may pay off when none of its parts does, so no run is left out because shorter ones score low.
         """
         self.screen([SkipMask.none(self.layers)])  # alone, since a small budget may allow no more
-        self.screen(self.single(*part) for part in self.sublayers())
+        self.screen(self.single(*part) for part in self.sublayers)
         self.screen(self._knapsacks())
         runs = [(first, last) for first in self.skippable for last in self.skippable if first <= last]
         # Where the budget does not cover all, those between spaced ends come first, and half of it is left for other masks.
         runs.sort(key=lambda ends: -math.gcd(ends[0], ends[1] + 1, 8))
-        most = max(self.left - 2 * len(self.sublayers()), self.left // 2)
+        most = max(self.left - 2 * len(self.sublayers), self.left // 2)
         self.screen(run(self.layers, first, last + 1 - first) for first, last in runs[:most])
 
     def improve(self) -> None:
@@ -158,21 +146,17 @@ class MaskSearch:
         """Return the mask that skips one sub-layer."""
         return flip(SkipMask.none(self.layers), kind, layer)
 
-    def sublayers(self) -> list[tuple[str, int]]:
-        """Return the kind and layer of every sub-layer that may be skipped."""
-        return [(kind, layer) for layer in self.skippable for kind in ("attention", "mlp")]
-
     def neighbours(self, mask: SkipMask) -> list[SkipMask]:
         """Return the mask with single sub-layers flipped, and with pairs of the most promising ones flipped.
 
         A pair of a skipped and a kept sub-layer is a swap.
         """
-        skipped = [part for part in self.sublayers() if getattr(mask, part[0])[part[1]]]
-        kept = [part for part in self.sublayers() if part not in skipped]
+        skipped = [part for part in self.sublayers if getattr(mask, part[0])[part[1]]]
+        kept = [part for part in self.sublayers if part not in skipped]
         cheapest = sorted(kept, key=self._loss_per_second)[:_SHORTLIST]
         dearest = sorted(skipped, key=lambda part: -self._loss_per_second(part))[:_SHORTLIST]
         pairs = itertools.combinations([*dearest, *cheapest], 2)
-        return [flip(mask, *part) for part in self.sublayers()] + [flip(flip(mask, *one), *other) for one, other in pairs]
+        return [flip(mask, *part) for part in self.sublayers] + [flip(flip(mask, *one), *other) for one, other in pairs]
 
     def _knapsacks(self) -> list[SkipMask]:
         """Return, for several budgets of lost agreement, the sub-layers that save most time within it if losses add up.
@@ -181,7 +165,7 @@ class MaskSearch:
         time it keeps the hidden states most similar to the whole model's. Here nothing more is run. The weight of a
         sub-layer is its loss when it is skipped alone, and the value is its time.
         """
-        items = self.sublayers()
+        items = self.sublayers
         weights = [max(0, round(self._loss(part) / _LOSS_STEP)) for part in items]
         capacity = round(-math.log(1 - max(_BUDGETS)) / _LOSS_STEP)
         best = np.zeros(capacity + 1)
@@ -203,7 +187,7 @@ class MaskSearch:
 
     def _add_greedily(self) -> None:
         """Skip one more sub-layer at a time: the best of the few remaining ones with the least loss per second."""
-        order = sorted(self.sublayers(), key=self._loss_per_second)
+        order = sorted(self.sublayers, key=self._loss_per_second)
         mask = SkipMask.none(self.layers)
         best, misses = 0.0, 0
         while order and misses < _PATIENCE and self.left:

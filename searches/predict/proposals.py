@@ -113,15 +113,14 @@ def _scan_best(search: MaskSearch, budget: int, limits: Limits) -> list[Predicti
         if new and not is_done():
             found.update(zip(new, search.predictor.predict(new), strict=True))
 
-    promising = search.best_masks(budget)
+    promising = search.best_first(search.scores)[:budget]
     first = promising[: -(-len(promising) * 2 // 3)]
     for begin in range(0, len(first), _NEIGHBOURS):
         scan(first[begin : begin + _NEIGHBOURS])
     while not is_done():
         best = max(found, key=lambda mask: found[mask].speedup)
         search.screen(neighbours := search.neighbours(best))
-        screened = sorted((mask for mask in neighbours if mask in search.scores), key=lambda mask: -search.scores[mask])
-        new = [mask for mask in (*screened, *promising) if mask not in found][:_NEIGHBOURS]
+        new = [mask for mask in (*search.best_first(neighbours), *promising) if mask not in found][:_NEIGHBOURS]
         if not new:
             break
         scan(new)
@@ -133,7 +132,7 @@ def _scan_best(search: MaskSearch, budget: int, limits: Limits) -> list[Predicti
 def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace) -> list[Prediction]:
     """Propose the prompt lookups with the greatest predicted speedups, best first. Their drafts depend on the text alone."""
     configs = [config for config in space.lookups() if predictor.can_predict(config)]
-    return _best_first([Prediction(config, predictor.speedup(config), 0.0) for config in configs], _LOOKUPS)
+    return _best_first([Prediction(config, predictor.speedup(config)) for config in configs], _LOOKUPS)
 
 
 def propose_all(
@@ -152,5 +151,5 @@ def propose_all(
     return [prediction.config for prediction in (*propose_lookups(predictor, space), *masks)]
 
 
-def _best_first(predictions: Iterable[Prediction], maximum: int | None = None) -> list[Prediction]:
+def _best_first(predictions: Iterable[Prediction], maximum: int) -> list[Prediction]:
     return sorted(predictions, key=lambda prediction: -prediction.speedup)[:maximum]

@@ -34,7 +34,7 @@ from searches.study.budget import TimeLedger
 from searches.study.leaderboard import FINISHED, leaderboard
 from searches.study.objective import MEASURING_SECONDS, Objective
 from searches.tracking.names import RETRY_OF
-from searches.workers.pool import ALONE, WorkerPool, Workers
+from searches.workers.pool import ALONE, Workers
 
 OVERHEAD_SECONDS = "between_seconds"
 """User attribute of a trial: seconds of Optuna, MLflow and Hydra since the end of the trial before."""
@@ -45,6 +45,8 @@ DUPLICATE_OF = "duplicate_of"
 """User attribute of a failed trial: the number of the running trial that measured the same configuration."""
 PREPARATION_SECONDS = "preparation_seconds"
 """User attribute of a study: the seconds of profiling, scans and texts."""
+_LOST = "lost"
+"""User attribute of a trial: how often in a row the worker was lost that tried its choices before."""
 _LOSSES = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
 _REMEASURE = 8  # trials after which the leader is measured again
 _MIN_TRIALS = 2  # however little time is left: the first may be plain decoding
@@ -137,7 +139,7 @@ def counting_preparation(study: optuna.Study, ledger: TimeLedger, pool: Workers 
     The seconds of shared artifacts, which the ledger counts, are left out, and those of waiting for other workers. Each
     worker adds up its own.
     """
-    name = PREPARATION_SECONDS if not isinstance(pool, WorkerPool) else f"{PREPARATION_SECONDS}:{pool.name}"
+    name = PREPARATION_SECONDS if pool.alone else f"{PREPARATION_SECONDS}:{pool.name}"
     start, before, waited = time.monotonic(), ledger.seconds_here, pool.waited_seconds
     try:
         yield
@@ -162,7 +164,7 @@ def run_trials(
     study: optuna.Study,
     objective: Objective,
     settings: StudySettings,
-    on_trial: Callable[[FrozenTrial], None],
+    on_trial: Callable[[FrozenTrial], None] = lambda trial: None,
     starts: Sequence[SpeculativeConfig] = (),
     pool: Workers = ALONE,
     seconds_left: Callable[[], float] = lambda: math.inf,
@@ -313,11 +315,13 @@ def repair(study: optuna.Study, pool: Workers, trials: Sequence[FrozenTrial]) ->
         if trial.state == TrialState.FAIL and trial.number not in again and DUPLICATE_OF not in trial.user_attrs:
             # A trial that was killed while it was sampled has only its enqueued parameters.
             choices = trial.params if "config" in trial.user_attrs else trial.system_attrs.get("fixed_params")
-            if choices and _losses(trials, trial) >= _LOSSES:
+            is_interrupted = "seconds" in trial.user_attrs  # its worker was not lost
+            lost = 0 if is_interrupted else 1 + trial.user_attrs.get(_LOST, 0)
+            if choices and lost >= _LOSSES:
                 line = f"trial {trial.number}: not repeated, as its worker was lost {_LOSSES} times in a row"
                 pool.share(f"given up {trial.number}", partial(print, line, flush=True))
             elif choices:
-                pool.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices))
+                pool.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices, lost))
                 found = True
     return found
 
@@ -329,21 +333,10 @@ def fail_orphans(study: optuna.Study, orphans: Sequence[FrozenTrial]) -> bool:
     return bool(orphans)
 
 
-def _losses(trials: Sequence[FrozenTrial], last: FrozenTrial) -> int:
-    """Return how often in a row the worker was lost that tried the choices of a failed trial; an interruption is no loss."""
-    count, trial = 0, last
-    while "seconds" not in trial.user_attrs:
-        count += 1
-        if RETRY_OF not in trial.user_attrs:
-            break
-        trial = trials[trial.user_attrs[RETRY_OF]]
-    return count
-
-
-def _retry(study: optuna.Study, number: int, choices: dict[str, Any]) -> None:
+def _retry(study: optuna.Study, number: int, choices: dict[str, Any], lost: int) -> None:
     """Queue the choices of a failed trial, unless a worker that was killed then did it."""
     if all(trial.user_attrs.get(RETRY_OF) != number for trial in study.get_trials(deepcopy=False)):
-        study.enqueue_trial(choices, user_attrs={RETRY_OF: number})
+        study.enqueue_trial(choices, user_attrs={RETRY_OF: number, _LOST: lost})
 
 
 @defer_interrupt()

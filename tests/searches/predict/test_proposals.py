@@ -50,10 +50,7 @@ class Landscape:
         return expected_speedup(self, mask, self.agreement(mask), (1, 6))[0]
 
     def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
-        return [
-            Prediction(SpeculativeConfig("layer_skip", 2, mask=mask.format()), self.expected(mask), self.agreement(mask))
-            for mask in masks
-        ]
+        return [Prediction(SpeculativeConfig("layer_skip", 2, mask=mask.format()), self.expected(mask)) for mask in masks]
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
         return config.method == "layer_skip" and config.stop.method == "length" and config.lossless

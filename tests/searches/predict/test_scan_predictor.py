@@ -132,7 +132,7 @@ def test_passes_have_as_many_rows_as_memory_allows(
     output = capsys.readouterr().out
     assert "out of memory with 256 rows in a pass; trying 128" in output
     if maximum == 100:
-        assert predictor is not None and predictor.max_rows == 64
+        assert predictor is not None and predictor._scanner.max_rows == 64
         assert predictor.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
     else:
         assert predictor is None
