@@ -11,12 +11,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, UnsupportedModel
-from layerskip.device.memory import is_out_of_memory, release_memory, within_memory
+from layerskip.device.memory import within_memory
 from layerskip.measure.measurement import check_output, pair_speedup
 from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
@@ -134,22 +133,19 @@ class Objective:
         board = leaderboard(trial.study)
         known = board.entries.get(config, LeaderboardEntry(config))
         race = _Race(self, trial, config, board)
-        reason = self._known_outcome(trial, known, board)
-        if reason is None:
-            reason = self._measure(race)
+        reason = self._known_outcome(trial, known, board) or self._measure(race)
         measurement = Measurement.of(race.rows, BASELINE, CANDIDATE)
-        if reason is None:
+        if not reason:
             check_output(measurement.baseline)
-        table = measurement.table()
-        self._record(trial, config, measurement, table, reason, time.monotonic() - start)
-        if reason not in (None, _KNOWN):
+        self._record(trial, config, measurement, reason, time.monotonic() - start)
+        if reason not in ("", _KNOWN):
             raise optuna.TrialPruned(reason)
         pooled = LeaderboardEntry(config, seconds=dict(known.seconds))
-        pooled.add(table)
+        pooled.add(measurement.table())
         return pooled.speedup_on(self._first_ids)
 
-    def _known_outcome(self, trial: optuna.Trial, known: LeaderboardEntry, board: Leaderboard) -> str | None:
-        """Return why a configuration is not measured: it failed, was measured often enough, or cannot win."""
+    def _known_outcome(self, trial: optuna.Trial, known: LeaderboardEntry, board: Leaderboard) -> str:
+        """Return why a configuration is not measured: it failed, was measured often enough, or cannot win; else nothing."""
         if known.failures >= _REPLICATES:
             return f"{ENGINE_FAILED} {_REPLICATES} times before"
         leads = board.leader is not None and board.leader.config == known.config  # which is measured again and again
@@ -158,16 +154,16 @@ class Objective:
             return _KNOWN
         bounds = self.bounds
         if bounds is None or known.seconds:
-            return None
+            return ""
         bound = within_memory(lambda: bounds.estimate(trial.study, known.config))
         if bound is None:
-            return None
+            return ""
         if bound.predicted is not None:
             trial.set_user_attr(PREDICTED, bound.predicted)
-        return bound.reason() if bound.cannot_win else None
+        return bound.reason() if bound.cannot_win else ""
 
-    def _measure(self, race: _Race) -> str | None:
-        """Measure a trial; return the reason why it ended early, or None if it was measured to the end.
+    def _measure(self, race: _Race) -> str:
+        """Measure a trial; return the reason why it ended early, or nothing if it was measured to the end.
 
         Raises:
             BackendError: the engine has run no trial so far.
@@ -179,9 +175,10 @@ class Objective:
                 trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
             if metrics := sample_metrics([row[CANDIDATE] for row in compared]):
                 trial.set_user_attr(METRICS, metrics)
-            return None
+            return ""
         try:
-            reason = race.run()
+            ended = within_memory(race.run)
+            reason = OUT_OF_MEMORY if ended is None else ended
         except BackendError as error:
             if len(race.board.trials) == race.board.failures >= _REPLICATES:
                 raise  # it can run nothing
@@ -189,40 +186,27 @@ class Objective:
             trial.set_user_attr(ENGINE_LOG, error.log_tail)
         except UnsupportedModel as error:  # another worker, which chose the methods, may have what is missing here
             reason = f"{ENGINE_FAILED}: {error}"
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = OUT_OF_MEMORY
-        if reason == OUT_OF_MEMORY:
-            release_memory()  # only here: the handled error refers to the memory
         trial.set_user_attr(MEASURING_SECONDS, time.monotonic() - begun)
         return reason
 
     @defer_interrupt()
     def _record(
-        self,
-        trial: optuna.Trial,
-        config: SpeculativeConfig,
-        measurement: Measurement,
-        table: dict[str, list[Any]],
-        reason: str | None,
-        seconds: float,
+        self, trial: optuna.Trial, config: SpeculativeConfig, measurement: Measurement, reason: str, seconds: float
     ) -> None:
         """Store a trial's results; raise :class:`OutputChanged` if a float32 output differs from the baseline's."""
         trial.set_user_attr("seconds", seconds)
-        if reason is not None:
+        if reason:
             trial.set_user_attr("reason", reason)
         changed = False
         if measurement.candidate:
             metrics = measurement.to_dict()
             changed = metrics["losslessness"]["verdict"] == "different" and config.lossless
             trial.set_user_attr("measurement", metrics)
-            trial.set_user_attr("table", table)
+            trial.set_user_attr("table", measurement.table())
             if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
         # Last, because a constraint cannot be overwritten.
-        failed = reason is not None and reason.startswith((OUT_OF_MEMORY, ENGINE_FAILED))
-        trial.set_constraint("out_of_memory", float(failed))
+        trial.set_constraint("out_of_memory", float(reason.startswith((OUT_OF_MEMORY, ENGINE_FAILED))))
         trial.set_constraint("output_changed", float(changed))
 
 
@@ -240,10 +224,10 @@ class _Race:
         # No two trials share a seed, else replicates would repeat the same draws.
         self._seed = objective.seed + _SEED_STEP * (trial.number + 1)
 
-    def run(self) -> str | None:
+    def run(self) -> str:
         """Measure a few prompts first, and more of them if the trial is level with the leader.
 
-        Returns the reason for stopping early, or None for a trial that was measured to the end.
+        Returns the reason for stopping early, or nothing for a trial that was measured to the end.
         """
         objective = self._objective
         more = objective.further if self.config.method != "none" else ()  # every other trial measures plain decoding, too
@@ -268,7 +252,7 @@ class _Race:
                     break
             elif slower and self._is_slower():
                 return "slower than the best so far"
-        return None
+        return ""
 
     def _compare(self, prompts: PromptSet, repeats: int, seed: int, before: PromptSet) -> Iterator[Row]:
         return self._objective.bench.compare({CANDIDATE: self.config}, prompts, repeats, seed, (), before)

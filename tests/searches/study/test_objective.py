@@ -98,7 +98,7 @@ def test_logits_that_only_a_draft_makes_nan_are_a_result(
         r"the engine failed: .*: the largest logit of .* is nan after position \d+ of prompt ", failed.user_attrs["reason"]
     )
     assert failed.constraints["out_of_memory"] > 0
-    finals = measure_held_out({"0": LOOKUP}, {"0": 2.0}, objective.bench, PROMPTS, SETTINGS, 0, RunControl(tmp_path))
+    finals = measure_held_out({LOOKUP: 2.0}, objective.bench, PROMPTS, SETTINGS, 0, RunControl(tmp_path))
     assert finals.winner.config == SpeculativeConfig() and not finals.finalists[0].stayed
     assert f"left out: {LOOKUP.label()}: " in capsys.readouterr().out
 
@@ -172,4 +172,4 @@ def test_a_study_of_outputs_that_end_at_once_is_refused(tiny_folder: Path) -> No
         _run(study, objective, 2)
     assert [trial.state for trial in study.trials] == [TrialState.FAIL]
     with pytest.raises(PromptError, match="^prompts: every held-out output ends with its first token"):
-        measure_held_out({"0": LOOKUP}, {"0": 2.0}, objective.bench, PROMPTS, SETTINGS, 0)
+        measure_held_out({LOOKUP: 2.0}, objective.bench, PROMPTS, SETTINGS, 0)
