@@ -60,22 +60,22 @@ class Budget:
         """Return whether a stage must end."""
         return self.left(stage) == 0.0
 
+    @defer_interrupt()
     def leave_out(self, stage: str, what: str) -> None:
         """Say and store what a stage had no time for; see :func:`left_out`."""
         say(f"{stage}: {what}")
-        with defer_interrupt():
-            self._study.set_user_attr(f"{_LEFT_OUT}{stage}", what)
+        self._study.set_user_attr(f"{_LEFT_OUT}{stage}", what)
 
     def begin(self, stage: str) -> None:
         """Forget what an earlier run of a stage had no time for."""
         if self._study.user_attrs.get(f"{_LEFT_OUT}{stage}"):
             self._study.set_user_attr(f"{_LEFT_OUT}{stage}", "")
 
+    @defer_interrupt()
     def save(self) -> None:
         """Store the seconds that were spent, after a step. Other workers may have stored more of the same time."""
-        with defer_interrupt():
-            if (spent := self.spent) > float(self._study.user_attrs.get(_SPENT, 0.0)):
-                self._study.set_user_attr(_SPENT, spent)
+        if (spent := self.spent) > float(self._study.user_attrs.get(_SPENT, 0.0)):
+            self._study.set_user_attr(_SPENT, spent)
 
 
 class TimeLedger:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import sqlite3
@@ -170,8 +169,7 @@ def share_finals(pool: Workers, trials: Sequence[FrozenTrial], measure: Callable
 
     def work() -> dict[str, Any]:
         finals = measure(partial(pool.check, name))
-        fields = {field.name: getattr(finals, field.name) for field in dataclasses.fields(finals)}
-        return fields | {"finalists": [vars(row) | {"config": row.config.to_dict()} for row in finals.finalists]}
+        return vars(finals) | {"finalists": [vars(row) | {"config": row.config.to_dict()} for row in finals.finalists]}
 
     fields = pool.share(name, work)
     rows = (row | {"config": SpeculativeConfig.from_dict(row["config"])} for row in fields["finalists"])
