@@ -87,17 +87,15 @@ class TimeLedger:
 
     def __init__(self, study: optuna.Study) -> None:
         self._study, self.seconds_here = study, 0.0
-        self._seconds = recorded_seconds(study)
 
     def use(self, name: str, seconds: float, seconds_here: float = 0.0) -> None:
         """Record an artifact, unless it is recorded with these seconds already, which grow if an interrupted work continues.
 
         ``seconds_here`` is the part of them that this process spent while clocks ran.
         """
-        if self._seconds.get(name) != seconds:
+        if recorded_seconds(self._study).get(name) != seconds:
             with defer_interrupt():
                 self._study.set_user_attr(f"{_SHARED}{name}", seconds)
-            self._seconds[name] = seconds
         self.seconds_here += seconds_here
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,36 +138,35 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
             tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described, prompts=plan.prompts, texts=texts)
             budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
             budget.save()  # for workers that open it from now on
+            progress.started = budget.started
         # A resumed sampler must not repeat its earlier draws, nor those of other workers.
         study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + pool.seed)
-        plan = dataclasses.replace(plan, space=with_stored_methods(plan.space, study))
+        plan = replace(plan, space=with_stored_methods(plan.space, study))
         with tracker.closing(pool.leave, pool.name), closing(plan.backend):
             yield Sweep(plan, study, tracker, folder, pool, progress, budget, reports)
 
 
+@dataclass(eq=False)
 class Sweep:
     """The steps of one study, which is open."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        study: optuna.Study,
-        tracker: Tracker,
-        folder: Path,
-        pool: Workers,
-        progress: Progress,
-        budget: Budget,
-        reports: Reports,
-    ) -> None:
-        self.plan, self.study, self.tracker, self.folder, self.pool = plan, study, tracker, folder, pool
-        self.budget, self.progress = budget, progress
-        progress.started = budget.started
+    plan: Plan
+    study: optuna.Study
+    tracker: Tracker
+    folder: Path
+    pool: Workers
+    progress: Progress
+    budget: Budget
+    reports: Reports
+
+    def __post_init__(self) -> None:
+        plan, study, folder = self.plan, self.study, self.folder
         self.tune, held_out = plan.prompts.split()
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
-        self.view = reports.view(study, folder, plan.settings.n_trials, pool)
-        self.publisher = reports.publisher(plan, study, tracker, folder)
+        self.view = self.reports.view(study, folder, plan.settings.n_trials, self.pool)
+        self.publisher = self.reports.publisher(plan, study, self.tracker, folder)
         self.ledger = TimeLedger(study)
 
     def compare_arms(self) -> None:
@@ -190,8 +188,9 @@ class Sweep:
             objective = self._objective(None)
             if len(self.arms) > len(finished(study)):
                 objective.compared = self._compared(objective)
-        self._run_trials(objective, len(self.arms), self.arms)
-        if self.pool.leads() and not self.arms:
+        if self.arms:
+            self._run_trials(objective, len(self.arms), self.arms)
+        elif self.pool.leads():
             self._export_leader()  # no drafting
 
     def _compared(self, objective: Objective) -> dict[SpeculativeConfig, list[Row]]:
@@ -222,8 +221,8 @@ class Sweep:
         self._begin(TRIALS)
         self.budget.begin(TRIALS)
         wanted = self.plan.settings.n_trials
-        bounds = None if predictor is None else BoundEstimator(predictor)
-        self._run_trials(self._objective(bounds), wanted, starts, partial(self.budget.left, TRIALS))
+        objective = self._objective(None if predictor is None else BoundEstimator(predictor))
+        self._run_trials(objective, wanted, starts, partial(self.budget.left, TRIALS))
         if (done := len(finished(self.study))) < wanted:
             self.budget.leave_out(TRIALS, f"{done} of {wanted} ran in the budget")
 
@@ -239,7 +238,7 @@ class Sweep:
         seconds_left: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """Run trials until the study has a number of finished ones."""
-        study, settings = self.study, dataclasses.replace(self.plan.settings, n_trials=max(1, wanted))
+        study, settings = self.study, replace(self.plan.settings, n_trials=wanted)
         with self.progress.counting(wanted, "trials", len(finished(study))) as count:
 
             def on_trial(trial: optuna.trial.FrozenTrial) -> None:
@@ -251,8 +250,7 @@ class Sweep:
                 self.progress.step(trial_line(trial))
                 self.budget.save()
 
-            if wanted:
-                run_trials(study, objective, settings, on_trial, starts, self.pool, seconds_left)
+            run_trials(study, objective, settings, on_trial, starts, self.pool, seconds_left)
 
     def _export_leader(self) -> None:
         """Export the leader provisionally, and name it in the progress."""
@@ -372,4 +370,4 @@ class Sweep:
         with claim():
             costs = verify_cost(study, timer.verify_costs)
             drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
-        return dataclasses.replace(plan.space, verify_cost=costs, draft_cost=drafting)
+        return replace(plan.space, verify_cost=costs, draft_cost=drafting)

@@ -176,19 +176,15 @@ class WorkerPool(Workers):
                 trial.set_user_attr(name, value)
 
     def orphans(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-        # A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
-        # as a dead worker.
         running = super().orphans(trials)
         live = self.snapshot().live if running else frozenset()
-        found = []
-        for trial in running:
+
+        def is_orphan(trial: FrozenTrial) -> bool:
             if WORKER in trial.user_attrs:
-                is_orphan = int(trial.user_attrs[WORKER].rpartition("/")[2]) not in live
-            else:
-                _, first = self._seen.setdefault(("trial", trial.number), (None, self._beats))
-                is_orphan = self._beats - first >= self._patience
-            found += [trial] if is_orphan else []
-        return found
+                return int(trial.user_attrs[WORKER].rpartition("/")[2]) not in live
+            return self._stands_still(("trial", trial.number), None)  # taken by a worker that died at once, or this moment
+
+        return list(filter(is_orphan, running))
 
     @contextlib.contextmanager
     def claim(self, name: str) -> Iterator[None]:
@@ -289,13 +285,15 @@ class WorkerPool(Workers):
         self.board.set(self.worker, "beat", self._beats)
         self._beats += 1
         for row in of_kind(self.stay().rows, "worker"):
-            if row.state == TrialState.RUNNING and row.number != self.worker:
-                beat = row.user_attrs["beat"]
-                before, first = self._seen.get(row.number, (None, 0))
-                if before != beat:
-                    self._seen[row.number] = beat, self._beats
-                elif self._beats - first >= self._patience:
-                    self.board.finish(row.number, TrialState.FAIL)
+            is_other = row.state == TrialState.RUNNING and row.number != self.worker
+            if is_other and self._stands_still(row.number, row.user_attrs["beat"]):
+                self.board.finish(row.number, TrialState.FAIL)
+
+    def _stands_still(self, what: object, sign: object) -> bool:
+        """Return whether something has shown the same sign for as many own beats as a worker may miss."""
+        if what not in self._seen or self._seen[what][0] != sign:
+            self._seen[what] = sign, self._beats
+        return self._beats - self._seen[what][1] >= self._patience
 
 
 def this_process() -> dict[str, Any]:
