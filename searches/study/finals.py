@@ -54,12 +54,11 @@ class Finalist:
     """A configuration and its results on held-out prompts.
 
     Args:
-    config: the configuration.
-    search_speedup: pooled over its trials.
-    held_out: the metrics of :meth:`layerskip.Measurement.to_dict`; under ``metrics`` those of an engine.
-    low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
-    ties: whether it cannot be distinguished from the fastest and seems about as fast.
-    stayed: whether it was measured to the end.
+        search_speedup: pooled over its trials.
+        held_out: the metrics of :meth:`layerskip.Measurement.to_dict`; under ``metrics`` those of an engine.
+        low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
+        ties: whether it cannot be distinguished from the fastest and seems about as fast.
+        stayed: whether it was measured to the end.
     """
 
     config: SpeculativeConfig
@@ -124,10 +123,8 @@ def measured_prompts(metrics: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class RunControl:
-    """What a long measurement leaves behind and ends by.
-
-    Its folder keeps rows as they are measured, so that an interrupted call resumes. ``seconds_left`` returns the seconds
-    that measuring may still take; ``on_prompt`` is called after each prompt.
+    """What a long measurement leaves behind and ends by: the folder of the rows that an interrupted call resumes from, and
+    the seconds that measuring may still take. ``on_prompt`` is called after each prompt.
     """
 
     folder: Path | None = None
@@ -271,12 +268,9 @@ def _is_settled(rows: Sequence[Row], left: Collection[str], indifference: float 
 
 def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:
     """Return how many configurations can be measured on enough prompts, at the speed of the search; one at least."""
-    prompts = max((len(entry.seconds) for entry in entries), default=0)
-    if not prompts or seconds == math.inf:
-        return len(entries)
     spent, count = 0.0, 0
     for entry in entries:
-        each = list(entry.seconds.values()) or [(0.0, 0.0, 1)]  # trained after the trials, so no trial has measured
+        each = list(entry.seconds.values()) or [(0.0, 0.0, 1)]  # no trial has decoded anything with it
         own, plain = (sum(times[i] / times[2] for times in each) / len(each) for i in (0, 1))
         spent += own + (0.0 if count else plain)
         if count and _OTHER_WORK * spent * _ENOUGH_PROMPTS > seconds:

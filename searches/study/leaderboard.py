@@ -31,16 +31,15 @@ class LeaderboardEntry:
     """All measurements of one configuration.
 
     Args:
-    config: the configuration.
-    complete: number of trials that measured it to the end.
-    lossless: whether all of them kept the output.
-    first: number of the first trial with this configuration.
-    last: number of the last trial with it, measured or not.
-    seconds: by prompt, sums over the replicates: of decoding, and of plain decoding at the speed of the same pairs; and the
-        number of replicates.
-    failures: number of trials that the engine could not run.
-    predicted: the prediction of its speedup by a complete trial; None without one.
-    latest: the latest complete trial with a measurement; None without one.
+        complete: number of trials that measured it to the end.
+        lossless: whether all of them kept the output.
+        first: number of the first trial with this configuration.
+        last: number of the last trial with it, measured or not.
+        seconds: by prompt, sums over the replicates: of decoding, and of plain decoding at the speed of the same pairs; and
+            the number of replicates.
+        failures: number of trials that the engine could not run.
+        predicted: the prediction of its speedup by a complete trial, if any.
+        latest: the latest complete trial with a measurement, if any.
     """
 
     config: SpeculativeConfig

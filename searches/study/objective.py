@@ -11,11 +11,12 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import optuna
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, UnsupportedModel
-from layerskip.device.memory import within_memory
+from layerskip.device.memory import is_out_of_memory, release_memory, within_memory
 from layerskip.measure.measurement import check_output, pair_speedup
 from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
@@ -137,11 +138,12 @@ class Objective:
         measurement = Measurement.of(race.rows, BASELINE, CANDIDATE)
         if not reason:
             check_output(measurement.baseline)
-        self._record(trial, config, measurement, reason, time.monotonic() - start)
+        table = measurement.table()
+        self._record(race, measurement, table, reason, time.monotonic() - start)
         if reason not in ("", _KNOWN):
             raise optuna.TrialPruned(reason)
         pooled = LeaderboardEntry(config, seconds=dict(known.seconds))
-        pooled.add(measurement.table())
+        pooled.add(table)
         return pooled.speedup_on(self._first_ids)
 
     def _known_outcome(self, trial: optuna.Trial, known: LeaderboardEntry, board: Leaderboard) -> str:
@@ -177,8 +179,7 @@ class Objective:
                 trial.set_user_attr(METRICS, metrics)
             return ""
         try:
-            ended = within_memory(race.run)
-            reason = OUT_OF_MEMORY if ended is None else ended
+            reason = race.run()
         except BackendError as error:
             if len(race.board.trials) == race.board.failures >= _REPLICATES:
                 raise  # it can run nothing
@@ -186,14 +187,19 @@ class Objective:
             trial.set_user_attr(ENGINE_LOG, error.log_tail)
         except UnsupportedModel as error:  # another worker, which chose the methods, may have what is missing here
             reason = f"{ENGINE_FAILED}: {error}"
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = OUT_OF_MEMORY
+        if reason == OUT_OF_MEMORY:
+            release_memory()  # only here: the handled error refers to the memory
         trial.set_user_attr(MEASURING_SECONDS, time.monotonic() - begun)
         return reason
 
     @defer_interrupt()
-    def _record(
-        self, trial: optuna.Trial, config: SpeculativeConfig, measurement: Measurement, reason: str, seconds: float
-    ) -> None:
+    def _record(self, race: _Race, measurement: Measurement, table: dict[str, Any], reason: str, seconds: float) -> None:
         """Store a trial's results; raise :class:`OutputChanged` if a float32 output differs from the baseline's."""
+        trial, config = race.trial, race.config
         trial.set_user_attr("seconds", seconds)
         if reason:
             trial.set_user_attr("reason", reason)
@@ -202,7 +208,7 @@ class Objective:
             metrics = measurement.to_dict()
             changed = metrics["losslessness"]["verdict"] == "different" and config.lossless
             trial.set_user_attr("measurement", metrics)
-            trial.set_user_attr("table", measurement.table())
+            trial.set_user_attr("table", table)
             if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
         # Last, because a constraint cannot be overwritten.

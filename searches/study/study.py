@@ -172,14 +172,10 @@ def run_trials(
     """Run trials until the study has enough finished ones; an interrupted one is marked as failed, and repeated later.
 
     Args:
-    study: with its sampler and pruner.
-    objective: measures a trial.
-    settings: the number of trials.
-    on_trial: called after each finished trial.
-    starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
-        that measurements of the leader come in between.
-    pool: the workers of the study.
-    seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
+        on_trial: called after each finished trial.
+        starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
+            that measurements of the leader come in between.
+        seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
     """
     ended = time.monotonic()
     remaining, duplicates = iter(starts), 0
