@@ -90,10 +90,9 @@ class Objective:
     ``bounds`` bounds suggestions, so that those that cannot win are pruned; None decodes all.
 
     Attributes:
-    first: the prompts that every trial decodes.
-    further: those that only trials which are level with the leader decode.
-    warmup: prompts that drafters which learn decode before, unmeasured.
-    compared: rows of configurations that were measured together, in place of the measurement of their first trial.
+        first, further: the prompts that every trial decodes, and those of trials that are level with the leader.
+        warmup: prompts that drafters which learn decode before, unmeasured.
+        compared: rows of configurations that were measured together, in place of the measurement of their first trial.
     """
 
     def __init__(
@@ -165,11 +164,7 @@ class Objective:
         return bound.reason() if bound.cannot_win else ""
 
     def _measure(self, race: _Race) -> str:
-        """Measure a trial; return the reason why it ended early, or nothing if it was measured to the end.
-
-        Raises:
-            BackendError: the engine has run no trial so far.
-        """
+        """Measure a trial; return the reason why it ended early, or nothing if it was measured to the end."""
         trial, begun = race.trial, time.monotonic()
         if (compared := self.compared.pop(race.config, None)) is not None:  # measured, and timed, with others
             race.rows += compared
@@ -231,10 +226,7 @@ class _Race:
         self._seed = objective.seed + _SEED_STEP * (trial.number + 1)
 
     def run(self) -> str:
-        """Measure a few prompts first, and more of them if the trial is level with the leader.
-
-        Returns the reason for stopping early, or nothing for a trial that was measured to the end.
-        """
+        """Measure a few prompts first, and more of them if the trial is level with the leader; return why it ended early."""
         objective = self._objective
         more = objective.further if self.config.method != "none" else ()  # every other trial measures plain decoding, too
         items, few, repeats = (*objective.first.items, *more), len(objective.first.items), objective.settings.repeats

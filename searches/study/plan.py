@@ -176,7 +176,7 @@ def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
 def describe(config: DictConfig, target: Target, prompts: PromptSet, backend: Backend | None = None) -> dict[str, Any]:
     """Return everything that changes the measurements of a trial, flat and with plain values.
 
-    ``prompts`` are all prompts of the study. Without a back end, this library's decoder is described.
+    Without a back end, this library's decoder is described.
     """
     engine = None if isinstance(backend, LayerskipBackend) else backend
     parts = {k: v for k, v in _plain(config).items() if k not in _WITHOUT_EFFECT}
@@ -202,15 +202,12 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, backend: Ba
 
 
 def _path_digest(method: str, field: str, name: str, target: Target, loads: bool) -> str:
-    """Return the digest of what a field names, such as the weights of a head.
-
-    ``loads`` tells whether this program loads draft models, rather than an engine.
-    """
+    """Return the digest of what a field names; ``loads`` tells whether this program loads draft models, not an engine."""
     if field == "datastore":
         return str(Datastore.load(name, target).about["digest"])
-    return (
-        load_draft(target, name, method == "draft_model").digest if field == "draft_model" and loads else _head_digest(name)
-    )
+    if field == "draft_model" and loads:
+        return load_draft(target, name, method == "draft_model").digest
+    return _head_digest(name)
 
 
 def _head_digest(folder: str) -> str:

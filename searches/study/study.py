@@ -134,10 +134,9 @@ def with_stored_methods(space: SearchSpace, study: optuna.Study) -> SearchSpace:
 
 @contextlib.contextmanager
 def counting_preparation(study: optuna.Study, ledger: TimeLedger, pool: Workers = ALONE) -> Iterator[None]:
-    """Add the seconds of a block outside trials to the search's, even if the block is interrupted.
+    """Add the seconds of a block outside trials to the search's, even if the block is interrupted; each worker its own.
 
-    The seconds of shared artifacts, which the ledger counts, are left out, and those of waiting for other workers. Each
-    worker adds up its own.
+    The seconds of shared artifacts, which the ledger counts, are left out, and those of waiting for other workers.
     """
     name = PREPARATION_SECONDS if pool.alone else f"{PREPARATION_SECONDS}:{pool.name}"
     start, before, waited = time.monotonic(), ledger.seconds_here, pool.waited_seconds
@@ -230,10 +229,9 @@ def run_trials(
             on_trial(done)
         return True
 
-    while _has_time(study, seconds_left()):
-        if not run():
-            break
-    else:
+    while (has_time := _has_time(study, seconds_left())) and run():
+        pass
+    if not has_time:
         with pool.claim(_TURN):
             pool.close()
 
