@@ -136,11 +136,7 @@ def swapped() -> tuple[Landscape, SkipMask]:
 
 
 @pytest.mark.parametrize(
-    ("landscape", "part"),
-    [
-        (interacting, "MaskSearch._add_greedily"),
-        (swapped, "MaskSearch.neighbours"),
-    ],
+    ("landscape", "part"), [(interacting, "MaskSearch._add_greedily"), (swapped, "MaskSearch.neighbours")]
 )
 def test_every_kind_finds_a_mask_that_no_other_finds(
     landscape: Callable[[], tuple[Landscape, SkipMask]], part: str, monkeypatch: pytest.MonkeyPatch

@@ -112,11 +112,7 @@ TALK = [
 
 
 @pytest.mark.parametrize(
-    ("condition", "refused"),
-    [
-        ("messages[0]['role'] == 'system'", "q2"),
-        ("messages | length > 2", "q3"),
-    ],
+    ("condition", "refused"), [("messages[0]['role'] == 'system'", "q2"), ("messages | length > 2", "q3")]
 )
 def test_a_prompt_that_a_chat_template_refuses_is_named(condition: str, refused: str, tmp_path: Path) -> None:
     model, prompts = save_tiny(tmp_path / "model"), tmp_path / "talk.jsonl"

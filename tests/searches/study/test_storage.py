@@ -138,9 +138,7 @@ def test_a_database_on_a_full_disk_names_the_file(small_disk: Path) -> None:
     assert len(study.trials) == 1
 
 
-def test_a_trial_is_few_transactions_and_its_choices_are_stored_before_it_is_measured(
-    database: str,
-) -> None:
+def test_a_trial_is_few_transactions_and_its_choices_are_stored_before_it_is_measured(database: str) -> None:
     changes = list[bool]()  # of each transaction, whether there are any
     stored = list[FrozenTrial]()
 
