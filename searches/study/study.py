@@ -14,7 +14,7 @@ import statistics
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ from searches.app.checks import InputError, check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.connections import RetryingStorage
 from searches.space.search_space import SearchSpace
-from searches.study.budget import TimeLedger
 from searches.study.leaderboard import FINISHED, leaderboard
 from searches.study.objective import MEASURING_SECONDS, Objective
 from searches.tracking.names import RETRY_OF
@@ -43,8 +42,6 @@ STUDY_ID = "id"
 """User attribute: the identifier of a study, which differs from that of another study of the same name."""
 DUPLICATE_OF = "duplicate_of"
 """User attribute of a failed trial: the number of the running trial that measured the same configuration."""
-PREPARATION_SECONDS = "preparation_seconds"
-"""User attribute of a study: the seconds of profiling, scans and texts."""
 _LOST = "lost"
 """User attribute of a trial: how often in a row the worker was lost that tried its choices before."""
 _LOSSES = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
@@ -130,28 +127,6 @@ def with_stored_methods(space: SearchSpace, study: optuna.Study) -> SearchSpace:
         if isinstance(before, CategoricalDistribution) and tuple(before.choices) != space.available_methods:
             return replace(space, methods=[str(method) for method in before.choices])
     return space
-
-
-@contextlib.contextmanager
-def counting_preparation(study: optuna.Study, ledger: TimeLedger, pool: Workers = ALONE) -> Iterator[None]:
-    """Add the seconds of a block outside trials to the search's, even if the block is interrupted; each worker its own.
-
-    The seconds of shared artifacts, which the ledger counts, are left out, and those of waiting for other workers.
-    """
-    name = PREPARATION_SECONDS if pool.alone else f"{PREPARATION_SECONDS}:{pool.name}"
-    start, before, waited = time.monotonic(), ledger.seconds_here, pool.waited_seconds
-    try:
-        yield
-    finally:
-        with defer_interrupt():
-            earlier = study.user_attrs.get(name, 0.0)
-            others = ledger.seconds_here - before + pool.waited_seconds - waited
-            study.set_user_attr(name, earlier + max(0.0, time.monotonic() - start - others))
-
-
-def preparation_seconds(study: optuna.Study) -> float:
-    """Return the seconds outside trials, of all workers together."""
-    return sum(float(value) for name, value in study.user_attrs.items() if name.startswith(PREPARATION_SECONDS))
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:

@@ -38,7 +38,7 @@ from searches.progress import Progress, say
 from searches.space.search_space import SearchSpace
 from searches.study import machine
 from searches.study.bench import ModelBench
-from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget, TimeLedger
+from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget
 from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, RunControl, measure_finals
 from searches.study.leaderboard import leader_line, ranking, trial_line
@@ -50,7 +50,6 @@ from searches.study.storage import composed, connect, device_type, is_exported, 
 from searches.study.study import (
     STUDY_ID,
     StudySettings,
-    counting_preparation,
     finished,
     open_study,
     requeue_unfinished,
@@ -167,7 +166,6 @@ class Sweep:
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
         self.view = self.reports.view(study, folder, plan.settings.n_trials, self.pool)
         self.publisher = self.reports.publisher(plan, study, self.tracker, folder)
-        self.ledger = TimeLedger(study)
 
     def compare_arms(self) -> None:
         """Compare the drafters that need no preparation, whose trials are the study's first."""
@@ -182,7 +180,7 @@ class Sweep:
                 f"{MIN_RESAMPLED} are the least"
             )
         self._begin(OPENING)
-        with counting_preparation(study, self.ledger, self.pool):
+        with self.budget.preparing(self.pool):
             self.space = self._space_with_costs() if "cascade" in plan.space.available_methods else plan.space
             self.arms = cheap_arms(self.space)[: plan.settings.n_trials]
             objective = self._objective(None)
@@ -208,7 +206,7 @@ class Sweep:
         """Scan masks, if layer skipping is searched; return their predictor and the configurations to try first."""
         self._begin(PREDICTIONS)
         self.budget.begin(PREDICTIONS)
-        with counting_preparation(self.study, self.ledger, self.pool):
+        with self.budget.preparing(self.pool):
             predictor = self._prepare_predictor()
             proposed = self._propose(predictor)
             starts = [*self.arms, *starting_points(self.space, proposed, predictor is not None)]
@@ -339,7 +337,7 @@ class Sweep:
             return None
         prompts = self.tune.take(plan.scanning.prompts, self.first_prompt)
         is_over = partial(self.budget.is_over, PREDICTIONS)
-        preparation = Preparation(plan.target, plan.sampling, plan.outputs, self.ledger.use, self.pool, is_over)
+        preparation = Preparation(plan.target, plan.sampling, plan.outputs, self.budget.use, self.pool, is_over)
         new_tokens = plan.measuring.max_new_tokens
         predictor = preparation.predictor(prompts, new_tokens, plan.space, plan.scanning, self.folder, plan.seed)
         if predictor is None:

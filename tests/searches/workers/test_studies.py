@@ -8,8 +8,8 @@ from pathlib import Path
 import optuna
 import pytest
 
+from searches.study.budget import preparation_seconds
 from searches.study.leaderboard import FINISHED
-from searches.study.study import preparation_seconds
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import of_kind
 from tests.searches.conftest import Launch
