@@ -28,7 +28,7 @@ _ENDS = {OPENING: 0.23, PREDICTIONS: 0.45, TRIALS: 0.6, FINALS: 0.97}
 _SPENT = "spent_seconds"
 """User attribute of a study: the seconds that its runs took, up to the last finished step."""
 _LEFT_OUT, _SHARED, _PREPARATION = "left_out:", "shared_seconds:", "preparation_seconds"
-"""The beginnings of user attributes of a study: what a stage left out; the seconds of a shared artifact; those of a worker."""
+"""The beginnings of user attributes of a study: what a stage left out, seconds of a shared artifact, seconds of a worker."""
 
 
 def left_out(study: optuna.Study) -> list[str]:
