@@ -119,5 +119,5 @@ def run_known(
 ) -> optuna.Study:
     """Return a study that tried some configurations; ``more`` goes to :func:`objective_of`."""
     study, settings = new_study(*configs, pruner=pruner), StudySettings(n_trials=trials or len(configs))
-    run_trials(study, objective_of(bench, *configs, **more), settings, lambda trial: None)
+    run_trials(study, objective_of(bench, *configs, **more), settings)
     return study

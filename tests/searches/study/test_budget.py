@@ -80,7 +80,7 @@ def test_seconds_of_an_interrupted_trial_count() -> None:
 
     study = new_study()
     with pytest.raises(KeyboardInterrupt):
-        run_trials(study, objective_of(Broken({})), StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
+        run_trials(study, objective_of(Broken({})), StudySettings(n_trials=1), starts=[lookup(4)])
     with pytest.raises(KeyboardInterrupt), Budget(study, None, 0.0).preparing():
         next(Broken({}).compare())
     assert report.search_seconds(study, NO_FINALS) >= 0.1

@@ -145,7 +145,7 @@ def test_a_lossy_configuration_wins_only_if_allowed(allowed: bool) -> None:
     for config in (FAST, lossy):
         study.enqueue_trial(space.params(config))
     objective = Objective(bench, space, HELD_OUT, MeasureSettings(prompts=3), seed=0)
-    run_trials(study, objective, StudySettings(n_trials=2), lambda trial: None)
+    run_trials(study, objective, StudySettings(n_trials=2))
     finals = _finals(study, bench)
     assert finals.winner.config == (lossy if allowed else FAST)
     assert ("output LOSSY" in report.verdict(finals)) == allowed

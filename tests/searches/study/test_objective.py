@@ -44,10 +44,6 @@ def _study(target: Target, *configs: SpeculativeConfig) -> tuple[optuna.Study, O
     return study, Objective(_bench(target), space, PROMPTS, SETTINGS, seed=0)
 
 
-def _run(study: optuna.Study, objective: Objective, trials: int) -> None:
-    run_trials(study, objective, StudySettings(n_trials=trials), lambda trial: None)
-
-
 def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Draft:
         raise error
@@ -58,7 +54,7 @@ def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_running_out_of_memory_is_a_result(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     _failing(torch.OutOfMemoryError("CUDA out of memory."), monkeypatch)
     study, objective = _study(tiny_target, LOOKUP, SpeculativeConfig())
-    _run(study, objective, 2)
+    run_trials(study, objective, StudySettings(n_trials=2))
     failed, good = finished(study)
     assert failed.state == TrialState.PRUNED
     assert failed.user_attrs["reason"] == "out of memory"
@@ -71,7 +67,7 @@ def test_a_defect_is_raised_and_is_no_finished_trial(tiny_target: Target, monkey
     _failing(RuntimeError("shapes do not match"), monkeypatch)
     study, objective = _study(tiny_target, LOOKUP)
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        _run(study, objective, 1)
+        run_trials(study, objective, StudySettings(n_trials=1))
     assert finished(study) == []
     assert study.trials[0].state == TrialState.FAIL
 
@@ -91,7 +87,7 @@ def test_logits_that_only_a_draft_makes_nan_are_a_result(
     monkeypatch.setattr(PromptLookup, "draft", lambda *_: Draft(foreign))
     target = _damaged(tiny_folder, 150)
     study, objective = _study(target, LOOKUP, SpeculativeConfig())
-    _run(study, objective, 2)
+    run_trials(study, objective, StudySettings(n_trials=2))
     failed, good = finished(study)
     assert failed.state == TrialState.PRUNED and good.state == TrialState.COMPLETE
     assert re.match(
@@ -108,7 +104,7 @@ def test_logits_of_plain_decoding_that_are_nan_end_the_study(tiny_folder: Path, 
     (first_id, first), (second_id, second), _ = outputs.items()
     study, objective = _study(_damaged(tiny_folder, first[0]), LOOKUP)
     with pytest.raises(NotFinite, match=f"^target: .* is nan after position .* of prompt {first_id}; ") as caught:
-        _run(study, objective, 1)
+        run_trials(study, objective, StudySettings(n_trials=1))
     assert study.trials[0].state == TrialState.FAIL
     assert explain(caught.value) == str(caught.value)
     bench = _bench(_damaged(tiny_folder, next(token for token in second if token not in first)))
@@ -131,7 +127,7 @@ def test_a_changed_float32_output_stops_the_study(tiny_target: Target, monkeypat
     monkeypatch.setattr(decode, "verify", accept_all)
     study, objective = _study(tiny_target, LOOKUP)
     with pytest.raises(OutputChanged):
-        _run(study, objective, 1)
+        run_trials(study, objective, StudySettings(n_trials=1))
 
 
 def _finalist(config: SpeculativeConfig, speedup: float, low: float, verdict: str = "exact", **more: Any) -> Finalist:
@@ -169,7 +165,7 @@ def test_a_study_of_outputs_that_end_at_once_is_refused(tiny_folder: Path) -> No
     target.model.generation_config.eos_token_id = list(range(VOCABULARY))
     study, objective = _study(target, LOOKUP)
     with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
-        _run(study, objective, 2)
+        run_trials(study, objective, StudySettings(n_trials=2))
     assert [trial.state for trial in study.trials] == [TrialState.FAIL]
     with pytest.raises(PromptError, match="^prompts: every held-out output ends with its first token"):
         measure_held_out({LOOKUP: 2.0}, objective.bench, PROMPTS, SETTINGS, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -105,16 +106,10 @@ def test_the_bound_widens_with_prediction_errors() -> None:
     assert _error(others, "layer_skip") == pytest.approx(0.15)  # nor do trials on other prompts
 
 
-class _Pessimist:
-    """Estimator that bounds one configuration below the leader, and no others."""
-
-    def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
-        return SpeedupBound(0.5, 0.6, 1.25) if config == lookup(5) else None
-
-
 def test_a_pruned_suggestion_is_recorded_in_its_trial_and_the_report() -> None:
     reason = "cannot reach the best: at most 0.600 x, the best has 1.250 x"
-    study = run_known(Known({lookup(4): 1.25}), lookup(4), lookup(5), bounds=_Pessimist())
+    pessimist = SimpleNamespace(estimate=lambda _, config: SpeedupBound(0.5, 0.6, 1.25) if config == lookup(5) else None)
+    study = run_known(Known({lookup(4): 1.25}), lookup(4), lookup(5), bounds=pessimist)
     measured, trial = study.trials
     assert trial.state == TrialState.PRUNED
     assert (trial.user_attrs["reason"], trial.user_attrs[PREDICTED]) == (reason, 0.5)

@@ -159,7 +159,7 @@ def test_a_trial_is_few_transactions_and_its_choices_are_stored_before_it_is_mea
     listeners = (("begin", begin), ("before_cursor_execute", execute))
     for name, listener in listeners:
         event.listen(Engine, name, listener)
-    run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
+    run_trials(study, objective, StudySettings(n_trials=1), starts=[lookup(4)])
     for name, listener in listeners:
         event.remove(Engine, name, listener)
     assert sum(changes) == 5
