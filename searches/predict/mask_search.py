@@ -62,12 +62,27 @@ class SpeedupPredictor(Protocol):
         """Predict the speedup of a configuration for which :meth:`can_predict` is true."""
 
 
-class MaskSearch:
-    """Search that screens masks, each once, within a budget.
+@dataclass(frozen=True)
+class SearchControl:
+    """What a search for masks tells while it runs, and ends by.
 
     Args:
-        on_best: called with every configuration that is the best so far.
-        is_over: returns whether time has run out; nothing is screened then.
+        is_over: returns whether time has run out; nothing more is screened then.
+        to_beat: the measured speedup below which masks are of no use; 0 if nothing was measured.
+        report: takes a sentence on what was left out.
+        on_mask: called after every screened mask.
+        on_best: called with every configuration that screening expects to be the best so far.
+    """
+
+    is_over: Callable[[], bool] = lambda: False
+    to_beat: float = 0.0
+    report: Callable[[str], object] = lambda _: None
+    on_mask: Callable[[], object] = lambda: None
+    on_best: Callable[[SpeculativeConfig], object] = lambda _: None
+
+
+class MaskSearch:
+    """Search that screens masks, each once, within a budget.
 
     Attributes:
         sublayers: the kind and layer of every sub-layer that may be skipped.
@@ -77,20 +92,13 @@ class MaskSearch:
     """
 
     def __init__(
-        self,
-        predictor: SpeedupPredictor,
-        space: SearchSpace,
-        budget: int,
-        on_mask: Callable[[], object],
-        on_best: Callable[[SpeculativeConfig], None] = lambda _: None,
-        is_over: Callable[[], bool] = lambda: False,
+        self, predictor: SpeedupPredictor, space: SearchSpace, budget: int, control: SearchControl = SearchControl()
     ) -> None:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
         self.sublayers = [(kind, layer) for layer in space.skippable for kind in ("attention", "mlp")]
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
-        self._lengths, self.left = space.values("layer_skip", "num_speculative_tokens"), budget
-        self._on_mask, self._on_best, self._is_over = on_mask, on_best, is_over
+        self._lengths, self.left, self._control = space.values("layer_skip", "num_speculative_tokens"), budget, control
 
     def screen(self, masks: Iterable[SkipMask]) -> list[float]:
         """Return the masks' expected speedups; 0 for those that the budget does not cover."""
@@ -99,16 +107,16 @@ class MaskSearch:
         self.left -= len(new)
         size = self.predictor.screened_together
         for first in range(0, len(new), size):
-            if self.scores and self._is_over():
+            if self.scores and self._control.is_over():
                 self.left = 0
                 break
             batch = new[first : first + size]
             for mask, agreement in zip(batch, self.predictor.agreements(batch), strict=True):
                 self.agreements[mask] = agreement
                 self.scores[mask], length = expected_speedup(self.predictor, mask, agreement, self._lengths)
-                self._on_mask()
+                self._control.on_mask()
                 if mask == self.best:
-                    self._on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
+                    self._control.on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
         return [self.scores.get(mask, 0.0) for mask in masks]
 
     @property

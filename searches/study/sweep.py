@@ -31,8 +31,9 @@ from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
 from searches.engines.race import RACE_FILE, Race, race
+from searches.predict.mask_search import SearchControl
 from searches.predict.preparation import Preparation
-from searches.predict.proposals import Limits, propose_all
+from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
 from searches.progress import Progress, say
 from searches.space.search_space import SearchSpace
@@ -79,13 +80,6 @@ class Reports:
 
 def search(config: DictConfig, reports: Reports) -> Finals:
     """Run a composed study to its end and return the verdict; ``conf/layerskip.yaml`` is the configuration.
-
-    1. Open the study, the MLflow run and the study's folder.
-    2. Compare the drafters that need no preparation, and export the fastest provisionally.
-    3. Predict the speedups of many skip masks from scans, without decoding.
-    4. Run trials, each of which decodes some tune prompts with one configuration.
-    5. Measure the best configurations on held-out prompts.
-    6. Write the export and the report.
 
     Each stage ends at its share of ``study.max_seconds``. Ctrl-C prints a summary of the finished trials, and the same
     configuration continues.
@@ -350,13 +344,11 @@ class Sweep:
             return []
         plan, settings = self.plan, self.plan.scanning.proposals
         leaders = ranking(self.study)[:1]
-        limits = Limits(
-            partial(self.budget.is_over, PREDICTIONS),
-            max(1.0, leaders[0].speedup) if leaders else 0.0,
-            partial(self.budget.leave_out, PREDICTIONS),
-        )
+        to_beat = max(1.0, leaders[0].speedup) if leaders else 0.0
+        is_over, leave_out = (partial(each, PREDICTIONS) for each in (self.budget.is_over, self.budget.leave_out))
         with self.progress.counting(settings.budget(plan.space), "masks") as count:
-            return propose_all(predictor, plan.space, settings, self.view.after(count), limits)
+            control = SearchControl(is_over, to_beat, leave_out, on_mask=self.view.after(count))
+            return propose_all(predictor, plan.space, settings, control)
 
     def _space_with_costs(self) -> SearchSpace:
         """Return the space with the costs of verification and drafting, by which cascades choose."""
