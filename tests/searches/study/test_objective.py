@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -44,15 +45,8 @@ def _study(target: Target, *configs: SpeculativeConfig) -> tuple[optuna.Study, O
     return study, Objective(_bench(target), space, PROMPTS, SETTINGS, seed=0)
 
 
-def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> Draft:
-        raise error
-
-    monkeypatch.setattr(PromptLookup, "draft", fail)
-
-
 def test_running_out_of_memory_is_a_result(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    _failing(torch.OutOfMemoryError("CUDA out of memory."), monkeypatch)
+    monkeypatch.setattr(PromptLookup, "draft", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
     study, objective = _study(tiny_target, LOOKUP, SpeculativeConfig())
     run_trials(study, objective, StudySettings(n_trials=2))
     failed, good = finished(study)
@@ -64,7 +58,7 @@ def test_running_out_of_memory_is_a_result(tiny_target: Target, monkeypatch: pyt
 
 
 def test_a_defect_is_raised_and_is_no_finished_trial(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    _failing(RuntimeError("shapes do not match"), monkeypatch)
+    monkeypatch.setattr(PromptLookup, "draft", Mock(side_effect=RuntimeError("shapes do not match")))
     study, objective = _study(tiny_target, LOOKUP)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         run_trials(study, objective, StudySettings(n_trials=1))

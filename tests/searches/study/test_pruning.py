@@ -49,15 +49,18 @@ def test_a_suggestion_below_the_leader_cannot_win() -> None:
     assert PREDICTOR.profile.speedup_bound(SkipMask.none(LAYERS)) < 2.0
 
 
-def test_a_suggestion_is_compared_with_the_leader_on_the_predicted_prompts() -> None:
-    bound = _estimate(BEST.config, measured_trial(lookup(4), {"x": 1.05, "y": 50.0}))  # far ahead on another prompt
-    assert not bound.cannot_win
-    assert bound.to_beat == pytest.approx(1.05)
-
-
-def test_a_disturbed_leader_rules_nothing_out_that_beats_twice_its_lowest_speedup() -> None:
-    assert _estimate(BEST.config, measured_trial(lookup(4), {"x": 5.5}, low=0.5)).to_beat == 1.0
-    assert _estimate(BEST.config, measured_trial(lookup(4), {"x": 5.5}, low=1.3)).to_beat == pytest.approx(2.6)
+@pytest.mark.parametrize(
+    ("speedups", "low", "to_beat"),
+    [
+        ({"x": 1.05, "y": 50.0}, 1.0, 1.05),  # far ahead on another prompt than the predicted one
+        ({"x": 5.5}, 0.5, 1.0),  # disturbed: at most twice its lowest speedup counts
+        ({"x": 5.5}, 1.3, 2.6),
+    ],
+)
+def test_a_suggestion_is_compared_with_what_is_sure_of_the_leader(
+    speedups: dict[str, float], low: float, to_beat: float
+) -> None:
+    assert _estimate(BEST.config, measured_trial(lookup(4), speedups, low=low)).to_beat == pytest.approx(to_beat)
 
 
 def test_a_lossy_rule_is_bounded_by_costs_alone() -> None:
