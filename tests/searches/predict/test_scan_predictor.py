@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -91,25 +92,17 @@ def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path
     assert found[0].speedup == pytest.approx(tokens * predictor.profile.verify_seconds[0] / seconds)
 
 
-def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path) -> None:
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("mlp:0", "mlp:1", "layers:1")]
     predictor = _predictor(tiny_target, tmp_path)
     predicted, agreements = predictor.predict(masks[:2]), predictor.agreements(masks[:2])
     counts = tmp_path / "counts.jsonl"
     counts.write_bytes(counts.read_bytes() + b'["layers:1", {"agr')  # as a killed process may leave it
-
-    scanned: list[SkipMask] = []
-
-    def recorded(self: Scanner, masks: Sequence[SkipMask], *args: Any, **options: Any) -> list[Scan]:
-        scanned.extend(masks)
-        return scan(self, masks, *args, **options)
-
-    scan = Scanner.scan
-    monkeypatch.setattr(Scanner, "scan", recorded)
     again = _predictor(tiny_target, tmp_path)
-    assert again.predict(masks)[:2] == predicted
-    assert again.agreements(masks[:2]) == agreements
-    assert scanned == masks[2:]
+    with mock.patch.object(Scanner, "scan", autospec=True, side_effect=Scanner.scan) as scan:
+        assert again.predict(masks)[:2] == predicted
+        assert again.agreements(masks[:2]) == agreements
+    assert [call.args[1] for call in scan.call_args_list] == [masks[2:]]
 
 
 @pytest.mark.parametrize("maximum", [100, 4])
