@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.costs.cost_model import CostProfile
 from searches.space.search_space import SearchSpace
@@ -173,25 +171,15 @@ class MaskSearch:
         time it keeps the hidden states most similar to the whole model's. Here nothing more is run. The weight of a
         sub-layer is its loss when it is skipped alone, and the value is its time.
         """
-        items = self.sublayers
-        weights = [max(0, round(self._loss(part) / _LOSS_STEP)) for part in items]
-        capacity = round(-math.log(1 - max(_BUDGETS)) / _LOSS_STEP)
-        best = np.zeros(capacity + 1)
-        taken = np.zeros((len(items), capacity + 1), dtype=bool)
-        for number, (weight, part) in enumerate(zip(weights, items, strict=True)):
-            if weight > capacity:
-                continue
-            with_it = np.concatenate((np.full(weight, -np.inf), best[: capacity + 1 - weight] + self._saved_seconds(part)))
-            taken[number] = with_it > best
-            best = np.maximum(best, with_it)
-        masks = []
-        for budget in _BUDGETS:
-            left, mask = round(-math.log(1 - budget) / _LOSS_STEP), SkipMask.none(self.layers)
-            for number in reversed(range(len(items))):
-                if taken[number, left]:
-                    mask, left = flip(mask, *items[number]), left - weights[number]
-            masks.append(mask)
-        return masks
+        capacities = [round(-math.log(1 - budget) / _LOSS_STEP) for budget in _BUDGETS]
+        best = [(0.0, SkipMask.none(self.layers))] * (max(capacities) + 1)  # saved seconds and mask, by capacity
+        for part in self.sublayers:
+            weight, saved = max(0, round(self._loss(part) / _LOSS_STEP)), self._saved_seconds(part)
+            for capacity in range(len(best) - 1, weight - 1, -1):  # downwards, so that no part is taken twice
+                seconds, mask = best[capacity - weight]
+                if seconds + saved > best[capacity][0]:
+                    best[capacity] = seconds + saved, flip(mask, *part)
+        return [best[capacity][1] for capacity in capacities]
 
     def _add_greedily(self) -> None:
         """Skip one more sub-layer at a time: the best of the few remaining ones with the least loss per second."""
