@@ -124,8 +124,8 @@ class ScanPredictor:
             drafter = PromptLookup(
                 config.prompt_lookup_min, config.prompt_lookup_max, config.match, config.num_speculative_tokens
             )
-            counts = [count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations]
-            return self.profile.lookup_speedup(sum(counts, Counts()))
+            found = (count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations)
+            return self.profile.lookup_speedup(sum(found, Counts()))
         mask, choice = SkipMask.parse(config.mask, self.layers), (config.num_speculative_tokens, config.stop)
         (counts,) = self._scanned([mask])
         return self.profile.speedup(counts[choice], mask, config.stop)
