@@ -147,13 +147,8 @@ def _continuation(length: int, new: int = 64) -> Continuation:
 def test_a_profile_is_measured_once_at_the_mean_context_of_all_tokens(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed: list[int] = []
-
-    def measured(target: Target, context: int, *_: Any, **options: Any) -> CostProfile:
-        timed.append(context)
-        return replace(_profile(3), context=context)
-
-    monkeypatch.setattr(preparation, "profile_costs", measured)
+    timed = mock.Mock(side_effect=lambda target, context, *_, **__: replace(_profile(3), context=context))
+    monkeypatch.setattr(preparation, "profile_costs", timed)
 
     def context(*continuations: Continuation) -> int:
         return Preparation(tiny_target, Sampling(), tmp_path).cost_profile(continuations, 3).context
@@ -161,4 +156,4 @@ def test_a_profile_is_measured_once_at_the_mean_context_of_all_tokens(
     for _ in range(2):
         assert context(_continuation(200), _continuation(300)) == 256
         assert context(_continuation(200), _continuation(2000, new=130)) == 1408
-    assert timed == [256, 1408]  # the second time, all are read from their files
+    assert [call.args[1] for call in timed.call_args_list] == [256, 1408]  # the second time, all are read from their files
