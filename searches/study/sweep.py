@@ -345,7 +345,7 @@ class Sweep:
         plan, settings = self.plan, self.plan.scanning.proposals
         leaders = ranking(self.study)[:1]
         to_beat = max(1.0, leaders[0].speedup) if leaders else 0.0
-        is_over, leave_out = (partial(each, PREDICTIONS) for each in (self.budget.is_over, self.budget.leave_out))
+        is_over, leave_out = partial(self.budget.is_over, PREDICTIONS), partial(self.budget.leave_out, PREDICTIONS)
         with self.progress.counting(settings.budget(plan.space), "masks") as count:
             control = SearchControl(is_over, to_beat, leave_out, on_mask=self.view.after(count))
             return propose_all(predictor, plan.space, settings, control)

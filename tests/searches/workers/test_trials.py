@@ -157,7 +157,7 @@ def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
 def test_a_trial_that_is_interrupted_as_it_is_asked_for_is_not_left_running(database: str) -> None:
     """Interrupted before it is signed, and killed there, which shows after some beats."""
     study = study_in(open_database(database))
-    interrupt = mock.patch.object(study.sampler, "before_trial", lambda *_: signal.raise_signal(signal.SIGINT))
+    interrupt = mock.patch.object(study.sampler, "before_trial", side_effect=lambda *_: signal.raise_signal(signal.SIGINT))
     with member(database, beat=60) as pool:
         with interrupt, pytest.raises(KeyboardInterrupt):
             _run(study, 1, starts=[lookup(4)], pool=pool)
