@@ -84,6 +84,7 @@ class MaskSearch:
 
     Attributes:
         sublayers: the kind and layer of every sub-layer that may be skipped.
+        singles: the masks that skip one of them alone.
         left: the number of masks that may still be screened.
         scores: the expected speedup of every screened mask.
         agreements: how often its first drafted token is the target's.
@@ -94,6 +95,7 @@ class MaskSearch:
     ) -> None:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
         self.sublayers = [(kind, layer) for layer in space.skippable for kind in ("attention", "mlp")]
+        self.singles = {part: flip(SkipMask.none(self.layers), *part) for part in self.sublayers}
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
         self._lengths, self.left, self._control = space.values("layer_skip", "num_speculative_tokens"), budget, control
@@ -132,7 +134,7 @@ class MaskSearch:
         A long run may pay off when none of its parts does, so no run is left out because shorter ones score low.
         """
         self.screen([SkipMask.none(self.layers)])  # alone, since a small budget may allow no more
-        self.screen(self.single(*part) for part in self.sublayers)
+        self.screen(self.singles.values())
         self.screen(self._knapsacks())
         runs = [(first, last) for first in self.skippable for last in self.skippable if first <= last]
         # Where the budget does not cover all, those between spaced ends come first, and half of it is left for other masks.
@@ -147,10 +149,6 @@ class MaskSearch:
         while self.left and self.best != before:
             before = self.best
             self.screen(self.neighbours(before))
-
-    def single(self, kind: str, layer: int) -> SkipMask:
-        """Return the mask that skips one sub-layer."""
-        return flip(SkipMask.none(self.layers), kind, layer)
 
     def neighbours(self, mask: SkipMask) -> list[SkipMask]:
         """Return the mask with single sub-layers flipped, and with pairs of the most promising ones flipped.
@@ -201,7 +199,7 @@ class MaskSearch:
 
     def _loss(self, part: tuple[str, int]) -> float:
         """Return the log agreement that one skipped sub-layer loses. Losses add up if sub-layers do not interact."""
-        return -math.log(max(self.agreements.get(self.single(*part), 0.0), 1e-6))
+        return -math.log(max(self.agreements.get(self.singles[part], 0.0), 1e-6))
 
     def _loss_per_second(self, part: tuple[str, int]) -> float:
         saved = self._saved_seconds(part)

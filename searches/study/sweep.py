@@ -123,12 +123,11 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
             say(machine.describe(plan.target, str(config.target.get("dtype", "auto"))))
             if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
                 say(busy)
-            described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
-            described |= {MLFLOW_SOURCE_NAME: "python -m searches.layerskip", MLFLOW_SOURCE_TYPE: "LOCAL"}
-            if described["git_commit"] is not None:
-                described[MLFLOW_GIT_COMMIT] = described["git_commit"]
-            texts = {"config.yaml": composed(config)}
-            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described, prompts=plan.prompts, texts=texts)
+            tags = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
+            tags |= {MLFLOW_SOURCE_NAME: "python -m searches.layerskip", MLFLOW_SOURCE_TYPE: "LOCAL"}
+            tags |= {MLFLOW_GIT_COMMIT: tags["git_commit"]} if tags["git_commit"] is not None else {}
+            identity, texts = str(study.user_attrs[STUDY_ID]), {"config.yaml": composed(config)}
+            tracker.open_study(name, identity, settings, tags, prompts=plan.prompts, texts=texts)
             budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
             budget.save()  # for workers that open it from now on
             progress.started = budget.started
