@@ -125,7 +125,8 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
                 say(busy)
             tags = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
             tags |= {MLFLOW_SOURCE_NAME: "python -m searches.layerskip", MLFLOW_SOURCE_TYPE: "LOCAL"}
-            tags |= {MLFLOW_GIT_COMMIT: tags["git_commit"]} if tags["git_commit"] is not None else {}
+            if tags["git_commit"] is not None:
+                tags[MLFLOW_GIT_COMMIT] = tags["git_commit"]
             identity, texts = str(study.user_attrs[STUDY_ID]), {"config.yaml": composed(config)}
             tracker.open_study(name, identity, settings, tags, prompts=plan.prompts, texts=texts)
             budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
