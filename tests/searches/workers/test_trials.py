@@ -31,7 +31,7 @@ def _run(study: optuna.Study, trials: int, bench: Known | None = None, **more: A
     """Run trials until the study has a number of finished ones; return the numbers of those that finished here."""
     done: list[int] = []
     objective = Objective(bench or Known({}), members.SPACE, PROMPTS, SETTINGS, seed=0)
-    on_trial = more.pop("on_trial")
+    on_trial = more.pop("on_trial", lambda trial: None)
     run_trials(study, objective, StudySettings(n_trials=trials), lambda t: (done.append(t.number), on_trial(t)), **more)
     return done
 
