@@ -10,7 +10,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -29,8 +28,8 @@ class Progress:
 
     def __init__(self, seconds: float | None = None) -> None:
         self.started, self.leader = time.monotonic(), ""
-        self._seconds, self._stage, self._count, self._spoken = seconds, "", "", time.monotonic()
-        self._steps = 0, 0
+        self._seconds, self._stage, self._spoken = seconds, "", time.monotonic()
+        self._steps = 0, 0, ""  # done, in all, what they are
         self._ended, self._lock = threading.Event(), threading.RLock()
         parts = "{n:.0f} of {total:.0f} s" if seconds else "{elapsed}"
         self._bar = tqdm(total=seconds, disable=None, dynamic_ncols=True, bar_format=f"{{desc}} {{bar}} {parts}{{postfix}}")
@@ -58,13 +57,13 @@ class Progress:
             self._stage = stage
         self._show()
 
-    def say(self, line: str, file: TextIO | None = None) -> None:
-        """Print a line, on standard output by default."""
+    def say(self, line: str) -> None:
+        """Print a line."""
         with self._lock:
             if self._bar.disable:
-                print(line, file=file, flush=True)
+                print(line, flush=True)
             else:
-                tqdm.write(line, file)  # above the bar
+                tqdm.write(line)  # above the bar
             self._spoken = time.monotonic()
 
     def step(self, line: str) -> None:
@@ -78,19 +77,15 @@ class Progress:
         def count() -> None:
             nonlocal done
             done += 1
-            show()
+            self._steps = done, max(done, total), unit  # on a noisy machine, some steps are repeated
             if self._bar.disable:
                 self._show(_STEP)
 
-        def show() -> None:
-            known = max(done, total)  # on a noisy machine, some steps are repeated
-            self._count, self._steps = f"{done} of {known} {unit}", (done, known)
-
-        show()
+        self._steps = done, max(done, total), unit
         try:
             yield count
         finally:
-            self._count, self._steps = "", (0, 0)
+            self._steps = 0, 0, ""
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT):
@@ -99,10 +94,11 @@ class Progress:
     def _show(self, silence: float | None = None) -> None:
         """Draw the bar, or print a line after some seconds of silence."""
         with self._lock:
-            now = ", ".join(filter(None, (self._stage, self._count))) or "loading"
+            done, total, unit = self._steps
+            now = ", ".join(filter(None, (self._stage, unit and f"{done} of {total} {unit}"))) or "loading"
             if not self._bar.disable:
                 if self._seconds is None:
-                    self._bar.n, self._bar.total = self._steps
+                    self._bar.n, self._bar.total = done, total
                 else:
                     self._bar.n = min(self._seconds, self.spent)
                 self._bar.set_description_str(now, refresh=False)
@@ -124,9 +120,9 @@ def counting(total: int, unit: str, stage: str) -> Iterator[Callable[[], object]
         yield shown.enter_context(_running[-1].counting(total, unit))
 
 
-def say(line: str, file: TextIO | None = None) -> None:
-    """Print a line, above the bar of the running program if there is one; on standard output by default."""
+def say(line: str) -> None:
+    """Print a line, above the bar of the running program if there is one."""
     if _running:
-        _running[-1].say(line, file)
+        _running[-1].say(line)
     else:
-        print(line, file=file, flush=True)
+        print(line, flush=True)

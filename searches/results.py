@@ -43,16 +43,16 @@ def record_header(schema: str, target: Target) -> dict[str, Any]:
     }
 
 
-class ResultLog:
-    """Values by name, in a file of JSON lines, which is created with the first value; without a path in memory only.
+class ResultLog(dict[str, Any]):
+    """Values by name, in a file of JSON lines, which is created by the first :meth:`add`; without a path in memory only.
 
     Raises:
     ConfigError: a line of the file is damaged.
     """
 
     def __init__(self, path: Path | None) -> None:
+        super().__init__()
         self._path = path
-        self._values: dict[str, Any] = {}
         if path is not None and path.exists():
             self._read(path)
 
@@ -71,19 +71,7 @@ class ResultLog:
                 print(f"outputs: the last line of {path} is damaged and was dropped", flush=True)
                 os.truncate(path, path.stat().st_size - len(line))
             else:
-                self._values[str(name)] = value
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+                self[str(name)] = value
 
     def add(self, name: str, value: Any) -> None:
         """Add a value under a new name."""
@@ -95,7 +83,7 @@ class ResultLog:
                 if (written := file.write(line)) < len(line):
                     file.truncate(file.tell() - written)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._values[name] = value
+        self[name] = value
 
 
 @contextlib.contextmanager

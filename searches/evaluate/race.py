@@ -27,8 +27,9 @@ from layerskip.files import digest
 from searches.app.application import run
 from searches.app.checks import InputError, check_list, check_number
 from searches.evaluate.criteria import Count, Parts, check_fields, conclude, resume
+from searches.predict.mask_search import SearchControl
 from searches.predict.preparation import Preparation
-from searches.predict.proposals import Limits, propose
+from searches.predict.proposals import propose
 from searches.predict.scan_predictor import SCREENED_ROWS
 from searches.results import record_header
 from searches.study.bench import BASELINE
@@ -139,8 +140,8 @@ def ours(race: Race) -> None:
     """
     parts, new_tokens, folder = race.parts, race.parts.measuring.max_new_tokens, race.preparation.outputs / "scans"
     own = race.preparation.predictor(parts.prompts, new_tokens, parts.space, parts.scanning, folder, race.seed)
-    limits = Limits(race.is_over)
-    proposals = propose(_scannable(own), parts.space, parts.scanning.proposals, on_best=race.claim, limits=limits)
+    control = SearchControl(race.is_over, on_best=race.claim)
+    proposals = propose(_scannable(own), parts.space, parts.scanning.proposals, control)
     race.claim(proposals[0].config)
     for prediction in proposals:
         if not race.is_over():

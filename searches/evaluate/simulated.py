@@ -332,10 +332,10 @@ class SimulatedPredictor:
     def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
         """Predict each mask with its best draft length."""
         predictions = []
-        for mask, agreement in zip(masks, self.agreements(masks), strict=True):
+        for mask in masks:
             configs = [SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in self._lengths]
             speedup, best = max((self.speedup(config), place) for place, config in enumerate(configs))
-            predictions.append(Prediction(configs[best], speedup, agreement))
+            predictions.append(Prediction(configs[best], speedup))
         return predictions
 
     def speedup(self, config: SpeculativeConfig) -> float:

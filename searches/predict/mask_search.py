@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
-
-import numpy as np
 
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.costs.cost_model import CostProfile
@@ -24,44 +22,30 @@ _PATIENCE = 2  # steps without a gain after which the greedy search ends
 _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
 _LOSS_STEP = 0.005  # resolution of log agreement in a knapsack
-
-
-SCREENED_TOGETHER = 8  # by one process
+SCREENED_TOGETHER = 8  # masks, by one process
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted speedup.
-
-    Args:
-        config: the configuration; for a mask, with its best draft length and stop rule.
-        speedup: over plain decoding.
-        agreement: the share of positions whose first drafted token is the target's; 0 if no mask was scanned.
-    """
+    """The predicted speedup of a configuration over plain decoding; of a mask, with its best draft length and stop rule."""
 
     config: SpeculativeConfig
     speedup: float
-    agreement: float
 
 
 class SpeedupPredictor(Protocol):
-    """Predictor of speedups before anything is decoded, above all those of layer skipping."""
+    """Predictor of speedups before anything is decoded, above all those of layer skipping.
 
-    @property
-    def layers(self) -> int:
-        """The number of decoder layers of a mask."""
+    Attributes:
+        layers: the number of decoder layers of a mask.
+        prompts: the ids of the prompts that speedups are predicted for.
+        screened_together: the number of masks to ask :meth:`agreements` for at once.
+    """
 
-    @property
-    def prompts(self) -> Collection[str]:
-        """The ids of the prompts that speedups are predicted for."""
-
-    @property
-    def profile(self) -> CostProfile:
-        """The cost profile."""
-
-    @property
-    def screened_together(self) -> int:
-        """The number of masks to ask :meth:`agreements` for at once."""
+    layers: int
+    prompts: frozenset[str]
+    profile: CostProfile
+    screened_together: int
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return how often the first drafted token of each mask is the target's, on few positions: the cheapest estimate."""
@@ -76,33 +60,45 @@ class SpeedupPredictor(Protocol):
         """Predict the speedup of a configuration for which :meth:`can_predict` is true."""
 
 
+@dataclass(frozen=True)
+class SearchControl:
+    """What a search for masks tells while it runs, and ends by.
+
+    Args:
+        is_over: returns whether time has run out; nothing more is screened then.
+        to_beat: the measured speedup below which masks are of no use; 0 if nothing was measured.
+        report: takes a sentence on what was left out.
+        on_mask: called after every screened mask.
+        on_best: called with every configuration that screening expects to be the best so far.
+    """
+
+    is_over: Callable[[], bool] = lambda: False
+    to_beat: float = 0.0
+    report: Callable[[str], object] = lambda _: None
+    on_mask: Callable[[], object] = lambda: None
+    on_best: Callable[[SpeculativeConfig], object] = lambda _: None
+
+
 class MaskSearch:
     """Search that screens masks, each once, within a budget.
 
-    Args:
-        on_best: called with every configuration that is the best so far.
-        is_over: returns whether time has run out; nothing is screened then.
-
     Attributes:
+        sublayers: the kind and layer of every sub-layer that may be skipped.
+        singles: the masks that skip one of them alone.
         left: the number of masks that may still be screened.
         scores: the expected speedup of every screened mask.
         agreements: how often its first drafted token is the target's.
     """
 
     def __init__(
-        self,
-        predictor: SpeedupPredictor,
-        space: SearchSpace,
-        budget: int,
-        on_mask: Callable[[], object],
-        on_best: Callable[[SpeculativeConfig], None] = lambda _: None,
-        is_over: Callable[[], bool] = lambda: False,
+        self, predictor: SpeedupPredictor, space: SearchSpace, budget: int, control: SearchControl = SearchControl()
     ) -> None:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
+        self.sublayers = [(kind, layer) for layer in space.skippable for kind in ("attention", "mlp")]
+        self.singles = {part: flip(SkipMask.none(self.layers), *part) for part in self.sublayers}
         self.scores: dict[SkipMask, float] = {}
         self.agreements: dict[SkipMask, float] = {}
-        self._lengths, self.left = space.values("layer_skip", "num_speculative_tokens"), budget
-        self._on_mask, self._on_best, self._is_over = on_mask, on_best, is_over
+        self._lengths, self.left, self._control = space.values("layer_skip", "num_speculative_tokens"), budget, control
 
     def screen(self, masks: Iterable[SkipMask]) -> list[float]:
         """Return the masks' expected speedups; 0 for those that the budget does not cover."""
@@ -111,26 +107,26 @@ class MaskSearch:
         self.left -= len(new)
         size = self.predictor.screened_together
         for first in range(0, len(new), size):
-            if self.scores and self._is_over():
+            if self.scores and self._control.is_over():
                 self.left = 0
                 break
             batch = new[first : first + size]
             for mask, agreement in zip(batch, self.predictor.agreements(batch), strict=True):
                 self.agreements[mask] = agreement
                 self.scores[mask], length = expected_speedup(self.predictor, mask, agreement, self._lengths)
-                self._on_mask()
+                self._control.on_mask()
                 if mask == self.best:
-                    self._on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
+                    self._control.on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
         return [self.scores.get(mask, 0.0) for mask in masks]
 
     @property
     def best(self) -> SkipMask:
         """The screened mask with the greatest expected speedup."""
-        return max(self.scores, key=lambda mask: self.scores[mask])
+        return max(self.scores, key=self.scores.__getitem__)
 
-    def best_masks(self, maximum: int) -> list[SkipMask]:
-        """Return the screened masks with the greatest expected speedups, best first."""
-        return sorted(self.scores, key=lambda mask: -self.scores[mask])[:maximum]
+    def best_first(self, masks: Iterable[SkipMask]) -> list[SkipMask]:
+        """Return those of some masks that were screened, by descending expected speedup."""
+        return sorted((mask for mask in masks if mask in self.scores), key=lambda mask: -self.scores[mask])
 
     def screen_structured(self) -> None:
         """Screen no skip, single sub-layers, knapsacks and contiguous runs of whole layers.
@@ -138,12 +134,12 @@ class MaskSearch:
         A long run may pay off when none of its parts does, so no run is left out because shorter ones score low.
         """
         self.screen([SkipMask.none(self.layers)])  # alone, since a small budget may allow no more
-        self.screen(self.single(*part) for part in self.sublayers())
+        self.screen(self.singles.values())
         self.screen(self._knapsacks())
         runs = [(first, last) for first in self.skippable for last in self.skippable if first <= last]
         # Where the budget does not cover all, those between spaced ends come first, and half of it is left for other masks.
         runs.sort(key=lambda ends: -math.gcd(ends[0], ends[1] + 1, 8))
-        most = max(self.left - 2 * len(self.sublayers()), self.left // 2)
+        most = max(self.left - 2 * len(self.sublayers), self.left // 2)
         self.screen(run(self.layers, first, last + 1 - first) for first, last in runs[:most])
 
     def improve(self) -> None:
@@ -154,25 +150,17 @@ class MaskSearch:
             before = self.best
             self.screen(self.neighbours(before))
 
-    def single(self, kind: str, layer: int) -> SkipMask:
-        """Return the mask that skips one sub-layer."""
-        return flip(SkipMask.none(self.layers), kind, layer)
-
-    def sublayers(self) -> list[tuple[str, int]]:
-        """Return the kind and layer of every sub-layer that may be skipped."""
-        return [(kind, layer) for layer in self.skippable for kind in ("attention", "mlp")]
-
     def neighbours(self, mask: SkipMask) -> list[SkipMask]:
         """Return the mask with single sub-layers flipped, and with pairs of the most promising ones flipped.
 
         A pair of a skipped and a kept sub-layer is a swap.
         """
-        skipped = [part for part in self.sublayers() if getattr(mask, part[0])[part[1]]]
-        kept = [part for part in self.sublayers() if part not in skipped]
+        skipped = [part for part in self.sublayers if getattr(mask, part[0])[part[1]]]
+        kept = [part for part in self.sublayers if part not in skipped]
         cheapest = sorted(kept, key=self._loss_per_second)[:_SHORTLIST]
         dearest = sorted(skipped, key=lambda part: -self._loss_per_second(part))[:_SHORTLIST]
         pairs = itertools.combinations([*dearest, *cheapest], 2)
-        return [flip(mask, *part) for part in self.sublayers()] + [flip(flip(mask, *one), *other) for one, other in pairs]
+        return [flip(mask, *part) for part in self.sublayers] + [flip(flip(mask, *one), *other) for one, other in pairs]
 
     def _knapsacks(self) -> list[SkipMask]:
         """Return, for several budgets of lost agreement, the sub-layers that save most time within it if losses add up.
@@ -181,29 +169,19 @@ class MaskSearch:
         time it keeps the hidden states most similar to the whole model's. Here nothing more is run. The weight of a
         sub-layer is its loss when it is skipped alone, and the value is its time.
         """
-        items = self.sublayers()
-        weights = [max(0, round(self._loss(part) / _LOSS_STEP)) for part in items]
-        capacity = round(-math.log(1 - max(_BUDGETS)) / _LOSS_STEP)
-        best = np.zeros(capacity + 1)
-        taken = np.zeros((len(items), capacity + 1), dtype=bool)
-        for number, (weight, part) in enumerate(zip(weights, items, strict=True)):
-            if weight > capacity:
-                continue
-            with_it = np.concatenate((np.full(weight, -np.inf), best[: capacity + 1 - weight] + self._saved_seconds(part)))
-            taken[number] = with_it > best
-            best = np.maximum(best, with_it)
-        masks = []
-        for budget in _BUDGETS:
-            left, mask = round(-math.log(1 - budget) / _LOSS_STEP), SkipMask.none(self.layers)
-            for number in reversed(range(len(items))):
-                if taken[number, left]:
-                    mask, left = flip(mask, *items[number]), left - weights[number]
-            masks.append(mask)
-        return masks
+        capacities = [round(-math.log(1 - budget) / _LOSS_STEP) for budget in _BUDGETS]
+        best = [(0.0, SkipMask.none(self.layers))] * (max(capacities) + 1)  # saved seconds and mask, by capacity
+        for part in self.sublayers:
+            weight, saved = max(0, round(self._loss(part) / _LOSS_STEP)), self._saved_seconds(part)
+            for capacity in range(len(best) - 1, weight - 1, -1):  # downwards, so that no part is taken twice
+                seconds, mask = best[capacity - weight]
+                if seconds + saved > best[capacity][0]:
+                    best[capacity] = seconds + saved, flip(mask, *part)
+        return [best[capacity][1] for capacity in capacities]
 
     def _add_greedily(self) -> None:
         """Skip one more sub-layer at a time: the best of the few remaining ones with the least loss per second."""
-        order = sorted(self.sublayers(), key=self._loss_per_second)
+        order = sorted(self.sublayers, key=self._loss_per_second)
         mask = SkipMask.none(self.layers)
         best, misses = 0.0, 0
         while order and misses < _PATIENCE and self.left:
@@ -221,7 +199,7 @@ class MaskSearch:
 
     def _loss(self, part: tuple[str, int]) -> float:
         """Return the log agreement that one skipped sub-layer loses. Losses add up if sub-layers do not interact."""
-        return -math.log(max(self.agreements.get(self.single(*part), 0.0), 1e-6))
+        return -math.log(max(self.agreements.get(self.singles[part], 0.0), 1e-6))
 
     def _loss_per_second(self, part: tuple[str, int]) -> float:
         saved = self._saved_seconds(part)

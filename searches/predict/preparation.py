@@ -85,13 +85,7 @@ class Preparation:
     is_over: Callable[[], bool] = lambda: False
 
     def predictor(
-        self,
-        prompts: PromptSet,
-        max_new_tokens: int,
-        space: SearchSpace,
-        settings: ScanSettings,
-        folder: Path,
-        seed: int,
+        self, prompts: PromptSet, max_new_tokens: int, space: SearchSpace, settings: ScanSettings, folder: Path, seed: int
     ) -> ScanPredictor | None:
         """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned.
 
@@ -130,10 +124,9 @@ class Preparation:
                 )
                 return [asdict(continuation) for continuation in found]
 
-            ids = [item.id for item in prompts]
-            identity = [self.target.digest, prompts.digest, ids, self.sampling.to_dict(), max_new_tokens, seed]
-            identity.append(machine(self.target))
-            names = [f"continuations {digest(identity)[:16]} {place}" for place in range(len(prompts))]
+            asked = [prompts.digest, [item.id for item in prompts], self.sampling.to_dict(), max_new_tokens, seed]
+            identity = digest([self.target.digest, *asked, machine(self.target)])[:16]
+            names = [f"continuations {identity} {place}" for place in range(len(prompts))]
             rows = dict(self.pool.share_all(names, work))
         every = (Continuation.from_dict(row) for name in names for row in rows[name])
         continuations = tuple(text for text in every if text.starts > 0 and text.limit(0) > 0)
@@ -167,21 +160,18 @@ class Preparation:
 
         def measure() -> dict[str, Any]:
             with exclusive(file):  # two at the same time would disturb each other
-                seconds = 0.0
-                known: dict[str, Any] | None = read_json(file)
-                stored = known or {"repeats": 0}
-                if stored["repeats"] < PROFILE_REPEATS and not (known and self.is_over()):
-                    start = time.monotonic()
+                stored: dict[str, Any] = read_json(file) or {"repeats": 0, "seconds": 0.0}
+                earlier, start = stored["seconds"], time.monotonic()
+                if stored["repeats"] < PROFILE_REPEATS and not (stored["repeats"] and self.is_over()):
                     with counting(PROFILE_REPEATS + 1, "repeats", "cost profile") as count:
                         profile = profile_costs(
                             self.target, context, longest, self.sampling, PROFILE_REPEATS, count, self.is_over
                         )
-                    seconds = time.monotonic() - start
-                    taken = stored.get("seconds", 0.0) + seconds
+                    seconds = earlier + time.monotonic() - start
                     done = min(PROFILE_REPEATS, MIN_REPEATS) if self.is_over() else PROFILE_REPEATS
-                    stored = {"asked": identity, "profile": profile.to_dict(), "seconds": taken, "repeats": done}
+                    stored = {"asked": identity, "profile": profile.to_dict(), "seconds": seconds, "repeats": done}
                     write_json(file, stored)
-            self.report_cost(f"profile {name}", float(stored["seconds"]), seconds)
+            self.report_cost(f"profile {name}", stored["seconds"], stored["seconds"] - earlier)
             return stored
 
         return CostProfile.from_dict(self.pool.share(f"profile {name}", measure)["profile"])
@@ -204,7 +194,6 @@ def make_scanner(target: Target, continuations: Sequence[Continuation], sampling
         if not fewer:
             return None
         rows = fewer
-    if len(scanner.continuations) < len(continuations):
-        held = f"{len(scanner.continuations)} of {len(continuations)} continuations"
-        say(f"scan: {_TEXT_BYTES} bytes hold {held}")
+    if (held := len(scanner.continuations)) < len(continuations):
+        say(f"scan: {_TEXT_BYTES} bytes hold {held} of {len(continuations)} continuations")
     return scanner

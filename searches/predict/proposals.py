@@ -7,33 +7,18 @@ All candidate masks are screened by how often their first drafted token is the t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from layerskip import SkipMask, SpeculativeConfig
 from searches.app.checks import check_whole
-from searches.predict.mask_search import MaskSearch, Prediction, SpeedupPredictor
+from searches.predict.mask_search import MaskSearch, Prediction, SearchControl, SpeedupPredictor
 from searches.space.search_space import SearchSpace
 
 _LOOKUPS = 3  # best prompt lookups that become trials
 _NEIGHBOURS = 4  # neighbours of the best mask that are scanned before its neighbours are listed again
 _MARGIN = 0.3
 """Log speedup by which screening may underestimate the best mask: few positions, runs of agreement, stop rules."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What ends a search for masks early.
-
-    Args:
-        is_over: returns whether time has run out.
-        to_beat: the measured speedup below which masks are of no use; 0 if nothing was measured.
-        report: takes a sentence on what was left out.
-    """
-
-    is_over: Callable[[], bool] = lambda: False
-    to_beat: float = 0.0
-    report: Callable[[str], object] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -64,41 +49,31 @@ class ProposalSettings:
 
 
 def propose(
-    predictor: SpeedupPredictor,
-    space: SearchSpace,
-    settings: ProposalSettings,
-    on_mask: Callable[[], object] = lambda: None,
-    on_best: Callable[[SpeculativeConfig], None] = lambda _: None,
-    limits: Limits = Limits(),
+    predictor: SpeedupPredictor, space: SearchSpace, settings: ProposalSettings, control: SearchControl = SearchControl()
 ) -> list[Prediction]:
-    """Propose the masks with the greatest predicted speedups, best first.
-
-    Args:
-        on_best: called with every configuration that screening expects to be the best so far.
-        limits: what ends the search early.
-    """
+    """Propose the masks with the greatest predicted speedups, best first."""
 
     def may_win() -> bool:
         """Return whether a mask may be faster than the leader, errors of screening included."""
-        return search.scores[search.best] * math.exp(_MARGIN) >= limits.to_beat
+        return search.scores[search.best] * math.exp(_MARGIN) >= control.to_beat
 
-    search = MaskSearch(predictor, space, settings.budget(space), on_mask, on_best, limits.is_over)
+    search = MaskSearch(predictor, space, settings.budget(space), control)
     search.screen_structured()
-    if not limits.is_over() and not may_win():
-        limits.report(
+    if not control.is_over() and not may_win():
+        control.report(
             f"{len(search.scores)} masks screened: the best is expected at {search.scores[search.best]:.2f} x. As the "
-            f"leader has {limits.to_beat:.2f} x, none is scanned or tried"
+            f"leader has {control.to_beat:.2f} x, none is scanned or tried"
         )
         return []
     search.improve()
-    if limits.is_over():
-        limits.report(f"its share of the budget ended after {len(search.scores)} masks were screened")
+    if control.is_over():
+        control.report(f"its share of the budget ended after {len(search.scores)} masks were screened")
         if not may_win():
             return []
-    return _best_first(_scan_best(search, settings.scanned, limits), settings.enqueued)
+    return _best_first(_scan_best(search, settings.scanned, control), settings.enqueued)
 
 
-def _scan_best(search: MaskSearch, budget: int, limits: Limits) -> list[Prediction]:
+def _scan_best(search: MaskSearch, budget: int, control: SearchControl) -> list[Prediction]:
     """Scan the most promising masks, then neighbours of the best one with the last third of the budget.
 
     Full scans rank masks that screening on few positions cannot. Without time, none is scanned after the first.
@@ -106,51 +81,45 @@ def _scan_best(search: MaskSearch, budget: int, limits: Limits) -> list[Predicti
     found: dict[SkipMask, Prediction] = {}
 
     def is_done() -> bool:
-        return len(found) >= budget or (bool(found) and limits.is_over())
+        return len(found) >= budget or (bool(found) and control.is_over())
 
     def scan(masks: Sequence[SkipMask]) -> None:
         new = [mask for mask in masks if mask not in found][: budget - len(found)]
         if new and not is_done():
             found.update(zip(new, search.predictor.predict(new), strict=True))
 
-    promising = search.best_masks(budget)
+    promising = search.best_first(search.scores)[:budget]
     first = promising[: -(-len(promising) * 2 // 3)]
     for begin in range(0, len(first), _NEIGHBOURS):
         scan(first[begin : begin + _NEIGHBOURS])
     while not is_done():
         best = max(found, key=lambda mask: found[mask].speedup)
         search.screen(neighbours := search.neighbours(best))
-        screened = sorted((mask for mask in neighbours if mask in search.scores), key=lambda mask: -search.scores[mask])
-        new = [mask for mask in (*screened, *promising) if mask not in found][:_NEIGHBOURS]
+        new = [mask for mask in (*search.best_first(neighbours), *promising) if mask not in found][:_NEIGHBOURS]
         if not new:
             break
         scan(new)
-    if limits.is_over() and len(found) < budget:
-        limits.report(f"its share of the budget ended after {len(found)} of {budget} masks were scanned")
+    if control.is_over() and len(found) < budget:
+        control.report(f"its share of the budget ended after {len(found)} of {budget} masks were scanned")
     return list(found.values())
 
 
 def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace) -> list[Prediction]:
     """Propose the prompt lookups with the greatest predicted speedups, best first. Their drafts depend on the text alone."""
     configs = [config for config in space.lookups() if predictor.can_predict(config)]
-    return _best_first([Prediction(config, predictor.speedup(config), 0.0) for config in configs], _LOOKUPS)
+    return _best_first([Prediction(config, predictor.speedup(config)) for config in configs], _LOOKUPS)
 
 
 def propose_all(
-    predictor: SpeedupPredictor,
-    space: SearchSpace,
-    settings: ProposalSettings,
-    on_mask: Callable[[], object] = lambda: None,
-    limits: Limits = Limits(),
+    predictor: SpeedupPredictor, space: SearchSpace, settings: ProposalSettings, control: SearchControl = SearchControl()
 ) -> list[SpeculativeConfig]:
     """Propose the configurations that a study tries first: lookups, then masks, best first.
 
-    Lookups come first because they are many times faster where the text repeats itself. The arguments are those of
-    :func:`propose`.
+    Lookups come first because they are many times faster where the text repeats itself.
     """
-    masks = propose(predictor, space, settings, on_mask, limits=limits)
+    masks = propose(predictor, space, settings, control)
     return [prediction.config for prediction in (*propose_lookups(predictor, space), *masks)]
 
 
-def _best_first(predictions: Iterable[Prediction], maximum: int | None = None) -> list[Prediction]:
+def _best_first(predictions: Iterable[Prediction], maximum: int) -> list[Prediction]:
     return sorted(predictions, key=lambda prediction: -prediction.speedup)[:maximum]

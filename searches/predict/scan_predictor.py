@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from layerskip.costs.cost_model import CostProfile
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
 from layerskip.scan.replay import Counts, count, replay_lookup
-from layerskip.scan.scan import Scan, Scanner
+from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation
 from searches.predict.mask_search import SCREENED_TOGETHER, Prediction
 from searches.results import ResultLog
@@ -62,42 +62,21 @@ class ScanPredictor:
     """
 
     def __init__(
-        self,
-        scanner: Scanner,
-        profile: CostProfile,
-        choices: Sequence[DraftChoice],
-        folder: Path,
-        pool: Workers = ALONE,
+        self, scanner: Scanner, profile: CostProfile, choices: Sequence[DraftChoice], folder: Path, pool: Workers = ALONE
     ) -> None:
-        self._folder, self._pool = folder, pool
+        self.layers, self.profile = scanner.target.layers, profile
+        self.prompts = frozenset(continuation.prompt_id for continuation in scanner.continuations)
         self.screened_together = SCREENED_TOGETHER if pool.alone else _SHARED_TOGETHER
         self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), list(choices)
-        thresholds = [stop.threshold for _, stop in choices if stop.method == "threshold"]
-        self._floor = min(thresholds, default=None)
-        self.profile = profile
+        self._floor = min((stop.threshold for _, stop in choices if stop.method == "threshold"), default=None)
+        self._folder, self._pool = folder, pool
         names = ("agreements", "counts")
         self._agreements, self._counts = (ResultLog(folder / f"{name}.jsonl" if pool.alone else None) for name in names)
 
     @property
     def scan_seconds(self) -> float | None:
         """The mean time of a mask's full scan, over earlier runs, too; None if no mask was scanned."""
-        seconds = [self._counts[text]["seconds"] for text in self._counts]
-        return statistics.fmean(seconds) if seconds else None
-
-    @property
-    def max_rows(self) -> int:
-        """The rows of a pass, which bound a scan's memory."""
-        return self._scanner.max_rows
-
-    @property
-    def layers(self) -> int:
-        """The target's number of decoder layers."""
-        return self._scanner.target.layers
-
-    @property
-    def prompts(self) -> frozenset[str]:
-        """The ids of the prompts with a scanned continuation."""
-        return frozenset(continuation.prompt_id for continuation in self._scanner.continuations)
+        return statistics.fmean(row["seconds"] for row in self._counts.values()) if self._counts else None
 
     def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
         """Return how often each mask's first drafted token is the target's; one pass over the screen for each new mask."""
@@ -108,27 +87,29 @@ class ScanPredictor:
         self._share("agreements", masks, self._agreements, scan)
         return [float(self._agreements[mask.format()]) for mask in masks]
 
-    def predict(self, masks: Iterable[SkipMask]) -> list[Prediction]:
+    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
         """Scan new masks, and predict the speedup of each mask with its best draft length and stop rule."""
-        masks, predictions = list(masks), []
-        for mask, known in zip(masks, self._scanned(masks), strict=True):
-            (length, stop), speedup = self._fastest(known["counts"], mask)
-            config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop)
-            predictions.append(Prediction(config, speedup, float(known["agreement"])))
+        predictions = []
+        for mask, counts in zip(masks, self._scanned(masks), strict=True):
+            speedups = {choice: self.profile.speedup(counts[choice], mask, choice[1]) for choice in self._choices}
+            (length, stop), speedup = max(speedups.items(), key=lambda pair: pair[1])
+            predictions.append(Prediction(SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop), speedup))
         return predictions
 
-    def _scanned(self, masks: Sequence[SkipMask]) -> list[dict[str, Any]]:
-        """Return the agreement, the counts of all choices and the seconds of each mask's scan; scan those that are new."""
+    def _scanned(self, masks: Sequence[SkipMask]) -> list[dict[DraftChoice, Counts]]:
+        """Return the counts of all continuations together, by choice, of each mask; scan masks that are new."""
 
         def scan(batch: Sequence[SkipMask]) -> dict[str, dict[str, Any]]:
-            start = time.monotonic()
-            scans = self._scanner.scan(batch, floor=self._floor)
-            found = {one.mask.format(): {"agreement": one.agreement, "counts": self._all_counts(one)} for one in scans}
+            start, found = time.monotonic(), dict[str, list[Any]]()
+            for one in self._scanner.scan(batch, floor=self._floor):
+                totals = (sum(self._scanner.counts(one, *choice), Counts()) for choice in self._choices)
+                found[one.mask.format()] = list(map(astuple, totals))
             seconds = (time.monotonic() - start) / len(batch)
-            return {text: {**each, "seconds": seconds} for text, each in found.items()}
+            return {text: {"counts": counts, "seconds": seconds} for text, counts in found.items()}
 
         self._share("counts", masks, self._counts, scan)
-        return [self._counts[mask.format()] for mask in masks]
+        rows = (self._counts[mask.format()]["counts"] for mask in masks)
+        return [{choice: Counts(*fields) for choice, fields in zip(self._choices, row, strict=True)} for row in rows]
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
         """Return whether the draft is a timed prompt lookup, or a chain with a scanned draft length and stop rule."""
@@ -142,37 +123,26 @@ class ScanPredictor:
             drafter = PromptLookup(
                 config.prompt_lookup_min, config.prompt_lookup_max, config.match, config.num_speculative_tokens
             )
-            counts = [count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations]
-            return self.profile.lookup_speedup(sum(counts, Counts()))
+            found = (count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations)
+            return self.profile.lookup_speedup(sum(found, Counts()))
         mask, choice = SkipMask.parse(config.mask, self.layers), (config.num_speculative_tokens, config.stop)
-        (known,) = self._scanned([mask])
-        total = Counts(*known["counts"][self._choices.index(choice)])
-        return self.profile.speedup(total, mask, config.stop)
+        (counts,) = self._scanned([mask])
+        return self.profile.speedup(counts[choice], mask, config.stop)
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""
         names = [[f"{kind}:{layer}" for layer in range(self.layers)] for kind in ("attention", "mlp")]
-        known = {name: self._agreements[name] for name in self._agreements}
-        return np.array([[known.get(name, math.nan) for name in row] for row in names])
+        return np.array([[self._agreements.get(name, math.nan) for name in row] for row in names])
 
     def _share(
         self, stage: str, masks: Sequence[SkipMask], log: ResultLog, scan: Callable[[Sequence[SkipMask]], Mapping[str, Any]]
     ) -> None:
         """Add the results of the masks that a log lacks, batch by batch; ``scan`` returns those of a batch, by mask."""
-        new, size = [mask for mask in dict.fromkeys(masks) if mask.format() not in log], masks_at_once(self.max_rows)
+        new = [mask for mask in dict.fromkeys(masks) if mask.format() not in log]
+        size = masks_at_once(self._scanner.max_rows)
         batches = [new[first : first + size] for first in range(0, len(new), size)]
         identity = stage, *self._folder.parts[-2:]
         named = {digest([*identity, *(mask.format() for mask in batch)])[:32]: batch for batch in batches}
         for name, results in self._pool.share_all(named, lambda name: scan(named[name])):
             for mask in named[name]:
                 log.add(mask.format(), results[mask.format()])
-
-    def _all_counts(self, scan: Scan) -> list[tuple[Any, ...]]:
-        """Return the fields of the counts of all continuations together, for every choice."""
-        return [astuple(sum(self._scanner.counts(scan, *choice), Counts())) for choice in self._choices]
-
-    def _fastest(self, rows: Sequence[Any], mask: SkipMask) -> tuple[DraftChoice, float]:
-        """Return the choice with the greatest predicted speedup, from the rows of :meth:`_all_counts`."""
-        pairs = zip(self._choices, rows, strict=True)
-        speedups = {choice: self.profile.speedup(Counts(*row), mask, choice[1]) for choice, row in pairs}
-        return max(speedups.items(), key=lambda pair: pair[1])

@@ -21,11 +21,11 @@ from searches.report.tables import (
     race_rows,
     trial_tables,
 )
-from searches.study.budget import left_out, recorded_seconds
+from searches.study.budget import left_out, preparation_seconds, recorded_seconds
 from searches.study.finals import Finalist, Finals, measured_prompts
 from searches.study.objective import OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
-from searches.study.study import OVERHEAD_SECONDS, finished, preparation_seconds
+from searches.study.study import OVERHEAD_SECONDS, finished
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, METRICS, STARTUP_SECONDS, WORKER
 
 _MIN_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded

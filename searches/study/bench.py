@@ -54,16 +54,7 @@ class ModelBench:
     ) -> Iterator[dict[str, Sample]]:
         """Measure configurations and plain decoding, interleaved; yield after each prompt one sample per name.
 
-        Args:
-            configs: by name; the name ``baseline`` is plain decoding's.
-            prompts: at least one.
-            repeats: how often every prompt is decoded.
-            seed: of the sampled tokens and of the order of configurations.
-            without: configurations that are no longer measured; it may grow from prompt to prompt.
-            before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
-
-        Raises:
-            BackendError: see :meth:`~searches.backends.backend.Backend.compare`.
+        Arguments and errors are those of :meth:`~searches.backends.backend.Backend.compare`; ``seed`` is that of its task.
         """
         task = Task(self._sampling, self._max_new_tokens, seed)
         rows = self._backend.compare(configs, prompts, task, self._workload, repeats, without, before)
@@ -103,8 +94,12 @@ def resumed_rows(
         PromptSet(tuple(item for item in prompts if (f"{prefix} {item.id}" in log) is logged)) for logged in (True, False)
     )
     measured = measure(missing, before=PromptSet((*(before or ()), *known))) if len(missing) else iter(())
-    for item in prompts:
-        yield logged_row(measured, log, f"{prefix} {item.id}")
+    for name in (f"{prefix} {item.id}" for item in prompts):
+        if name not in log:
+            start = monotonic()
+            samples = {contender: sample.to_dict() for contender, sample in next(measured).items()}
+            log.add(name, {"samples": samples, "seconds": monotonic() - start})
+        yield {contender: Sample.from_dict(fields) for contender, fields in log[name]["samples"].items()}
 
 
 def surviving_rows(
@@ -132,18 +127,9 @@ def surviving_rows(
             configs = {name: config for name, config in configs.items() if name != error.name}
 
 
-def logged_row(measured: Iterator[Row], log: ResultLog, name: str) -> Row:
-    """Return the row of a name from the log; if it is missing, take the next measured row and log it."""
-    if name not in log:
-        start = monotonic()
-        samples = {contender: sample.to_dict() for contender, sample in next(measured).items()}
-        log.add(name, {"samples": samples, "seconds": monotonic() - start})
-    return {contender: Sample.from_dict(fields) for contender, fields in log[name]["samples"].items()}
-
-
 def logged_seconds(log: ResultLog) -> float:
     """Return the seconds that measuring the rows of a log took, including the check of their outputs."""
-    return sum(float(log[name]["seconds"]) for name in log)
+    return sum(float(row["seconds"]) for row in log.values())
 
 
 def drifted_rows(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[bool]:

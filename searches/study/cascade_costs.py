@@ -43,11 +43,9 @@ class CostTimer:
         """
         if all(methods()[member.method].lookup for member in members):
             return ()
-        return tuple(self._draft_cost(member, known) for member in members)
+        return tuple(0.0 if methods()[member.method].lookup else self._draft_cost(member, known) for member in members)
 
     def _draft_cost(self, member: SpeculativeConfig, known: dict[str, float]) -> float:
-        if methods()[member.method].lookup:
-            return 0.0
         fields = member.to_dict() | {"stop": member.stop.method}
         if not member.head:  # the cost of a chain depends neither on its length nor on a threshold
             fields.pop("num_speculative_tokens", None)
@@ -76,18 +74,14 @@ def draft_cost(
 
     ``claim`` lets one worker at a time measure and store.
     """
-    if _DRAFT_COST not in study.user_attrs:
-        study.set_user_attr(_DRAFT_COST, {})
 
     def costs_of(members: Configs) -> Costs:
         with claim():
-            known = study.user_attrs[_DRAFT_COST]
+            known = study.user_attrs.get(_DRAFT_COST, {})
             before = len(known)
             costs = within_memory(lambda: measure(members, known))
-            if costs is None:
-                return ()  # the trial that decodes this cascade will report it
             if len(known) > before:
                 study.set_user_attr(_DRAFT_COST, known)
-            return costs
+            return costs or ()  # the trial that decodes a cascade reports that memory does not suffice
 
     return costs_of

@@ -54,12 +54,11 @@ class Finalist:
     """A configuration and its results on held-out prompts.
 
     Args:
-    config: the configuration.
-    search_speedup: pooled over its trials.
-    held_out: the metrics of :meth:`layerskip.Measurement.to_dict`; under ``metrics`` those of an engine.
-    low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
-    ties: whether it cannot be distinguished from the fastest and seems about as fast.
-    stayed: whether it was measured to the end.
+        search_speedup: pooled over its trials.
+        held_out: the metrics of :meth:`layerskip.Measurement.to_dict`; under ``metrics`` those of an engine.
+        low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
+        ties: whether it cannot be distinguished from the fastest and seems about as fast.
+        stayed: whether it was measured to the end.
     """
 
     config: SpeculativeConfig
@@ -124,10 +123,8 @@ def measured_prompts(metrics: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class RunControl:
-    """What a long measurement leaves behind and ends by.
-
-    Its folder keeps rows as they are measured, so that an interrupted call resumes. ``seconds_left`` returns the seconds
-    that measuring may still take; ``on_prompt`` is called after each prompt.
+    """What a long measurement leaves behind and ends by: the folder of the rows that an interrupted call resumes from, and
+    the seconds that measuring may still take. ``on_prompt`` is called after each prompt.
     """
 
     folder: Path | None = None
@@ -154,10 +151,8 @@ def measure_finals(
     if (affordable := study.user_attrs[name]) < len(chosen):
         left_out = f"{affordable} of {len(chosen)} finalists were measured, because time was short."
         chosen = _distinct_first(chosen)[:affordable]
-    entries = {str(i): entry for i, entry in enumerate(chosen)}
-    configs = {name: entry.config for name, entry in entries.items()}
-    speedups = {name: entry.speedup for name, entry in entries.items()}
-    finals = measure_held_out(configs, speedups, bench, prompts, settings, seed, control)
+    expected = {entry.config: entry.speedup for entry in chosen}
+    finals = measure_held_out(expected, bench, prompts, settings, seed, control)
     finals = replace(finals, left_out=" ".join(filter(None, (left_out, finals.left_out))))
     if (folder := control.folder) is None:
         return finals
@@ -166,8 +161,7 @@ def measure_finals(
 
 
 def measure_held_out(
-    configs: Mapping[str, SpeculativeConfig],
-    expected: Mapping[str, float],
+    expected: Mapping[SpeculativeConfig, float],
     bench: ModelBench,
     prompts: PromptSet,
     settings: MeasureSettings,
@@ -177,18 +171,15 @@ def measure_held_out(
     """Measure configurations on held-out prompts; those that are significantly slower than the leader are dropped.
 
     Args:
-        configs: by name.
-        expected: speedup of each configuration in the search.
-        bench: measures them.
+        expected: the speedup of each configuration in the search.
         prompts: with categories in turn, since the leader of the first category may not lead in all.
-        settings: of measuring.
         seed: of the study.
-        control: its folder and its end.
 
     Raises:
         PromptError: every output ends with its first token.
     """
-    identities = [[config.to_dict(), attachment_digests(config)] for config in configs.values()]
+    configs = {str(place): config for place, config in enumerate(expected)}
+    identities = [[config.to_dict(), attachment_digests(config)] for config in expected]
     asked = [identities, prompts.digest, seed, bench.conditions]
     log = ResultLog(None if control.folder is None else control.folder / _LOG.format(digest(asked)[:12]))
     rows: list[Row] = []
@@ -225,21 +216,22 @@ def measure_held_out(
 
 
 def _judge_rows(
-    rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig], expected: Mapping[str, float], left: Collection[str]
+    rows: Sequence[Row],
+    configs: Mapping[str, SpeculativeConfig],
+    expected: Mapping[SpeculativeConfig, float],
+    left: Collection[str],
 ) -> tuple[Finalist, ...]:
     """Return the finalists with their results, fastest first; those that are ``left`` were measured to the end."""
-    measured = {name: Measurement.of(rows, BASELINE, name) for name in configs}
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
-    finalists = {
-        name: Finalist(
-            config, expected[name], _with_metrics(measured[name]), measured[name].interval(confidence=confidence)[0]
-        )
-        for name, config in configs.items()
-    }
-    stayed = [name for name in configs if name in left]
+    finalists = {}
+    for name, config in configs.items():
+        measured = Measurement.of(rows, BASELINE, name)
+        low, _ = measured.interval(confidence=confidence)
+        finalists[name] = Finalist(config, expected[config], _with_metrics(measured), low, stayed=name in left)
+    stayed = [name for name, finalist in finalists.items() if finalist.stayed]
     fastest = max(stayed, key=lambda name: (finalists[name].eligible, finalists[name].held_out["speedup"]), default=BASELINE)
     judged = [
-        replace(finalist, stayed=name in left, ties=name in left and (name == fastest or _ties(rows, fastest, name)))
+        replace(finalist, ties=finalist.stayed and (name == fastest or _ties(rows, fastest, name)))
         for name, finalist in finalists.items()
     ]
     return tuple(sorted(judged, key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"])))
@@ -277,12 +269,9 @@ def _is_settled(rows: Sequence[Row], left: Collection[str], indifference: float 
 
 def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:
     """Return how many configurations can be measured on enough prompts, at the speed of the search; one at least."""
-    prompts = max((len(entry.seconds) for entry in entries), default=0)
-    if not prompts or seconds == math.inf:
-        return len(entries)
     spent, count = 0.0, 0
     for entry in entries:
-        each = list(entry.seconds.values()) or [(0.0, 0.0, 1)]  # trained after the trials, so no trial has measured
+        each = list(entry.seconds.values()) or [(0.0, 0.0, 1)]  # no trial has decoded anything with it
         own, plain = (sum(times[i] / times[2] for times in each) / len(each) for i in (0, 1))
         spent += own + (0.0 if count else plain)
         if count and _OTHER_WORK * spent * _ENOUGH_PROMPTS > seconds:

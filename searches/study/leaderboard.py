@@ -31,16 +31,15 @@ class LeaderboardEntry:
     """All measurements of one configuration.
 
     Args:
-    config: the configuration.
-    complete: number of trials that measured it to the end.
-    lossless: whether all of them kept the output.
-    first: number of the first trial with this configuration.
-    last: number of the last trial with it, measured or not.
-    seconds: by prompt, sums over the replicates: of decoding, and of plain decoding at the speed of the same pairs; and the
-        number of replicates.
-    failures: number of trials that the engine could not run.
-    predicted: the prediction of its speedup by a complete trial; None without one.
-    latest: the latest complete trial with a measurement; None without one.
+        complete: number of trials that measured it to the end.
+        lossless: whether all of them kept the output.
+        first: number of the first trial with this configuration.
+        last: number of the last trial with it, measured or not.
+        seconds: by prompt, sums over the replicates: of decoding, and of plain decoding at the speed of the same pairs; and
+            the number of replicates.
+        failures: number of trials that the engine could not run.
+        predicted: the prediction of its speedup by a complete trial, if any.
+        latest: the latest complete trial with a measurement, if any.
     """
 
     config: SpeculativeConfig
@@ -63,6 +62,11 @@ class LeaderboardEntry:
         pooled = [seconds for prompt, seconds in self.seconds.items() if prompt in prompts]
         own, plain = (sum(seconds[i] / seconds[2] for seconds in pooled) for i in (0, 1))
         return plain / own if own else 1.0
+
+    def over(self, other: LeaderboardEntry) -> float:
+        """Return the speedup over another configuration, on the prompts that both decoded."""
+        common = self.seconds.keys() & other.seconds.keys()
+        return self.speedup_on(common) / other.speedup_on(common)
 
     def add(self, table: Mapping[str, list[Any]]) -> None:
         """Pool the rows of a measurement, as :meth:`layerskip.Measurement.table` returns them."""
@@ -181,15 +185,16 @@ def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
     more is the first that the study tried with the leader's drafters, because the prompts did not select it.
     """
     ranked = ranking(study)
+    near = [entry.over(ranked[0]) >= 1 - _NEAR for entry in ranked]
     sets = [drafters(entry.config) for entry in ranked]
     is_best = [sets.index(own) == place for place, own in enumerate(sets)]
-    wanted = [place for place, entry in enumerate(ranked) if is_best[place] and _is_near(entry, ranked[0])]
+    wanted = [place for place in range(len(ranked)) if is_best[place] and near[place]]
     wanted += [place for place in range(len(ranked)) if place not in wanted]
     chosen = [ranked[place] for place in sorted(wanted[:count])]
-    alike = (entry for entry, own in zip(ranked, sets, strict=True) if own == sets[0])
-    default = min(alike, key=lambda entry: entry.first, default=None)
-    if default is not None and default not in chosen and _is_near(default, ranked[0]):
-        chosen.append(default)
+    alike = [place for place, own in enumerate(sets) if own == sets[0]]
+    default = min(alike, key=lambda place: ranked[place].first, default=0)
+    if alike and near[default] and ranked[default] not in chosen:
+        chosen.append(ranked[default])
     return chosen
 
 
@@ -198,20 +203,10 @@ def drafters(config: SpeculativeConfig) -> tuple[str, ...]:
     return config.method, *(member.method for member in config.members)
 
 
-def _is_near(entry: LeaderboardEntry, leader: LeaderboardEntry) -> bool:
-    own, best = _on_common_prompts(entry, leader)
-    return own >= (1 - _NEAR) * best
-
-
 def _compare(one: LeaderboardEntry, other: LeaderboardEntry) -> int:
-    """Return 1, 0 or -1 as the first entry is faster, equal or slower on the prompts that both decoded."""
-    own, others = _on_common_prompts(one, other)
-    return (own > others) - (own < others)
-
-
-def _on_common_prompts(*entries: LeaderboardEntry) -> list[float]:
-    common = set.intersection(*(set(entry.seconds) for entry in entries))
-    return [entry.speedup_on(common) for entry in entries]
+    """Return 1, 0 or -1 as the first entry is faster, equal or slower."""
+    speedup = one.over(other)
+    return (speedup > 1) - (speedup < 1)
 
 
 def trial_line(trial: FrozenTrial) -> str:

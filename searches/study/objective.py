@@ -90,10 +90,9 @@ class Objective:
     ``bounds`` bounds suggestions, so that those that cannot win are pruned; None decodes all.
 
     Attributes:
-    first: the prompts that every trial decodes.
-    further: those that only trials which are level with the leader decode.
-    warmup: prompts that drafters which learn decode before, unmeasured.
-    compared: rows of configurations that were measured together, in place of the measurement of their first trial.
+        first, further: the prompts that every trial decodes, and those of trials that are level with the leader.
+        warmup: prompts that drafters which learn decode before, unmeasured.
+        compared: rows of configurations that were measured together, in place of the measurement of their first trial.
     """
 
     def __init__(
@@ -134,22 +133,20 @@ class Objective:
         board = leaderboard(trial.study)
         known = board.entries.get(config, LeaderboardEntry(config))
         race = _Race(self, trial, config, board)
-        reason = self._known_outcome(trial, known, board)
-        if reason is None:
-            reason = self._measure(race)
+        reason = self._known_outcome(trial, known, board) or self._measure(race)
         measurement = Measurement.of(race.rows, BASELINE, CANDIDATE)
-        if reason is None:
+        if not reason:
             check_output(measurement.baseline)
         table = measurement.table()
-        self._record(trial, config, measurement, table, reason, time.monotonic() - start)
-        if reason not in (None, _KNOWN):
+        self._record(race, measurement, table, reason, time.monotonic() - start)
+        if reason not in ("", _KNOWN):
             raise optuna.TrialPruned(reason)
         pooled = LeaderboardEntry(config, seconds=dict(known.seconds))
         pooled.add(table)
         return pooled.speedup_on(self._first_ids)
 
-    def _known_outcome(self, trial: optuna.Trial, known: LeaderboardEntry, board: Leaderboard) -> str | None:
-        """Return why a configuration is not measured: it failed, was measured often enough, or cannot win."""
+    def _known_outcome(self, trial: optuna.Trial, known: LeaderboardEntry, board: Leaderboard) -> str:
+        """Return why a configuration is not measured: it failed, was measured often enough, or cannot win; else nothing."""
         if known.failures >= _REPLICATES:
             return f"{ENGINE_FAILED} {_REPLICATES} times before"
         leads = board.leader is not None and board.leader.config == known.config  # which is measured again and again
@@ -158,20 +155,16 @@ class Objective:
             return _KNOWN
         bounds = self.bounds
         if bounds is None or known.seconds:
-            return None
+            return ""
         bound = within_memory(lambda: bounds.estimate(trial.study, known.config))
         if bound is None:
-            return None
+            return ""
         if bound.predicted is not None:
             trial.set_user_attr(PREDICTED, bound.predicted)
-        return bound.reason() if bound.cannot_win else None
+        return bound.reason() if bound.cannot_win else ""
 
-    def _measure(self, race: _Race) -> str | None:
-        """Measure a trial; return the reason why it ended early, or None if it was measured to the end.
-
-        Raises:
-            BackendError: the engine has run no trial so far.
-        """
+    def _measure(self, race: _Race) -> str:
+        """Measure a trial; return the reason why it ended early, or nothing if it was measured to the end."""
         trial, begun = race.trial, time.monotonic()
         if (compared := self.compared.pop(race.config, None)) is not None:  # measured, and timed, with others
             race.rows += compared
@@ -179,7 +172,7 @@ class Objective:
                 trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
             if metrics := sample_metrics([row[CANDIDATE] for row in compared]):
                 trial.set_user_attr(METRICS, metrics)
-            return None
+            return ""
         try:
             reason = race.run()
         except BackendError as error:
@@ -199,18 +192,11 @@ class Objective:
         return reason
 
     @defer_interrupt()
-    def _record(
-        self,
-        trial: optuna.Trial,
-        config: SpeculativeConfig,
-        measurement: Measurement,
-        table: dict[str, list[Any]],
-        reason: str | None,
-        seconds: float,
-    ) -> None:
+    def _record(self, race: _Race, measurement: Measurement, table: dict[str, Any], reason: str, seconds: float) -> None:
         """Store a trial's results; raise :class:`OutputChanged` if a float32 output differs from the baseline's."""
+        trial, config = race.trial, race.config
         trial.set_user_attr("seconds", seconds)
-        if reason is not None:
+        if reason:
             trial.set_user_attr("reason", reason)
         changed = False
         if measurement.candidate:
@@ -221,8 +207,7 @@ class Objective:
             if changed and self.bench.exact:
                 raise OutputChanged(f"trial {trial.number} changed a float32 output: {measurement.lossless}")
         # Last, because a constraint cannot be overwritten.
-        failed = reason is not None and reason.startswith((OUT_OF_MEMORY, ENGINE_FAILED))
-        trial.set_constraint("out_of_memory", float(failed))
+        trial.set_constraint("out_of_memory", float(reason.startswith((OUT_OF_MEMORY, ENGINE_FAILED))))
         trial.set_constraint("output_changed", float(changed))
 
 
@@ -240,11 +225,8 @@ class _Race:
         # No two trials share a seed, else replicates would repeat the same draws.
         self._seed = objective.seed + _SEED_STEP * (trial.number + 1)
 
-    def run(self) -> str | None:
-        """Measure a few prompts first, and more of them if the trial is level with the leader.
-
-        Returns the reason for stopping early, or None for a trial that was measured to the end.
-        """
+    def run(self) -> str:
+        """Measure a few prompts first, and more of them if the trial is level with the leader; return why it ended early."""
         objective = self._objective
         more = objective.further if self.config.method != "none" else ()  # every other trial measures plain decoding, too
         items, few, repeats = (*objective.first.items, *more), len(objective.first.items), objective.settings.repeats
@@ -268,7 +250,7 @@ class _Race:
                     break
             elif slower and self._is_slower():
                 return "slower than the best so far"
-        return None
+        return ""
 
     def _compare(self, prompts: PromptSet, repeats: int, seed: int, before: PromptSet) -> Iterator[Row]:
         return self._objective.bench.compare({CANDIDATE: self.config}, prompts, repeats, seed, (), before)

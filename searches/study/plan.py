@@ -85,20 +85,8 @@ class Plan:
         for method, field, names in _given_paths(config):
             for name in names if field == "datastore" else ():
                 refuse_answers(f"space.ranges.{method}.{field}", str(name), target, prompts)
-        return cls(
-            settings=settings,
-            measuring=measuring,
-            scanning=scanning,
-            sampling=sampling,
-            target=target,
-            backend=backend,
-            workload=workload,
-            prompts=prompts,
-            space=space,
-            seed=config.seed,
-            outputs=Path(config.outputs),
-            engines=engines,
-        )
+        parts = settings, measuring, scanning, sampling, target, backend, workload, prompts, space
+        return cls(*parts, seed=config.seed, outputs=Path(config.outputs), engines=engines)
 
 
 def check_prompts(prompts: PromptSet, target: Target, max_new_tokens: int) -> None:
@@ -188,7 +176,7 @@ def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
 def describe(config: DictConfig, target: Target, prompts: PromptSet, backend: Backend | None = None) -> dict[str, Any]:
     """Return everything that changes the measurements of a trial, flat and with plain values.
 
-    ``prompts`` are all prompts of the study. Without a back end, this library's decoder is described.
+    Without a back end, this library's decoder is described.
     """
     engine = None if isinstance(backend, LayerskipBackend) else backend
     parts = {k: v for k, v in _plain(config).items() if k not in _WITHOUT_EFFECT}
@@ -214,15 +202,12 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, backend: Ba
 
 
 def _path_digest(method: str, field: str, name: str, target: Target, loads: bool) -> str:
-    """Return the digest of what a field names, such as the weights of a head.
-
-    ``loads`` tells whether this program loads draft models, rather than an engine.
-    """
+    """Return the digest of what a field names; ``loads`` tells whether this program loads draft models, not an engine."""
     if field == "datastore":
         return str(Datastore.load(name, target).about["digest"])
-    return (
-        load_draft(target, name, method == "draft_model").digest if field == "draft_model" and loads else _head_digest(name)
-    )
+    if field == "draft_model" and loads:
+        return load_draft(target, name, method == "draft_model").digest
+    return _head_digest(name)
 
 
 def _head_digest(folder: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import sqlite3
@@ -130,10 +129,10 @@ def device_type(target: Target) -> str:
 def joined(
     name: str, folder: Path, worker: int | None, device: str, database: BaseStorage | None
 ) -> Iterator[tuple[BaseStorage, Workers]]:
-    """Open the storage of a study, and join its workers if it may have others.
+    """Open the storage of a study, which is in its folder unless there is a ``database``, and join its workers.
 
-    Others may work on a study with a storage of its own, with a numbered ``worker``, or with workers before. Any other study
-    is locked. ``database`` is None if the storage is in the study's folder.
+    Others may work on a study with a database of its own, with a numbered ``worker``, or with workers before. Any other
+    study is locked, for a process alone.
 
     Raises:
         InputError: another process works on the study alone, or the study measures on another type of device.
@@ -170,8 +169,7 @@ def share_finals(pool: Workers, trials: Sequence[FrozenTrial], measure: Callable
 
     def work() -> dict[str, Any]:
         finals = measure(partial(pool.check, name))
-        fields = {field.name: getattr(finals, field.name) for field in dataclasses.fields(finals)}
-        return fields | {"finalists": [vars(row) | {"config": row.config.to_dict()} for row in finals.finalists]}
+        return vars(finals) | {"finalists": [vars(row) | {"config": row.config.to_dict()} for row in finals.finalists]}
 
     fields = pool.share(name, work)
     rows = (row | {"config": SpeculativeConfig.from_dict(row["config"])} for row in fields["finalists"])

@@ -14,7 +14,7 @@ import statistics
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,11 +30,10 @@ from searches.app.checks import InputError, check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.connections import RetryingStorage
 from searches.space.search_space import SearchSpace
-from searches.study.budget import TimeLedger
 from searches.study.leaderboard import FINISHED, leaderboard
 from searches.study.objective import MEASURING_SECONDS, Objective
 from searches.tracking.names import RETRY_OF
-from searches.workers.pool import ALONE, WorkerPool, Workers
+from searches.workers.pool import ALONE, Workers
 
 OVERHEAD_SECONDS = "between_seconds"
 """User attribute of a trial: seconds of Optuna, MLflow and Hydra since the end of the trial before."""
@@ -43,8 +42,8 @@ STUDY_ID = "id"
 """User attribute: the identifier of a study, which differs from that of another study of the same name."""
 DUPLICATE_OF = "duplicate_of"
 """User attribute of a failed trial: the number of the running trial that measured the same configuration."""
-PREPARATION_SECONDS = "preparation_seconds"
-"""User attribute of a study: the seconds of profiling, scans and texts."""
+_LOST = "lost"
+"""User attribute of a trial: how often in a row the worker was lost that tried its choices before."""
 _LOSSES = 4  # in a row, after which choices are not queued again: they may need more memory than the machine has
 _REMEASURE = 8  # trials after which the leader is measured again
 _MIN_TRIALS = 2  # however little time is left: the first may be plain decoding
@@ -130,29 +129,6 @@ def with_stored_methods(space: SearchSpace, study: optuna.Study) -> SearchSpace:
     return space
 
 
-@contextlib.contextmanager
-def counting_preparation(study: optuna.Study, ledger: TimeLedger, pool: Workers = ALONE) -> Iterator[None]:
-    """Add the seconds of a block outside trials to the search's, even if the block is interrupted.
-
-    The seconds of shared artifacts, which the ledger counts, are left out, and those of waiting for other workers. Each
-    worker adds up its own.
-    """
-    name = PREPARATION_SECONDS if not isinstance(pool, WorkerPool) else f"{PREPARATION_SECONDS}:{pool.name}"
-    start, before, waited = time.monotonic(), ledger.seconds_here, pool.waited_seconds
-    try:
-        yield
-    finally:
-        with defer_interrupt():
-            earlier = study.user_attrs.get(name, 0.0)
-            others = ledger.seconds_here - before + pool.waited_seconds - waited
-            study.set_user_attr(name, earlier + max(0.0, time.monotonic() - start - others))
-
-
-def preparation_seconds(study: optuna.Study) -> float:
-    """Return the seconds outside trials, of all workers together."""
-    return sum(float(value) for name, value in study.user_attrs.items() if name.startswith(PREPARATION_SECONDS))
-
-
 def finished(study: optuna.Study) -> list[FrozenTrial]:
     """Return the trials that were completed or pruned."""
     return study.get_trials(deepcopy=False, states=FINISHED)
@@ -162,7 +138,7 @@ def run_trials(
     study: optuna.Study,
     objective: Objective,
     settings: StudySettings,
-    on_trial: Callable[[FrozenTrial], None],
+    on_trial: Callable[[FrozenTrial], None] = lambda trial: None,
     starts: Sequence[SpeculativeConfig] = (),
     pool: Workers = ALONE,
     seconds_left: Callable[[], float] = lambda: math.inf,
@@ -170,14 +146,10 @@ def run_trials(
     """Run trials until the study has enough finished ones; an interrupted one is marked as failed, and repeated later.
 
     Args:
-    study: with its sampler and pruner.
-    objective: measures a trial.
-    settings: the number of trials.
-    on_trial: called after each finished trial.
-    starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
-        that measurements of the leader come in between.
-    pool: the workers of the study.
-    seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
+        on_trial: called after each finished trial.
+        starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
+            that measurements of the leader come in between.
+        seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
     """
     ended = time.monotonic()
     remaining, duplicates = iter(starts), 0
@@ -232,10 +204,9 @@ def run_trials(
             on_trial(done)
         return True
 
-    while _has_time(study, seconds_left()):
-        if not run():
-            break
-    else:
+    while (has_time := _has_time(study, seconds_left())) and run():
+        pass
+    if not has_time:
         with pool.claim(_TURN):
             pool.close()
 
@@ -313,11 +284,13 @@ def repair(study: optuna.Study, pool: Workers, trials: Sequence[FrozenTrial]) ->
         if trial.state == TrialState.FAIL and trial.number not in again and DUPLICATE_OF not in trial.user_attrs:
             # A trial that was killed while it was sampled has only its enqueued parameters.
             choices = trial.params if "config" in trial.user_attrs else trial.system_attrs.get("fixed_params")
-            if choices and _losses(trials, trial) >= _LOSSES:
+            is_interrupted = "seconds" in trial.user_attrs  # its worker was not lost
+            lost = 0 if is_interrupted else 1 + trial.user_attrs.get(_LOST, 0)
+            if choices and lost >= _LOSSES:
                 line = f"trial {trial.number}: not repeated, as its worker was lost {_LOSSES} times in a row"
                 pool.share(f"given up {trial.number}", partial(print, line, flush=True))
             elif choices:
-                pool.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices))
+                pool.share(f"retry {trial.number}", partial(_retry, study, trial.number, choices, lost))
                 found = True
     return found
 
@@ -329,21 +302,10 @@ def fail_orphans(study: optuna.Study, orphans: Sequence[FrozenTrial]) -> bool:
     return bool(orphans)
 
 
-def _losses(trials: Sequence[FrozenTrial], last: FrozenTrial) -> int:
-    """Return how often in a row the worker was lost that tried the choices of a failed trial; an interruption is no loss."""
-    count, trial = 0, last
-    while "seconds" not in trial.user_attrs:
-        count += 1
-        if RETRY_OF not in trial.user_attrs:
-            break
-        trial = trials[trial.user_attrs[RETRY_OF]]
-    return count
-
-
-def _retry(study: optuna.Study, number: int, choices: dict[str, Any]) -> None:
+def _retry(study: optuna.Study, number: int, choices: dict[str, Any], lost: int) -> None:
     """Queue the choices of a failed trial, unless a worker that was killed then did it."""
     if all(trial.user_attrs.get(RETRY_OF) != number for trial in study.get_trials(deepcopy=False)):
-        study.enqueue_trial(choices, user_attrs={RETRY_OF: number})
+        study.enqueue_trial(choices, user_attrs={RETRY_OF: number, _LOST: lost})
 
 
 @defer_interrupt()

@@ -63,11 +63,9 @@ def places(workers: int | str, device: str) -> list[Place]:
 
 
 def supervise(config: DictConfig) -> None:
-    """Start the workers of a study and wait for their end.
+    """Start the workers of a study and wait for their end, also after a signal.
 
-    Raises:
-        KeyboardInterrupt: a signal. All workers have ended, and their trials are queued again.
-        SystemExit: no worker has finished the study; with the exit code of the first that failed.
+    If none has finished the study, a ``SystemExit`` has the exit code of the first that failed.
     """
     settings: StudySettings = instantiate(config.study)
     assert settings.workers is not None
@@ -107,8 +105,7 @@ class LocalWorkers:
     def stop(self, number: int = signal.SIGINT) -> None:
         """Send all workers the signal that interrupts them, and wait for their end; a further Ctrl-C kills them."""
         for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(number)
+            process.send_signal(number)
         try:
             for process in self._processes:
                 process.wait()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,15 @@ from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
 from searches.engines.race import RACE_FILE, Race, race
+from searches.predict.mask_search import SearchControl
 from searches.predict.preparation import Preparation
-from searches.predict.proposals import Limits, propose_all
+from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
 from searches.progress import Progress, say
 from searches.space.search_space import SearchSpace
 from searches.study import machine
 from searches.study.bench import ModelBench
-from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget, TimeLedger
+from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget
 from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, RunControl, measure_finals
 from searches.study.leaderboard import leader_line, ranking, trial_line
@@ -51,7 +51,6 @@ from searches.study.storage import composed, connect, device_type, is_exported, 
 from searches.study.study import (
     STUDY_ID,
     StudySettings,
-    counting_preparation,
     finished,
     open_study,
     requeue_unfinished,
@@ -81,13 +80,6 @@ class Reports:
 
 def search(config: DictConfig, reports: Reports) -> Finals:
     """Run a composed study to its end and return the verdict; ``conf/layerskip.yaml`` is the configuration.
-
-    1. Open the study, the MLflow run and the study's folder.
-    2. Compare the drafters that need no preparation, and export the fastest provisionally.
-    3. Predict the speedups of many skip masks from scans, without decoding.
-    4. Run trials, each of which decodes some tune prompts with one configuration.
-    5. Measure the best configurations on held-out prompts.
-    6. Write the export and the report.
 
     Each stage ends at its share of ``study.max_seconds``. Ctrl-C prints a summary of the finished trials, and the same
     configuration continues.
@@ -131,45 +123,43 @@ def _opened_sweep(config: DictConfig, progress: Progress, reports: Reports) -> I
             say(machine.describe(plan.target, str(config.target.get("dtype", "auto"))))
             if plan.target.device.type == "cpu" and (busy := machine.busy_line()) is not None:
                 say(busy)
-            described = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
-            described |= {MLFLOW_SOURCE_NAME: "python -m searches.layerskip", MLFLOW_SOURCE_TYPE: "LOCAL"}
-            if described["git_commit"] is not None:
-                described[MLFLOW_GIT_COMMIT] = described["git_commit"]
-            texts = {"config.yaml": composed(config)}
-            tracker.open_study(name, str(study.user_attrs[STUDY_ID]), settings, described, prompts=plan.prompts, texts=texts)
+            tags = environment(plan.target) | {"prompts_digest": plan.prompts.digest, "backend": plan.backend.name}
+            tags |= {MLFLOW_SOURCE_NAME: "python -m searches.layerskip", MLFLOW_SOURCE_TYPE: "LOCAL"}
+            if tags["git_commit"] is not None:
+                tags[MLFLOW_GIT_COMMIT] = tags["git_commit"]
+            identity, texts = str(study.user_attrs[STUDY_ID]), {"config.yaml": composed(config)}
+            tracker.open_study(name, identity, settings, tags, prompts=plan.prompts, texts=texts)
             budget = Budget(study, plan.settings.max_seconds, progress.started, pool.leads())
             budget.save()  # for workers that open it from now on
+            progress.started = budget.started
         # A resumed sampler must not repeat its earlier draws, nor those of other workers.
         study.sampler = instantiate_part(config, "sampler", seed=config.seed + len(study.trials) + pool.seed)
-        plan = dataclasses.replace(plan, space=with_stored_methods(plan.space, study))
+        plan = replace(plan, space=with_stored_methods(plan.space, study))
         with tracker.closing(pool.leave, pool.name), closing(plan.backend):
             yield Sweep(plan, study, tracker, folder, pool, progress, budget, reports)
 
 
+@dataclass(eq=False)
 class Sweep:
     """The steps of one study, which is open."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        study: optuna.Study,
-        tracker: Tracker,
-        folder: Path,
-        pool: Workers,
-        progress: Progress,
-        budget: Budget,
-        reports: Reports,
-    ) -> None:
-        self.plan, self.study, self.tracker, self.folder, self.pool = plan, study, tracker, folder, pool
-        self.budget, self.progress = budget, progress
-        progress.started = budget.started
+    plan: Plan
+    study: optuna.Study
+    tracker: Tracker
+    folder: Path
+    pool: Workers
+    progress: Progress
+    budget: Budget
+    reports: Reports
+
+    def __post_init__(self) -> None:
+        plan, study, folder = self.plan, self.study, self.folder
         self.tune, held_out = plan.prompts.split()
         self.held_out = held_out.take(plan.measuring.held_out_prompts)
         self.first_prompt = plan.seed * (plan.measuring.prompts or 0)  # another seed searches on other tune prompts
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
-        self.view = reports.view(study, folder, plan.settings.n_trials, pool)
-        self.publisher = reports.publisher(plan, study, tracker, folder)
-        self.ledger = TimeLedger(study)
+        self.view = self.reports.view(study, folder, plan.settings.n_trials, self.pool)
+        self.publisher = self.reports.publisher(plan, study, self.tracker, folder)
 
     def compare_arms(self) -> None:
         """Compare the drafters that need no preparation, whose trials are the study's first."""
@@ -184,14 +174,15 @@ class Sweep:
                 f"{MIN_RESAMPLED} are the least"
             )
         self._begin(OPENING)
-        with counting_preparation(study, self.ledger, self.pool):
+        with self.budget.preparing(self.pool):
             self.space = self._space_with_costs() if "cascade" in plan.space.available_methods else plan.space
             self.arms = cheap_arms(self.space)[: plan.settings.n_trials]
             objective = self._objective(None)
             if len(self.arms) > len(finished(study)):
                 objective.compared = self._compared(objective)
-        self._run_trials(objective, len(self.arms), self.arms)
-        if self.pool.leads() and not self.arms:
+        if self.arms:
+            self._run_trials(objective, len(self.arms), self.arms)
+        elif self.pool.leads():
             self._export_leader()  # no drafting
 
     def _compared(self, objective: Objective) -> dict[SpeculativeConfig, list[Row]]:
@@ -209,7 +200,7 @@ class Sweep:
         """Scan masks, if layer skipping is searched; return their predictor and the configurations to try first."""
         self._begin(PREDICTIONS)
         self.budget.begin(PREDICTIONS)
-        with counting_preparation(self.study, self.ledger, self.pool):
+        with self.budget.preparing(self.pool):
             predictor = self._prepare_predictor()
             proposed = self._propose(predictor)
             starts = [*self.arms, *starting_points(self.space, proposed, predictor is not None)]
@@ -222,8 +213,8 @@ class Sweep:
         self._begin(TRIALS)
         self.budget.begin(TRIALS)
         wanted = self.plan.settings.n_trials
-        bounds = None if predictor is None else BoundEstimator(predictor)
-        self._run_trials(self._objective(bounds), wanted, starts, partial(self.budget.left, TRIALS))
+        objective = self._objective(None if predictor is None else BoundEstimator(predictor))
+        self._run_trials(objective, wanted, starts, partial(self.budget.left, TRIALS))
         if (done := len(finished(self.study))) < wanted:
             self.budget.leave_out(TRIALS, f"{done} of {wanted} ran in the budget")
 
@@ -239,7 +230,7 @@ class Sweep:
         seconds_left: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """Run trials until the study has a number of finished ones."""
-        study, settings = self.study, dataclasses.replace(self.plan.settings, n_trials=max(1, wanted))
+        study, settings = self.study, replace(self.plan.settings, n_trials=wanted)
         with self.progress.counting(wanted, "trials", len(finished(study))) as count:
 
             def on_trial(trial: optuna.trial.FrozenTrial) -> None:
@@ -251,8 +242,7 @@ class Sweep:
                 self.progress.step(trial_line(trial))
                 self.budget.save()
 
-            if wanted:
-                run_trials(study, objective, settings, on_trial, starts, self.pool, seconds_left)
+            run_trials(study, objective, settings, on_trial, starts, self.pool, seconds_left)
 
     def _export_leader(self) -> None:
         """Export the leader provisionally, and name it in the progress."""
@@ -341,7 +331,7 @@ class Sweep:
             return None
         prompts = self.tune.take(plan.scanning.prompts, self.first_prompt)
         is_over = partial(self.budget.is_over, PREDICTIONS)
-        preparation = Preparation(plan.target, plan.sampling, plan.outputs, self.ledger.use, self.pool, is_over)
+        preparation = Preparation(plan.target, plan.sampling, plan.outputs, self.budget.use, self.pool, is_over)
         new_tokens = plan.measuring.max_new_tokens
         predictor = preparation.predictor(prompts, new_tokens, plan.space, plan.scanning, self.folder, plan.seed)
         if predictor is None:
@@ -354,13 +344,11 @@ class Sweep:
             return []
         plan, settings = self.plan, self.plan.scanning.proposals
         leaders = ranking(self.study)[:1]
-        limits = Limits(
-            partial(self.budget.is_over, PREDICTIONS),
-            max(1.0, leaders[0].speedup) if leaders else 0.0,
-            partial(self.budget.leave_out, PREDICTIONS),
-        )
+        to_beat = max(1.0, leaders[0].speedup) if leaders else 0.0
+        is_over, leave_out = partial(self.budget.is_over, PREDICTIONS), partial(self.budget.leave_out, PREDICTIONS)
         with self.progress.counting(settings.budget(plan.space), "masks") as count:
-            return propose_all(predictor, plan.space, settings, self.view.after(count), limits)
+            control = SearchControl(is_over, to_beat, leave_out, on_mask=self.view.after(count))
+            return propose_all(predictor, plan.space, settings, control)
 
     def _space_with_costs(self) -> SearchSpace:
         """Return the space with the costs of verification and drafting, by which cascades choose."""
@@ -372,4 +360,4 @@ class Sweep:
         with claim():
             costs = verify_cost(study, timer.verify_costs)
             drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
-        return dataclasses.replace(plan.space, verify_cost=costs, draft_cost=drafting)
+        return replace(plan.space, verify_cost=costs, draft_cost=drafting)

@@ -8,6 +8,7 @@ same thing the lowest is first, and of two processes that finish a row one is re
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,6 +29,11 @@ class Row(NamedTuple):
     number: int
     state: TrialState
     user_attrs: dict[str, Any]
+
+    @property
+    def is_published(self) -> bool:
+        """True if the row holds a published value."""
+        return self.state == TrialState.COMPLETE and VALUE in self.user_attrs
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,12 @@ def has_board(storage: BaseStorage, name: str) -> bool:
 class Board:
     """Rows of one study, which are the trials of a study of this name with ``-workers`` behind it.
 
-    A row is ``RUNNING`` until it is finished as ``COMPLETE`` or ``FAIL``.
+    A row is ``RUNNING`` until it is finished as ``COMPLETE`` or ``FAIL``. Of a finished one, nothing changes any more.
     """
 
     def __init__(self, storage: BaseStorage, name: str) -> None:
         self._storage = storage
-        optuna.create_study(study_name=name + _SUFFIX, storage=storage, load_if_exists=True)
-        self._study = storage.get_study_id_from_name(name + _SUFFIX)
+        self._study = optuna.create_study(study_name=name + _SUFFIX, storage=storage, load_if_exists=True)._study_id
 
     def add(self, **attributes: Any) -> int:
         """Add a running row and return its number, which is higher than those of all rows before."""
@@ -69,30 +74,15 @@ class Board:
         return [Row(trial._trial_id, trial.state, trial.user_attrs) for trial in trials]
 
     def set(self, number: int, name: str, value: Any) -> None:
-        """Set an attribute of a row; raise UpdateFinishedTrialError if the row is finished."""
-        self._storage.set_trial_user_attr(number, name, value)
+        """Set an attribute of an unfinished row."""
+        with contextlib.suppress(UpdateFinishedTrialError):
+            self._storage.set_trial_user_attr(number, name, value)
 
-    def finish(self, number: int, state: TrialState) -> bool:
-        """Finish a row; return False if it was finished before."""
-        try:
+    def finish(self, number: int, state: TrialState) -> None:
+        """Finish an unfinished row."""
+        with contextlib.suppress(UpdateFinishedTrialError):
             # A value, because programs that show studies expect one of a complete trial.
             self._storage.set_trial_state_values(number, state, [0.0] if state == TrialState.COMPLETE else None)
-        except UpdateFinishedTrialError:
-            return False
-        return True
-
-    def publish(self, number: int, value: Any) -> bool:
-        """Complete a row with a plain value; return False if it was finished before."""
-        try:
-            self.set(number, VALUE, value)
-        except UpdateFinishedTrialError:
-            return False
-        return self.finish(number, TrialState.COMPLETE)
-
-
-def published(row: Row) -> bool:
-    """Return whether a row holds a published value."""
-    return row.state == TrialState.COMPLETE and VALUE in row.user_attrs
 
 
 def of_kind(rows: Sequence[Row], kind: str, name: str | None = None) -> list[Row]:

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from searches.app.interrupt import defer_interrupt
 from searches.connections import RetryingStorage, is_unreachable
 from searches.tracking.names import DEVICE, WORKER
-from searches.workers.board import VALUE, Board, Row, Snapshot, of_kind, published
+from searches.workers.board import VALUE, Board, Snapshot, of_kind
 
 BEAT_SECONDS = 10.0
 PATIENCE = 6  # beats of the observer
@@ -39,22 +38,18 @@ class LeaseLost(Exception):
 
 
 class Workers:
-    """What the workers of a study agree on, here for a process that works on it alone; a context."""
+    """What the workers of a study agree on, here for a process that works on it alone.
+
+    Attributes:
+        name: that of the worker; None if it works alone.
+        seed: a number for the sampler, which differs from those of the other workers.
+        waited_seconds: seconds of waiting for other workers.
+    """
 
     alone = True
+    name: str | None = None
     seed = 0
     waited_seconds = 0.0
-
-    @property
-    def name(self) -> str | None:
-        """The name of the worker; None if it works alone."""
-        return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
 
     def leave(self) -> bool:
         """Leave the study, and return whether other workers may still be there; of all that leave, the last finds none."""
@@ -120,6 +115,7 @@ class WorkerPool(Workers):
     """
 
     alone = False
+    name: str
 
     def __init__(
         self,
@@ -135,12 +131,14 @@ class WorkerPool(Workers):
         self._thread = threading.Thread(target=self._beat_on, name="beats of a worker", daemon=True)
         self._beats = 0
         self._seen: dict[object, tuple[object, int]] = {}  # what was seen, and the own beat at which it was first seen so
-        self.waited_seconds = 0.0
 
     def __enter__(self) -> Self:
         self._join()
         self._thread.start()
         return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
     def leave(self) -> bool:
         self._ended.set()
@@ -153,16 +151,6 @@ class WorkerPool(Workers):
             if not is_unreachable(error):
                 raise
             return True
-
-    @property
-    def name(self) -> str:
-        """The name of the worker: that of its machine, and the number of its row."""
-        return f"{self._process['host']}/{self.worker}"
-
-    @property
-    def seed(self) -> int:  # type: ignore[override]
-        """A number that differs from those of the other workers, for the sampler."""
-        return _SEED_STEP * (self.worker % _SEED_STEP)
 
     def snapshot(self) -> Snapshot:
         """Return the rows and the workers that are alive; finish the rows of those that are dead or left.
@@ -188,59 +176,43 @@ class WorkerPool(Workers):
                 trial.set_user_attr(name, value)
 
     def orphans(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-        # A trial that no worker has signed was taken by one that died at once, or this moment. It counts after as many beats
-        # as a dead worker.
-        running = [trial for trial in trials if trial.state == TrialState.RUNNING]
+        running = super().orphans(trials)
         live = self.snapshot().live if running else frozenset()
-        found = []
-        for trial in running:
+
+        def is_orphan(trial: FrozenTrial) -> bool:
             if WORKER in trial.user_attrs:
-                is_orphan = int(trial.user_attrs[WORKER].rpartition("/")[2]) not in live
-            else:
-                _, first = self._seen.setdefault(("trial", trial.number), (None, self._beats))
-                is_orphan = self._beats - first >= self._patience
-            found += [trial] if is_orphan else []
-        return found
+                return int(trial.user_attrs[WORKER].rpartition("/")[2]) not in live
+            return self._stands_still(("trial", trial.number), None)  # taken by a worker that died at once, or this moment
+
+        return list(filter(is_orphan, running))
 
     @contextlib.contextmanager
     def claim(self, name: str) -> Iterator[None]:
-        row = None
-        while row is None:
-            row = self.board.add(kind="claim", name=name, worker=self.worker)
-            try:
-                self._wait_in_line(name, row)
-            except LeaseLost:
-                row = None
-            except BaseException:
-                self.board.finish(row, TrialState.FAIL)
-                raise
+        row = self._stand_in_line(name)
         try:
             yield
         finally:
             self.board.finish(row, TrialState.COMPLETE)
 
     def share(self, name: str, work: Callable[[], Any]) -> Any:
-        while True:
-            value = self._first_value(of_kind(self.snapshot().rows, "claim", name))
-            if value is not None:
-                return value[0]
-            row = self.board.add(kind="claim", name=name, worker=self.worker)
+        while not (values := self._published(name)):
+            row = self._stand_in_line(name)
             try:
-                value = self._wait_in_line(name, row)
-                if value is not None:
-                    return value[0]
-                self.board.publish(row, work())  # refused if this worker was presumed dead
+                if not self._published(name):
+                    self.board.set(row, VALUE, work())
+                    self.board.finish(row, TrialState.COMPLETE)
             except LeaseLost:
-                continue
+                pass  # another worker does it
             finally:
                 self.board.finish(row, TrialState.FAIL)
+        return values[0]
 
     def share_all(self, names: Iterable[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
         left = list[str]()
         for name in names:
             snapshot = self.snapshot()
             rows = of_kind(snapshot.rows, "claim", name)
-            if any(map(snapshot.is_held, rows)) and not any(map(published, rows)):
+            if any(map(snapshot.is_held, rows)) and not any(row.is_published for row in rows):
                 left.append(name)
             else:
                 yield name, self.share(name, partial(work, name))
@@ -260,27 +232,31 @@ class WorkerPool(Workers):
         snapshot = self.snapshot()
         return any(map(snapshot.is_held, of_kind(snapshot.rows, "closed")))
 
-    def _wait_in_line(self, name: str, row: int) -> tuple[Any] | None:
-        """Wait until a row is the first of its name, or lost; return the published value if there is one before."""
-        found: list[tuple[Any]] = []
+    def _stand_in_line(self, name: str) -> int:
+        """Wait until a row of this worker is the first of a name, or a value of the name is published; return the row."""
+        while True:
+            row = self.board.add(kind="claim", name=name, worker=self.worker)
+            try:
+                self.wait(partial(self._is_first, name, row))
+            except LeaseLost:
+                continue
+            except BaseException:
+                self.board.finish(row, TrialState.FAIL)
+                raise
+            return row
 
-        def is_first() -> bool:
-            snapshot = self.snapshot()
-            rows = of_kind(snapshot.rows, "claim", name)
-            if (value := self._first_value(rows)) is not None:
-                found.append(value)
-                return True
-            if not any(snapshot.is_held(mine) for mine in rows if mine.number == row):
-                self.stay()
-                raise LeaseLost(name)
-            return not any(snapshot.is_held(other) for other in rows if other.number < row)
+    def _is_first(self, name: str, row: int) -> bool:
+        snapshot = self.snapshot()
+        rows = of_kind(snapshot.rows, "claim", name)
+        if any(other.is_published for other in rows):
+            return True
+        if not any(snapshot.is_held(mine) for mine in rows if mine.number == row):
+            self.stay()
+            raise LeaseLost(name)
+        return not any(snapshot.is_held(other) for other in rows if other.number < row)
 
-        self.wait(is_first)
-        return found[0] if found else None
-
-    @staticmethod
-    def _first_value(rows: Iterable[Row]) -> tuple[Any] | None:
-        return next(((row.user_attrs[VALUE],) for row in rows if published(row)), None)
+    def _published(self, name: str) -> list[Any]:
+        return [row.user_attrs[VALUE] for row in of_kind(self.snapshot().rows, "claim", name) if row.is_published]
 
     def stay(self) -> Snapshot:
         """Join again if this worker was presumed dead; return what was seen before."""
@@ -291,7 +267,8 @@ class WorkerPool(Workers):
         return snapshot
 
     def _join(self) -> None:
-        self.worker = self.board.add(kind="worker", process=self._process, beat=0)
+        row = self.board.add(kind="worker", process=self._process, beat=0)
+        self.worker, self.name, self.seed = row, f"{self._process['host']}/{row}", _SEED_STEP * (row % _SEED_STEP)
         if isinstance(self._storage, RetryingStorage):
             self._storage.signature = self._signature()
 
@@ -305,17 +282,18 @@ class WorkerPool(Workers):
 
     def _beat(self) -> None:
         """Show that this worker is alive, and mark those as dead that have not shown it for a while."""
-        with contextlib.suppress(UpdateFinishedTrialError):
-            self.board.set(self.worker, "beat", self._beats)
+        self.board.set(self.worker, "beat", self._beats)
         self._beats += 1
         for row in of_kind(self.stay().rows, "worker"):
-            if row.state == TrialState.RUNNING and row.number != self.worker:
-                beat = row.user_attrs["beat"]
-                before, first = self._seen.get(row.number, (None, 0))
-                if before != beat:
-                    self._seen[row.number] = beat, self._beats
-                elif self._beats - first >= self._patience:
-                    self.board.finish(row.number, TrialState.FAIL)
+            is_other = row.state == TrialState.RUNNING and row.number != self.worker
+            if is_other and self._stands_still(row.number, row.user_attrs["beat"]):
+                self.board.finish(row.number, TrialState.FAIL)
+
+    def _stands_still(self, what: object, sign: object) -> bool:
+        """Return whether something has shown the same sign for as many own beats as a worker may miss."""
+        if what not in self._seen or self._seen[what][0] != sign:
+            self._seen[what] = sign, self._beats
+        return self._beats - self._seen[what][1] >= self._patience
 
 
 def this_process() -> dict[str, Any]:

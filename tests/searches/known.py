@@ -115,13 +115,9 @@ def _space(layers: int, configs: Sequence[SpeculativeConfig]) -> SearchSpace:
 
 
 def run_known(
-    bench: Known,
-    *configs: SpeculativeConfig,
-    trials: int | None = None,
-    pruner: BasePruner | None = None,
-    **more: Any,
+    bench: Known, *configs: SpeculativeConfig, trials: int | None = None, pruner: BasePruner | None = None, **more: Any
 ) -> optuna.Study:
     """Return a study that tried some configurations; ``more`` goes to :func:`objective_of`."""
     study, settings = new_study(*configs, pruner=pruner), StudySettings(n_trials=trials or len(configs))
-    run_trials(study, objective_of(bench, *configs, **more), settings, lambda trial: None)
+    run_trials(study, objective_of(bench, *configs, **more), settings)
     return study

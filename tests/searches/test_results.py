@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -68,10 +68,7 @@ def test_a_lock_is_free_until_it_is_held(name: str, tmp_path: Path) -> None:
 
 
 def _forbid_locks(number: int) -> None:
-    def fail(*_: object) -> NoReturn:
-        raise OSError(number, os.strerror(number))
-
-    fcntl.flock = fail
+    fcntl.flock = Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 def _be_killed_with_a_lock(path: Path, number: int) -> None:

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import layerskip
-from searches.results import exclusive
 from searches.study.leaderboard import FINISHED
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
@@ -105,10 +104,6 @@ def test_a_finished_study_is_not_run_again_and_more_trials_extend_it(
     )
     assert refused.returncode == 2
     assert "sampling.repetition_penalty" in refused.stderr
-    with exclusive(finished_study / "one" / "study.db"):  # as by another process
-        refused = launch("layerskip", *overrides, "study.n_trials=9", cwd=finished_study.parent)
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: study.name: another process is running the study")
 
 
 def test_a_study_killed_at_any_moment_is_finished_by_the_same_command(

@@ -87,7 +87,6 @@ def test_errors_of_the_predictor_are_small_and_correlated_for_similar_masks() ->
     predictions = predictor.predict(masks)
     errors = np.array([np.log(p.speedup / exact.speedup(p.config)) for p in predictions])
     assert 0.002 < np.abs(errors).mean() < 0.05
-    assert predictor.agreements(masks) == [p.agreement for p in predictions]
     pairs = list(itertools.combinations(range(len(masks)), 2))
     shared = [sum(np.logical_and(masks[a].mlp, masks[b].mlp)) for a, b in pairs]
     assert np.corrcoef(shared, [abs(errors[a] - errors[b]) for a, b in pairs])[0, 1] < -0.1

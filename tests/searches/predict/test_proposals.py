@@ -12,7 +12,7 @@ import pytest
 
 from layerskip import SkipMask, SpeculativeConfig
 from layerskip.costs.cost_model import CostProfile
-from searches.predict.mask_search import MaskSearch, Prediction, expected_speedup, run
+from searches.predict.mask_search import MaskSearch, Prediction, SearchControl, expected_speedup, run
 from searches.predict.proposals import ProposalSettings, propose
 from searches.space.search_space import SearchSpace
 
@@ -50,10 +50,7 @@ class Landscape:
         return expected_speedup(self, mask, self.agreement(mask), (1, 6))[0]
 
     def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
-        return [
-            Prediction(SpeculativeConfig("layer_skip", 2, mask=mask.format()), self.expected(mask), self.agreement(mask))
-            for mask in masks
-        ]
+        return [Prediction(SpeculativeConfig("layer_skip", 2, mask=mask.format()), self.expected(mask)) for mask in masks]
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
         return config.method == "layer_skip" and config.stop.method == "length"
@@ -139,11 +136,7 @@ def swapped() -> tuple[Landscape, SkipMask]:
 
 
 @pytest.mark.parametrize(
-    ("landscape", "part"),
-    [
-        (interacting, "MaskSearch._add_greedily"),
-        (swapped, "MaskSearch.neighbours"),
-    ],
+    ("landscape", "part"), [(interacting, "MaskSearch._add_greedily"), (swapped, "MaskSearch.neighbours")]
 )
 def test_every_kind_finds_a_mask_that_no_other_finds(
     landscape: Callable[[], tuple[Landscape, SkipMask]], part: str, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +155,7 @@ def test_knapsacks_are_optimal(seed: int) -> None:
     names = [f"{kind}:{i}" for kind in ("attention", "mlp") for i in range(5)]
     steps, saved = {name: source.randint(1, 40) for name in names}, {name: source.uniform(0.01, 0.1) for name in names}
     predictor = _landscape(5, lambda mask: 0.005 * sum(steps[part] for part in _parts(mask)), saved)
-    MaskSearch(predictor, _whole(5), 1 + len(names) + len(budgets), lambda: None).screen_structured()
+    MaskSearch(predictor, _whole(5), 1 + len(names) + len(budgets)).screen_structured()
     screened = {_parts(mask) for mask in predictor.screened}
     choices = [frozenset(some) for count in range(11) for some in itertools.combinations(names, count)]
     for budget in budgets:
@@ -195,7 +188,7 @@ def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
 def test_the_best_screened_mask_is_reported_at_once() -> None:
     predictor, calls = additive(0), list[tuple[int, str]]()
     on_best = lambda config: calls.append((len(predictor.screened), config.mask))  # noqa: E731
-    found = propose(predictor, SPACE, ProposalSettings(screened=150, scanned=8, enqueued=3), on_best=on_best)
+    found = propose(predictor, SPACE, ProposalSettings(screened=150, scanned=8, enqueued=3), SearchControl(on_best=on_best))
     assert calls[0] == (1, "")  # the empty mask is screened first, alone
     speedups = [predictor.expected(SkipMask.parse(mask, LAYERS)) for _, mask in calls]
     assert speedups == sorted(speedups)

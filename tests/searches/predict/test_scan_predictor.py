@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -91,25 +92,17 @@ def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path
     assert found[0].speedup == pytest.approx(tokens * predictor.profile.verify_seconds[0] / seconds)
 
 
-def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path) -> None:
     masks = [SkipMask.parse(text, tiny_target.layers) for text in ("mlp:0", "mlp:1", "layers:1")]
     predictor = _predictor(tiny_target, tmp_path)
     predicted, agreements = predictor.predict(masks[:2]), predictor.agreements(masks[:2])
     counts = tmp_path / "counts.jsonl"
     counts.write_bytes(counts.read_bytes() + b'["layers:1", {"agr')  # as a killed process may leave it
-
-    scanned: list[SkipMask] = []
-
-    def recorded(self: Scanner, masks: Sequence[SkipMask], *args: Any, **options: Any) -> list[Scan]:
-        scanned.extend(masks)
-        return scan(self, masks, *args, **options)
-
-    scan = Scanner.scan
-    monkeypatch.setattr(Scanner, "scan", recorded)
     again = _predictor(tiny_target, tmp_path)
-    assert again.predict(masks)[:2] == predicted
-    assert again.agreements(masks[:2]) == agreements
-    assert scanned == masks[2:]
+    with mock.patch.object(Scanner, "scan", autospec=True, side_effect=Scanner.scan) as scan:
+        assert again.predict(masks)[:2] == predicted
+        assert again.agreements(masks[:2]) == agreements
+    assert [call.args[1] for call in scan.call_args_list] == [masks[2:]]
 
 
 @pytest.mark.parametrize("maximum", [100, 4])
@@ -132,7 +125,7 @@ def test_passes_have_as_many_rows_as_memory_allows(
     output = capsys.readouterr().out
     assert "out of memory with 256 rows in a pass; trying 128" in output
     if maximum == 100:
-        assert predictor is not None and predictor.max_rows == 64
+        assert predictor is not None and predictor._scanner.max_rows == 64
         assert predictor.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
     else:
         assert predictor is None
@@ -154,13 +147,8 @@ def _continuation(length: int, new: int = 64) -> Continuation:
 def test_a_profile_is_measured_once_at_the_mean_context_of_all_tokens(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed: list[int] = []
-
-    def measured(target: Target, context: int, *_: Any, **options: Any) -> CostProfile:
-        timed.append(context)
-        return replace(_profile(3), context=context)
-
-    monkeypatch.setattr(preparation, "profile_costs", measured)
+    timed = mock.Mock(side_effect=lambda target, context, *_, **__: replace(_profile(3), context=context))
+    monkeypatch.setattr(preparation, "profile_costs", timed)
 
     def context(*continuations: Continuation) -> int:
         return Preparation(tiny_target, Sampling(), tmp_path).cost_profile(continuations, 3).context
@@ -168,4 +156,4 @@ def test_a_profile_is_measured_once_at_the_mean_context_of_all_tokens(
     for _ in range(2):
         assert context(_continuation(200), _continuation(300)) == 256
         assert context(_continuation(200), _continuation(2000, new=130)) == 1408
-    assert timed == [256, 1408]  # the second time, all are read from their files
+    assert [call.args[1] for call in timed.call_args_list] == [256, 1408]  # the second time, all are read from their files

@@ -15,9 +15,9 @@ from layerskip import Export
 from layerskip.measure.measurement import Sample
 from searches.report import markdown as report
 from searches.study import budget as budgets
-from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget, TimeLedger, recorded_seconds
+from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget, recorded_seconds
 from searches.study.finals import Finals
-from searches.study.study import StudySettings, counting_preparation, run_trials
+from searches.study.study import StudySettings, run_trials
 from tests.searches.conftest import Launch
 from tests.searches.known import Known, lookup, new_study, objective_of
 from tests.searches.programs import quick, runs, sqlite, stored_study, tracked
@@ -60,12 +60,12 @@ def test_what_is_left_out_is_said_and_kept(capsys: pytest.CaptureFixture[str]) -
 
 def test_shared_artifacts_count_once() -> None:
     study = optuna.create_study()
-    ledger = TimeLedger(study)
-    ledger.use("one", 5.0)  # made by another study
-    with counting_preparation(study, ledger):  # its clock runs while one of them is made
+    budget = Budget(study, None, time.monotonic())
+    budget.use("one", 5.0)  # made by another study
+    with budget.preparing():  # its clock runs while one of them is made
         time.sleep(0.05)
-        ledger.use("profile", 0.04, 0.04)  # rough
-    again = TimeLedger(study)
+        budget.use("profile", 0.04, 0.04)  # rough
+    again = Budget(study, None, time.monotonic())
     again.use("profile", 12.0, 8.0)
     assert again.seconds_here == 8.0
     assert recorded_seconds(study) == {"one": 5.0, "profile": 12.0}
@@ -80,8 +80,8 @@ def test_seconds_of_an_interrupted_trial_count() -> None:
 
     study = new_study()
     with pytest.raises(KeyboardInterrupt):
-        run_trials(study, objective_of(Broken({})), StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
-    with pytest.raises(KeyboardInterrupt), counting_preparation(study, TimeLedger(study)):
+        run_trials(study, objective_of(Broken({})), StudySettings(n_trials=1), starts=[lookup(4)])
+    with pytest.raises(KeyboardInterrupt), Budget(study, None, 0.0).preparing():
         next(Broken({}).compare())
     assert report.search_seconds(study, NO_FINALS) >= 0.1
 

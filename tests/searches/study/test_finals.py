@@ -66,11 +66,11 @@ def test_earlier_finals_count_as_seconds_of_the_search(tmp_path: Path) -> None:
 def test_rows_of_another_head_or_machine_are_not_reused(tmp_path: Path) -> None:
     head, bench = tmp_path / "head", Known({})
     head.mkdir()
-    configs = {"head": SpeculativeConfig("eagle", 4, head=str(head))}
+    expected = {SpeculativeConfig("eagle", 4, head=str(head)): 1.0}
 
     def measured() -> int:
         before = len(bench.asked)
-        measure_held_out(configs, {"head": 1.0}, bench, HELD_OUT, MeasureSettings(), 0, RunControl(tmp_path / "log"))
+        measure_held_out(expected, bench, HELD_OUT, MeasureSettings(), 0, RunControl(tmp_path / "log"))
         return len(bench.asked) - before
 
     for weights in (b"one", b"other"):

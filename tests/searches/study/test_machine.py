@@ -55,12 +55,7 @@ def test_other_programs_are_noticed_while_they_run_and_by_the_load_average_in_a_
 
 
 @pytest.mark.parametrize(
-    ("seconds", "chosen"),
-    [
-        ({4: 1.0, 3: 0.98, 2: 1.5}, 4),
-        ({4: 3.0, 3: 1.1, 2: 1.5}, 3),
-        ({4: 3.0, 3: 2.0, 2: 1.0}, 2),
-    ],
+    ("seconds", "chosen"), [({4: 1.0, 3: 0.98, 2: 1.5}, 4), ({4: 3.0, 3: 1.1, 2: 1.5}, 3), ({4: 3.0, 3: 2.0, 2: 1.0}, 2)]
 )
 def test_fewer_threads_are_chosen_where_they_are_clearly_faster(
     seconds: dict[int, float], chosen: int, tiny_target: Target, threads: int, monkeypatch: pytest.MonkeyPatch

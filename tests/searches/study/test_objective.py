@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -44,21 +45,10 @@ def _study(target: Target, *configs: SpeculativeConfig) -> tuple[optuna.Study, O
     return study, Objective(_bench(target), space, PROMPTS, SETTINGS, seed=0)
 
 
-def _run(study: optuna.Study, objective: Objective, trials: int) -> None:
-    run_trials(study, objective, StudySettings(n_trials=trials), lambda trial: None)
-
-
-def _failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> Draft:
-        raise error
-
-    monkeypatch.setattr(PromptLookup, "draft", fail)
-
-
 def test_running_out_of_memory_is_a_result(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    _failing(torch.OutOfMemoryError("CUDA out of memory."), monkeypatch)
+    monkeypatch.setattr(PromptLookup, "draft", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
     study, objective = _study(tiny_target, LOOKUP, SpeculativeConfig())
-    _run(study, objective, 2)
+    run_trials(study, objective, StudySettings(n_trials=2))
     failed, good = finished(study)
     assert failed.state == TrialState.PRUNED
     assert failed.user_attrs["reason"] == "out of memory"
@@ -68,10 +58,10 @@ def test_running_out_of_memory_is_a_result(tiny_target: Target, monkeypatch: pyt
 
 
 def test_a_defect_is_raised_and_is_no_finished_trial(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    _failing(RuntimeError("shapes do not match"), monkeypatch)
+    monkeypatch.setattr(PromptLookup, "draft", Mock(side_effect=RuntimeError("shapes do not match")))
     study, objective = _study(tiny_target, LOOKUP)
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        _run(study, objective, 1)
+        run_trials(study, objective, StudySettings(n_trials=1))
     assert finished(study) == []
     assert study.trials[0].state == TrialState.FAIL
 
@@ -91,14 +81,14 @@ def test_logits_that_only_a_draft_makes_nan_are_a_result(
     monkeypatch.setattr(PromptLookup, "draft", lambda *_: Draft(foreign))
     target = _damaged(tiny_folder, 150)
     study, objective = _study(target, LOOKUP, SpeculativeConfig())
-    _run(study, objective, 2)
+    run_trials(study, objective, StudySettings(n_trials=2))
     failed, good = finished(study)
     assert failed.state == TrialState.PRUNED and good.state == TrialState.COMPLETE
     assert re.match(
         r"the engine failed: .*: the largest logit of .* is nan after position \d+ of prompt ", failed.user_attrs["reason"]
     )
     assert failed.constraints["out_of_memory"] > 0
-    finals = measure_held_out({"0": LOOKUP}, {"0": 2.0}, objective.bench, PROMPTS, SETTINGS, 0, RunControl(tmp_path))
+    finals = measure_held_out({LOOKUP: 2.0}, objective.bench, PROMPTS, SETTINGS, 0, RunControl(tmp_path))
     assert finals.winner.config == SpeculativeConfig() and not finals.finalists[0].stayed
     assert f"left out: {LOOKUP.label()}: " in capsys.readouterr().out
 
@@ -108,7 +98,7 @@ def test_logits_of_plain_decoding_that_are_nan_end_the_study(tiny_folder: Path, 
     (first_id, first), (second_id, second), _ = outputs.items()
     study, objective = _study(_damaged(tiny_folder, first[0]), LOOKUP)
     with pytest.raises(NotFinite, match=f"^target: .* is nan after position .* of prompt {first_id}; ") as caught:
-        _run(study, objective, 1)
+        run_trials(study, objective, StudySettings(n_trials=1))
     assert study.trials[0].state == TrialState.FAIL
     assert explain(caught.value) == str(caught.value)
     bench = _bench(_damaged(tiny_folder, next(token for token in second if token not in first)))
@@ -131,7 +121,7 @@ def test_a_changed_float32_output_stops_the_study(tiny_target: Target, monkeypat
     monkeypatch.setattr(decode, "verify", accept_all)
     study, objective = _study(tiny_target, LOOKUP)
     with pytest.raises(OutputChanged):
-        _run(study, objective, 1)
+        run_trials(study, objective, StudySettings(n_trials=1))
 
 
 def _finalist(config: SpeculativeConfig, speedup: float, low: float, verdict: str = "exact", **more: Any) -> Finalist:
@@ -169,7 +159,7 @@ def test_a_study_of_outputs_that_end_at_once_is_refused(tiny_folder: Path) -> No
     target.model.generation_config.eos_token_id = list(range(VOCABULARY))
     study, objective = _study(target, LOOKUP)
     with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
-        _run(study, objective, 2)
+        run_trials(study, objective, StudySettings(n_trials=2))
     assert [trial.state for trial in study.trials] == [TrialState.FAIL]
     with pytest.raises(PromptError, match="^prompts: every held-out output ends with its first token"):
-        measure_held_out({"0": LOOKUP}, {"0": 2.0}, objective.bench, PROMPTS, SETTINGS, 0)
+        measure_held_out({LOOKUP: 2.0}, objective.bench, PROMPTS, SETTINGS, 0)

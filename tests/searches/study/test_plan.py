@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoTokenizer
@@ -83,10 +84,7 @@ def test_an_unusable_draft_model_is_refused(tiny_folder: Path, tmp_path: Path) -
 
 
 def test_a_draft_model_too_large_for_memory_is_named(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(plan, "build_drafter", fails)
+    monkeypatch.setattr(plan, "build_drafter", Mock(side_effect=MemoryError))
     with pytest.raises(InputError, match=r"^space\.ranges\.draft_model\.draft_model: giant does not fit into memory"):
         _plan(tiny_folder, "space.ranges.draft_model.draft_model=[giant]")
 
@@ -112,11 +110,7 @@ TALK = [
 
 
 @pytest.mark.parametrize(
-    ("condition", "refused"),
-    [
-        ("messages[0]['role'] == 'system'", "q2"),
-        ("messages | length > 2", "q3"),
-    ],
+    ("condition", "refused"), [("messages[0]['role'] == 'system'", "q2"), ("messages | length > 2", "q3")]
 )
 def test_a_prompt_that_a_chat_template_refuses_is_named(condition: str, refused: str, tmp_path: Path) -> None:
     model, prompts = save_tiny(tmp_path / "model"), tmp_path / "talk.jsonl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -47,15 +48,18 @@ def test_a_suggestion_below_the_leader_cannot_win() -> None:
     assert PREDICTOR.profile.speedup_bound(SkipMask.none(LAYERS)) < 2.0
 
 
-def test_a_suggestion_is_compared_with_the_leader_on_the_predicted_prompts() -> None:
-    bound = _estimate(BEST.config, measured_trial(lookup(4), {"x": 1.05, "y": 50.0}))  # far ahead on another prompt
-    assert not bound.cannot_win
-    assert bound.to_beat == pytest.approx(1.05)
-
-
-def test_a_disturbed_leader_rules_nothing_out_that_beats_twice_its_lowest_speedup() -> None:
-    assert _estimate(BEST.config, measured_trial(lookup(4), {"x": 5.5}, low=0.5)).to_beat == 1.0
-    assert _estimate(BEST.config, measured_trial(lookup(4), {"x": 5.5}, low=1.3)).to_beat == pytest.approx(2.6)
+@pytest.mark.parametrize(
+    ("speedups", "low", "to_beat"),
+    [
+        ({"x": 1.05, "y": 50.0}, 1.0, 1.05),  # far ahead on another prompt than the predicted one
+        ({"x": 5.5}, 0.5, 1.0),  # disturbed: at most twice its lowest speedup counts
+        ({"x": 5.5}, 1.3, 2.6),
+    ],
+)
+def test_a_suggestion_is_compared_with_what_is_sure_of_the_leader(
+    speedups: dict[str, float], low: float, to_beat: float
+) -> None:
+    assert _estimate(BEST.config, measured_trial(lookup(4), speedups, low=low)).to_beat == pytest.approx(to_beat)
 
 
 def test_an_unscanned_stop_rule_is_bounded_by_the_best_scanned_one() -> None:
@@ -94,16 +98,10 @@ def test_the_bound_widens_with_prediction_errors() -> None:
     assert _error(others, "layer_skip") == pytest.approx(0.15)  # nor do trials on other prompts
 
 
-class _Pessimist:
-    """Estimator that bounds one configuration below the leader, and no others."""
-
-    def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
-        return SpeedupBound(0.5, 0.6, 1.25) if config == lookup(5) else None
-
-
 def test_a_pruned_suggestion_is_recorded_in_its_trial_and_the_report() -> None:
     reason = "cannot reach the best: at most 0.600 x, the best has 1.250 x"
-    study = run_known(Known({lookup(4): 1.25}), lookup(4), lookup(5), bounds=_Pessimist())
+    pessimist = SimpleNamespace(estimate=lambda _, config: SpeedupBound(0.5, 0.6, 1.25) if config == lookup(5) else None)
+    study = run_known(Known({lookup(4): 1.25}), lookup(4), lookup(5), bounds=pessimist)
     measured, trial = study.trials
     assert trial.state == TrialState.PRUNED
     assert (trial.user_attrs["reason"], trial.user_attrs[PREDICTED]) == (reason, 0.5)

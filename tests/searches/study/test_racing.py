@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -10,7 +11,7 @@ import pytest
 from optuna.trial import TrialState
 
 from layerskip import PromptSet, SpeculativeConfig
-from searches.study.leaderboard import configuration, ranking
+from searches.study.leaderboard import configuration
 from searches.study.objective import MeasureSettings
 from searches.study.pruning import SpeedupBound
 from searches.study.study import StudySettings, finished, run_trials
@@ -18,15 +19,9 @@ from searches.tracking.names import DRIFTED
 from tests.searches.known import PROMPTS, SETTINGS, Known, lookup, new_study, objective_of, run_known
 
 MANY = PromptSet.of([f"prompt {i}" for i in range(24)])
-ALL_OF_MANY = {"prompts": MANY, "settings": MeasureSettings(prompts=24, survivor_prompts=24)}
+ALL_OF_MANY = MeasureSettings(prompts=24, survivor_prompts=24)
+PESSIMIST = SimpleNamespace(estimate=lambda study, _: SpeedupBound(0.5, 0.6, 1.5 if finished(study) else 0.5))
 quiet = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning", "ignore:WilcoxonPruner finds steps")
-
-
-class Pessimist:
-    """Estimator that lets nothing win once a trial has finished."""
-
-    def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound:
-        return SpeedupBound(0.5, 0.6, 1.5 if finished(study) else 0.5)
 
 
 def test_only_trials_level_with_the_leader_get_more_prompts() -> None:
@@ -73,7 +68,7 @@ def test_trials_begin_with_the_given_prompt() -> None:
     assert [prompt for _, prompt in bench.asked] == turns[3:]  # three, and two more as a survivor
 
 
-@pytest.mark.parametrize(("interrupted", "bounds"), [(0, None), (20, None), (0, Pessimist())])
+@pytest.mark.parametrize(("interrupted", "bounds"), [(0, None), (20, None), (0, PESSIMIST)])
 def test_the_leader_is_measured_again_between_starting_points(
     interrupted: int, bounds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +79,7 @@ def test_the_leader_is_measured_again_between_starting_points(
     for _ in range(interrupted):  # as after Ctrl-C
         study.tell(study.ask(), state=TrialState.FAIL)
     for trials in (6, 12):  # the second time resumed
-        run_trials(study, objective, StudySettings(n_trials=trials), lambda trial: None, [fast, *others])
+        run_trials(study, objective, StudySettings(n_trials=trials), starts=[fast, *others])
     tried = [configuration(trial) for trial in finished(study)]
     assert [number for number, config in enumerate(tried) if config == fast] == [0, 4, 8]
     assert [config for config in tried if config != fast] == others[:9]
@@ -102,6 +97,12 @@ def test_a_configuration_that_does_not_lead_is_not_measured_a_third_time() -> No
     assert bench.count(slow) == 6
 
 
+def _raced(bench: Known, *configs: SpeculativeConfig, **more: Any) -> list[TrialState]:
+    """Return how trials of a pruner that compares ranks ended."""
+    pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.1)
+    return [trial.state for trial in run_known(bench, *configs, pruner=pruner, prompts=MANY, **more).trials]
+
+
 @quiet
 def test_a_trial_is_not_stopped_for_ranks_if_one_prompt_makes_the_difference() -> None:
     """Ranks alone would stop the second trial, which is slower on the first five prompts, but only slightly on four."""
@@ -112,30 +113,24 @@ def test_a_trial_is_not_stopped_for_ranks_if_one_prompt_makes_the_difference() -
     def speedups(name: str) -> Mapping[SpeculativeConfig, float]:
         return {lucky: luck[name], steady: 1.3, slow: 1.0}
 
-    pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.1)
-    study = run_known(Known(speedups), lucky, steady, slow, pruner=pruner, **ALL_OF_MANY)
-    assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
-    assert ranking(study)[0].config == steady
+    states = _raced(Known(speedups), lucky, steady, slow, settings=ALL_OF_MANY)
+    assert states == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
 
 
 @quiet
 def test_a_trial_slower_than_plain_decoding_is_stopped_even_if_it_leads() -> None:
     slow, better = lookup(4), lookup(5)
-    pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.1)
-    bench = Known({slow: 0.7, better: 0.72})
-    study = run_known(bench, SpeculativeConfig(), slow, better, pruner=pruner, **ALL_OF_MANY)
-    assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.PRUNED]
+    states = _raced(Known({slow: 0.7, better: 0.72}), SpeculativeConfig(), slow, better, settings=ALL_OF_MANY)
+    assert states == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.PRUNED]
 
 
 @quiet
 def test_the_first_trial_with_a_drafter_decodes_the_prompts_of_every_trial() -> None:
     """Whatever the first of them say; else the finals could not take it."""
     fast, other, again = lookup(4), SpeculativeConfig("quantized"), SpeculativeConfig("quantized", num_speculative_tokens=6)
-    pruner = optuna.pruners.WilcoxonPruner(p_threshold=0.1)
     bench = Known({fast: 1.5, other: 1.2, again: 1.2})
-    settings = MeasureSettings(prompts=12, survivor_prompts=24)
-    study = run_known(bench, fast, other, again, pruner=pruner, prompts=MANY, settings=settings)
-    assert [trial.state for trial in finished(study)] == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
+    states = _raced(bench, fast, other, again, settings=MeasureSettings(prompts=12, survivor_prompts=24))
+    assert states == [TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED]
     assert bench.count(other) == 12 > bench.count(again)
 
 

@@ -13,28 +13,20 @@ from tests.searches.programs import fork, quick, stored_study, tracked
 pytestmark = pytest.mark.system
 
 STAGES = ("continuations", "profile", "scan", "trials", "verdict")
-SMALL = ("study.name=mortal",)
-
-
-def _killed_and_resumed(stage: str, piece: int, folder: Path, *overrides: str) -> tuple[list[str], str, list[str]]:
-    """Kill a study in a piece of work and run it again; return the work before, the killed piece and the work after."""
-    found = []
-    for name, dies_at, code in (("first", piece, -signal.SIGKILL), ("second", 0, 0)):
-        log = folder / f"{name}.log"
-        done = fork("tests.searches.mortal", str(log), stage, str(dies_at), *overrides, *SMALL, cwd=folder)
-        assert done.returncode == code, done.stderr
-        found.append(log.read_text(encoding="utf-8").splitlines())
-    (*finished, killed), after = found
-    assert killed.startswith(stage)
-    assert not set(finished) & set(after)
-    return finished, killed, after
 
 
 @pytest.mark.parametrize("stage", representative(["scan", "trials"], ["continuations", "profile", "verdict"]))
 def test_a_study_killed_in_a_stage_repeats_nothing_finished(stage: str, tiny_folder: Path, tmp_path: Path) -> None:
     small = "scan.prompts=3", "scan.proposals.screened=8", "measure.held_out_prompts=4", "scan.proposals.scanned=2"
-    overrides = quick(tiny_folder, tracked(tmp_path), *small, "space.methods=[none,layer_skip]", "study.n_trials=4")
-    finished, killed, after = _killed_and_resumed(stage, 1 if stage == "profile" else 3, tmp_path, *overrides)
+    study = "study.name=mortal", "study.n_trials=4", "space.methods=[none,layer_skip]"
+    overrides, work_of = quick(tiny_folder, tracked(tmp_path), *small, *study), []
+    for name, dies_at, code in (("first", 1 if stage == "profile" else 3, -signal.SIGKILL), ("second", 0, 0)):
+        log = tmp_path / f"{name}.log"
+        done = fork("tests.searches.mortal", str(log), stage, str(dies_at), *overrides, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        work_of.append(log.read_text(encoding="utf-8").splitlines())
+    (*finished, killed), after = work_of
+    assert killed.startswith(stage) and not set(finished) & set(after)
     assert stage == "trials" or killed in after
     work = [line.split()[0] for line in (*finished, killed, *after)]
     assert set(work) == set(STAGES)

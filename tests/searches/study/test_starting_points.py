@@ -45,7 +45,7 @@ def test_arms_share_plain_decoding_and_become_trials_that_decode_nothing(tmp_pat
     bench, study = Known(dict(zip(ARMS, (1.2, 1.4, 1.7), strict=True))), new_study()
     objective = Objective(bench, SPACE, PROMPTS, SETTINGS, seed=0)
     objective.compared = _compare(bench, tmp_path, prompts=objective.first)
-    run_trials(study, objective, StudySettings(n_trials=3), lambda trial: None, ARMS)
+    run_trials(study, objective, StudySettings(n_trials=3), starts=ARMS)
     assert bench.calls == len(objective.first)  # one row a prompt
     assert [(entry.config, round(entry.speedup, 6)) for entry in ranking(study)] == list(
         zip(ARMS, (1.2, 1.4, 1.7), strict=True)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -52,16 +53,10 @@ def test_a_process_alone_locks_its_study_unless_it_has_workers(tmp_path: Path) -
 
 def test_a_database_that_another_worker_creates_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exists = sqlalchemy.exc.OperationalError("CREATE", {}, sqlite3.OperationalError("table studies already exists"))
-    attempts = iter([exists, exists])
-
-    def create(url: str, **options: Any) -> RDBStorage:
-        for error in attempts:
-            raise error
-        return RDBStorage(url, **options)
-
-    monkeypatch.setattr(storage, "RDBStorage", create)
+    url = f"sqlite:///{tmp_path}/study.db"
+    monkeypatch.setattr(storage, "RDBStorage", Mock(side_effect=[exists, exists, RDBStorage(url)]))
     monkeypatch.setattr(storage.time, "sleep", lambda _: None)
-    assert optuna.create_study(storage=open_database(f"sqlite:///{tmp_path}/study.db")).trials == []
+    assert optuna.create_study(storage=open_database(url)).trials == []
 
 
 def test_a_database_that_cannot_be_opened_is_refused_without_its_password() -> None:
@@ -138,9 +133,7 @@ def test_a_database_on_a_full_disk_names_the_file(small_disk: Path) -> None:
     assert len(study.trials) == 1
 
 
-def test_a_trial_is_few_transactions_and_its_choices_are_stored_before_it_is_measured(
-    database: str,
-) -> None:
+def test_a_trial_is_few_transactions_and_its_choices_are_stored_before_it_is_measured(database: str) -> None:
     changes = list[bool]()  # of each transaction, whether there are any
     stored = list[FrozenTrial]()
 
@@ -161,7 +154,7 @@ def test_a_trial_is_few_transactions_and_its_choices_are_stored_before_it_is_mea
     listeners = (("begin", begin), ("before_cursor_execute", execute))
     for name, listener in listeners:
         event.listen(Engine, name, listener)
-    run_trials(study, objective, StudySettings(n_trials=1), lambda trial: None, [lookup(4)])
+    run_trials(study, objective, StudySettings(n_trials=1), starts=[lookup(4)])
     for name, listener in listeners:
         event.remove(Engine, name, listener)
     assert sum(changes) == 5

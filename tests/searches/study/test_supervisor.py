@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,14 +77,11 @@ def test_a_supervisor_that_is_interrupted_interrupts_its_workers(
 
 
 def test_a_second_ctrl_c_kills_workers_that_do_not_end(worker: Callable[[str], int], tmp_path: Path) -> None:
-    def interrupted() -> NoReturn:
-        raise KeyboardInterrupt
-
     worker(f"trap '' INT; {_WAITING}")
     workers = LocalWorkers([], [Place({})], tmp_path / "outputs")
     wait_until(Path("began").exists)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers._processes[0], "wait", interrupted)
+        patch.setattr(workers._processes[0], "wait", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             workers.stop()
     assert workers.wait() == [128 + signal.SIGKILL]

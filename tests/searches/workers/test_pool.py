@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from unittest import mock
 
 import pytest
 from optuna.storages import InMemoryStorage
@@ -145,11 +145,8 @@ def test_a_worker_that_was_presumed_dead_in_a_line_stands_in_it_anew(pair: tuple
 def test_an_interrupt_in_a_line_gives_up_the_place(
     pair: tuple[WorkerPool, WorkerPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
     one, other = pair
-    monkeypatch.setattr(other, "wait", interrupted)
+    monkeypatch.setattr(other, "wait", mock.Mock(side_effect=KeyboardInterrupt))
     with one.claim("thing"):
         with pytest.raises(KeyboardInterrupt), other.claim("thing"):
             pytest.fail("it is held")
@@ -157,11 +154,7 @@ def test_an_interrupt_in_a_line_gives_up_the_place(
 
 
 def test_a_worker_that_cannot_reach_the_storage_leaves_the_end_to_others(pair: tuple[WorkerPool, WorkerPool]) -> None:
-    def refuse(*_: object) -> NoReturn:
-        raise ConnectionRefusedError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InMemoryStorage, "set_trial_state_values", refuse)
+    with mock.patch.object(InMemoryStorage, "set_trial_state_values", side_effect=ConnectionRefusedError):
         assert pair[0].leave()
 
 

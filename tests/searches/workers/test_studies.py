@@ -8,12 +8,12 @@ from pathlib import Path
 import optuna
 import pytest
 
+from searches.study.budget import preparation_seconds
 from searches.study.leaderboard import FINISHED
-from searches.study.study import preparation_seconds
 from searches.tracking.names import DEVICE, WORKER
 from searches.workers.board import of_kind
 from tests.searches.conftest import Launch
-from tests.searches.programs import Fork, quick, runs, sqlite, tracked
+from tests.searches.programs import Fork, quick, runs, sqlite, stored_study, tracked
 
 pytestmark = pytest.mark.system
 
@@ -36,13 +36,9 @@ def together(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     return outputs, [process.stdout for process in ended]
 
 
-def _study(outputs: Path) -> optuna.Study:
-    return optuna.load_study(study_name="one", storage=f"sqlite:///{outputs}/one/study.db")
-
-
 def test_two_workers_finish_a_study_together(together: tuple[Path, list[str]]) -> None:
     outputs, printed = together
-    trials = _study(outputs).trials
+    trials = stored_study(outputs, "one").trials
     done = [trial for trial in trials if trial.state in FINISHED]
     assert len(done) == TRIALS
     assert len({trial.user_attrs[WORKER] for trial in done}) == 2
@@ -53,8 +49,8 @@ def test_two_workers_finish_a_study_together(together: tuple[Path, list[str]]) -
     best = json.loads((outputs / "one" / "best.json").read_text(encoding="utf-8"))
     assert best["search"]["trials"] == TRIALS
     assert sum("Finalists" in text for text in printed) == 1  # one of them measured and published
-    assert preparation_seconds(_study(outputs)) > 0
-    assert _study(outputs).metric_names == ["speedup"]
+    assert preparation_seconds(stored_study(outputs, "one")) > 0
+    assert stored_study(outputs, "one").metric_names == ["speedup"]
 
 
 def test_what_precedes_the_trials_is_made_once(together: tuple[Path, list[str]]) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
@@ -156,17 +157,11 @@ def test_choices_that_kill_every_process_are_not_repeated_for_ever() -> None:
 def test_a_trial_that_is_interrupted_as_it_is_asked_for_is_not_left_running(database: str) -> None:
     """Interrupted before it is signed, and killed there, which shows after some beats."""
     study = study_in(open_database(database))
-
-    class Interrupting(optuna.samplers.RandomSampler):
-        def before_trial(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-            signal.raise_signal(signal.SIGINT)
-
+    interrupt = mock.patch.object(study.sampler, "before_trial", side_effect=lambda *_: signal.raise_signal(signal.SIGINT))
     with member(database, beat=60) as pool:
-        study.sampler = Interrupting()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupt, pytest.raises(KeyboardInterrupt):
             _run(study, 1, starts=[lookup(4)], pool=pool)
         assert [trial.state for trial in study.trials] == [TrialState.FAIL]
-        study.sampler = optuna.samplers.RandomSampler()
         _run(study, 1, pool=pool)
         study.enqueue_trial({"method": "none"})
         killed = study.ask()
