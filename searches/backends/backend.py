@@ -8,7 +8,7 @@ names the class. Its tests inherit those of ``tests/searches/backends/contract.p
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from layerskip import PromptSet, SpeculativeConfig
@@ -59,9 +59,28 @@ class Workload:
         if self.goal not in ("decoding", "throughput"):
             raise InputError(f"workload.goal: {self.goal!r} is neither decoding nor throughput")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is to be measured: configurations and plain decoding on the same prompts, close to each other in time.
+
+    Args:
+        configs: by name; none of them is called ``baseline``.
+        prompts: at least one.
+        task: how tokens are chosen, how many per prompt and turn, and the seed of the draws and the order.
+        workload: requests in flight.
+        repeats: how often every prompt is decoded.
+        without: names that are no longer measured; it may grow from prompt to prompt.
+        before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
+    """
+
+    configs: Mapping[str, SpeculativeConfig]
+    prompts: PromptSet
+    task: Task
+    workload: Workload = Workload()
+    repeats: int = 1
+    without: Collection[str] = ()
+    before: PromptSet | None = None
 
 
 class Backend(Protocol):
@@ -76,7 +95,7 @@ class Backend(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that samples depend on, except configurations, prompts, task and load, as plain values.
+        """Return everything that samples depend on, except what a :class:`Comparison` holds, as plain values.
 
         Rows of an interrupted run are used only under the same description, so it holds no time, port or folder that changes
         from run to run.
@@ -91,28 +110,10 @@ class Backend(Protocol):
         """Return a space of supported methods without choices that make no difference to this engine."""
         return space
 
-    def compare(
-        self,
-        configs: Mapping[str, SpeculativeConfig],
-        prompts: PromptSet,
-        task: Task,
-        workload: Workload = Workload(),
-        repeats: int = 1,
-        without: Collection[str] = (),
-        before: PromptSet | None = None,
-    ) -> Iterator[dict[str, Sample]]:
-        """Measure configurations and plain decoding on the same prompts, close to each other in time.
+    def compare(self, asked: Comparison) -> Iterator[dict[str, Sample]]:
+        """Measure configurations and plain decoding.
 
         A trial compares its configuration several times, so an engine may stay started until another one is compared.
-
-        Args:
-            configs: by name; none of them is called ``baseline``.
-            prompts: at least one.
-            task: how tokens are chosen, how many per prompt and turn, and the seed of the draws and the order.
-            workload: requests in flight.
-            repeats: how often every prompt is decoded.
-            without: names that are no longer measured; it may grow from prompt to prompt.
-            before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
 
         Yields:
             One sample per name for each prompt in order, ``baseline`` included, whose ``lossless`` compares it with
@@ -133,4 +134,3 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Stop everything that this back end started. It may be called twice, and after a failure."""
-        ...

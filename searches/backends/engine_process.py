@@ -138,12 +138,11 @@ class EngineProcess:
             watch.cancel()
         if line:
             return line.decode(errors="replace")
-        try:
-            if time.monotonic() - begun >= limit_seconds:
-                raise BackendError(f"{self.name}: no answer within {limit_seconds:g} seconds", self.log_tail())
-            raise self.error("before it answered")
-        finally:
-            self.stop()
+        late = time.monotonic() - begun >= limit_seconds
+        reason = f"{self.name}: no answer within {limit_seconds:g} seconds"
+        error = BackendError(reason, self.log_tail()) if late else self.error("before it answered")
+        self.stop()
+        raise error
 
     def stop(self) -> None:
         """End the engine and everything that it started. May be called twice."""
@@ -151,9 +150,8 @@ class EngineProcess:
             with contextlib.suppress(OSError):
                 self._guard.stdin.close()
         try:
-            self._guard.wait(self._grace + 10)  # the guard kills what does not end
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.wait(self._grace + 10)  # the guard kills what does not end
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._guard.pid, signal.SIGKILL)  # only what the guard could not end is still in its group

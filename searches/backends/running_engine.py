@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,20 +27,22 @@ from layerskip.prompts import PromptItem
 from searches.backends.client import Client, Completion, RequestFailed
 from searches.backends.engine_process import EngineProcess
 
-_LINE = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)", re.MULTILINE)
-_POSITION = re.compile(r'position="(\d+)"')
+_LINE = re.compile(
+    r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens_per_pos)_total"
+    r'(?:\{(?:.*position="(\d+)")?.*\})? ([\d.e+]+)',
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts since an engine started: rounds with a draft, drafted and accepted tokens.
+    """Counts since an engine started: rounds with a draft, and drafted tokens.
 
     Entry i of ``by_position`` counts the rounds that accepted more than i tokens.
     """
 
     drafts: int = 0
     drafted: int = 0
-    accepted: int = 0
     by_position: tuple[int, ...] = ()
 
     @classmethod
@@ -48,28 +51,23 @@ class Counters:
 
         Counters of several engines behind one server are added up.
         """
-        totals = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
-        positions: dict[int, int] = {}
-        lines = _LINE.findall(page)
-        for name, labels, value in lines:
-            position = _POSITION.search(labels)
-            if name in totals:
-                totals[name] += int(float(value))
-            elif name == "accepted_tokens_per_pos" and position is not None:
-                place = int(position[1])
-                positions[place] = positions.get(place, 0) + int(float(value))
-        by_position = tuple(positions.get(place, 0) for place in range(max(positions, default=-1) + 1))
-        return cls(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], by_position) if lines else None
+        lines, totals = _LINE.findall(page), Counter[str]()
+        for name, position, value in lines:
+            totals[position or name] += int(float(value))
+        places = 1 + max((int(position) for _, position, _ in lines if position), default=-1)
+        by_position = tuple(totals[str(place)] for place in range(places))
+        return cls(totals["drafts"], totals["draft_tokens"], by_position) if lines else None
 
     def since(self, before: Counters) -> Counters:
         """Return the counts after an earlier reading."""
-        earlier = before.by_position + (0,) * (len(self.by_position) - len(before.by_position))
-        return Counters(
-            self.drafts - before.drafts,
-            self.drafted - before.drafted,
-            self.accepted - before.accepted,
-            tuple(now - then for now, then in zip(self.by_position, earlier, strict=False)),
-        )
+        pairs = itertools.zip_longest(self.by_position, before.by_position, fillvalue=0)
+        by_position = tuple(now - then for now, then in pairs)
+        return Counters(self.drafts - before.drafts, self.drafted - before.drafted, by_position)
+
+    @property
+    def accepted(self) -> int:
+        """The number of accepted tokens."""
+        return sum(self.by_position)
 
     def rounds(self, decoded: int) -> list[Round]:
         """Return rounds with these counts: accepted tokens as counted, drafts as equally long as they can be.
@@ -160,8 +158,7 @@ class RunningEngine:
         else:
             decoded = [completion.decoded for completion in completions]
             stats = spread(after.since(before).rounds(sum(decoded)), decoded)
-        answers = zip(prompts, completions, stats, strict=True)
-        return [Answer(prompt, completion, rounds, concurrency) for prompt, completion, rounds in answers]
+        return [Answer(*parts, concurrency) for parts in zip(prompts, completions, stats, strict=True)]
 
     def _counters(self, config: SpeculativeConfig) -> Counters | None:
         """Return the counts of drafts so far; None if the server publishes none."""

@@ -51,8 +51,6 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
         with open_dict(config):
             config.merge_with(OmegaConf.load(file))
         fill_defaults(config)
-        backend, _ = make_backend(config, target)
-        return backend, workload
     backend, asked = make_backend(config, target)
     if backend.name != name and (backend.name != ServerBackend.name or name == _OWN):
         raise InputError(f"backend: the export was measured with {name}, not with {backend.name}")
@@ -66,7 +64,7 @@ def described(backend: Backend, workload: Workload) -> dict[str, Any]:
     """Return what exports and records say about another engine than this library's decoder, as ``backend``."""
     if backend.name == _OWN:
         return {}
-    return {"backend": {"name": backend.name, "workload": workload.to_dict(), **backend.describe()}}
+    return {"backend": {"name": backend.name, "workload": dataclasses.asdict(workload), **backend.describe()}}
 
 
 def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:

@@ -133,8 +133,8 @@ class VllmBackend(ServedBackend):
         check_list("backend.args", self.args)
 
     def describe(self) -> dict[str, Any]:
-        given = {"args": [str(argument) for argument in self.args], "env": self._variables()}
-        return {"versions": self._installed["versions"]} | given | super().describe()
+        given = {"versions": self._installed["versions"], "args": list(map(str, self.args)), "env": self._variables()}
+        return given | super().describe()
 
     def supports(self, method: str) -> str | None:
         if method == "retrieval" and not self._installed["arctic_inference"]:
