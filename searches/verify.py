@@ -7,13 +7,9 @@ the repeats are used up. An interrupted run resumes. The exit code states the ve
 lossy export is refused.
 
 A configuration that drafts claims three things: to keep the output, to be faster than plain decoding, and to be as fast as
-its evidence states, up to the difference between machines and days.
-
-- ``confirmed``: all three hold.
-- ``refuted``: something that noise cannot explain. The output changed, the interval lies wholly below plain decoding, the
-  claim is further above the interval than machines differ, or the evidence contradicts itself.
-- ``weaker``: everything else. This includes an interval that still contains 1 when the budget ends, and a claim above the
-  interval if its evidence is of other prompts, because categories differ more than machines do.
+its evidence states, up to the difference between machines and days. The claim is ``confirmed`` if all three hold,
+``refuted`` by what noise cannot explain, and ``weaker`` otherwise. Evidence of other prompts does not refute a claim above the
+interval, because categories differ more than machines do.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from layerskip import Export, Measurement, PromptSet, SpeculativeConfig, Target
+from layerskip import Export, Measurement, PromptSet, Target
 from layerskip.export import attachment_digests
 from layerskip.files import digest, write_json
 from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED
@@ -78,9 +74,9 @@ class VerifySettings:
     tolerance: float = 0.2
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "held_out_prompts", "max_repeats"):
-            value = getattr(self, name)
-            if value is not None or name == "max_repeats":
+        check_whole("measure.max_repeats", self.max_repeats)
+        for name in ("max_new_tokens", "held_out_prompts"):
+            if (value := getattr(self, name)) is not None:
                 check_whole(f"measure.{name}", value)
         check_number("measure.tolerance", self.tolerance, or_zero=True)
         if self.tolerance >= 1:
@@ -112,27 +108,13 @@ def verify(config: DictConfig) -> None:
     asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed, engine]
     asked += [target.digest, machine(target), attachment_digests(export.config), RESULTS_VERSION]
     unfinished = Path(config.outputs) / f"verify-{digest(asked)[:12]}.jsonl"
-    rows: list[Row] = []
-    verdict = judge_plain(claim.speedup)
+    rows, verdict = list[Row](), judge_plain(claim.speedup)
     if export.config.method != "none":
-        bench = ModelBench(backend, export.sampling, max_new_tokens, workload)
         if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
             unfinished.unlink()
-        log = ResultLog(unfinished)
-        resumed = f"; {len(log)} of them were before an interruption ({unfinished})" if len(log) else ""
-        asked_for = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.max_repeats} x"
-        print(f"measuring {asked_for}{resumed}", flush=True)
-        try:
-            with closing(backend), tqdm(total=len(prompts) * settings.max_repeats, unit="prompt", disable=None) as bar:
-                for row, judged in judged_rows(bench, export.config, claim, prompts, settings, config.seed, log):
-                    rows.append(row)
-                    bar.update()
-                    verdict = judged or verdict
-        except KeyboardInterrupt as error:
-            if rows:
-                print("\n".join(_table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.max_repeats)))
-            print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
-            sys.exit(interrupt_code(error))
+        bench = ModelBench(backend, export.sampling, max_new_tokens, workload)
+        with closing(backend):
+            rows, verdict = _measure(bench, export, claim, prompts, settings, config.seed, unfinished)
     measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
     header = record_header("layerskip.verification/1", target)
     record = header | {
@@ -179,34 +161,37 @@ def _is_alike(export: Export, target: Target) -> bool:
     return exact and dict(export.target).items() <= Export.describe(target).items()
 
 
-def judged_rows(
-    bench: ModelBench,
-    config: SpeculativeConfig,
-    claim: Claim,
-    prompts: PromptSet,
-    settings: VerifySettings,
-    seed: int,
-    log: ResultLog,
-) -> Iterator[tuple[Row, Verdict | None]]:
-    """Measure a configuration against plain decoding until its claim can be judged or the repeats are used up.
+def _measure(
+    bench: ModelBench, export: Export, claim: Claim, prompts: PromptSet, settings: VerifySettings, seed: int, file: Path
+) -> tuple[list[Row], Verdict]:
+    """Measure an export against plain decoding until its claim can be judged or the repeats are used up.
 
-    Yields the row of each prompt, with a verdict after the last prompt of a repeat. The log has rows of an interrupted run,
-    which are not measured again, and takes the new ones.
+    The file has the rows of an interrupted run, which are not measured again, and takes the new ones. An interrupt prints
+    what is known, and ends the program.
     """
-    rows: list[Row] = []
-    for repeat in range(settings.max_repeats):
-        measure = partial(bench.compare, {_CANDIDATE: config}, repeats=1, seed=seed + _SEED_STEP * repeat)
-        for row in resumed_rows(measure, prompts, log, str(repeat)):
-            rows.append(row)
-            if len(rows) % len(prompts):
-                yield row, None
-        measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
-        measured = Speedup.measured(measurement, settings.max_repeats)
-        per_round, decoded = measurement.stats.mean_acceptance_length, measurement.decoded.prompts
-        verdict = judge(claim, measured, measurement.lossless.verdict, settings.tolerance, per_round, decoded)
-        yield rows[-1], verdict
-        if verdict.clear:
-            return
+    log, rows = ResultLog(file), list[Row]()
+    resumed = f"; {len(log)} of them were before an interruption ({file})" if len(log) else ""
+    asked_for = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.max_repeats} x"
+    print(f"measuring {asked_for}{resumed}", flush=True)
+    try:
+        with tqdm(total=len(prompts) * settings.max_repeats, unit="prompt", disable=None) as bar:
+            for repeat in range(settings.max_repeats):
+                measure = partial(bench.compare, {_CANDIDATE: export.config}, repeats=1, seed=seed + _SEED_STEP * repeat)
+                for row in resumed_rows(measure, prompts, log, str(repeat)):
+                    rows.append(row)
+                    bar.update()
+                found = Measurement.of(rows, BASELINE, _CANDIDATE)
+                measured, lossless = Speedup.measured(found, settings.max_repeats), found.lossless.verdict
+                per_round, decoded = found.stats.mean_acceptance_length, found.decoded.prompts
+                verdict = judge(claim, measured, lossless, settings.tolerance, per_round, decoded)
+                if verdict.clear:
+                    break
+    except KeyboardInterrupt as error:
+        if rows:
+            print("\n".join(_table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.max_repeats)))
+        print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
+        sys.exit(interrupt_code(error))
+    return rows, verdict
 
 
 @dataclass(frozen=True)
