@@ -6,10 +6,10 @@ The export's configuration and plain decoding take turns on held-out prompts, re
 the repeats are used up. An interrupted run resumes. The exit code states the verdict: 0 confirmed, 3 weaker, 4 refuted. A
 lossy export is refused.
 
-A configuration that drafts claims three things: to keep the output, to be faster than plain decoding, and to be as fast as
-its evidence states, up to the difference between machines and days. The claim is ``confirmed`` if all three hold,
-``refuted`` by what noise cannot explain, and ``weaker`` otherwise. Evidence of other prompts does not refute a claim above the
-interval, because categories differ more than machines do.
+A configuration that drafts claims to keep the output, to be faster than plain decoding, and to be as fast as its evidence
+states, up to the difference between machines and days. The claim is ``confirmed`` if all of this holds, ``refuted`` by what
+noise cannot explain, and ``weaker`` otherwise. A claim above the interval is not refuted by other prompts than those of its
+evidence, because categories differ more than machines do.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ _MAX_SPEEDUP_PER_TOKEN = 1.1
 """Highest ratio of speedup to tokens per round. Noise and other kernels may make a round slightly faster than a step."""
 _TOLERATED_ROUNDS = 0.1
 """Share by which tokens per round may fall, if near-ties change the texts. The speed of a machine does not change them."""
-_METRICS = ("tokens_per_second", "baseline_tokens_per_second", "acceptance_rate", "mean_acceptance_length")
-"""The metrics that a report shows beside the speedup."""
+_SHOWN = ("tokens_per_second", "baseline_tokens_per_second", "acceptance_rate", "mean_acceptance_length")  # by a report
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,7 @@ class VerifySettings:
 
 
 def verify(config: DictConfig) -> None:
-    """Verify an export; ``conf/verify.yaml`` is the configuration.
-
-    Exits with one of ``EXIT_CODES`` unless the export is confirmed.
-    """
+    """Verify an export; ``conf/verify.yaml`` is the configuration. Exits with one of ``EXIT_CODES`` unless confirmed."""
     check_seed(config.seed)
     settings = VerifySettings(**config.measure)
     export = _load_export(config)
@@ -237,9 +233,8 @@ class Claim:
     """The claim of an export.
 
     Args:
-        speedup: the claimed speedup; None claims only to be faster than plain decoding.
-        mean_acceptance_length: from its evidence, if stated. A round takes no less time than a step of plain decoding, so no
-            speedup can exceed it.
+        speedup: None claims only to be faster than plain decoding.
+        mean_acceptance_length: from its evidence, if stated. No speedup can exceed it, as a round takes no less than a step.
         other_work: whether its evidence is of other held-out prompts than those measured now, or of another output length.
         repeatable: whether greedy decoding of the same prompts must give as many tokens per round, up to near-ties and to
             drafters that learn from prompts in another order.
@@ -273,11 +268,9 @@ class Claim:
     def contradiction(self) -> str | None:
         """A contradiction within the evidence; None if there is none."""
         claimed, per_round = self.speedup, self.mean_acceptance_length
-        if claimed is None:
-            return None
-        if not claimed.consistent:
+        if claimed is not None and not claimed.consistent:
             return f"the speedup {claimed} lies outside its own interval"
-        if per_round is not None and claimed.value > _MAX_SPEEDUP_PER_TOKEN * per_round:
+        if claimed is not None and per_round is not None and claimed.value > _MAX_SPEEDUP_PER_TOKEN * per_round:
             return f"{claimed.value:.2f} x is more than {per_round:.2f} tokens per round allow"
         return None
 
@@ -299,13 +292,11 @@ def judge(
     mean_acceptance_length: float | None = None,
     prompts: int = MIN_RESAMPLED,
 ) -> Verdict:
-    """Compare a claim with the speedup of a new measurement.
+    """Compare a claim with a new measurement: its speedup and the number of prompts that this rests on, and its tokens per
+    round (None skips their comparison).
 
-    Args:
-        losslessness: verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs.
-        tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
-        mean_acceptance_length: the new tokens per round; None skips their comparison.
-        prompts: the number of prompts that the new speedup rests on.
+    ``losslessness`` is the verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs. ``tolerance``
+    is the share of the claimed speedup that machines and days may differ by, in [0, 1).
     """
     claimed = claim.speedup
     if losslessness == "different":
@@ -370,7 +361,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
 
 
 def _report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:
-    """Return a record as Markdown: the verdict, claimed and measured metrics, and changed conditions."""
+    """Return a record as Markdown."""
     lines = [f"{record['verdict']}: {record['reason']}", ""]
     if measurement is not None:
         lines += [*_table(export, measurement, record["looks"]), *empty_note(record["measured"]), ""]
@@ -390,7 +381,7 @@ def _table(export: Export, measurement: Measurement, looks: int) -> list[str]:
     metrics, evidence = measurement.to_dict(), export.evidence
     measured = Speedup.measured(measurement, looks) if measurement.decoded.candidate else None
     rows: list[tuple[str, Any, Any]] = [("speedup", Speedup.claimed(evidence), measured)]
-    rows += [(name.replace("_", " "), evidence.get(name), metrics[name]) for name in _METRICS]
+    rows += [(name.replace("_", " "), evidence.get(name), metrics[name]) for name in _SHOWN]
     rows.append(("output", None, metrics["losslessness"]["verdict"]))
     rows += [(f"speedup, {category}", None, value) for category, value in metrics["speedup_by_category"].items()]
     lines = ["| | claimed | measured |", "|---|---|---|"]

@@ -27,12 +27,9 @@ Row = Mapping[str, Sample]
 
 
 class BackendError(InputError):
-    """A configuration that the engine could not run. The trial fails with the reason, and the study goes on.
+    """A configuration that the engine could not run. The trial fails with the reason, in one line, and the study goes on.
 
-    Args:
-        reason: one line, such as ``the engine ran out of memory``.
-        log_tail: the last lines of the engine's log; empty if it has none.
-        name: of the configuration in the comparison; empty if it is plain decoding, or unknown.
+    ``log_tail`` ends the engine's log. ``name`` is that of the configuration; empty if it is plain decoding, or unknown.
     """
 
     def __init__(self, reason: str, log_tail: str = "", name: str = "") -> None:
@@ -97,8 +94,7 @@ class Backend(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return everything that samples depend on, except what a :class:`Comparison` holds, as plain values.
 
-        Rows of an interrupted run are used only under the same description, so it holds no time, port or folder that changes
-        from run to run.
+        They are the same from run to run, as rows of an interrupted one are used only under the same description.
         """
         ...
 
@@ -111,14 +107,10 @@ class Backend(Protocol):
         return space
 
     def compare(self, asked: Comparison) -> Iterator[dict[str, Sample]]:
-        """Measure configurations and plain decoding.
+        """Yield for each prompt, in order, one sample per name, ``baseline`` included; all at the end if engines take turns.
 
-        A trial compares its configuration several times, so an engine may stay started until another one is compared.
-
-        Yields:
-            One sample per name for each prompt in order, ``baseline`` included, whose ``lossless`` compares it with
-            the baseline's output. A caller may stop early, which closes the generator. An engine that measures one
-            configuration after the other yields all rows at the end.
+        Their ``lossless`` compares them with the baseline's output. A caller may stop early, which closes the generator. A
+        trial compares its configuration several times, so an engine may stay started until another one is compared.
 
         Raises:
             BackendError: the engine cannot run one of the configurations, or stopped.

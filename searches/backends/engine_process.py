@@ -24,7 +24,6 @@ from searches.backends.backend import BackendError
 
 _INSTALLED = Path(CONF).parent / ".engines"
 """Where ``make engines`` installs each engine, in an environment of its own; ``LAYERSKIP_ENGINES`` names another folder."""
-_GRACE_SECONDS = 5.0  # in which an engine that has to end frees what it holds; then it is killed
 _GUARD = Path(__file__).with_name("engine_guard.py")
 _TAIL_BYTES = 65536
 _SHOWN = 200  # characters of an error
@@ -51,30 +50,23 @@ def free_port() -> int:
 
 
 class EngineProcess:
-    """A running engine, with the last lines of its log.
+    """A running engine, with the last lines of its log. Its guard ends it at :meth:`stop` or when this process is gone.
 
-    Its guard starts it, and ends it at :meth:`stop` or when this process is gone. Reasons begin with its name.
-    ``grace_seconds`` are those that it gets to end by itself. With ``asked``, lines of its input and output are requests and
-    answers, and only its errors are its log.
+    It gets ``grace_seconds`` to free what it holds and end; then it is killed. With ``asked``, lines of its input and output
+    are requests and answers, and only its errors are its log. Reasons of errors begin with its name.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        name: str,
-        grace_seconds: float = _GRACE_SECONDS,
-        asked: bool = False,
+        self, command: Sequence[str], env: Mapping[str, str], name: str, grace_seconds: float = 5.0, asked: bool = False
     ) -> None:
-        self.name, self._grace = name, grace_seconds
+        self.name, self._grace, self.started = name, grace_seconds, time.monotonic()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the engine
-        self.started = time.monotonic()
         self._guard = subprocess.Popen(
             [sys.executable, "-P", str(_GUARD), str(grace_seconds), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if asked else self._log,
             stderr=self._log,
-            env=dict(environment),
+            env=dict(env),
             start_new_session=True,  # a group of its own, which Ctrl-C in a terminal does not reach
         )
 

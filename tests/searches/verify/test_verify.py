@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +23,8 @@ from layerskip.files import digest
 from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
-from searches.results import ResultLog
 from searches.study.bench import BASELINE, ModelBench
-from searches.verify import Claim, Speedup, VerifySettings, _is_alike, judged_rows
+from searches.verify import _is_alike
 from tests.searches.conftest import Launch
 from tests.tiny import save_tiny
 
@@ -235,21 +233,30 @@ def test_a_datastore_with_answers_to_the_prompts_is_refused(given: Verified, tin
 
 
 @pytest.mark.parametrize(
-    ("speedups", "claim", "name", "repeats"),
+    ("speedups", "evidence", "name", "repeats"),
     [
-        ([[1.5, 1.6]], Speedup(1.5, 1.4, 1.6), "confirmed", 1),
-        ([[0.5, 0.6]], None, "refuted", 1),
-        ([[0.8, 1.3], [3.0, 3.5]], None, "confirmed", 2),  # a tie that a repeat resolves
-        ([[0.8, 1.3]] * 3, None, "weaker", 3),
+        ([[1.5, 1.6]], _claimed(1.5), "confirmed", 1),
+        ([[0.5, 0.6]], {}, "refuted", 1),
+        ([[0.8, 1.3], [3.0, 3.5]], {}, "confirmed", 2),  # a tie that a repeat resolves
+        ([[0.8, 1.3]] * 3, {}, "weaker", 3),
     ],
 )
 def test_it_measures_until_the_verdict_is_clear(
-    speedups: list[list[float]], claim: Speedup | None, name: str, repeats: int
+    speedups: list[list[float]],
+    evidence: dict[str, float],
+    name: str,
+    repeats: int,
+    model: Path,
+    tmp_path: Path,
+    verified: Verified,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prompts = PromptSet.of([f"prompt {i}" for i in range(8)])
     looks = iter(speedups)
-    bench = SimpleNamespace(compare=lambda configs, of, **_: _rows(*configs, of, next(looks), Losslessness(1)))
-    judged = judged_rows(bench, LOOKUP, Claim(claim), prompts, VerifySettings(), 0, ResultLog(None))
-    _, verdicts = zip(*judged, strict=True)
-    assert (verdicts[-1].name, len(verdicts)) == (name, 8 * repeats)
-    assert [place for place, verdict in enumerate(verdicts) if verdict] == [8 * repeat + 7 for repeat in range(repeats)]
+
+    def compare(_: Any, configs: Any, prompts: PromptSet, **__: Any) -> Iterator[dict[str, Sample]]:
+        return _rows(*configs, prompts, next(looks), Losslessness(1))
+
+    monkeypatch.setattr(ModelBench, "compare", compare)
+    verified(str(_export(tmp_path / "best.json", model, LOOKUP, evidence)), "measure.held_out_prompts=8")
+    record = _record(tmp_path)
+    assert (record["verdict"], record["repeats"], next(looks, None)) == (name, repeats, None)
