@@ -84,14 +84,12 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    if isinstance(error, sqlite3.OperationalError):
-        return "database is locked" in str(error)
+    origin = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
+    if isinstance(origin, sqlite3.Error):  # a file: nothing but a lock of another process passes by itself
+        return "database is locked" in str(origin)
     if isinstance(error, sqlalchemy.exc.DBAPIError):
-        if "sqlite3" in type(error.orig).__module__:  # a file: nothing but a lock of another process passes by itself
-            return "database is locked" in str(error.orig)
-        return error.connection_invalidated or isinstance(
-            error, (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError)
-        )
+        passing = (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError)
+        return error.connection_invalidated or isinstance(error, passing)
     return isinstance(error, (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout))
 
 
@@ -218,18 +216,20 @@ def sqlite_url(file: Path) -> str:
 
 def sqlite_file(url: str) -> Path | None:
     """Return the file of an SQLite database; None for another one, and for one in memory."""
-    try:
-        parts = sqlalchemy.make_url(url)
-    except (sqlalchemy.exc.ArgumentError, ValueError):  # of a port that is no number
+    parts = _parts(url)
+    if parts is None or parts.get_backend_name() != "sqlite" or parts.database in (None, "", ":memory:"):
         return None
-    is_file = parts.get_backend_name() == "sqlite" and parts.database not in (None, "", ":memory:")
-    return Path(str(parts.database)) if is_file else None
+    return Path(str(parts.database))
 
 
 def without_password(url: str) -> str:
     """Return the URL of a database or server with its password hidden."""
+    parts = _parts(url)
+    return url if parts is None or parts.password is None else parts.render_as_string(hide_password=True)
+
+
+def _parts(url: str) -> sqlalchemy.URL | None:
     try:
-        parts = sqlalchemy.make_url(url)
-    except (sqlalchemy.exc.ArgumentError, ValueError):
-        return url
-    return url if parts.password is None else parts.render_as_string(hide_password=True)
+        return sqlalchemy.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError):  # of a port that is no number
+        return None

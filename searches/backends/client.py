@@ -29,14 +29,18 @@ _Piece = tuple[str, list[int], int | None, bool]
 
 
 class RequestFailed(RuntimeError):
-    """A request without a usable answer; one line says why."""
+    """A request that the server refuses, or without a usable answer in time; one line says why."""
+
+
+class _Refused(RequestFailed):
+    """A request whose form the server refuses."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt, with the number of tokens in each piece.
+    """The answer to one prompt; ``tokens`` is None if the server reports no ids.
 
-    ``tokens`` is None if the server reports no ids. Seconds are those to the first piece, and from there to the last one.
+    Seconds are those to the first piece, and from there to the last one.
     """
 
     text: str
@@ -112,11 +116,7 @@ class Client:
         return "\n".join(message["content"] for message in messages)
 
     def complete(self, prompt: Sequence[int] | str, task: Task) -> Completion:
-        """Return the continuation of token ids, or of a text.
-
-        Raises:
-            RequestFailed: the server refuses, stops, sends nothing in time, or its answer makes no sense.
-        """
+        """Return the continuation of token ids, or of a text, or raise :class:`RequestFailed`."""
         chosen, count = task.sampling.to_dict(), task.max_new_tokens
         asked = prompt if isinstance(prompt, str) else list(prompt)
         body = {"model": self.model, "prompt": asked, "stream": True, "max_tokens": count, "seed": task.seed}
@@ -131,7 +131,7 @@ class Client:
     def complete_all(
         self, prompts: Sequence[Sequence[int] | str], tasks: Sequence[Task], concurrency: int
     ) -> list[Completion]:
-        """Return the continuations of several prompts, with so many requests in flight; errors as for :meth:`complete`."""
+        """Return the continuations of several prompts, with so many requests in flight."""
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(self.complete, prompts, tasks))  # after a failure, it cancels what was not sent
 
@@ -182,10 +182,6 @@ class Client:
                 raise RequestFailed(f"not a piece of an answer: {shown!r}") from None
             yield piece
         raise RequestFailed("the stream ended before the answer")
-
-
-class _Refused(RequestFailed):
-    """A request whose form the server refuses."""
 
 
 def _read(pieces: Iterator[_Piece], start: float, maximum: int) -> Completion:

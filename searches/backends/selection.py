@@ -37,9 +37,6 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
 
     The export gives the names alone. Settings are those of the configuration, since a back end may start programs that they
     name, and files of others must not choose these. An export of another engine may be measured on a server that runs it.
-
-    Raises:
-        InputError: the configuration has another back end or workload, or there is none of this name.
     """
     stored = export.environment.get("backend", {})
     load = stored.get("workload", {})
@@ -68,11 +65,7 @@ def described(backend: Backend, workload: Workload) -> dict[str, Any]:
 
 
 def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
-    """Return the space with what a back end supports; print which methods are left out, and why.
-
-    Raises:
-        InputError: the back end has none of the methods.
-    """
+    """Return the space with what a back end supports, at least one method; print which are left out, and why."""
     reasons: dict[str, list[str]] = {}
     for method in space.available_methods:
         if (reason := backend.supports(method)) is not None:

@@ -64,12 +64,7 @@ class ServedBackend(Backend):
 
     @abstractmethod
     def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
-        """Return the command that starts a server with a configuration.
-
-        Raises:
-            Unsupported: the engine cannot run it.
-            ConfigError: its head cannot be loaded.
-        """
+        """Return the command that starts a server with a configuration, or raise :class:`Unsupported` or ``ConfigError``."""
 
     def environment(self) -> dict[str, str]:
         """Return the variables that servers get beside this program's own."""
@@ -97,8 +92,7 @@ class ServedBackend(Backend):
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return the space without choices that servers do not have: stop rules, matches, datastores and lossy rules.
 
-        Their n-grams are copied from their first match. Heads draft chains: a method keeps its trees only if it has no
-        chains.
+        Their n-grams are copied from the first match. Heads draft chains: a method keeps its trees only if it has no chains.
         """
         trees = any(methods()[method].trees_only for method in space.available_methods)
         found = replace(space, allow_lossy=False).narrowed(stop=("length",), match=("first",), datastore=())
@@ -137,10 +131,7 @@ class ServedBackend(Backend):
                 checks = checks and dict.fromkeys(checks, Losslessness(0))  # the comparison counts once
 
     def _rows(self, asked: Comparison) -> Iterator[_Answers]:
-        """Yield the answers to each prompt: at once, or at the end under load or if engines take turns.
-
-        From here on, plain decoding is among the configurations.
-        """
+        """Yield the answers to each prompt: at once, or at the end under load or if engines take turns."""
         names = [name for name in asked.configs if name not in asked.without]
         if len(names) <= self.engines:
             yield from self._group_rows(asked, names, {})
@@ -162,10 +153,7 @@ class ServedBackend(Backend):
     def _group_rows(
         self, asked: Comparison, group: Sequence[str], reference: Mapping[str, Sequence[Answer]]
     ) -> Iterator[_Answers]:
-        """Yield the answers of names whose engines run together.
-
-        ``reference`` holds the answers of plain decoding by prompt, where it was measured before.
-        """
+        """Yield the answers of names whose engines run together; ``reference`` has earlier ones of plain decoding."""
         configs, prompts = {name: asked.configs[name] for name in group}, asked.prompts
         learning = {name: config for name, config in configs.items() if config.method == "retrieval"}
         for config in learning.values():

@@ -83,15 +83,8 @@ def build_contenders(
 ) -> Contenders:
     """Build the contenders of a benchmark. Those that cannot decode with the target are left out with a message.
 
-    Args:
-        config: configuration ``conf/benchmark.yaml``, with :func:`fill_defaults` applied.
-        target: the target.
-        prompts: prompts of the benchmark; datastores must not contain their answers.
-        sampling: sampling of the benchmark.
-        opened: ends the processes of engines.
-
-    Raises:
-        InputError: a rival does not exist.
+    The configuration has its defaults filled in (:func:`fill_defaults`). Datastores must not contain answers of the prompts.
+    ``opened`` ends the processes of engines.
     """
     own, peers = _present(config.contenders), _present(config.peers)
     drafts = [part.get("draft_model") for row in (*own.values(), *peers.values()) for part in (row, *row.get("members", ()))]

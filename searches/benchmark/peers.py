@@ -36,14 +36,12 @@ class Peer:
     """One decoding method of transformers.
 
     Args:
-        target: the target.
         method: ``plain``, ``static`` (``cache_implementation="static"``, which compiles the passes on CUDA),
             ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``), ``assistant``
             (``assistant_model``) or ``universal`` (the same with two tokenizers).
         num_speculative_tokens: tokens drafted per round; None keeps transformers' default.
-        prompt_lookup_max: longest n-gram of ``prompt_lookup``.
         exit_layer: number of layers that the draft of ``early_exit`` keeps.
-        draft_model: draft model of ``assistant`` and ``universal``.
+        draft_model: of ``assistant`` and ``universal``.
         confidence: confidence below which drafting stops; 0 never stops; None keeps transformers' default.
         dtype: of the weights that it decodes with, loaded once more; None for the target's.
 
@@ -129,8 +127,7 @@ class Peer:
 class _RoundRecorder(StoppingCriteria):
     """Stopping criterion that records the length after prefill and after every round, and never stops.
 
-    ``on_prefill`` is called after prefill with the number of new tokens. ``on_drafts`` says whether transformers also calls
-    the criterion on every draft, before verification.
+    ``on_drafts`` says whether transformers also calls it on every draft, before verification.
     """
 
     def __init__(self, prompt_length: int, on_prefill: Callable[[int], None], on_drafts: bool) -> None:

@@ -45,18 +45,14 @@ class EnginePeer:
     """One decoding method of an inference engine.
 
     Args:
-        target: the target.
-        folder: where its model, and what the engine makes of it, are kept.
+        folder: where the target's model, and what the engine makes of it, are kept.
         engine: ``openvino_genai``, ``vllm`` or ``xllamacpp`` (llama.cpp), which reads the target's GGUF file.
         method: ``plain`` or ``prompt_lookup``.
         python: the interpreter in which the engine is installed; None for that of :func:`interpreter`.
-        num_speculative_tokens: tokens drafted per round.
-        prompt_lookup_max: longest n-gram of ``prompt_lookup``.
         dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's. ``xllamacpp`` ignores it.
 
     Attributes:
-        version: that of the engine.
-        precision: of its arithmetic and its cache, as the engine states them; it may not follow ``dtype``.
+        precision: of the engine's arithmetic and its cache, as it states them; it may not follow ``dtype``.
         outputs: the new tokens of each prompt.
 
     Raises:
@@ -100,7 +96,8 @@ class EnginePeer:
         self._process = EngineProcess([python, str(_WORKER)], environment, self.engine, asked=True)
         self.outputs: dict[tuple[int, ...], list[int]] = {}
         try:
-            loaded = self._ask(settings)
+            self._process.send(json.dumps(settings))
+            loaded = self._answer()
             self.version, self.precision = str(loaded["version"]), dict(loaded["precision"])
         except BaseException:
             self.close()
@@ -116,7 +113,8 @@ class EnginePeer:
         if not task.sampling.greedy:
             raise InputError(f"sampling: {self.engine} is measured greedily; peers.<name>=null leaves it out")
         request = {"tokens": list(prompt), "max_new_tokens": task.max_new_tokens, "eos": sorted(self.target.eos_ids)}
-        on_prefill(int(self._ask(request | {"repetition_penalty": task.sampling.repetition_penalty})["first"]))
+        self._process.send(json.dumps(request | {"repetition_penalty": task.sampling.repetition_penalty}))
+        on_prefill(int(self._answer()["first"]))
         answer = self._answer()
         rounds = [Round(0, 0, after - before) for before, after in itertools.pairwise(answer["lengths"])]
         self.outputs[tuple(prompt)] = answer["tokens"]
@@ -143,11 +141,6 @@ class EnginePeer:
             command = ["vllm", "serve", self._model, "--dtype", str(self.dtype), "--generation-config", "vllm"]
             command += ["--speculative-config", json.dumps(self._speculative)] if lookup else []
         return shlex.join(command)
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request, and return the first answer to it."""
-        self._process.send(json.dumps(request))
-        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         try:

@@ -28,15 +28,12 @@ _METHODS = {"plain": "plain", "prompt_lookup": "prompt lookup"}
 
 @dataclass(frozen=True)
 class RaceRow:
-    """A contender of a race.
+    """A contender of a race: its engine and method, and its metrics against the fastest plain decoding.
 
     Args:
-        name: the engine and the method.
-        measured: its metrics, against the fastest plain decoding; see :meth:`layerskip.Measurement.to_dict`.
         own_speedup: over the plain decoding of the same engine, with its interval; None for plain decoding itself.
         same_outputs: of how many prompts the tokens are those of the same engine's plain decoding, and of how many.
         precision: of the engine's arithmetic and cache, as it states them.
-        version: that of the engine.
         command: what decodes so without this program.
         ended: the error that ended it, if it was not measured to the end.
     """
@@ -53,10 +50,7 @@ class RaceRow:
 
 @dataclass(frozen=True)
 class Race:
-    """The results of a race: its rows, fastest first, and the name of the fastest plain decoding.
-
-    ``left_out`` are sentences on engines that could not be measured at all.
-    """
+    """The results of a race, fastest first; ``left_out`` are sentences on engines that could not be measured at all."""
 
     rows: tuple[RaceRow, ...]
     fastest_plain: str
@@ -79,11 +73,7 @@ class Race:
 
 
 def chosen_engines(names: Any) -> tuple[str, ...]:
-    """Return the engines that a configuration asks for; ``all`` stands for those that are installed.
-
-    Raises:
-        InputError: one is unknown or not installed.
-    """
+    """Return the engines that a configuration asks for, which must be installed; ``all`` stands for those that are."""
     if names == "all":
         missing = [engine for engine in ENGINES if interpreter(engine) is None]
         if missing:
@@ -105,16 +95,7 @@ def race(
     folder: Path,
     on_prompt: Callable[[], object] = lambda: None,
 ) -> Race:
-    """Measure engines, our plain decoding and the winner of a study; see the module.
-
-    Args:
-        winner: the study's winner; it may be plain decoding.
-        engines: names of :data:`searches.engines.peer.ENGINES`.
-        prompts: at least one, with categories in turn.
-        task: greedy.
-        folder: keeps the models that engines load.
-        on_prompt: called after each prompt.
-    """
+    """Measure engines, our plain decoding and the winner of a study greedily; ``folder`` keeps what engines load."""
     own = {PLAIN: Decoder.of(target, SpeculativeConfig())}
     own |= {} if winner.method == "none" else {WINNER: Decoder.of(target, winner)}
     dtype = "bfloat16" if target.precision == "mixed" else None
