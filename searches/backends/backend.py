@@ -89,18 +89,15 @@ class Backend(Protocol):
     @property
     def exact(self) -> bool:
         """True if greedy outputs must equal plain decoding's token for token, as in float32 with one request at a time."""
-        ...
 
     def describe(self) -> dict[str, Any]:
         """Return everything that samples depend on, except what a :class:`Comparison` holds, as plain values.
 
         They are the same from run to run, as rows of an interrupted one are used only under the same description.
         """
-        ...
 
     def supports(self, method: str) -> str | None:
         """Return None if the engine drafts with a method, else the reason in one line. ``none`` is supported."""
-        ...
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return a space of supported methods without choices that make no difference to this engine."""
@@ -115,7 +112,6 @@ class Backend(Protocol):
         Raises:
             BackendError: the engine cannot run one of the configurations, or stopped.
         """
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last comparison beside its samples: start-up seconds, throughput, latencies.

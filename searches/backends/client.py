@@ -1,7 +1,7 @@
 """A streaming client of servers with OpenAI's interface for completions.
 
-Prompts are sent as token ids, so that the server reads exactly what the target would. Servers that report token ids (vLLM's
-``return_token_ids``) or running counts are asked to; others are counted by the usage that ends each answer.
+Prompts are sent as token ids, so that the server reads exactly what the target would. Servers are asked for token ids and
+running counts, as vLLM reports them; the tokens of others are counted by the usage that ends each answer.
 """
 
 from __future__ import annotations

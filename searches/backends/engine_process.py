@@ -88,14 +88,12 @@ class EngineProcess:
             self._guard.wait(0.5)  # an engine that drops a connection is about to end
         code, tail = self._guard.poll(), self.log_tail()
         if code is not None:
-            reason = f"{_end(code)}, {reason}{_cause(tail)}"
+            cause = _ERROR.search(tail)  # the first error, which those that follow come from
+            reason = f"{_end(code)}, {reason}" + (f": {' '.join(cause[1].split())[:_SHOWN]}" if cause else "")
         return BackendError(f"{self.name}: {reason}", tail)
 
     def wait_until(self, ready: Callable[[], bool], limit_seconds: float) -> float:
-        """Wait until the engine is ready; return the seconds since its start.
-
-        One that has ended, or is not ready so many seconds after its start, is stopped, and a :class:`BackendError` raised.
-        """
+        """Return the seconds until the engine is ready; stop one that ends or is late, and raise a :class:`BackendError`."""
         try:
             while self.running and not ready():
                 if time.monotonic() - self.started > limit_seconds:
@@ -116,10 +114,7 @@ class EngineProcess:
             self._guard.stdin.flush()
 
     def receive(self, limit_seconds: float) -> str:
-        """Return the next line of the engine's output.
-
-        An engine that ends, or gives no line within so many seconds, is stopped, and a :class:`BackendError` raised.
-        """
+        """Return the next line of the output; stop an engine that ends, or is late, and raise a :class:`BackendError`."""
         assert self._guard.stdout is not None
         begun, watch = time.monotonic(), threading.Timer(limit_seconds, self._guard.terminate)
         watch.daemon = True
@@ -160,9 +155,3 @@ def _end(code: int) -> str:
         hint = ", possibly for lack of memory" if number == signal.SIGKILL else ""
         return f"ended by {signal.Signals(number).name}{hint}"
     return f"ended with exit code {code}"
-
-
-def _cause(tail: str) -> str:
-    """Return the first error in a log, which those that follow come from, after a colon; empty if there is none."""
-    found = _ERROR.search(tail)
-    return f": {' '.join(found[1].split())[:_SHOWN]}" if found is not None else ""

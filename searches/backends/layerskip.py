@@ -41,10 +41,7 @@ class LayerskipBackend(Backend):
         return None if method in drafter_classes() else "layerskip has no drafter of this method"
 
     def compare(self, asked: Comparison) -> Iterator[dict[str, Sample]]:
-        """See :meth:`Backend.compare`. Each prompt has its own random order.
-
-        Errors are also those of :func:`~layerskip.build_drafter`, and :class:`NotFinite` of plain decoding.
-        """
+        """See :meth:`Backend.compare`; errors are also those of ``build_drafter``, and ``NotFinite`` of plain decoding."""
         if asked.workload.concurrency != 1:
             raise InputError("workload.concurrency: layerskip decodes one request at a time; backend=vllm serves several")
         if self._compared != asked.configs:

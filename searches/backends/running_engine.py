@@ -1,8 +1,7 @@
 """A server that answers prompts with one configuration, with the rounds that each answer took, and its metrics.
 
-Rounds follow from the counters of drafted and accepted tokens that vLLM publishes under ``/metrics``. The names are those of
-vLLM 0.32, ``vllm/v1/spec_decode/metrics.py``. A step in which a request has no draft is not counted there; such steps follow
-from the number of tokens.
+Rounds follow from the counters that vLLM 0.32 publishes under ``/metrics`` (``vllm/v1/spec_decode/metrics.py``). They do not
+count a step in which a request has no draft; such steps follow from the number of tokens.
 
 Metrics: ``throughput`` is in tokens per second over all requests, ``ttft`` the seconds to the first token, ``tpot`` the
 seconds per token after it, at the median and the 95th percentile.
@@ -70,11 +69,10 @@ class Counters:
         return sum(self.by_position)
 
     def rounds(self, decoded: int) -> list[Round]:
-        """Return rounds with these counts: accepted tokens as counted, drafts as equally long as they can be.
+        """Return rounds that gave ``decoded`` tokens: accepted ones as counted, drafts as equally long as they can be.
 
-        Args:
-            decoded: number of tokens that decoding gave; those beyond the counted rounds were decoded one by one. A last
-                round may have accepted more than was asked for, and the surplus is taken from the longest ones.
+        Tokens beyond the counted rounds were decoded one by one. A last round may have accepted more than was asked for, and
+        the surplus is taken from the longest ones.
         """
         reached = (self.drafts, *self.by_position, 0)
         lengths = enumerate(itertools.pairwise(reached))
@@ -142,11 +140,7 @@ class RunningEngine:
     def answer(
         self, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], concurrency: int, config: SpeculativeConfig
     ) -> list[Answer]:
-        """Return the answers of an engine of this configuration to prompts of token ids.
-
-        Raises:
-            BackendError: the engine ended, or a request failed.
-        """
+        """Return the answers of an engine of this configuration, or raise a :class:`BackendError`."""
         try:
             before = self._counters(config)
             completions = self.client.complete_all(prompts, tasks, concurrency)
@@ -171,10 +165,7 @@ class RunningEngine:
 
 
 def _observed_rounds(completion: Completion, config: SpeculativeConfig) -> DecodeStats:
-    """Return the rounds that the pieces of an answer show: a server that does not count sends a piece for each step.
-
-    A draft is taken to be as long as the configuration allows.
-    """
+    """Return the rounds that the pieces of an answer show, one for each, with drafts as long as the configuration allows."""
     if config.method == "none":
         return DecodeStats((Round(0, 0, 1),) * completion.decoded)
     sizes = [size for size in completion.piece_sizes[1:] if size]
@@ -182,11 +173,7 @@ def _observed_rounds(completion: Completion, config: SpeculativeConfig) -> Decod
 
 
 def sample_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the throughput and the latencies of the requests of samples; empty if they have none.
-
-    With a constant number of requests in flight, the throughput is that number times the tokens of all requests over their
-    seconds (Little's law).
-    """
+    """Return the throughput, by Little's law, and the latencies of the requests of samples; empty if they have none."""
     requests = [request for sample in samples for request in sample.requests]
     if not requests:
         return {}

@@ -231,14 +231,11 @@ class ServedBackend(Backend):
     def _sample(
         self, item: PromptItem, name: str, answers: _Answers, task: Task, checks: Mapping[str, Losslessness] | None
     ) -> Sample:
-        parts = []
-        for turn, (expected, answer) in enumerate(zip(answers[BASELINE], answers[name], strict=True)):
-            if checks is None:
-                lossless = self._compared(item.id, expected, answer, task)
-            else:
-                lossless = checks[name] if turn == 0 else Losslessness(0)
-            parts.append(replace(answer.sample(item), lossless=lossless))
-        return Sample.join(parts)
+        sample = Sample.join([answer.sample(item) for answer in answers[name]])
+        if checks is not None:
+            return replace(sample, lossless=checks[name])
+        pairs = zip(answers[BASELINE], answers[name], strict=True)
+        return replace(sample, lossless=Losslessness.join(self._compared(item.id, *pair, task) for pair in pairs))
 
     def _compared(self, prompt_id: str, expected: Answer, actual: Answer, task: Task) -> Losslessness:
         """Compare two outputs, as tokens if the server reports them, else as texts; the target judges a difference."""

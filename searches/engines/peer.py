@@ -2,7 +2,6 @@
 
 Each runs in a process of its own (:mod:`searches.engines.worker`), under the interpreter in which it is installed, on the
 same model, prompts and number of threads as the others. Its tokens are counted and timed here, by the same clock.
-``make engines`` installs all of them, each below ``.engines``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,12 +200,14 @@ def _rows(name: str, prompts: PromptSet, speedups: Sequence[float], output: Loss
 
 @pytest.fixture
 def given(tiny_folder: Path, tmp_path: Path, verified: Verified, monkeypatch: pytest.MonkeyPatch) -> Verified:
-    """Runs the program on a configuration with some evidence, which is measured at 1.5 to 1.6."""
+    """Runs the program on a configuration with some evidence, whose looks find speedups, 1.5 and 1.6 by default."""
 
-    def run(config: SpeculativeConfig, evidence: Mapping[str, Any], *overrides: str, changed: bool = False) -> Any:
-        output = Losslessness(1, (Divergence("0", 0, 1.0, 0.0),) if changed else ())
+    def run(
+        config: SpeculativeConfig, evidence: Any, *overrides: str, looks: Any = ((1.5, 1.6),), changed: bool = False
+    ) -> Any:
+        output, speedups = Losslessness(1, (Divergence("0", 0, 1.0, 0.0),) if changed else ()), iter(looks)
         monkeypatch.setattr(
-            ModelBench, "compare", lambda _, configs, prompts, **__: _rows(*configs, prompts, (1.5, 1.6), output)
+            ModelBench, "compare", lambda _, configs, prompts, **__: _rows(*configs, prompts, next(speedups), output)
         )
         return verified(str(_export(tmp_path / "best.json", tiny_folder, config, evidence)), *overrides)
 
@@ -233,30 +235,17 @@ def test_a_datastore_with_answers_to_the_prompts_is_refused(given: Verified, tin
 
 
 @pytest.mark.parametrize(
-    ("speedups", "evidence", "name", "repeats"),
+    ("looks", "evidence", "name"),
     [
-        ([[1.5, 1.6]], _claimed(1.5), "confirmed", 1),
-        ([[0.5, 0.6]], {}, "refuted", 1),
-        ([[0.8, 1.3], [3.0, 3.5]], {}, "confirmed", 2),  # a tie that a repeat resolves
-        ([[0.8, 1.3]] * 3, {}, "weaker", 3),
+        ([(1.5, 1.6)], _claimed(1.5), "confirmed"),
+        ([(0.5, 0.6)], {}, "refuted"),
+        ([(0.8, 1.3), (3.0, 3.5)], {}, "confirmed"),  # a tie that a repeat resolves
+        ([(0.8, 1.3)] * 3, {}, "weaker"),
     ],
 )
 def test_it_measures_until_the_verdict_is_clear(
-    speedups: list[list[float]],
-    evidence: dict[str, float],
-    name: str,
-    repeats: int,
-    model: Path,
-    tmp_path: Path,
-    verified: Verified,
-    monkeypatch: pytest.MonkeyPatch,
+    looks: Any, evidence: Any, name: str, given: Verified, tmp_path: Path
 ) -> None:
-    looks = iter(speedups)
-
-    def compare(_: Any, configs: Any, prompts: PromptSet, **__: Any) -> Iterator[dict[str, Sample]]:
-        return _rows(*configs, prompts, next(looks), Losslessness(1))
-
-    monkeypatch.setattr(ModelBench, "compare", compare)
-    verified(str(_export(tmp_path / "best.json", model, LOOKUP, evidence)), "measure.held_out_prompts=8")
+    given(LOOKUP, evidence, "measure.held_out_prompts=8", looks=looks)
     record = _record(tmp_path)
-    assert (record["verdict"], record["repeats"], next(looks, None)) == (name, repeats, None)
+    assert (record["verdict"], record["repeats"]) == (name, len(looks))
