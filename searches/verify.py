@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from searches.backends.selection import closing, described, exported_backend
 from searches.report.tables import conditions, empty_note
 from searches.results import RESULTS_VERSION, ResultLog, record_header
 from searches.study.bench import BASELINE, ModelBench, Row, resumed_rows
-from searches.study.plan import check_prompts
+from searches.study.plan import check_prompts, flatten
 from searches.training.texts import refuse_answers_of
 
 EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_CONFIRMED}
@@ -347,17 +347,10 @@ def differences(export: Export, conditions: Mapping[str, Any]) -> list[dict[str,
     }
     evidence = {name: export.evidence[name] for name in now["evidence"] if name in export.evidence}
     exported = {"quantization": None} | dict(export.target)
-    before = {"target": exported, "environment": export.environment, "evidence": evidence}
-    return [{"field": name, "exported": str(old), "now": str(new)} for name, old, new in _differing(before, now)]
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for name, old in before.items():
-        new = now.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differing(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield prefix + name, old, new
+    before = flatten({"target": exported, "environment": dict(export.environment), "evidence": evidence})
+    present = flatten(now)
+    changed = {name: present.get(name) for name, old in before.items() if old != present.get(name)}
+    return [{"field": name, "exported": str(before[name]), "now": str(new)} for name, new in changed.items()]
 
 
 def _report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:

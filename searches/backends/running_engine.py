@@ -109,8 +109,7 @@ class Answer:
 
     def at_pace(self, factor: float) -> Answer:
         """Return the answer with its seconds of decoding multiplied, to state them at another speed of the machine."""
-        seconds = self.completion.decode_seconds * factor
-        return replace(self, completion=replace(self.completion, decode_seconds=seconds))
+        return replace(self, completion=replace(self.completion, decode_seconds=self.completion.decode_seconds * factor))
 
     def sample(self, item: PromptItem) -> Sample:
         """Return the answer as a sample without a comparison."""

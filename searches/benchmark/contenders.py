@@ -35,8 +35,7 @@ from searches.study.cascade_costs import CostTimer
 from searches.training.texts import refuse_answers_of
 
 BASELINE = "plain"
-CONTEXT = 256
-"""Tokens before those by which the costs of cascades are measured."""
+CONTEXT = 256  # tokens before those by which the costs of cascades are measured
 
 
 class Contenders(NamedTuple):

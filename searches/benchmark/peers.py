@@ -20,6 +20,7 @@ from transformers.generation import utils as generation
 
 from layerskip import DecodeStats, Round, Target, UnsupportedModel
 from layerskip.decoding.decode import DecodeResult
+from layerskip.engines.deployment import hugging_face_fields
 from layerskip.measure.measure import Task
 from layerskip.models.loading import DTYPES, load_draft, load_target
 from searches.app.checks import check_list
@@ -84,7 +85,7 @@ class Peer:
                 attention_mask=torch.ones_like(inputs),
                 max_new_tokens=task.max_new_tokens,
                 stopping_criteria=StoppingCriteriaList([recorder]),
-                **_sampling(task),
+                **hugging_face_fields(task.sampling),
                 **options,
             )
         tokens = output[0, len(prompt) :].tolist()
@@ -145,9 +146,3 @@ class _RoundRecorder(StoppingCriteria):
     def rounds(self) -> list[Round]:
         """Return the committed tokens of every round. The number of drafted tokens is unknown."""
         return [Round(0, 0, after - before) for before, after in itertools.pairwise(self._lengths[1:])]
-
-
-def _sampling(task: Task) -> dict[str, Any]:
-    greedy = task.sampling.greedy
-    options = {name: value for name, value in task.sampling.to_dict().items() if name == "repetition_penalty" or not greedy}
-    return {"do_sample": not greedy} | options

@@ -76,9 +76,8 @@ class Vllm:
     def __init__(self, settings: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # gigabytes
         # By itself, vLLM leaves a core to its scheduler: one of two cores would decode.
-        if hasattr(os, "sched_getaffinity"):
-            cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+        cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

@@ -24,7 +24,7 @@ from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from searches.study.bench import BASELINE, ModelBench
-from searches.verify import _is_alike
+from searches.verify import EXIT_CODES, _is_alike
 from tests.searches.conftest import Launch
 from tests.tiny import save_tiny
 
@@ -214,15 +214,6 @@ def given(tiny_folder: Path, tmp_path: Path, verified: Verified, monkeypatch: py
     return run
 
 
-def test_a_claim_is_refuted_by_its_own_prompts_and_by_a_changed_output_alone(given: Verified) -> None:
-    code, printed, _ = given(LOOKUP, _claimed(4.0, prompts_digest=HERE, prompts=24), FEW)
-    assert (code, "out of reach" in printed) == (4, True), printed
-    code, printed, _ = given(LOOKUP, _claimed(4.0, prompts_digest="0" * 64, prompts=24))
-    assert (code, "prompts=" in printed) == (3, True), printed
-    assert given(LOOKUP, _claimed(1.5), changed=True)[0] == 4
-    assert given(LOOKUP, _claimed(1.5))[0] == 0
-
-
 def test_a_datastore_with_answers_to_the_prompts_is_refused(given: Verified, tiny_target: Target, tmp_path: Path) -> None:
     """It is refused alone and in a cascade; a datastore of other texts is measured."""
     answered = [digest(item.content()) for item in PromptSet.packaged().split()[1]]
@@ -235,17 +226,20 @@ def test_a_datastore_with_answers_to_the_prompts_is_refused(given: Verified, tin
 
 
 @pytest.mark.parametrize(
-    ("looks", "evidence", "name"),
+    ("looks", "evidence", "changed", "name"),
     [
-        ([(1.5, 1.6)], _claimed(1.5), "confirmed"),
-        ([(0.5, 0.6)], {}, "refuted"),
-        ([(0.8, 1.3), (3.0, 3.5)], {}, "confirmed"),  # a tie that a repeat resolves
-        ([(0.8, 1.3)] * 3, {}, "weaker"),
+        ([(1.5, 1.6)], _claimed(1.5), False, "confirmed"),
+        ([(1.5, 1.6)], _claimed(1.5), True, "refuted"),
+        ([(0.5, 0.6)], {}, False, "refuted"),
+        ([(1.5, 1.6)], _claimed(4.0, prompts_digest=HERE, prompts=24), False, "refuted"),  # out of reach
+        ([(1.5, 1.6)], _claimed(4.0, prompts_digest="0" * 64, prompts=24), False, "weaker"),  # of other prompts
+        ([(0.8, 1.3), (3.0, 3.5)], {}, False, "confirmed"),  # a tie that a repeat resolves
+        ([(0.8, 1.3)] * 3, {}, False, "weaker"),
     ],
 )
 def test_it_measures_until_the_verdict_is_clear(
-    looks: Any, evidence: Any, name: str, given: Verified, tmp_path: Path
+    looks: Any, evidence: Any, changed: bool, name: str, given: Verified, tmp_path: Path
 ) -> None:
-    given(LOOKUP, evidence, "measure.held_out_prompts=8", looks=looks)
+    code, *_ = given(LOOKUP, evidence, "measure.held_out_prompts=8", looks=looks, changed=changed)
     record = _record(tmp_path)
-    assert (record["verdict"], record["repeats"]) == (name, len(looks))
+    assert (code, record["verdict"], record["repeats"]) == (EXIT_CODES[name], name, len(looks))
