@@ -292,8 +292,7 @@ def judge(
     mean_acceptance_length: float | None = None,
     prompts: int = MIN_RESAMPLED,
 ) -> Verdict:
-    """Compare a claim with a new measurement: its speedup and the number of prompts that this rests on, and its tokens per
-    round (None skips their comparison).
+    """Compare a claim with a new measurement: its speedup, tokens per round (None skips these) and prompts with a speed.
 
     ``losslessness`` is the verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs. ``tolerance``
     is the share of the claimed speedup that machines and days may differ by, in [0, 1).

@@ -29,7 +29,7 @@ Row = Mapping[str, Sample]
 class BackendError(InputError):
     """A configuration that the engine could not run. The trial fails with the reason, in one line, and the study goes on.
 
-    ``log_tail`` ends the engine's log. ``name`` is that of the configuration; empty if it is plain decoding, or unknown.
+    ``log_tail`` are the last lines of the engine's log. ``name`` is the configuration's; empty if plain decoding or unknown.
     """
 
     def __init__(self, reason: str, log_tail: str = "", name: str = "") -> None:

@@ -16,7 +16,7 @@ import pytest
 from layerskip import PromptSet, SpeculativeConfig, Target, generate
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Measurement, Sample
-from searches.backends.backend import BASELINE, CANDIDATE, LOG_LINES, Backend, BackendError, Comparison
+from searches.backends.backend import BASELINE, CANDIDATE, Backend, Comparison
 
 TOKENS = 12
 TASK = Task(max_new_tokens=TOKENS)
@@ -111,23 +111,3 @@ class BackendContract:
             assert backend.supports(method) is None
         reason = backend.supports("astrology")
         assert reason and "\n" not in reason
-
-
-class FailingEngine:
-    """Tests of a back end whose engine may fail; the fixture ``broken`` returns a configuration that it cannot run."""
-
-    def test_an_error_becomes_a_reason_and_leaves_nothing(
-        self, make: Any, broken: SpeculativeConfig, tiny_target: Target
-    ) -> None:
-        before, backend = children(), make(tiny_target)
-        try:
-            with pytest.raises(BackendError) as caught:
-                list(backend.compare(Comparison({"good": LOOKUP, "bad": broken}, PROMPTS, TASK)))
-            assert caught.value.name == "bad"
-            assert str(caught.value) == f"backend: {caught.value.reason}"
-            assert caught.value.reason and "\n" not in caught.value.reason
-            assert len(caught.value.log_tail.splitlines()) <= LOG_LINES
-            assert measure(backend, LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
-        finally:
-            backend.close()
-        assert children() <= before

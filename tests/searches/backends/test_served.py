@@ -17,7 +17,7 @@ from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample, check_output
 from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
-from searches.backends.backend import BackendError, Comparison, Workload
+from searches.backends.backend import LOG_LINES, BackendError, Comparison, Workload
 from searches.backends.selection import closing
 from searches.backends.server import ServerBackend
 from searches.study.bench import ModelBench
@@ -66,14 +66,10 @@ def _compare(backend: ServerBackend, configs: dict[str, SpeculativeConfig], **mo
     return backend.compare(Comparison(configs, **{"prompts": _PROMPTS, "task": _TASK} | more))
 
 
-class TestServer(contract.BackendContract, contract.FailingEngine):
+class TestServer(contract.BackendContract):
     @pytest.fixture
     def make(self, folder: Path) -> Callable[[Target], ServerBackend]:
-        return lambda target: ServerBackend(target, command=_command(folder, "--broken-length", "7"))
-
-    @pytest.fixture
-    def broken(self) -> SpeculativeConfig:
-        return lookup(7)
+        return lambda target: ServerBackend(target, command=_command(folder))
 
 
 @pytest.mark.parametrize("fault", ["", "other_metrics"])  # of which the pieces of the answers show the rounds
@@ -153,11 +149,21 @@ def test_sampled_outputs_are_not_compared_but_greedy_ones_are(backend: ServerBac
     assert rows[0]["two"].lossless.basis.startswith("greedy outputs of one prompt")
 
 
-def test_a_failing_engine_is_an_error_and_the_next_configuration_runs(serve: Serve, folder: Path) -> None:
-    backend = serve("--only-drafting", "--fault", "crash")
-    with pytest.raises(BackendError, match="ended with exit code 3, ") as error:
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--only-drafting", "--fault", "crash"), "ended with exit code 3, "),
+        (("--broken-length", "2"), "ended with exit code 1, while it started"),
+    ],
+)
+def test_a_failing_engine_is_an_error_and_the_next_configuration_runs(
+    options: tuple[str, ...], reason: str, serve: Serve, folder: Path
+) -> None:
+    backend = serve(*options)
+    with pytest.raises(BackendError, match=f"^backend: server: {reason}") as error:
         list(_compare(backend, {"two": lookup(2)}))
     assert error.value.name == "two"
+    assert "\n" not in str(error.value) and len(error.value.log_tail.splitlines()) <= LOG_LINES
     assert "a planned crash" in error.value.log_tail
     assert len(wait_for(folder, _PER_ENGINE)) == _PER_ENGINE  # plain decoding alone
     assert len(list(_compare(backend, {}))) == 4

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from layerskip import AcceptRule, SpeculativeConfig, StopRule, Target, load_target
 from layerskip.config import methods
@@ -25,8 +24,6 @@ from tests.tiny import save_gguf
 
 
 def save_head(target: Target, folder: Path, **shape: Any) -> None:
-    """Save an EAGLE head with random weights."""
-    torch.manual_seed(1)
     head = EagleHead(EagleShape.of(target, **shape))
     save_trained(folder, head.shape.to_dict(), head.weights(), target, {})
 
