@@ -42,10 +42,9 @@ Result = TypeVar("Result")
 
 
 class Retry:
-    """Repetition of calls while what they call cannot be reached. Prints when it is lost, and when it is back.
+    """Repetition of calls while what they call cannot be reached; lines that begin with ``what`` say so.
 
-    ``what`` begins the lines, with the field of the configuration. After ``patience`` seconds the error of a call is raised;
-    those of the calls after it are raised at once.
+    After ``patience`` seconds the error of a call is raised; those of the calls after it are raised at once.
     """
 
     def __init__(self, what: str, patience: float = _PATIENCE) -> None:
@@ -63,8 +62,7 @@ class Retry:
                 if not is_unreachable(error):
                     raise
                 if self._lost_since is None:
-                    self._lost_since = start
-                    minutes = f"{self._patience / 60:.0f} minutes"
+                    self._lost_since, minutes = start, f"{self._patience / 60:.0f} minutes"
                     print(f"{self._what} cannot be reached; trying again for {minutes}", flush=True)
                 # Calls of another thread may succeed in between; this one ends nevertheless.
                 if time.monotonic() - min(start, self._lost_since or start) > self._patience:
@@ -84,14 +82,12 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    if isinstance(error, sqlite3.OperationalError):
-        return "database is locked" in str(error)
+    origin = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
+    if isinstance(origin, sqlite3.Error):  # a file: nothing but a lock of another process passes by itself
+        return "database is locked" in str(origin)
     if isinstance(error, sqlalchemy.exc.DBAPIError):
-        if "sqlite3" in type(error.orig).__module__:  # a file: nothing but a lock of another process passes by itself
-            return "database is locked" in str(error.orig)
-        return error.connection_invalidated or isinstance(
-            error, (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError)
-        )
+        passing = (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError)
+        return error.connection_invalidated or isinstance(error, passing)
     return isinstance(error, (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout))
 
 
@@ -128,10 +124,8 @@ class _Waiting(threading.local):
 class RetryingStorage(_Retried):  # type: ignore[misc]
     """A storage whose calls are repeated while its database cannot be reached.
 
-    ``transaction`` makes a context in which all changes of the thread are one transaction.
-
-    Attributes:
-        signature: user attributes of the trials that are created without any.
+    In the context that ``transaction`` makes, all changes of the thread are one transaction. ``signature`` holds the user
+    attributes of trials that are created without any.
     """
 
     def __init__(
@@ -203,10 +197,7 @@ class RetryingStorage(_Retried):  # type: ignore[misc]
 
 
 def sqlite_url(file: Path) -> str:
-    """Return the URL of an SQLite database in a file, whatever characters its path has.
-
-    A file that no URL can name, as with a question mark in SQLAlchemy 2.0, is an :class:`InputError`.
-    """
+    """Return the URL of an SQLite database in a file; SQLAlchemy 2.0 has none for a path with a question mark."""
     path = str(file.resolve())
     # MLflow also creates the folder that follows "sqlite:///", as it stands there; with the driver's name it does not.
     quoted = "sqlite+pysqlite:///" + path.replace("%", "%25").replace("?", "%3F")
@@ -218,18 +209,20 @@ def sqlite_url(file: Path) -> str:
 
 def sqlite_file(url: str) -> Path | None:
     """Return the file of an SQLite database; None for another one, and for one in memory."""
-    try:
-        parts = sqlalchemy.make_url(url)
-    except (sqlalchemy.exc.ArgumentError, ValueError):  # of a port that is no number
+    parts = _parts(url)
+    if parts is None or parts.get_backend_name() != "sqlite" or parts.database in (None, "", ":memory:"):
         return None
-    is_file = parts.get_backend_name() == "sqlite" and parts.database not in (None, "", ":memory:")
-    return Path(str(parts.database)) if is_file else None
+    return Path(str(parts.database))
 
 
 def without_password(url: str) -> str:
     """Return the URL of a database or server with its password hidden."""
+    parts = _parts(url)
+    return url if parts is None or parts.password is None else parts.render_as_string(hide_password=True)
+
+
+def _parts(url: str) -> sqlalchemy.URL | None:
     try:
-        parts = sqlalchemy.make_url(url)
-    except (sqlalchemy.exc.ArgumentError, ValueError):
-        return url
-    return url if parts.password is None else parts.render_as_string(hide_password=True)
+        return sqlalchemy.make_url(url)
+    except (sqlalchemy.exc.ArgumentError, ValueError):  # of a port that is no number
+        return None

@@ -2,10 +2,9 @@
 
 Usage: ``python -m searches.doctor http://127.0.0.1:8000 [plain=URL] [concurrency=4] [prompts=jsonl prompts.path=FILE]``
 
-In this order: is speculation on, what does it accept by position, what does a round cost, is the output unchanged, is it
-faster than without, and which settings to try. Counters are those that vLLM publishes under ``/metrics``. Speed and output
-are compared with a second server of the same model without speculation, which ``plain`` names, on the same greedy prompts.
-Requests of others at the same time count, too. The exit code is 4 if speculation loses or changes the output.
+Counters are those that vLLM publishes under ``/metrics``. Speed and output are compared with a second server of the same
+model without speculation, which ``plain`` names, on the same greedy prompts. Requests of others at the same time count, too.
+The exit code is 4 if speculation loses or changes the output.
 """
 
 from __future__ import annotations
@@ -41,19 +40,15 @@ _LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was measured on a server.
+    """What was measured: for each prompt the answers by server, and once more by the plain one.
 
-    Args:
-        prompts: that were answered.
-        rows: for each prompt the answers by server, and once more by the plain one.
-        counters: drafts and accepted tokens of these prompts; None if the server publishes none.
-        concurrency: requests that were in flight.
+    ``counters`` are of these prompts; None if the server publishes none.
     """
 
     prompts: Sequence[PromptItem]
     rows: Sequence[Mapping[str, Completion]]
-    counters: Counters | None
     concurrency: int
+    counters: Counters | None
 
     @property
     def is_on(self) -> bool | None:
@@ -67,8 +62,8 @@ class Findings:
     @property
     def acceptance(self) -> list[float]:
         """The share of rounds that accepted more than i tokens, for each i; empty if they are not counted."""
-        counted = self.counters
-        return [] if counted is None or not counted.drafts else [count / counted.drafts for count in counted.by_position]
+        counted = self.counters or Counters()
+        return [count / counted.drafts for count in counted.by_position if counted.drafts]
 
     @functools.cached_property
     def speedup(self) -> tuple[float, float, float] | None:
@@ -109,12 +104,7 @@ class Findings:
 
 
 def doctor(config: DictConfig) -> None:
-    """Look at a server and print what was found; see ``conf/doctor.yaml``.
-
-    Raises:
-        InputError: a field is out of range, or a server does not answer.
-        SystemExit: speculation loses, or changes the output (4).
-    """
+    """Look at a server and print what was found; see ``conf/doctor.yaml``."""
     if OmegaConf.is_missing(config, "url"):
         raise InputError("url: is missing; name the server, as in python -m searches.doctor http://127.0.0.1:8000")
     for name in ("concurrency", "max_prompts", "max_new_tokens"):
@@ -145,15 +135,7 @@ def _connect(field: str, url: str, limit_seconds: float) -> Client:
 
 
 def examine(servers: Mapping[str, Client], prompts: PromptSet, task: Task, concurrency: int, max_seconds: float) -> Findings:
-    """Send prompts to the servers in turns, as many at once as are to be in flight.
-
-    Args:
-        servers: that which drafts, and the plain one if there is any.
-        prompts: with categories in turn.
-        task: greedy.
-        concurrency: requests in flight.
-        max_seconds: after which no further prompt is sent.
-    """
+    """Send prompts to the servers in turns, as many at once as are to be in flight, until time runs out."""
     start, order = time.monotonic(), random.Random(task.seed)
     clients = {**servers, **({_AGAIN: servers[_PLAIN]} if _PLAIN in servers else {})}
     rows: list[dict[str, Completion]] = []
@@ -172,8 +154,7 @@ def examine(servers: Mapping[str, Client], prompts: PromptSet, task: Task, concu
             for row, completion in zip(rows[begin:], found, strict=True):
                 row[name] = completion
     after = _counters(servers[_DRAFTING])
-    counted = None if before is None or after is None else after.since(before)
-    return Findings(prompts.items[: len(rows)], rows, counted, concurrency)
+    return Findings(prompts.items[: len(rows)], rows, concurrency, before and after and after.since(before))
 
 
 def _counters(client: Client) -> Counters | None:

@@ -5,14 +5,10 @@ Usage: ``python -m searches.verify outputs/<study>/best.json [field=value]``
 The export's configuration and plain decoding take turns on held-out prompts, repeat by repeat, until the verdict is clear or
 the repeats are used up. An interrupted run resumes. The exit code states the verdict: 0 confirmed, 3 weaker, 4 refuted.
 
-A configuration that drafts claims three things: to keep the output, to be faster than plain decoding, and to be as fast as
-its evidence states, up to the difference between machines and days.
-
-- ``confirmed``: all three hold.
-- ``refuted``: something that noise cannot explain. The output changed, the interval lies wholly below plain decoding, the
-  claim is further above the interval than machines differ, or the evidence contradicts itself.
-- ``weaker``: everything else. This includes an interval that still contains 1 when the budget ends, and a claim above the
-  interval if its evidence is of other prompts, because categories differ more than machines do.
+A configuration that drafts claims to keep the output, to be faster than plain decoding, and to be as fast as its evidence
+states, up to the difference between machines and days. The claim is ``confirmed`` if all of this holds, ``refuted`` by what
+noise cannot explain, and ``weaker`` otherwise. A claim above the interval is not refuted by other prompts than those of its
+evidence, because categories differ more than machines do.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +26,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from layerskip import Export, Measurement, PromptSet, SpeculativeConfig, Target
+from layerskip import Export, Measurement, PromptSet, Target
 from layerskip.export import attachment_digests
 from layerskip.files import digest, write_json
 from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED
@@ -43,7 +39,7 @@ from searches.backends.selection import closing, described, exported_backend
 from searches.report.tables import conditions, empty_note
 from searches.results import RESULTS_VERSION, ResultLog, record_header
 from searches.study.bench import BASELINE, ModelBench, Row, resumed_rows
-from searches.study.plan import check_prompts
+from searches.study.plan import check_prompts, flatten
 from searches.training.texts import refuse_answers_of
 
 EXIT_CODES = {"confirmed": 0, "weaker": 3, "refuted": NOT_CONFIRMED}
@@ -56,8 +52,7 @@ _MAX_SPEEDUP_PER_TOKEN = 1.1
 """Highest ratio of speedup to tokens per round. Noise and other kernels may make a round slightly faster than a step."""
 _TOLERATED_ROUNDS = 0.1
 """Share by which tokens per round may fall, if near-ties change the texts. The speed of a machine does not change them."""
-_METRICS = ("tokens_per_second", "baseline_tokens_per_second", "acceptance_rate", "mean_acceptance_length")
-"""The metrics that a report shows beside the speedup."""
+_SHOWN = ("tokens_per_second", "baseline_tokens_per_second", "acceptance_rate", "mean_acceptance_length")  # by a report
 
 
 @dataclass(frozen=True)
@@ -77,9 +72,9 @@ class VerifySettings:
     tolerance: float = 0.2
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "held_out_prompts", "max_repeats"):
-            value = getattr(self, name)
-            if value is not None or name == "max_repeats":
+        check_whole("measure.max_repeats", self.max_repeats)
+        for name in ("max_new_tokens", "held_out_prompts"):
+            if (value := getattr(self, name)) is not None:
                 check_whole(f"measure.{name}", value)
         check_number("measure.tolerance", self.tolerance, or_zero=True)
         if self.tolerance >= 1:
@@ -87,10 +82,7 @@ class VerifySettings:
 
 
 def verify(config: DictConfig) -> None:
-    """Verify an export; ``conf/verify.yaml`` is the configuration.
-
-    Exits with one of ``EXIT_CODES`` unless the export is confirmed.
-    """
+    """Verify an export; ``conf/verify.yaml`` is the configuration. Exits with one of ``EXIT_CODES`` unless confirmed."""
     check_seed(config.seed)
     settings = VerifySettings(**config.measure)
     if OmegaConf.is_missing(config, "export"):
@@ -113,27 +105,13 @@ def verify(config: DictConfig) -> None:
     asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed, engine]
     asked += [target.digest, machine(target), attachment_digests(export.config), RESULTS_VERSION]
     unfinished = Path(config.outputs) / f"verify-{digest(asked)[:12]}.jsonl"
-    rows: list[Row] = []
-    verdict = judge_plain(claim.speedup)
+    rows, verdict = list[Row](), judge_plain(claim.speedup)
     if export.config.method != "none":
-        bench = ModelBench(backend, export.sampling, max_new_tokens, workload)
         if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
             unfinished.unlink()
-        log = ResultLog(unfinished)
-        resumed = f"; {len(log)} of them were before an interruption ({unfinished})" if len(log) else ""
-        asked_for = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.max_repeats} x"
-        print(f"measuring {asked_for}{resumed}", flush=True)
-        try:
-            with closing(backend), tqdm(total=len(prompts) * settings.max_repeats, unit="prompt", disable=None) as bar:
-                for row, judged in judged_rows(bench, export.config, claim, prompts, settings, config.seed, log):
-                    rows.append(row)
-                    bar.update()
-                    verdict = judged or verdict
-        except KeyboardInterrupt as error:
-            if rows:
-                print("\n".join(_table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.max_repeats)))
-            print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
-            sys.exit(interrupt_code(error))
+        bench = ModelBench(backend, export.sampling, max_new_tokens, workload)
+        with closing(backend):
+            rows, verdict = _measure(bench, export, claim, prompts, settings, config.seed, unfinished)
     measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
     header = record_header("layerskip.verification/1", target)
     record = header | {
@@ -169,34 +147,37 @@ def _is_alike(export: Export, target: Target) -> bool:
     return exact and dict(export.target).items() <= Export.describe(target).items()
 
 
-def judged_rows(
-    bench: ModelBench,
-    config: SpeculativeConfig,
-    claim: Claim,
-    prompts: PromptSet,
-    settings: VerifySettings,
-    seed: int,
-    log: ResultLog,
-) -> Iterator[tuple[Row, Verdict | None]]:
-    """Measure a configuration against plain decoding until its claim can be judged or the repeats are used up.
+def _measure(
+    bench: ModelBench, export: Export, claim: Claim, prompts: PromptSet, settings: VerifySettings, seed: int, file: Path
+) -> tuple[list[Row], Verdict]:
+    """Measure an export against plain decoding until its claim can be judged or the repeats are used up.
 
-    Yields the row of each prompt, with a verdict after the last prompt of a repeat. The log has rows of an interrupted run,
-    which are not measured again, and takes the new ones.
+    The file has the rows of an interrupted run, which are not measured again, and takes the new ones. An interrupt prints
+    what is known, and ends the program.
     """
-    rows: list[Row] = []
-    for repeat in range(settings.max_repeats):
-        measure = partial(bench.compare, {_CANDIDATE: config}, repeats=1, seed=seed + _SEED_STEP * repeat)
-        for row in resumed_rows(measure, prompts, log, str(repeat)):
-            rows.append(row)
-            if len(rows) % len(prompts):
-                yield row, None
-        measurement = Measurement.of(rows, BASELINE, _CANDIDATE)
-        measured = Speedup.measured(measurement, settings.max_repeats)
-        per_round, decoded = measurement.stats.mean_acceptance_length, measurement.decoded.prompts
-        verdict = judge(claim, measured, measurement.lossless.verdict, settings.tolerance, per_round, decoded)
-        yield rows[-1], verdict
-        if verdict.clear:
-            return
+    log, rows = ResultLog(file), list[Row]()
+    resumed = f"; {len(log)} of them were before an interruption ({file})" if len(log) else ""
+    asked_for = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.max_repeats} x"
+    print(f"measuring {asked_for}{resumed}", flush=True)
+    try:
+        with tqdm(total=len(prompts) * settings.max_repeats, unit="prompt", disable=None) as bar:
+            for repeat in range(settings.max_repeats):
+                measure = partial(bench.compare, {_CANDIDATE: export.config}, repeats=1, seed=seed + _SEED_STEP * repeat)
+                for row in resumed_rows(measure, prompts, log, str(repeat)):
+                    rows.append(row)
+                    bar.update()
+                found = Measurement.of(rows, BASELINE, _CANDIDATE)
+                measured, lossless = Speedup.measured(found, settings.max_repeats), found.lossless.verdict
+                per_round, decoded = found.stats.mean_acceptance_length, found.decoded.prompts
+                verdict = judge(claim, measured, lossless, settings.tolerance, per_round, decoded)
+                if verdict.clear:
+                    break
+    except KeyboardInterrupt as error:
+        if rows:
+            print("\n".join(_table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.max_repeats)))
+        print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
+        sys.exit(interrupt_code(error))
+    return rows, verdict
 
 
 @dataclass(frozen=True)
@@ -242,9 +223,8 @@ class Claim:
     """The claim of an export.
 
     Args:
-        speedup: the claimed speedup; None claims only to be faster than plain decoding.
-        mean_acceptance_length: from its evidence, if stated. A round takes no less time than a step of plain decoding, so no
-            speedup can exceed it.
+        speedup: None claims only to be faster than plain decoding.
+        mean_acceptance_length: from its evidence, if stated. No speedup can exceed it, as a round takes no less than a step.
         other_work: whether its evidence is of other held-out prompts than those measured now, or of another output length.
         repeatable: whether greedy decoding of the same prompts must give as many tokens per round, up to near-ties and to
             drafters that learn from prompts in another order.
@@ -278,11 +258,9 @@ class Claim:
     def contradiction(self) -> str | None:
         """A contradiction within the evidence; None if there is none."""
         claimed, per_round = self.speedup, self.mean_acceptance_length
-        if claimed is None:
-            return None
-        if not claimed.consistent:
+        if claimed is not None and not claimed.consistent:
             return f"the speedup {claimed} lies outside its own interval"
-        if per_round is not None and claimed.value > _MAX_SPEEDUP_PER_TOKEN * per_round:
+        if claimed is not None and per_round is not None and claimed.value > _MAX_SPEEDUP_PER_TOKEN * per_round:
             return f"{claimed.value:.2f} x is more than {per_round:.2f} tokens per round allow"
         return None
 
@@ -304,13 +282,10 @@ def judge(
     mean_acceptance_length: float | None = None,
     prompts: int = MIN_RESAMPLED,
 ) -> Verdict:
-    """Compare a claim with the speedup of a new measurement.
+    """Compare a claim with a new measurement: its speedup, tokens per round (None skips these) and prompts with a speed.
 
-    Args:
-        losslessness: verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs.
-        tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
-        mean_acceptance_length: the new tokens per round; None skips their comparison.
-        prompts: the number of prompts that the new speedup rests on.
+    ``losslessness`` is the verdict of :class:`layerskip.measure.losslessness.Losslessness` on the new outputs. ``tolerance``
+    is the share of the claimed speedup that machines and days may differ by, in [0, 1).
     """
     claimed = claim.speedup
     if losslessness == "different":
@@ -361,21 +336,14 @@ def differences(export: Export, conditions: Mapping[str, Any]) -> list[dict[str,
     }
     evidence = {name: export.evidence[name] for name in now["evidence"] if name in export.evidence}
     exported = {"quantization": None} | dict(export.target)
-    before = {"target": exported, "environment": export.environment, "evidence": evidence}
-    return [{"field": name, "exported": str(old), "now": str(new)} for name, old, new in _differing(before, now)]
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for name, old in before.items():
-        new = now.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _differing(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield prefix + name, old, new
+    before = flatten({"target": exported, "environment": dict(export.environment), "evidence": evidence})
+    present = flatten(now)
+    changed = {name: present.get(name) for name, old in before.items() if old != present.get(name)}
+    return [{"field": name, "exported": str(before[name]), "now": str(new)} for name, new in changed.items()]
 
 
 def _report(record: Mapping[str, Any], export: Export, measurement: Measurement | None) -> str:
-    """Return a record as Markdown: the verdict, claimed and measured metrics, and changed conditions."""
+    """Return a record as Markdown."""
     lines = [f"{record['verdict']}: {record['reason']}", ""]
     if measurement is not None:
         lines += [*_table(export, measurement, record["looks"]), *empty_note(record["measured"]), ""]
@@ -395,7 +363,7 @@ def _table(export: Export, measurement: Measurement, looks: int) -> list[str]:
     metrics, evidence = measurement.to_dict(), export.evidence
     measured = Speedup.measured(measurement, looks) if measurement.decoded.candidate else None
     rows: list[tuple[str, Any, Any]] = [("speedup", Speedup.claimed(evidence), measured)]
-    rows += [(name.replace("_", " "), evidence.get(name), metrics[name]) for name in _METRICS]
+    rows += [(name.replace("_", " "), evidence.get(name), metrics[name]) for name in _SHOWN]
     rows.append(("output", None, metrics["losslessness"]["verdict"]))
     rows += [(f"speedup, {category}", None, value) for category, value in metrics["speedup_by_category"].items()]
     lines = ["| | claimed | measured |", "|---|---|---|"]

@@ -8,7 +8,7 @@ names the class. Its tests inherit those of ``tests/searches/backends/contract.p
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from layerskip import PromptSet, SpeculativeConfig
@@ -27,12 +27,9 @@ Row = Mapping[str, Sample]
 
 
 class BackendError(InputError):
-    """A configuration that the engine could not run. The trial fails with the reason, and the study goes on.
+    """A configuration that the engine could not run. The trial fails with the reason, in one line, and the study goes on.
 
-    Args:
-        reason: one line, such as ``the engine ran out of memory``.
-        log_tail: the last lines of the engine's log; empty if it has none.
-        name: of the configuration in the comparison; empty if it is plain decoding, or unknown.
+    ``log_tail`` are the last lines of the engine's log. ``name`` is the configuration's; empty if plain decoding or unknown.
     """
 
     def __init__(self, reason: str, log_tail: str = "", name: str = "") -> None:
@@ -59,9 +56,28 @@ class Workload:
         if self.goal not in ("decoding", "throughput"):
             raise InputError(f"workload.goal: {self.goal!r} is neither decoding nor throughput")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is to be measured: configurations and plain decoding on the same prompts, close to each other in time.
+
+    Args:
+        configs: by name; none of them is called ``baseline``.
+        prompts: at least one.
+        task: how tokens are chosen, how many per prompt and turn, and the seed of the draws and the order.
+        workload: requests in flight.
+        repeats: how often every prompt is decoded.
+        without: names that are no longer measured; it may grow from prompt to prompt.
+        before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
+    """
+
+    configs: Mapping[str, SpeculativeConfig]
+    prompts: PromptSet
+    task: Task
+    workload: Workload = Workload()
+    repeats: int = 1
+    without: Collection[str] = ()
+    before: PromptSet | None = None
 
 
 class Backend(Protocol):
@@ -73,56 +89,29 @@ class Backend(Protocol):
     @property
     def exact(self) -> bool:
         """True if greedy outputs must equal plain decoding's token for token, as in float32 with one request at a time."""
-        ...
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that samples depend on, except configurations, prompts, task and load, as plain values.
+        """Return everything that samples depend on, except what a :class:`Comparison` holds, as plain values.
 
-        Rows of an interrupted run are used only under the same description, so it holds no time, port or folder that changes
-        from run to run.
+        They are the same from run to run, as rows of an interrupted one are used only under the same description.
         """
-        ...
 
     def supports(self, method: str) -> str | None:
         """Return None if the engine drafts with a method, else the reason in one line. ``none`` is supported."""
-        ...
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return a space of supported methods without choices that make no difference to this engine."""
         return space
 
-    def compare(
-        self,
-        configs: Mapping[str, SpeculativeConfig],
-        prompts: PromptSet,
-        task: Task,
-        workload: Workload = Workload(),
-        repeats: int = 1,
-        without: Collection[str] = (),
-        before: PromptSet | None = None,
-    ) -> Iterator[dict[str, Sample]]:
-        """Measure configurations and plain decoding on the same prompts, close to each other in time.
+    def compare(self, asked: Comparison) -> Iterator[dict[str, Sample]]:
+        """Yield for each prompt, in order, one sample per name, ``baseline`` included; all at the end if engines take turns.
 
-        A trial compares its configuration several times, so an engine may stay started until another one is compared.
-
-        Args:
-            configs: by name; none of them is called ``baseline``.
-            prompts: at least one.
-            task: how tokens are chosen, how many per prompt and turn, and the seed of the draws and the order.
-            workload: requests in flight.
-            repeats: how often every prompt is decoded.
-            without: names that are no longer measured; it may grow from prompt to prompt.
-            before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
-
-        Yields:
-            One sample per name for each prompt in order, ``baseline`` included, whose ``lossless`` compares it with
-            the baseline's output. A caller may stop early, which closes the generator. An engine that measures one
-            configuration after the other yields all rows at the end.
+        Their ``lossless`` compares them with the baseline's output. A caller may stop early, which closes the generator. A
+        trial compares its configuration several times, so an engine may stay started until another one is compared.
 
         Raises:
             BackendError: the engine cannot run one of the configurations, or stopped.
         """
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last comparison beside its samples: start-up seconds, throughput, latencies.
@@ -133,4 +122,3 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Stop everything that this back end started. It may be called twice, and after a failure."""
-        ...

@@ -1,12 +1,13 @@
 """A streaming client of servers with OpenAI's interface for completions.
 
-Prompts are sent as token ids, so that the server reads exactly what the target would. Servers that report token ids (vLLM's
-``return_token_ids``) or running counts are asked to; others are counted by the usage that ends each answer.
+Prompts are sent as token ids, so that the server reads exactly what the target would. Servers are asked for token ids and
+running counts, as vLLM reports them; the tokens of others are counted by the usage that ends each answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -22,20 +23,24 @@ from layerskip.measure.measure import Task
 
 _USAGE = {"include_usage": True, "continuous_usage_stats": True}
 _SHOWN = 200  # characters of an unexpected answer in an error
-_NEUTRAL = Sampling().to_dict()
+_NEUTRAL, _OPENAI = Sampling().to_dict(), ("temperature", "top_p")
 _Piece = tuple[str, list[int], int | None, bool]
 """The text and the token ids of an event, the number of tokens up to it, if stated, and whether the text ends."""
 
 
 class RequestFailed(RuntimeError):
-    """A request without a usable answer; one line says why."""
+    """A request that the server refuses, or without a usable answer in time; one line says why."""
+
+
+class _Refused(RequestFailed):
+    """A request whose form the server refuses."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt, with the number of tokens in each piece.
+    """The answer to one prompt; ``tokens`` is None if the server reports no ids.
 
-    ``tokens`` is None if the server reports no ids. Seconds are those to the first piece, and from there to the last one.
+    Seconds are those to the first piece, and from there to the last one.
     """
 
     text: str
@@ -73,7 +78,6 @@ class Client:
         self.url, self.limit_seconds = url, limit_seconds
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._extensions = True
-        self._model: str | None = None
 
     def ready(self) -> bool:
         """Return whether the server answers and names a model."""
@@ -82,15 +86,13 @@ class Client:
         except RequestFailed:
             return False
 
-    @property
+    @functools.cached_property
     def model(self) -> str:
         """The name of the first model that the server lists."""
-        if self._model is None:
-            try:
-                self._model = str(json.loads(self.get("/v1/models", 5.0))["data"][0]["id"])
-            except (ValueError, LookupError, TypeError):
-                raise RequestFailed(f"{self.url} lists no model under /v1/models") from None
-        return self._model
+        try:
+            return str(json.loads(self.get("/v1/models", 5.0))["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise RequestFailed(f"{self.url} lists no model under /v1/models") from None
 
     def get(self, path: str, limit_seconds: float = 10.0) -> str:
         """Return the body of a page; raise :class:`RequestFailed` if there is none."""
@@ -114,36 +116,24 @@ class Client:
         return "\n".join(message["content"] for message in messages)
 
     def complete(self, prompt: Sequence[int] | str, task: Task) -> Completion:
-        """Return the continuation of token ids, or of a text.
-
-        Raises:
-            RequestFailed: the server refuses, stops, sends nothing in time, or its answer makes no sense.
-        """
-        chosen = task.sampling.to_dict()
+        """Return the continuation of token ids, or of a text, or raise :class:`RequestFailed`."""
+        chosen, count = task.sampling.to_dict(), task.max_new_tokens
         asked = prompt if isinstance(prompt, str) else list(prompt)
-        body = {"model": self.model, "prompt": asked, "stream": True, "max_tokens": task.max_new_tokens}
-        body |= {"temperature": chosen["temperature"], "top_p": chosen["top_p"], "seed": task.seed}
-        # All parameters, as a server may have defaults of its own for those that are not sent.
-        extended = body | chosen | {"stream_options": _USAGE, "return_token_ids": True}
-        plain = body | {name: value for name, value in chosen.items() if value != _NEUTRAL[name]}
-        plain |= {"stream_options": {"include_usage": True}}
+        body = {"model": self.model, "prompt": asked, "stream": True, "max_tokens": count, "seed": task.seed}
         if self._extensions:
-            try:
-                return self._stream(extended, task.max_new_tokens)
+            try:  # with all parameters, as a server may have defaults of its own for those that are not sent
+                return self._stream(body | chosen | {"stream_options": _USAGE, "return_token_ids": True}, count)
             except _Refused:
                 self._extensions = False  # a strict server does not accept fields that OpenAI does not know
-        return self._stream(plain, task.max_new_tokens)
+        known = {name: value for name, value in chosen.items() if name in _OPENAI or value != _NEUTRAL[name]}
+        return self._stream(body | known | {"stream_options": {"include_usage": True}}, count)
 
     def complete_all(
         self, prompts: Sequence[Sequence[int] | str], tasks: Sequence[Task], concurrency: int
     ) -> list[Completion]:
-        """Return the continuations of several prompts, with so many requests in flight; errors as for :meth:`complete`."""
+        """Return the continuations of several prompts, with so many requests in flight."""
         with ThreadPoolExecutor(concurrency) as pool:
-            futures = [pool.submit(self.complete, prompt, task) for prompt, task in zip(prompts, tasks, strict=True)]
-            try:
-                return [future.result() for future in futures]
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)  # after a failure, requests that were not sent never are
+            return list(pool.map(self.complete, prompts, tasks))  # after a failure, it cancels what was not sent
 
     @contextlib.contextmanager
     def _response(
@@ -192,10 +182,6 @@ class Client:
                 raise RequestFailed(f"not a piece of an answer: {shown!r}") from None
             yield piece
         raise RequestFailed("the stream ended before the answer")
-
-
-class _Refused(RequestFailed):
-    """A request whose form the server refuses."""
 
 
 def _read(pieces: Iterator[_Piece], start: float, maximum: int) -> Completion:

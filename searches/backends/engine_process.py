@@ -24,7 +24,6 @@ from searches.backends.backend import BackendError
 
 _INSTALLED = Path(CONF).parent / ".engines"
 """Where ``make engines`` installs each engine, in an environment of its own; ``LAYERSKIP_ENGINES`` names another folder."""
-_GRACE_SECONDS = 5.0  # in which an engine that has to end frees what it holds; then it is killed
 _GUARD = Path(__file__).with_name("engine_guard.py")
 _TAIL_BYTES = 65536
 _SHOWN = 200  # characters of an error
@@ -51,30 +50,23 @@ def free_port() -> int:
 
 
 class EngineProcess:
-    """A running engine, with the last lines of its log.
+    """A running engine, with the last lines of its log. Its guard ends it at :meth:`stop` or when this process is gone.
 
-    Its guard starts it, and ends it at :meth:`stop` or when this process is gone. Reasons begin with its name.
-    ``grace_seconds`` are those that it gets to end by itself. With ``asked``, lines of its input and output are requests and
-    answers, and only its errors are its log.
+    It gets ``grace_seconds`` to free what it holds and end; then it is killed. With ``asked``, lines of its input and output
+    are requests and answers, and only its errors are its log. Reasons of errors begin with its name.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        name: str,
-        grace_seconds: float = _GRACE_SECONDS,
-        asked: bool = False,
+        self, command: Sequence[str], env: Mapping[str, str], name: str, grace_seconds: float = 5.0, asked: bool = False
     ) -> None:
-        self.name, self._grace = name, grace_seconds
+        self.name, self._grace, self.started = name, grace_seconds, time.monotonic()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the engine
-        self.started = time.monotonic()
         self._guard = subprocess.Popen(
             [sys.executable, "-P", str(_GUARD), str(grace_seconds), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if asked else self._log,
             stderr=self._log,
-            env=dict(environment),
+            env=dict(env),
             start_new_session=True,  # a group of its own, which Ctrl-C in a terminal does not reach
         )
 
@@ -96,14 +88,12 @@ class EngineProcess:
             self._guard.wait(0.5)  # an engine that drops a connection is about to end
         code, tail = self._guard.poll(), self.log_tail()
         if code is not None:
-            reason = f"{_end(code)}, {reason}{_cause(tail)}"
+            cause = _ERROR.search(tail)  # the first error, which those that follow come from
+            reason = f"{_end(code)}, {reason}" + (f": {' '.join(cause[1].split())[:_SHOWN]}" if cause else "")
         return BackendError(f"{self.name}: {reason}", tail)
 
     def wait_until(self, ready: Callable[[], bool], limit_seconds: float) -> float:
-        """Wait until the engine is ready; return the seconds since its start.
-
-        One that has ended, or is not ready so many seconds after its start, is stopped, and a :class:`BackendError` raised.
-        """
+        """Return the seconds until the engine is ready; stop one that ends or is late, and raise a :class:`BackendError`."""
         try:
             while self.running and not ready():
                 if time.monotonic() - self.started > limit_seconds:
@@ -124,10 +114,7 @@ class EngineProcess:
             self._guard.stdin.flush()
 
     def receive(self, limit_seconds: float) -> str:
-        """Return the next line of the engine's output.
-
-        An engine that ends, or gives no line within so many seconds, is stopped, and a :class:`BackendError` raised.
-        """
+        """Return the next line of the output; stop an engine that ends, or is late, and raise a :class:`BackendError`."""
         assert self._guard.stdout is not None
         begun, watch = time.monotonic(), threading.Timer(limit_seconds, self._guard.terminate)
         watch.daemon = True
@@ -138,12 +125,11 @@ class EngineProcess:
             watch.cancel()
         if line:
             return line.decode(errors="replace")
-        try:
-            if time.monotonic() - begun >= limit_seconds:
-                raise BackendError(f"{self.name}: no answer within {limit_seconds:g} seconds", self.log_tail())
-            raise self.error("before it answered")
-        finally:
-            self.stop()
+        late = time.monotonic() - begun >= limit_seconds
+        reason = f"{self.name}: no answer within {limit_seconds:g} seconds"
+        error = BackendError(reason, self.log_tail()) if late else self.error("before it answered")
+        self.stop()
+        raise error
 
     def stop(self) -> None:
         """End the engine and everything that it started. May be called twice."""
@@ -151,9 +137,8 @@ class EngineProcess:
             with contextlib.suppress(OSError):
                 self._guard.stdin.close()
         try:
-            self._guard.wait(self._grace + 10)  # the guard kills what does not end
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.wait(self._grace + 10)  # the guard kills what does not end
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._guard.pid, signal.SIGKILL)  # only what the guard could not end is still in its group
@@ -170,9 +155,3 @@ def _end(code: int) -> str:
         hint = ", possibly for lack of memory" if number == signal.SIGKILL else ""
         return f"ended by {signal.Signals(number).name}{hint}"
     return f"ended with exit code {code}"
-
-
-def _cause(tail: str) -> str:
-    """Return the first error in a log, which those that follow come from, after a colon; empty if there is none."""
-    found = _ERROR.search(tail)
-    return f": {' '.join(found[1].split())[:_SHOWN]}" if found is not None else ""

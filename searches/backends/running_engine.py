@@ -1,8 +1,7 @@
 """A server that answers prompts with one configuration, with the rounds that each answer took, and its metrics.
 
-Rounds follow from the counters of drafted and accepted tokens that vLLM publishes under ``/metrics``. The names are those of
-vLLM 0.32, ``vllm/v1/spec_decode/metrics.py``. A step in which a request has no draft is not counted there; such steps follow
-from the number of tokens.
+Rounds follow from the counters that vLLM 0.32 publishes under ``/metrics`` (``vllm/v1/spec_decode/metrics.py``). They do not
+count a step in which a request has no draft; such steps follow from the number of tokens.
 
 Metrics: ``throughput`` is in tokens per second over all requests, ``ttft`` the seconds to the first token, ``tpot`` the
 seconds per token after it, at the median and the 95th percentile.
@@ -13,6 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,20 +26,22 @@ from layerskip.prompts import PromptItem
 from searches.backends.client import Client, Completion, RequestFailed
 from searches.backends.engine_process import EngineProcess
 
-_LINE = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)", re.MULTILINE)
-_POSITION = re.compile(r'position="(\d+)"')
+_LINE = re.compile(
+    r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens_per_pos)_total"
+    r'(?:\{(?:.*position="(\d+)")?.*\})? ([\d.e+]+)',
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Counts since an engine started: rounds with a draft, drafted and accepted tokens.
+    """Counts since an engine started: rounds with a draft, and drafted tokens.
 
     Entry i of ``by_position`` counts the rounds that accepted more than i tokens.
     """
 
     drafts: int = 0
     drafted: int = 0
-    accepted: int = 0
     by_position: tuple[int, ...] = ()
 
     @classmethod
@@ -48,35 +50,29 @@ class Counters:
 
         Counters of several engines behind one server are added up.
         """
-        totals = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
-        positions: dict[int, int] = {}
-        lines = _LINE.findall(page)
-        for name, labels, value in lines:
-            position = _POSITION.search(labels)
-            if name in totals:
-                totals[name] += int(float(value))
-            elif name == "accepted_tokens_per_pos" and position is not None:
-                place = int(position[1])
-                positions[place] = positions.get(place, 0) + int(float(value))
-        by_position = tuple(positions.get(place, 0) for place in range(max(positions, default=-1) + 1))
-        return cls(totals["drafts"], totals["draft_tokens"], totals["accepted_tokens"], by_position) if lines else None
+        lines, totals = _LINE.findall(page), Counter[str]()
+        for name, position, value in lines:
+            totals[position or name] += int(float(value))
+        places = 1 + max((int(position) for _, position, _ in lines if position), default=-1)
+        by_position = tuple(totals[str(place)] for place in range(places))
+        return cls(totals["drafts"], totals["draft_tokens"], by_position) if lines else None
 
     def since(self, before: Counters) -> Counters:
         """Return the counts after an earlier reading."""
-        earlier = before.by_position + (0,) * (len(self.by_position) - len(before.by_position))
-        return Counters(
-            self.drafts - before.drafts,
-            self.drafted - before.drafted,
-            self.accepted - before.accepted,
-            tuple(now - then for now, then in zip(self.by_position, earlier, strict=False)),
-        )
+        pairs = itertools.zip_longest(self.by_position, before.by_position, fillvalue=0)
+        by_position = tuple(now - then for now, then in pairs)
+        return Counters(self.drafts - before.drafts, self.drafted - before.drafted, by_position)
+
+    @property
+    def accepted(self) -> int:
+        """The number of accepted tokens."""
+        return sum(self.by_position)
 
     def rounds(self, decoded: int) -> list[Round]:
-        """Return rounds with these counts: accepted tokens as counted, drafts as equally long as they can be.
+        """Return rounds that gave ``decoded`` tokens: accepted ones as counted, drafts as equally long as they can be.
 
-        Args:
-            decoded: number of tokens that decoding gave; those beyond the counted rounds were decoded one by one. A last
-                round may have accepted more than was asked for, and the surplus is taken from the longest ones.
+        Tokens beyond the counted rounds were decoded one by one. A last round may have accepted more than was asked for, and
+        the surplus is taken from the longest ones.
         """
         reached = (self.drafts, *self.by_position, 0)
         lengths = enumerate(itertools.pairwise(reached))
@@ -113,8 +109,7 @@ class Answer:
 
     def at_pace(self, factor: float) -> Answer:
         """Return the answer with its seconds of decoding multiplied, to state them at another speed of the machine."""
-        seconds = self.completion.decode_seconds * factor
-        return replace(self, completion=replace(self.completion, decode_seconds=seconds))
+        return replace(self, completion=replace(self.completion, decode_seconds=self.completion.decode_seconds * factor))
 
     def sample(self, item: PromptItem) -> Sample:
         """Return the answer as a sample without a comparison."""
@@ -144,11 +139,7 @@ class RunningEngine:
     def answer(
         self, prompts: Sequence[Sequence[int]], tasks: Sequence[Task], concurrency: int, config: SpeculativeConfig
     ) -> list[Answer]:
-        """Return the answers of an engine of this configuration to prompts of token ids.
-
-        Raises:
-            BackendError: the engine ended, or a request failed.
-        """
+        """Return the answers of an engine of this configuration, or raise a :class:`BackendError`."""
         try:
             before = self._counters(config)
             completions = self.client.complete_all(prompts, tasks, concurrency)
@@ -160,8 +151,7 @@ class RunningEngine:
         else:
             decoded = [completion.decoded for completion in completions]
             stats = spread(after.since(before).rounds(sum(decoded)), decoded)
-        answers = zip(prompts, completions, stats, strict=True)
-        return [Answer(prompt, completion, rounds, concurrency) for prompt, completion, rounds in answers]
+        return [Answer(*parts, concurrency) for parts in zip(prompts, completions, stats, strict=True)]
 
     def _counters(self, config: SpeculativeConfig) -> Counters | None:
         """Return the counts of drafts so far; None if the server publishes none."""
@@ -174,10 +164,7 @@ class RunningEngine:
 
 
 def _observed_rounds(completion: Completion, config: SpeculativeConfig) -> DecodeStats:
-    """Return the rounds that the pieces of an answer show: a server that does not count sends a piece for each step.
-
-    A draft is taken to be as long as the configuration allows.
-    """
+    """Return the rounds that the pieces of an answer show, one for each, with drafts as long as the configuration allows."""
     if config.method == "none":
         return DecodeStats((Round(0, 0, 1),) * completion.decoded)
     sizes = [size for size in completion.piece_sizes[1:] if size]
@@ -185,11 +172,7 @@ def _observed_rounds(completion: Completion, config: SpeculativeConfig) -> Decod
 
 
 def sample_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the throughput and the latencies of the requests of samples; empty if they have none.
-
-    With a constant number of requests in flight, the throughput is that number times the tokens of all requests over their
-    seconds (Little's law).
-    """
+    """Return the throughput, by Little's law, and the latencies of the requests of samples; empty if they have none."""
     requests = [request for sample in samples for request in sample.requests]
     if not requests:
         return {}

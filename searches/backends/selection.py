@@ -37,9 +37,6 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
 
     The export gives the names alone. Settings are those of the configuration, since a back end may start programs that they
     name, and files of others must not choose these. An export of another engine may be measured on a server that runs it.
-
-    Raises:
-        InputError: the configuration has another back end or workload, or there is none of this name.
     """
     stored = export.environment.get("backend", {})
     load = stored.get("workload", {})
@@ -51,8 +48,6 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
         with open_dict(config):
             config.merge_with(OmegaConf.load(file))
         fill_defaults(config)
-        backend, _ = make_backend(config, target)
-        return backend, workload
     backend, asked = make_backend(config, target)
     if backend.name != name and (backend.name != ServerBackend.name or name == _OWN):
         raise InputError(f"backend: the export was measured with {name}, not with {backend.name}")
@@ -66,15 +61,11 @@ def described(backend: Backend, workload: Workload) -> dict[str, Any]:
     """Return what exports and records say about another engine than this library's decoder, as ``backend``."""
     if backend.name == _OWN:
         return {}
-    return {"backend": {"name": backend.name, "workload": workload.to_dict(), **backend.describe()}}
+    return {"backend": {"name": backend.name, "workload": dataclasses.asdict(workload), **backend.describe()}}
 
 
 def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
-    """Return the space with what a back end supports; print which methods are left out, and why.
-
-    Raises:
-        InputError: the back end has none of the methods.
-    """
+    """Return the space with what a back end supports, at least one method; print which are left out, and why."""
     reasons: dict[str, list[str]] = {}
     for method in space.available_methods:
         if (reason := backend.supports(method)) is not None:

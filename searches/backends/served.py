@@ -24,7 +24,7 @@ from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from layerskip.prompts import PromptItem
 from searches.app.checks import check_number, check_whole
-from searches.backends.backend import BASELINE, CANDIDATE, Backend, BackendError, Workload
+from searches.backends.backend import BASELINE, CANDIDATE, Backend, BackendError, Comparison
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.running_engine import Answer, RunningEngine, sample_metrics
@@ -33,21 +33,7 @@ from searches.tracking.names import STARTUP_SECONDS
 
 _PLAIN = SpeculativeConfig()
 _WARMUP_TOKENS = 16
-_RUNTIME = {"runtime": True}  # given by the program, not configured
 _Answers = dict[str, list[Answer]]  # of each name, turn by turn
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """The arguments of :meth:`Backend.compare`, with plain decoding among the entries, and an order."""
-
-    entries: Mapping[str, SpeculativeConfig]
-    prompts: PromptSet
-    task: Task
-    concurrency: int
-    without: Collection[str]
-    before: PromptSet | None
-    order: random.Random
 
 
 @dataclass(eq=False)
@@ -61,7 +47,7 @@ class ServedBackend(Backend):
         start_seconds: the most seconds that an engine may take to start.
     """
 
-    target: Target = field(metadata=_RUNTIME)
+    target: Target = field(metadata={"runtime": True})
     engines: int = 2
     limit_seconds: float = 300.0
     start_seconds: float = 600.0
@@ -71,17 +57,14 @@ class ServedBackend(Backend):
         check_number("backend.limit_seconds", self.limit_seconds)
         check_number("backend.start_seconds", self.start_seconds)
         self._running: dict[SpeculativeConfig, RunningEngine] = {}
-        self._startup_seconds: dict[str, float] = {}  # of the names of the last comparison
+        # Of the last comparison: the seconds in which each name's engine started, its samples, and the source of the order.
+        self._startup_seconds: dict[str, float] = {}
         self._samples: dict[str, list[Sample]] = {}
+        self._order = random.Random()
 
     @abstractmethod
     def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
-        """Return the command that starts a server with a configuration.
-
-        Raises:
-            Unsupported: the engine cannot run it.
-            ConfigError: its head cannot be loaded.
-        """
+        """Return the command that starts a server with a configuration, or raise :class:`Unsupported` or ``ConfigError``."""
 
     def environment(self) -> dict[str, str]:
         """Return the variables that servers get beside this program's own."""
@@ -109,8 +92,7 @@ class ServedBackend(Backend):
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return the space without choices that servers do not have: stop rules, matches and datastores.
 
-        Their n-grams are copied from their first match. Heads draft chains: a method keeps its trees only if it has no
-        chains.
+        Their n-grams are copied from the first match. Heads draft chains: a method keeps its trees only if it has no chains.
         """
         trees = any(methods()[method].trees_only for method in space.available_methods)
         found = space.narrowed(stop=("length",), match=("first",), datastore=())
@@ -129,37 +111,28 @@ class ServedBackend(Backend):
         for config in list(self._running):
             self._forget(config)
 
-    def compare(
-        self,
-        configs: Mapping[str, SpeculativeConfig],
-        prompts: PromptSet,
-        task: Task,
-        workload: Workload = Workload(),
-        repeats: int = 1,
-        without: Collection[str] = (),
-        before: PromptSet | None = None,
-    ) -> Iterator[dict[str, Sample]]:
+    def compare(self, asked: Comparison) -> Iterator[dict[str, Sample]]:
         """See :meth:`Backend.compare`.
 
         If configurations take turns, their times are stated at the speed that plain decoding had beside the first ones.
         """
-        entries = {BASELINE: _PLAIN, **configs}
-        order = random.Random(task.seed)
-        asked = _Comparison(entries, prompts, task, workload.concurrency, without, before, order)
+        task = asked.task
         checks = None if task.sampling.greedy else self._greedy_checks(asked)
-        self._startup_seconds, self._samples = {}, {name: [] for name in entries}
-        for repeat in range(repeats):
-            asked = replace(asked, task=replace(task, seed=task.seed + 1000 * repeat))
-            for item, answers in zip(prompts, self._rows(asked), strict=True):
-                row = {name: self._sample(item, name, answers, task, checks) for name in entries if name in answers}
+        asked = replace(asked, configs={BASELINE: _PLAIN, **asked.configs})
+        self._startup_seconds, self._samples = {}, {name: [] for name in asked.configs}
+        self._order = random.Random(task.seed)
+        for repeat in range(asked.repeats):
+            seeded = replace(asked, task=replace(task, seed=task.seed + 1000 * repeat))
+            for item, answers in zip(asked.prompts, self._rows(seeded), strict=True):
+                row = {name: self._sample(item, name, answers, task, checks) for name in asked.configs if name in answers}
                 for name, sample in row.items():
                     self._samples[name].append(sample)
                 yield row
                 checks = checks and dict.fromkeys(checks, Losslessness(0))  # the comparison counts once
 
-    def _rows(self, asked: _Comparison) -> Iterator[_Answers]:
+    def _rows(self, asked: Comparison) -> Iterator[_Answers]:
         """Yield the answers to each prompt: at once, or at the end under load or if engines take turns."""
-        names = [name for name in asked.entries if name not in asked.without]
+        names = [name for name in asked.configs if name not in asked.without]
         if len(names) <= self.engines:
             yield from self._group_rows(asked, names, {})
             return
@@ -178,55 +151,47 @@ class ServedBackend(Backend):
         yield from joined
 
     def _group_rows(
-        self, asked: _Comparison, group: Sequence[str], reference: Mapping[str, Sequence[Answer]]
+        self, asked: Comparison, group: Sequence[str], reference: Mapping[str, Sequence[Answer]]
     ) -> Iterator[_Answers]:
-        """Yield the answers of names whose engines run together.
-
-        ``reference`` holds the answers of plain decoding by prompt, where it was measured before.
-        """
-        entries, prompts = {name: asked.entries[name] for name in group}, asked.prompts
-        learning = {name: config for name, config in entries.items() if config.method == "retrieval"}
+        """Yield the answers of names whose engines run together; ``reference`` has earlier ones of plain decoding."""
+        configs, prompts = {name: asked.configs[name] for name in group}, asked.prompts
+        learning = {name: config for name, config in configs.items() if config.method == "retrieval"}
         for config in learning.values():
             self._forget(config)  # it must not have decoded a prompt before, as it would not have in use
-        warmup = [self.target.encode(item.messages(), item.field) for item in prompts.items[: asked.concurrency]]
+        warmup = [self.target.encode(item.messages(), item.field) for item in prompts.items[: asked.workload.concurrency]]
         backwards = [list(reversed(prompt)) for prompt in warmup]  # a drafter that learns gains nothing from them
-        for name, config in entries.items():
+        for name, config in configs.items():
             with self._ending(name, config):
-                engine = self._engine(config, entries.values(), backwards if name in learning else warmup)
+                engine = self._engine(config, configs.values(), backwards if name in learning else warmup)
             self._startup_seconds[name] = engine.startup_seconds
         if learning and asked.before is not None and len(asked.before):
-            self._batch(replace(asked, entries=learning), asked.before.items, 0, {})
-        size = 1 if asked.concurrency == 1 else len(prompts)
+            self._batch(replace(asked, configs=learning), asked.before.items, 0, {})
+        size = 1 if asked.workload.concurrency == 1 else len(prompts)
         for begin in range(0, len(prompts), size):
-            left = {name: config for name, config in entries.items() if name not in asked.without}
-            items = prompts.items[begin : begin + size]
-            yield from self._batch(replace(asked, entries=left), items, begin, reference)
+            left = {name: config for name, config in configs.items() if name not in asked.without}
+            yield from self._batch(replace(asked, configs=left), prompts.items[begin : begin + size], begin, reference)
 
     def _batch(
-        self,
-        asked: _Comparison,
-        items: Sequence[PromptItem],
-        begin: int,
-        reference: Mapping[str, Sequence[Answer]],
+        self, asked: Comparison, items: Sequence[PromptItem], begin: int, reference: Mapping[str, Sequence[Answer]]
     ) -> list[_Answers]:
-        """Decode prompts turn by turn; all continue from the answers of plain decoding, or of the first entry without it.
+        """Decode prompts turn by turn; all continue from the answers of plain decoding, or of the first name without it.
 
         ``begin`` is the place of the first prompt, which its seed depends on.
         """
-        rows: list[_Answers] = [{name: [] for name in asked.entries} for _ in items]
+        rows: list[_Answers] = [{name: [] for name in asked.configs} for _ in items]
         messages = [item.messages() for item in items]
         for turn in range(max(len(item.followups) for item in items) + 1):
             places = [place for place, item in enumerate(items) if turn <= len(item.followups)]
             prompts = [self.target.encode(messages[place], items[place].field) for place in places]
             tasks = [replace(asked.task, seed=asked.task.seed + begin + place) for place in places]
-            for name in asked.order.sample(list(asked.entries), len(asked.entries)):
-                config = asked.entries[name]
+            for name in self._order.sample(list(asked.configs), len(asked.configs)):
+                config = asked.configs[name]
                 with self._ending(name, config):
-                    answers = self._running[config].answer(prompts, tasks, asked.concurrency, config)
+                    answers = self._running[config].answer(prompts, tasks, asked.workload.concurrency, config)
                 for place, answer in zip(places, answers, strict=True):
                     rows[place][name].append(answer)
             for place in places:
-                first = reference.get(items[place].id) or rows[place][next(iter(asked.entries))]
+                first = reference.get(items[place].id) or rows[place][next(iter(asked.configs))]
                 messages[place].append({"role": "assistant", "content": first[turn].completion.text})
                 messages[place] += [{"role": "user", "content": text} for text in items[place].followups[turn : turn + 1]]
         return rows
@@ -266,14 +231,11 @@ class ServedBackend(Backend):
     def _sample(
         self, item: PromptItem, name: str, answers: _Answers, task: Task, checks: Mapping[str, Losslessness] | None
     ) -> Sample:
-        parts = []
-        for turn, (expected, answer) in enumerate(zip(answers[BASELINE], answers[name], strict=True)):
-            if checks is None:
-                lossless = self._compared(item.id, expected, answer, task)
-            else:
-                lossless = checks[name] if turn == 0 else Losslessness(0)
-            parts.append(replace(answer.sample(item), lossless=lossless))
-        return Sample.join(parts)
+        sample = Sample.join([answer.sample(item) for answer in answers[name]])
+        if checks is not None:
+            return replace(sample, lossless=checks[name])
+        pairs = zip(answers[BASELINE], answers[name], strict=True)
+        return replace(sample, lossless=Losslessness.join(self._compared(item.id, *pair, task) for pair in pairs))
 
     def _compared(self, prompt_id: str, expected: Answer, actual: Answer, task: Task) -> Losslessness:
         """Compare two outputs, as tokens if the server reports them, else as texts; the target judges a difference."""
@@ -292,13 +254,13 @@ class ServedBackend(Backend):
             return Losslessness(0)  # both ended with the first token, which no drafter could change
         return Losslessness(1, (divergence,) if divergence else ())
 
-    def _greedy_checks(self, asked: _Comparison) -> dict[str, Losslessness]:
+    def _greedy_checks(self, asked: Comparison) -> dict[str, Losslessness]:
         """Compare greedy outputs up to the first that does not end at once, as sampled ones differ by chance."""
-        configs = {name: config for name, config in asked.entries.items() if name != BASELINE}
         greedy = replace(asked.task, sampling=Sampling(repetition_penalty=asked.task.sampling.repetition_penalty))
         rows = []
         for item in asked.prompts:
-            rows.append(next(self.compare(configs, PromptSet((replace(item, followups=()),)), greedy)))
+            prompt = PromptSet((replace(item, followups=()),))
+            rows.append(next(self.compare(Comparison(asked.configs, prompt, greedy))))
             if rows[-1][BASELINE].lossless.compared:
                 break
         basis = "greedy outputs of one prompt, as the measured ones are sampled"

@@ -35,9 +35,10 @@ class ServerBackend(ServedBackend):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._places = {name for name in _PLACES if f"{{{name}}}" in self.command}
         if "{port}" not in self.command:
             raise InputError("backend.command: has no {port}")
-        if not any(f"{{{name}}}" in self.command for name in _PLACES):
+        if not self._places:
             raise InputError(f"backend.command: has no {{{_SPECULATIVE}}}, so all configurations would be the same")
 
     def describe(self) -> dict[str, Any]:
@@ -46,12 +47,12 @@ class ServerBackend(ServedBackend):
     def supports(self, method: str) -> str | None:
         if method == "none":
             return None
-        if f"{{{_SPECULATIVE}}}" in self.command:
+        if _SPECULATIVE in self._places:
             return refusal(method)
         needed = _NEEDED.get(method)
-        if needed is None or f"{{{needed}}}" not in self.command:
+        if needed not in self._places:
             return f"backend.command has no place for {method}"
-        if any(f"{{{other}}}" in self.command for other in {"draft_model", "head"} - {needed}):
+        if self._places & {"draft_model", "head"} - {needed}:
             return f"backend.command drafts with another method than {method}"
         return None
 
@@ -59,7 +60,7 @@ class ServerBackend(ServedBackend):
         plain = config.method == "none"
         parts = shlex.split(self.baseline_command if plain and self.baseline_command else self.command)
         values: dict[str, Any] = {name: getattr(config, name, "") for name in _PLACES} | {"port": port}
-        if f"{{{_SPECULATIVE}}}" in self.command:
+        if _SPECULATIVE in self._places:
             values[_SPECULATIVE] = json.dumps(vllm_config(self.target, config))
         found: list[str] = []
         for part in parts:

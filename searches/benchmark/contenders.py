@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +35,7 @@ from searches.study.cascade_costs import CostTimer
 from searches.training.texts import refuse_answers_of
 
 BASELINE = "plain"
-CONTEXT = 256
-"""Tokens before those by which the costs of cascades are measured."""
+CONTEXT = 256  # tokens before those by which the costs of cascades are measured
 
 
 class Contenders(NamedTuple):
@@ -76,31 +77,22 @@ def fill_defaults(config: DictConfig, target: Target) -> None:
         early.exit_layer = layers // 2
 
 
-def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sampling: Sampling) -> Contenders:
+def build_contenders(
+    config: DictConfig, target: Target, prompts: PromptSet, sampling: Sampling, opened: contextlib.ExitStack
+) -> Contenders:
     """Build the contenders of a benchmark. Those that cannot decode with the target are left out with a message.
 
-    Args:
-        config: configuration ``conf/benchmark.yaml``, with :func:`fill_defaults` applied.
-        target: the target.
-        prompts: prompts of the benchmark; datastores must not contain their answers.
-        sampling: sampling of the benchmark.
-
-    Raises:
-        InputError: a rival does not exist, or two contenders have the same name.
+    The configuration has its defaults filled in (:func:`fill_defaults`). Datastores must not contain answers of the prompts.
+    ``opened`` ends the processes of engines.
     """
     own, peers = _present(config.contenders), _present(config.peers)
     drafts = [part.get("draft_model") for row in (*own.values(), *peers.values()) for part in (row, *row.get("members", ()))]
     export = None if config.config is None else Export.load(config.config, target)
     if config.draft_mask and config.draft_folder in drafts and not Path(config.draft_folder).exists():
         save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), Path(config.draft_folder))
-    decoders: dict[str, Decoder | Peer | EnginePeer] = {}
     rivals, configs = {BASELINE: "transformers"}, {BASELINE: SpeculativeConfig()}
-    timer = CostTimer(target, sampling, CONTEXT, config.seed)
-    complete = partial(_with_costs, verify_costs=cache(timer.verify_costs), draft_costs=partial(timer.draft_costs, known={}))
-    given: dict[str, Any] = {}
     for name, row in own.items():
         fields: Any = OmegaConf.to_container(row, resolve=True)
-        given[name] = fields
         if (rival := fields.pop("rival", None)) is not None:
             if rival not in config.peers:
                 raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
@@ -110,37 +102,30 @@ def build_contenders(config: DictConfig, target: Target, prompts: PromptSet, sam
     if export is not None:
         configs["export"] = export.config
         refuse_answers_of("config", export.config, target, prompts)
+    decoders: dict[str, Decoder | Peer | EnginePeer] = {}
+    timer = CostTimer(target, sampling, CONTEXT, config.seed)
+    verify_costs, draft_costs = cache(timer.verify_costs), partial(timer.draft_costs, known={})
     for name in list(configs):
         try:
-            if name in given:
-                configs[name] = complete(configs[name], given[name])
+            if name in own and configs[name].members:
+                configs[name] = _with_costs(configs[name], own[name], verify_costs, draft_costs)
             decoders[name] = Decoder.of(target, configs[name])
         except UnsupportedModel as error:
             if name == BASELINE:
                 raise
             print(f"contenders.{name}: left out: {error}")
             del configs[name]
-    try:
-        for name, row in peers.items():
-            fields = {str(field): value for field, value in row.items()}
-            try:
-                engine = "engine" in row
-                folder = Path(config.outputs) / "engines"
-                decoders[name] = EnginePeer(target, folder, **fields) if engine else Peer(target, **fields)
-            except UnsupportedModel as error:
-                print(f"peers.{name}: left out: {error}")
-    except BaseException:
-        close_engines(decoders)
-        raise
+    for name, row in peers.items():
+        try:
+            if "engine" in row:
+                engine = EnginePeer(target, Path(config.outputs) / "engines", **row)
+                decoders[name] = opened.enter_context(contextlib.closing(engine))
+            else:
+                decoders[name] = Peer(target, **row)
+        except UnsupportedModel as error:
+            print(f"peers.{name}: left out: {error}")
     present = {name: rival for name, rival in rivals.items() if name in decoders and rival in decoders}
     return Contenders(decoders, present, configs)
-
-
-def close_engines(decoders: Mapping[str, Decoder | Peer | EnginePeer]) -> None:
-    """End the processes of engines."""
-    for decoder in decoders.values():
-        if isinstance(decoder, EnginePeer):
-            decoder.close()
 
 
 def _present(group: DictConfig) -> dict[str, Any]:
@@ -165,10 +150,9 @@ def _present(group: DictConfig) -> dict[str, Any]:
 def _with_costs(
     config: SpeculativeConfig, given: Mapping[str, Any], verify_costs: Callable[[], Costs], draft_costs: DraftCost
 ) -> SpeculativeConfig:
-    """Return a configuration; a cascade gets measured costs of drafting and verification where none are given."""
-    costs: dict[str, Any] = {}
-    if config.members and "verify_cost" not in given:
-        costs["verify_cost"] = list(verify_costs())
-    if costs.get("verify_cost", config.verify_cost) and config.members and "draft_cost" not in given:
-        costs["draft_cost"] = list(draft_costs(config.members))
-    return SpeculativeConfig.from_dict(config.to_dict() | costs) if costs else config
+    """Return the configuration of a cascade, with measured costs of drafting and verification where none are given."""
+    if "verify_cost" not in given:
+        config = replace(config, verify_cost=verify_costs())
+    if config.verify_cost and "draft_cost" not in given:
+        config = replace(config, draft_cost=draft_costs(config.members))
+    return config

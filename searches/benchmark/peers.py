@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.generation import utils as generation
 
 from layerskip import DecodeStats, Round, Target, UnsupportedModel
 from layerskip.decoding.decode import DecodeResult
+from layerskip.engines.deployment import hugging_face_fields
 from layerskip.measure.measure import Task
 from layerskip.models.loading import DTYPES, load_draft, load_target
 from searches.app.checks import check_list
@@ -30,19 +32,17 @@ _CALLS_ON_DRAFTS = _verify is not None and "is_done_candidate" in inspect.signat
 _METHODS = ("plain", "static", "prompt_lookup", "early_exit", "assistant", "universal")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Peer:
     """One decoding method of transformers.
 
     Args:
-        target: the target.
         method: ``plain``, ``static`` (``cache_implementation="static"``, which compiles the passes on CUDA),
             ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``), ``assistant``
             (``assistant_model``) or ``universal`` (the same with two tokenizers).
         num_speculative_tokens: tokens drafted per round; None keeps transformers' default.
-        prompt_lookup_max: longest n-gram of ``prompt_lookup``.
         exit_layer: number of layers that the draft of ``early_exit`` keeps.
-        draft_model: draft model of ``assistant`` and ``universal``.
+        draft_model: of ``assistant`` and ``universal``.
         confidence: confidence below which drafting stops; 0 never stops; None keeps transformers' default.
         dtype: of the weights that it decodes with, loaded once more; None for the target's.
 
@@ -59,71 +59,76 @@ class Peer:
     draft_model: str = ""
     confidence: float | None = 0.0
     dtype: str | None = None
-    _pinned: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_list("method", [self.method], _METHODS)
         check_list("dtype", [self.dtype or self.target.dtype], tuple(DTYPES))
         if self.dtype not in (None, self.target.dtype):
-            same = load_target(self.target.name, self.target.revision, str(self.dtype), str(self.target.device))
-            object.__setattr__(self, "target", same)
+            self.target = load_target(self.target.name, self.target.revision, str(self.dtype), str(self.target.device))
         if self.method == "universal":
             draft = load_draft(self.target, self.draft_model, same_tokenizer=False).model
             sizes = {model.config.get_text_config(decoder=True).vocab_size for model in (self.target.model, draft)}
             if len(sizes) == 1:
                 reason = "its vocabulary is as large as the target's, which transformers takes for the same tokenizer"
                 raise UnsupportedModel(f"draft_model: {self.draft_model}: {reason}")
-        if self.num_speculative_tokens is not None:
-            self._pinned["num_assistant_tokens"] = self.num_speculative_tokens
-        self._pinned["num_assistant_tokens_schedule"] = "constant"
-        if self.confidence is not None:
-            self._pinned["assistant_confidence_threshold"] = self.confidence
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
         """Generate, and record the length of the output after every round."""
         model = self.target.model
         inputs: Any = torch.tensor([list(prompt)], device=self.target.device)
         recorder = _RoundRecorder(len(prompt), on_prefill, _CALLS_ON_DRAFTS and self.method not in ("plain", "static"))
+        options = self._options()
         torch.manual_seed(task.seed)
-        with self._assistant() as options:
+        with self._pinned(options.get("assistant_model", model)):
             output: Any = model.generate(  # type: ignore[operator]
                 inputs,
                 attention_mask=torch.ones_like(inputs),
                 max_new_tokens=task.max_new_tokens,
                 stopping_criteria=StoppingCriteriaList([recorder]),
-                **_sampling(task),
+                **hugging_face_fields(task.sampling),
                 **options,
             )
         tokens = output[0, len(prompt) :].tolist()
         return DecodeResult(tokens, DecodeStats(tuple(recorder.rounds())), "")
 
-    @contextlib.contextmanager
-    def _assistant(self) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of ``generate`` for this method, with the pinned parameters in place."""
+    def _options(self) -> dict[str, Any]:
+        """Return the arguments of ``generate`` for this method."""
         if self.method == "plain":
-            yield {}
-        elif self.method == "static":
-            yield {"cache_implementation": "static"}
-        elif self.method == "prompt_lookup":
-            yield {
-                "prompt_lookup_num_tokens": self.num_speculative_tokens or 10,
-                "max_matching_ngram_size": self.prompt_lookup_max,
-            }
-        elif self.method == "early_exit":
-            with _pinned(self.target.model, self._pinned):
-                yield {"assistant_early_exit": self.exit_layer}
-        else:
-            assistant = load_draft(self.target, self.draft_model, self.method == "assistant")
-            tokenizers = {"tokenizer": self.target.tokenizer, "assistant_tokenizer": assistant.tokenizer}
-            with _pinned(assistant.model, self._pinned):
-                yield {"assistant_model": assistant.model} | (tokenizers if self.method == "universal" else {})
+            return {}
+        if self.method == "static":
+            return {"cache_implementation": "static"}
+        if self.method == "prompt_lookup":
+            length = self.num_speculative_tokens or 10
+            return {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": self.prompt_lookup_max}
+        if self.method == "early_exit":
+            return {"assistant_early_exit": self.exit_layer}
+        assistant = load_draft(self.target, self.draft_model, self.method == "assistant")
+        tokenizers = {"tokenizer": self.target.tokenizer, "assistant_tokenizer": assistant.tokenizer}
+        return {"assistant_model": assistant.model} | (tokenizers if self.method == "universal" else {})
+
+    @contextlib.contextmanager
+    def _pinned(self, drafting: PreTrainedModel) -> Iterator[None]:
+        """Pin what transformers would adapt, in the generation configuration of the model that drafts."""
+        config = drafting.generation_config
+        assert isinstance(config, GenerationConfig)
+        values = {
+            "num_assistant_tokens_schedule": "constant",
+            "num_assistant_tokens": self.num_speculative_tokens,
+            "assistant_confidence_threshold": self.confidence,
+        }
+        values = {name: value for name, value in values.items() if value is not None}
+        before = {name: getattr(config, name, None) for name in values}
+        vars(config).update(values)
+        try:
+            yield
+        finally:
+            vars(config).update(before)
 
 
 class _RoundRecorder(StoppingCriteria):
     """Stopping criterion that records the length after prefill and after every round, and never stops.
 
-    ``on_prefill`` is called after prefill with the number of new tokens. ``on_drafts`` says whether transformers also calls
-    the criterion on every draft, before verification.
+    ``on_drafts`` says whether transformers also calls it on every draft, before verification.
     """
 
     def __init__(self, prompt_length: int, on_prefill: Callable[[int], None], on_drafts: bool) -> None:
@@ -140,26 +145,4 @@ class _RoundRecorder(StoppingCriteria):
 
     def rounds(self) -> list[Round]:
         """Return the committed tokens of every round. The number of drafted tokens is unknown."""
-        pairs = zip(self._lengths[1:], self._lengths[2:], strict=False)
-        return [Round(0, 0, after - before) for before, after in pairs]
-
-
-@contextlib.contextmanager
-def _pinned(model: PreTrainedModel, values: dict[str, Any]) -> Iterator[None]:
-    """Set fields of the model's generation configuration, and restore them at the end."""
-    config = model.generation_config
-    assert isinstance(config, GenerationConfig)
-    before = {name: getattr(config, name, None) for name in values}
-    for name, value in values.items():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
-
-
-def _sampling(task: Task) -> dict[str, Any]:
-    greedy = task.sampling.greedy
-    options = {name: value for name, value in task.sampling.to_dict().items() if name == "repetition_penalty" or not greedy}
-    return {"do_sample": not greedy} | options
+        return [Round(0, 0, after - before) for before, after in itertools.pairwise(self._lengths[1:])]

@@ -11,6 +11,7 @@ peak memory of decoding, beyond everything that is loaded.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from layerskip.files import write_json
 from layerskip.measure.measure import Task, interleave
 from layerskip.measure.measurement import Sample, check_output
 from searches.app.checks import check_seed
-from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, close_engines, fill_defaults
+from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, fill_defaults
 from searches.engines.peer import EnginePeer
 from searches.report.tables import Row, as_markdown, conditions, empty_note, speedup_cells
 from searches.results import record_header
@@ -50,19 +51,14 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     target: Target = instantiate(config.target)
     check_prompts(prompts, target, measuring.max_new_tokens)
     fill_defaults(config, target)
-    decoders, rivals, configs = build_contenders(config, target, prompts, sampling)
-    tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+    with contextlib.ExitStack() as opened:
+        decoders, rivals, configs = build_contenders(config, target, prompts, sampling, opened)
+        tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+        reads = _read_gigabytes_per_second(target.device)
+        task, repeats = Task(sampling, measuring.max_new_tokens, config.seed), measuring.repeats
+        measured = interleave(target, prompts, decoders, task, repeats)
+        rows: list[Mapping[str, Sample]] = list(tqdm(measured, total=len(prompts) * repeats, disable=None))
     engines = {name: peer for name, peer in decoders.items() if isinstance(peer, EnginePeer)}
-    reads = _read_gigabytes_per_second(target.device)
-    task = Task(sampling, measuring.max_new_tokens, config.seed)
-    rows: list[Mapping[str, Sample]] = []
-    repeats = measuring.repeats
-
-    try:
-        for row in tqdm(interleave(target, prompts, decoders, task, repeats), total=len(prompts) * repeats, disable=None):
-            rows.append(row)
-    finally:
-        close_engines(decoders)
     check_output(row[BASELINE] for row in rows)
     record = record_header("layerskip.benchmark/1", target) | {
         "sampling": sampling.to_dict(),
@@ -75,9 +71,8 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         "engines": {peer.engine: peer.version for peer in engines.values()},
         "engine_precision": {name: peer.precision for name, peer in engines.items()},
     }
-    text = table(record)
+    text, path = table(record), Path(config.record or Path(config.outputs) / "benchmark.json")
     print(text)
-    path = Path(config.record or Path(config.outputs) / "benchmark.json")
     write_json(path, record)
     print(f"wrote {path}")
     tracker.log_benchmark(record, {"benchmark.md": text, "config.yaml": OmegaConf.to_yaml(config, resolve=True)}, path)
@@ -153,10 +148,10 @@ def _interval(ratio: Mapping[str, float]) -> str:
 
 def _near_ties(results: Mapping[str, Any]) -> list[str]:
     """Return a line about the widest near-tie: the margin between the target's logits, and what rounding explains."""
-    checks = {name: result["losslessness"] for name, result in results.items()}
-    ties = {name: check for name, check in checks.items() if check["verdict"] == "near_tie"}
+    checks = [(name, result["losslessness"]) for name, result in results.items()]
+    ties = [(name, check) for name, check in checks if check["verdict"] == "near_tie"]
     if not ties:
         return []
-    name, widest = max(ties.items(), key=lambda pair: float(pair[1]["largest_margin"]))
+    name, widest = max(ties, key=lambda tie: float(tie[1]["largest_margin"]))
     margin = f"at most {widest['largest_margin']:.3g} of a logit ({name}); rounding explains {widest['tolerance']:.3g}"
     return ["", f"near-tie: outputs differ only where the target's best tokens are tied up to rounding, by {margin}."]

@@ -2,7 +2,6 @@
 
 Each runs in a process of its own (:mod:`searches.engines.worker`), under the interpreter in which it is installed, on the
 same model, prompts and number of threads as the others. Its tokens are counted and timed here, by the same clock.
-``make engines`` installs all of them, each below ``.engines``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +39,19 @@ _LONGEST = 4096  # tokens of prompt and output that vLLM is asked to hold
 _ANSWER_SECONDS = 600.0  # within which an engine loads a model, or decodes a prompt
 
 
-@dataclass
+@dataclass(eq=False)
 class EnginePeer:
     """One decoding method of an inference engine.
 
     Args:
-        target: the target.
-        folder: where its model, and what the engine makes of it, are kept.
+        folder: where the target's model, and what the engine makes of it, are kept.
         engine: ``openvino_genai``, ``vllm`` or ``xllamacpp`` (llama.cpp), which reads the target's GGUF file.
         method: ``plain`` or ``prompt_lookup``.
         python: the interpreter in which the engine is installed; None for that of :func:`interpreter`.
-        num_speculative_tokens: tokens drafted per round.
-        prompt_lookup_max: longest n-gram of ``prompt_lookup``.
         dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's. ``xllamacpp`` ignores it.
 
     Attributes:
-        version: that of the engine.
-        precision: of its arithmetic and its cache, as the engine states them; it may not follow ``dtype``.
+        precision: of the engine's arithmetic and its cache, as it states them; it may not follow ``dtype``.
         outputs: the new tokens of each prompt.
 
     Raises:
@@ -72,38 +67,36 @@ class EnginePeer:
     num_speculative_tokens: int = 8
     prompt_lookup_max: int = 3
     dtype: str | None = None
-    version: str = field(init=False, default="")
-    precision: dict[str, str] = field(init=False, default_factory=dict)
-    outputs: dict[tuple[int, ...], list[int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_list("engine", [self.engine], ENGINES)
         check_list("method", [self.method], _METHODS)
-        check_list("dtype", [self.dtype or self.target.dtype], tuple(DTYPES))
+        self.dtype = self.dtype or self.target.dtype
+        check_list("dtype", [self.dtype], tuple(DTYPES))
         check_whole("num_speculative_tokens", self.num_speculative_tokens)
         check_whole("prompt_lookup_max", self.prompt_lookup_max)
         python = self.python = interpreter(self.engine, self.python) or sys.executable
         if shutil.which(python) is None:
             raise InputError(f"python: {python} is not a program")
-        self._model, self._lookup = self._model_for_engine(), self.method == "prompt_lookup"
-        config = SpeculativeConfig()
-        if self._lookup:
-            count, longest = self.num_speculative_tokens, self.prompt_lookup_max
-            config = SpeculativeConfig(self.method, count, prompt_lookup_min=1, prompt_lookup_max=longest)
-        self._speculative = speculation(config.method, config, str)
+        self._model = self._model_for_engine()
+        count, longest = self.num_speculative_tokens, self.prompt_lookup_max
+        config = SpeculativeConfig("prompt_lookup", count, prompt_lookup_min=1, prompt_lookup_max=longest)
+        self._speculative = {} if self.method == "plain" else speculation(self.method, config, str)
         settings = {
             "engine": self.engine,
             "speculative_config": self._speculative,
             "model": self._model,
-            "dtype": self.dtype or self.target.dtype,
+            "dtype": self.dtype,
             "threads": torch.get_num_threads(),
             "max_length": min(_LONGEST, max_positions(self.target.model) or _LONGEST),
         }
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads())} | _intel_openmp(python)
         self._process = EngineProcess([python, str(_WORKER)], environment, self.engine, asked=True)
+        self.outputs: dict[tuple[int, ...], list[int]] = {}
         try:
-            loaded = self._ask(settings)
+            self._process.send(json.dumps(settings))
+            loaded = self._answer()
             self.version, self.precision = str(loaded["version"]), dict(loaded["precision"])
         except BaseException:
             self.close()
@@ -119,7 +112,8 @@ class EnginePeer:
         if not task.sampling.greedy:
             raise InputError(f"sampling: {self.engine} is measured greedily; peers.<name>=null leaves it out")
         request = {"tokens": list(prompt), "max_new_tokens": task.max_new_tokens, "eos": sorted(self.target.eos_ids)}
-        on_prefill(int(self._ask(request | {"repetition_penalty": task.sampling.repetition_penalty})["first"]))
+        self._process.send(json.dumps(request | {"repetition_penalty": task.sampling.repetition_penalty}))
+        on_prefill(int(self._answer()["first"]))
         answer = self._answer()
         rounds = [Round(0, 0, after - before) for before, after in itertools.pairwise(answer["lengths"])]
         self.outputs[tuple(prompt)] = answer["tokens"]
@@ -131,33 +125,27 @@ class EnginePeer:
 
     def command(self) -> str:
         """Return what decodes so without this program: a command, or expressions in Python."""
-        lookup, count, longest = self._lookup, self.num_speculative_tokens, self.prompt_lookup_max
-        model, dtype = self._model, self.dtype or self.target.dtype
+        lookup, count, longest = bool(self._speculative), self.num_speculative_tokens, self.prompt_lookup_max
         if self.engine == "openvino_genai":
-            kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
+            kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[str(self.dtype)]
             options = f"INFERENCE_PRECISION_HINT={kind!r}, KV_CACHE_PRECISION={kind!r}"
-            pipeline = f"LLMPipeline({model!r}, 'CPU', {'prompt_lookup=True, ' * lookup}{options})"
+            pipeline = f"LLMPipeline({self._model!r}, 'CPU', {'prompt_lookup=True, ' * lookup}{options})"
             drafting = f", num_assistant_tokens={count}, max_ngram_size={longest}" * lookup
             return f"openvino_genai.{pipeline}.generate(prompt, max_new_tokens=n{drafting})"
         if self.engine == "xllamacpp":
-            command = ["llama-server", "--model", model, "--threads", str(torch.get_num_threads())]
+            command = ["llama-server", "--model", self._model, "--threads", str(torch.get_num_threads())]
             lengths = ["--spec-ngram-simple-size-n", str(longest), "--spec-ngram-simple-size-m", str(count)]
-            return shlex.join([*command, *(["--spec-type", "ngram-simple", *lengths] if lookup else [])])
-        command = ["vllm", "serve", model, "--dtype", dtype, "--generation-config", "vllm"]
-        command += ["--speculative-config", json.dumps(self._speculative)] if self._speculative else []
+            command += ["--spec-type", "ngram-simple", *lengths] if lookup else []
+        else:
+            command = ["vllm", "serve", self._model, "--dtype", str(self.dtype), "--generation-config", "vllm"]
+            command += ["--speculative-config", json.dumps(self._speculative)] if lookup else []
         return shlex.join(command)
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request, and return the first answer to it."""
-        self._process.send(json.dumps(request))
-        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         try:
-            answer: dict[str, Any] = json.loads(self._process.receive(_ANSWER_SECONDS))
+            return dict(json.loads(self._process.receive(_ANSWER_SECONDS)))
         except BackendError as error:
             raise UnsupportedModel(error.reason) from None
-        return answer
 
     def _model_for_engine(self) -> str:
         """Return a file or folder of the target that the engine loads; converted once per target and dtype."""

@@ -8,8 +8,8 @@ decoding; an engine rounds in its own way, so that its lookup is compared with i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,12 @@ _METHODS = {"plain": "plain", "prompt_lookup": "prompt lookup"}
 
 @dataclass(frozen=True)
 class RaceRow:
-    """A contender of a race.
+    """A contender of a race: its engine and method, and its metrics against the fastest plain decoding.
 
     Args:
-        name: the engine and the method.
-        measured: its metrics, against the fastest plain decoding; see :meth:`layerskip.Measurement.to_dict`.
         own_speedup: over the plain decoding of the same engine, with its interval; None for plain decoding itself.
         same_outputs: of how many prompts the tokens are those of the same engine's plain decoding, and of how many.
         precision: of the engine's arithmetic and cache, as it states them.
-        version: that of the engine.
         command: what decodes so without this program.
         ended: the error that ended it, if it was not measured to the end.
     """
@@ -53,10 +50,7 @@ class RaceRow:
 
 @dataclass(frozen=True)
 class Race:
-    """The results of a race: its rows, fastest first, and the name of the fastest plain decoding.
-
-    ``left_out`` are sentences on engines that could not be measured at all.
-    """
+    """The results of a race, fastest first; ``left_out`` are sentences on engines that could not be measured at all."""
 
     rows: tuple[RaceRow, ...]
     fastest_plain: str
@@ -79,11 +73,7 @@ class Race:
 
 
 def chosen_engines(names: Any) -> tuple[str, ...]:
-    """Return the engines that a configuration asks for; ``all`` stands for those that are installed.
-
-    Raises:
-        InputError: one is unknown or not installed.
-    """
+    """Return the engines that a configuration asks for, which must be installed; ``all`` stands for those that are."""
     if names == "all":
         missing = [engine for engine in ENGINES if interpreter(engine) is None]
         if missing:
@@ -105,26 +95,16 @@ def race(
     folder: Path,
     on_prompt: Callable[[], object] = lambda: None,
 ) -> Race:
-    """Measure engines, our plain decoding and the winner of a study; see the module.
-
-    Args:
-        target: the target.
-        winner: the study's winner; it may be plain decoding.
-        engines: names of :data:`searches.engines.peer.ENGINES`.
-        prompts: at least one, with categories in turn.
-        task: greedy.
-        folder: keeps the models that engines load.
-        on_prompt: called after each prompt.
-    """
+    """Measure engines, our plain decoding and the winner of a study greedily; ``folder`` keeps what engines load."""
     own = {PLAIN: Decoder.of(target, SpeculativeConfig())}
     own |= {} if winner.method == "none" else {WINNER: Decoder.of(target, winner)}
+    dtype = "bfloat16" if target.precision == "mixed" else None
     with contextlib.ExitStack() as opened:
         peers: dict[str, EnginePeer] = {}
         left_out: list[str] = []
         for engine in engines:
             for method, label in _METHODS.items():
                 say(f"engines: loading {engine}, {label}")
-                dtype = "bfloat16" if target.precision == "mixed" else None
                 try:
                     peer = EnginePeer(target, folder, engine, method, dtype=dtype)
                 except UnsupportedModel as error:
@@ -132,61 +112,56 @@ def race(
                     left_out.append(str(error))
                     break  # its other methods load the same model
                 peers[f"{engine}, {label}"] = opened.enter_context(contextlib.closing(peer))
-        dropped: dict[str, str] = {}
-        rows: list[Mapping[str, Sample]] = []
-        for row in _surviving_rows(target, prompts, own, peers, task, dropped):
-            rows.append(row)
-            on_prompt()
+        rows, dropped = _measure(target, prompts, own, peers, task, on_prompt)
         left_out += [reason for name, reason in dropped.items() if not any(name in row for row in rows)]
-        return replace(_judged(rows, peers, dropped), left_out=tuple(dict.fromkeys(left_out)))
+        plain = max(
+            (name for name in rows[-1] if name.endswith("plain")), key=lambda n: Measurement.of(rows, PLAIN, n).speedup
+        )
+        names = dict.fromkeys(name for row in rows for name in row)
+        found = [_judged(name, plain, rows, peers, dropped.get(name, "")) for name in names]
+        found.sort(key=lambda row: (bool(row.ended), -row.measured["speedup"]))
+        return Race(tuple(found), plain, len(rows), tuple(dict.fromkeys(left_out)))
 
 
-def _surviving_rows(
+def _measure(
     target: Target,
     prompts: PromptSet,
     own: Mapping[str, Contender],
     peers: Mapping[str, EnginePeer],
     task: Task,
-    dropped: dict[str, str],
-) -> Iterator[Mapping[str, Sample]]:
-    """Yield one row per prompt; engines that end are left out from then on."""
-    items = list(prompts)
-    while items:
+    on_prompt: Callable[[], object],
+) -> tuple[list[Mapping[str, Sample]], dict[str, str]]:
+    """Return one row per prompt, and the reason of each engine that ended and was left out from then on."""
+    rows: list[Mapping[str, Sample]] = []
+    dropped: dict[str, str] = {}
+    while len(rows) < len(prompts):
         alive: dict[str, Contender] = {**own, **{name: peer for name, peer in peers.items() if name not in dropped}}
         try:
-            for row in interleave(target, PromptSet(tuple(items)), alive, task):
-                items.pop(0)
-                yield row
+            for row in interleave(target, PromptSet(prompts.items[len(rows) :]), alive, task):
+                rows.append(row)
+                on_prompt()
         except UnsupportedModel as error:
             ended = [name for name, peer in peers.items() if name not in dropped and not peer.is_running]
             if not ended:
                 raise
             say(f"engines: {', '.join(ended)} left out: {error}")
-            dropped.update(dict.fromkeys(ended, str(error)))
+            dropped |= dict.fromkeys(ended, str(error))
+    return rows, dropped
 
 
-def _judged(rows: Sequence[Mapping[str, Sample]], peers: Mapping[str, EnginePeer], dropped: Mapping[str, str]) -> Race:
-    """Return the results, contenders that decoded to the end first."""
-    measured = list(dict.fromkeys(name for row in rows for name in row))
-    plain = max(
-        (name for name in rows[-1] if name.endswith("plain")), key=lambda name: Measurement.of(rows, PLAIN, name).speedup
-    )
-    found = []
-    for name in measured:
-        engine = name.partition(",")[0]
-        base, own = f"{engine}, plain", None
-        if name != base and any(base in row and name in row for row in rows):
-            against = Measurement.of(rows, base, name)
-            own = against.speedup, *against.interval()
-        row = RaceRow(name, Measurement.of(rows, plain, name).to_dict(), own, (0, 0), ended=dropped.get(name, ""))
-        if (peer := peers.get(name)) is None:
-            verdicts = Measurement.of(rows, PLAIN, name).lossless
-            row = replace(row, same_outputs=(verdicts.compared - len(verdicts.divergences), verdicts.compared))
-        else:
-            expected = peers[base].outputs if base in peers else {}
-            common = peer.outputs.keys() & expected.keys()
-            same = sum(peer.outputs[prompt] == expected[prompt] for prompt in common), len(common)
-            row = replace(row, same_outputs=same, precision=peer.precision, version=peer.version, command=peer.command())
-        found.append(row)
-    found.sort(key=lambda row: (bool(row.ended), -row.measured["speedup"]))
-    return Race(tuple(found), plain, len(rows))
+def _judged(
+    name: str, plain: str, rows: Sequence[Mapping[str, Sample]], peers: Mapping[str, EnginePeer], ended: str
+) -> RaceRow:
+    """Return the results of a contender, over the fastest plain decoding and over that of the same engine."""
+    base = f"{name.partition(',')[0]}, plain"
+    own = Measurement.of(rows, base, name)
+    own_speedup = (own.speedup, *own.interval()) if name != base and own.candidate else None
+    measured = Measurement.of(rows, plain, name).to_dict()
+    if name not in peers:
+        compared = own.lossless.compared
+        same = compared - len(own.lossless.divergences), compared
+        return RaceRow(name, measured, own_speedup, same, ended=ended)
+    peer, expected = peers[name], peers[base].outputs
+    common = peer.outputs.keys() & expected.keys()
+    same = sum(peer.outputs[prompt] == expected[prompt] for prompt in common), len(common)
+    return RaceRow(name, measured, own_speedup, same, peer.precision, peer.version, peer.command(), ended)

@@ -28,9 +28,9 @@ class OpenVinoGenAi:
         import openvino_genai
 
         self._genai, self._openvino = openvino_genai, openvino
-        precision = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[settings["dtype"]]
-        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
-        options["INFERENCE_NUM_THREADS"] = settings["threads"]
+        kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[settings["dtype"]]
+        precision = {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind}
+        options = precision | {"INFERENCE_NUM_THREADS": settings["threads"]}
         schedule = openvino_genai.SchedulerConfig()
         schedule.enable_prefix_caching = False  # every prompt is read whole, as the others read it
         drafting: dict[str, Any] = {"scheduler_config": schedule}
@@ -43,7 +43,7 @@ class OpenVinoGenAi:
         self.version = str(openvino_genai.__version__)
         # The pipeline does not show its model. Without AVX-512, a request for bfloat16 becomes float32.
         model = openvino.Core().compile_model(os.path.join(settings["model"], "openvino_model.xml"), "CPU", options)
-        self.precision = {name: str(model.get_property(name)) for name in options if name.endswith(("_HINT", "_PRECISION"))}
+        self.precision = {name: str(model.get_property(name)) for name in precision}
 
     def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
         """Decode ``tokens``; ``on_first`` is called with the number of tokens that are known first."""
@@ -76,9 +76,8 @@ class Vllm:
     def __init__(self, settings: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # gigabytes
         # By itself, vLLM leaves a core to its scheduler: one of two cores would decode.
-        if hasattr(os, "sched_getaffinity"):
-            cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+        cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -92,13 +91,14 @@ class Vllm:
             generation_config="vllm",
             speculative_config=settings["speculative_config"] or None,
         )
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(arguments)
+
         self._loop = asyncio.new_event_loop()
-        self._loop.run_until_complete(self._start(AsyncLLM, arguments))
+        self._engine = self._loop.run_until_complete(start())
         self.version, configured = str(vllm.__version__), self._engine.vllm_config
         self.precision = {"dtype": str(configured.model_config.dtype), "cache": str(configured.cache_config.cache_dtype)}
-
-    async def _start(self, engine: Any, arguments: Any) -> None:
-        self._engine = engine.from_engine_args(arguments)
 
     def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
         return self._loop.run_until_complete(self._decode(request, on_first))

@@ -12,7 +12,7 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from layerskip import ConfigError, DecodeStats, PromptSet, Round, Sampling, SkipMask, SpeculativeConfig
 from layerskip.costs.cost_model import CostProfile
 from layerskip.measure.losslessness import Losslessness
-from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
 from layerskip.prompts import PromptItem
-from searches.backends.backend import Backend, Workload
+from searches.backends.backend import Backend, Comparison
 from searches.predict.mask_search import SCREENED_TOGETHER, Prediction
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, ModelBench
@@ -234,23 +233,14 @@ class SimulatedBackend(Backend):
         """Return None for the methods that a landscape knows."""
         return None if method in ("none", "layer_skip", "prompt_lookup") else "it is not simulated"
 
-    def compare(
-        self,
-        configs: Mapping[str, SpeculativeConfig],
-        prompts: PromptSet,
-        task: Task,
-        workload: Workload = Workload(),
-        repeats: int = 1,
-        without: Collection[str] = (),
-        before: PromptSet | None = None,
-    ) -> Iterator[dict[str, Sample]]:
+    def compare(self, asked: Comparison) -> Iterator[dict[str, Sample]]:
         """Decode every prompt with every configuration, in a new random order."""
         landscape = self.landscape or Landscape.draw(self.seed, self.target.layers)
-        machine, order = self.machine or Machine(task.seed), random.Random(task.seed)
-        entries = {BASELINE: SpeculativeConfig(), **configs}
-        for _ in range(repeats):
-            for item in prompts:
-                names = [name for name in entries if name not in without]
+        machine, order = self.machine or Machine(asked.task.seed), random.Random(asked.task.seed)
+        entries = {BASELINE: SpeculativeConfig(), **asked.configs}
+        for _ in range(asked.repeats):
+            for item in asked.prompts:
+                names = [name for name in entries if name not in asked.without]
                 row = {name: _decode(landscape, machine, item, entries[name]) for name in order.sample(names, len(names))}
                 time.sleep(self.pace * sum(sample.prefill_seconds + sample.decode_seconds for sample in row.values()))
                 yield {name: row[name] for name in names}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from time import monotonic
 from typing import Any
 
@@ -25,7 +25,7 @@ from layerskip import PromptSet, Sampling, SpeculativeConfig
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
 from searches.backends.backend import BASELINE as BASELINE
-from searches.backends.backend import Backend, BackendError, Workload
+from searches.backends.backend import Backend, BackendError, Comparison, Workload
 from searches.backends.backend import Row as Row
 from searches.results import ResultLog
 
@@ -41,7 +41,7 @@ class ModelBench:
     def __init__(self, backend: Backend, sampling: Sampling, max_new_tokens: int, workload: Workload = Workload()) -> None:
         self._backend, self._sampling, self._max_new_tokens, self._workload = backend, sampling, max_new_tokens, workload
         self.exact = backend.exact
-        self.conditions: Any = [backend.describe(), sampling.to_dict(), max_new_tokens, workload.to_dict()]
+        self.conditions: Any = [backend.describe(), sampling.to_dict(), max_new_tokens, asdict(workload)]
 
     def compare(
         self,
@@ -57,7 +57,7 @@ class ModelBench:
         Arguments and errors are those of :meth:`~searches.backends.backend.Backend.compare`; ``seed`` is that of its task.
         """
         task = Task(self._sampling, self._max_new_tokens, seed)
-        rows = self._backend.compare(configs, prompts, task, self._workload, repeats, without, before)
+        rows = self._backend.compare(Comparison(configs, prompts, task, self._workload, repeats, without, before))
         return rows if self._workload.goal == "decoding" else map(_whole_requests, rows)
 
     def metrics(self) -> Mapping[str, float]:

@@ -182,7 +182,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, backend: Ba
     parts = {k: v for k, v in _plain(config).items() if k not in _WITHOUT_EFFECT}
     if engine is not None:
         parts |= {"backend": {"name": engine.name, **engine.describe()}, "workload": _plain(config.get("workload"))}
-    flat = {key: value for key, value in _flatten(parts).items() if not key.endswith("_target_")}
+    flat = {key: value for key, value in flatten(parts).items() if not key.endswith("_target_")}
     flat.pop("target.pack_weights", None)  # what came of it counts
     if uses_packing(target.model):
         flat["target.packed_weights"] = True
@@ -223,10 +223,11 @@ def _plain(config: Any) -> dict[str, Any]:
     return dict(OmegaConf.to_container(config, resolve=True)) if config else {}  # type: ignore[arg-type]
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dictionaries by dotted names."""
     if not isinstance(value, dict):
         return {prefix: value}
-    return {k: v for name, part in value.items() for k, v in _flatten(part, f"{prefix}.{name}" if prefix else name).items()}
+    return {k: v for name, part in value.items() for k, v in flatten(part, f"{prefix}.{name}" if prefix else name).items()}
 
 
 def default_name(config: DictConfig, flat: dict[str, Any]) -> str:

@@ -16,26 +16,19 @@ from tests.searches.conftest import Launch
 
 pytestmark = pytest.mark.system
 SMALL = ("max_prompts=6", "max_new_tokens=12")
-FOUR = '{"method": "ngram", "num_speculative_tokens": 4}'
+FAST = ("--pause", "0.01")
+DRAFTING = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')
 
 
 @pytest.mark.parametrize(
     ("drafting", "code", "words"),
     [
+        ((*DRAFTING, *FAST), 0, ("by position 0.6", "plain server's on 0 of 6", "num_speculative_tokens of")),
+        ((*DRAFTING, "--pause", "0.045"), 4, ("speculation: on", "leave speculation off")),
+        (FAST, 0, ("speculation: off", 'No drafts were made. Try --speculative-config \'{"method": "ngram"')),
+        ((*DRAFTING, *FAST, "--fault", "wrong"), 4, ("plain server's on 6 of 6", "is not that of plain decoding")),
         (
-            ("--speculative-config", FOUR, "--pause", "0.01"),
-            0,
-            ("by position 0.6", "output: differs from the plain server's on 0 of 6", "num_speculative_tokens of"),
-        ),
-        (("--speculative-config", FOUR, "--pause", "0.045"), 4, ("speculation: on", "leave speculation off")),
-        (("--pause", "0.01"), 0, ("speculation: off", 'No drafts were made. Try --speculative-config \'{"method": "ngram"')),
-        (
-            ("--speculative-config", FOUR, "--pause", "0.01", "--fault", "wrong"),
-            4,
-            ("speculation: on", "output: differs from the plain server's on 6 of 6", "is not that of plain decoding"),
-        ),
-        (
-            ("--speculative-config", FOUR, "--pause", "0.01", "--fault", "other_metrics"),
+            (*DRAFTING, *FAST, "--fault", "other_metrics"),
             0,
             ("speculation: on", "against the plain server: 2", "Without counters, the best draft length is not known"),
         ),
@@ -45,7 +38,7 @@ FOUR = '{"method": "ngram", "num_speculative_tokens": 4}'
 def test_a_server_is_named_for_what_it_is(
     drafting: tuple[str, ...], code: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with served(*drafting) as client, served("--pause", "0.01") as plain_client:
+    with served(*drafting) as client, served(*FAST) as plain_client:
         config = compose_config("doctor", [f"url={client.url}", f"plain={plain_client.url}", *SMALL])
         ended = pytest.raises(SystemExit, match="^4$") if code else contextlib.nullcontext()
         with ended:
@@ -56,7 +49,7 @@ def test_a_server_is_named_for_what_it_is(
 
 
 def test_without_a_plain_server_nothing_is_said_about_speed_and_output(tmp_path: Path, launch: Launch) -> None:
-    with served("--speculative-config", FOUR) as client:
+    with served(*DRAFTING) as client:
         done = launch("doctor", client.url, *SMALL, cwd=tmp_path)
     assert done.returncode == 0
     assert "speculation: on" in done.stdout
@@ -77,7 +70,7 @@ def test_servers_that_cannot_be_asked_are_refused_by_field(tmp_path: Path) -> No
             with pytest.raises(InputError, match=words):
                 doctor(compose_config("doctor", overrides))
     with (
-        served("--fault", "hang", "--speculative-config", FOUR) as client,
+        served("--fault", "hang", *DRAFTING) as client,
         pytest.raises(InputError, match="^url or plain: "),
     ):
         doctor(compose_config("doctor", [f"url={client.url}", *SMALL, "max_seconds=0.3"]))

@@ -16,7 +16,7 @@ import pytest
 from layerskip import PromptSet, SpeculativeConfig, Target, generate
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Measurement, Sample
-from searches.backends.backend import BASELINE, CANDIDATE, LOG_LINES, Backend, BackendError
+from searches.backends.backend import BASELINE, CANDIDATE, Backend, Comparison
 
 TOKENS = 12
 TASK = Task(max_new_tokens=TOKENS)
@@ -32,7 +32,7 @@ def children(of: int = 0) -> set[int]:
 
 def measure(backend: Backend, config: SpeculativeConfig, prompts: PromptSet = PROMPTS, task: Task = TASK) -> Measurement:
     """Measure one configuration against plain decoding."""
-    return Measurement.of(backend.compare({CANDIDATE: config}, prompts, task), BASELINE, CANDIDATE)
+    return Measurement.of(backend.compare(Comparison({CANDIDATE: config}, prompts, task)), BASELINE, CANDIDATE)
 
 
 class BackendContract:
@@ -52,7 +52,7 @@ class BackendContract:
         assert set(threading.enumerate()) <= threads
 
     def test_rows_pair_unchanged_outputs_and_can_be_stored(self, backend: Backend, tiny_target: Target) -> None:
-        rows = list(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
+        rows = list(backend.compare(Comparison({CANDIDATE: self.config}, PROMPTS, TASK)))
         for row, item in zip(rows, PROMPTS, strict=True):
             assert row.keys() == {BASELINE, CANDIDATE}
             expected = generate(tiny_target, item.messages(), max_new_tokens=TOKENS)
@@ -77,7 +77,7 @@ class BackendContract:
     def test_several_configurations_share_rows_until_one_is_left_out(self, backend: Backend) -> None:
         without: set[str] = set()
         found = []
-        for row in backend.compare({"one": self.config, "other": self.other}, PROMPTS, TASK, without=without):
+        for row in backend.compare(Comparison({"one": self.config, "other": self.other}, PROMPTS, TASK, without=without)):
             found.append(row)
             without.add("other")
         assert all(row.keys() >= {BASELINE, "one"} for row in found)
@@ -85,7 +85,7 @@ class BackendContract:
         assert all(row["one"].lossless.verdict == "exact" for row in found)
 
     def test_a_comparison_that_stops_early_and_a_close_can_be_followed_by_another(self, backend: Backend) -> None:
-        rows = iter(backend.compare({CANDIDATE: self.config}, PROMPTS, TASK))
+        rows = iter(backend.compare(Comparison({CANDIDATE: self.config}, PROMPTS, TASK)))
         next(rows)
         del rows
         assert len(measure(backend, self.other).candidate) == len(PROMPTS)
@@ -95,7 +95,7 @@ class BackendContract:
     def test_a_conversation_is_one_sample(self, backend: Backend, tmp_path: Path) -> None:
         file = tmp_path / "turns.jsonl"
         file.write_text(json.dumps({"turns": ["one two one two", "and three"]}), encoding="utf-8")
-        (row,) = backend.compare({CANDIDATE: self.config}, PromptSet.load(file), TASK)
+        (row,) = backend.compare(Comparison({CANDIDATE: self.config}, PromptSet.load(file), TASK))
         for sample in row.values():
             assert TOKENS < sample.tokens <= 2 * TOKENS
             assert (sample.lossless.compared, sample.lossless.verdict) == (2, "exact")
@@ -111,23 +111,3 @@ class BackendContract:
             assert backend.supports(method) is None
         reason = backend.supports("astrology")
         assert reason and "\n" not in reason
-
-
-class FailingEngine:
-    """Tests of a back end whose engine may fail; the fixture ``broken`` returns a configuration that it cannot run."""
-
-    def test_an_error_becomes_a_reason_and_leaves_nothing(
-        self, make: Any, broken: SpeculativeConfig, tiny_target: Target
-    ) -> None:
-        before, backend = children(), make(tiny_target)
-        try:
-            with pytest.raises(BackendError) as caught:
-                list(backend.compare({"good": LOOKUP, "bad": broken}, PROMPTS, TASK))
-            assert caught.value.name == "bad"
-            assert str(caught.value) == f"backend: {caught.value.reason}"
-            assert caught.value.reason and "\n" not in caught.value.reason
-            assert len(caught.value.log_tail.splitlines()) <= LOG_LINES
-            assert measure(backend, LOOKUP, PROMPTS, TASK).lossless.verdict == "exact"
-        finally:
-            backend.close()
-        assert children() <= before

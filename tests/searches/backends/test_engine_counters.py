@@ -34,7 +34,7 @@ def test_a_last_round_that_accepted_too_many_adds_what_was_left() -> None:
 
 def test_counters_of_several_engines_are_added_up() -> None:
     found = Counters.parse(counters([(2, 1)]) + "\n" + counters([(3, 3)], engine="1"))
-    assert found == Counters(2, 5, 4, (2, 1, 1))
+    assert found == Counters(2, 5, (2, 1, 1))
 
 
 def test_a_page_without_counters_is_not_taken_for_no_drafts() -> None:

@@ -9,7 +9,7 @@ import pytest
 from layerskip import Target
 from searches.app.checks import InputError
 from searches.backends import layerskip
-from searches.backends.backend import Backend, Workload
+from searches.backends.backend import Backend, Comparison, Workload
 from searches.backends.layerskip import LayerskipBackend
 from tests.searches.backends.contract import LOOKUP, PROMPTS, SHORTER, TASK, BackendContract
 
@@ -26,13 +26,13 @@ def test_seconds_of_capturing_are_figures_of_the_configuration(tiny_target: Targ
     monkeypatch.setattr(layerskip, "capture_seconds", lambda: sum(spent))
     assert backend.metrics() == {}
     for seconds in (5.0, 2.0):
-        backend.compare({"candidate": LOOKUP}, PROMPTS, TASK)
+        backend.compare(Comparison({"candidate": LOOKUP}, PROMPTS, TASK))
         spent.append(seconds)
     assert backend.metrics() == {"startup_seconds": 7.0}
-    backend.compare({"candidate": SHORTER}, PROMPTS, TASK)
+    backend.compare(Comparison({"candidate": SHORTER}, PROMPTS, TASK))
     assert backend.metrics() == {}
 
 
 def test_several_requests_are_refused(tiny_target: Target) -> None:
     with pytest.raises(InputError, match=r"^workload\.concurrency: "):
-        LayerskipBackend(tiny_target).compare({"candidate": LOOKUP}, PROMPTS, TASK, Workload(2))
+        LayerskipBackend(tiny_target).compare(Comparison({"candidate": LOOKUP}, PROMPTS, TASK, Workload(2)))

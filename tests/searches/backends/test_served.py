@@ -14,10 +14,10 @@ import pytest
 import tests.searches.backends.contract as contract
 from layerskip import Measurement, PromptError, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.measure.measure import Task
-from layerskip.measure.measurement import check_output
+from layerskip.measure.measurement import Sample, check_output
 from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
-from searches.backends.backend import BackendError, Workload
+from searches.backends.backend import LOG_LINES, BackendError, Comparison, Workload
 from searches.backends.selection import closing
 from searches.backends.server import ServerBackend
 from searches.study.bench import ModelBench
@@ -62,20 +62,20 @@ def backend(serve: Serve) -> ServerBackend:
     return serve()
 
 
-class TestServer(contract.BackendContract, contract.FailingEngine):
+def _compare(backend: ServerBackend, configs: dict[str, SpeculativeConfig], **more: Any) -> Iterator[dict[str, Sample]]:
+    return backend.compare(Comparison(configs, **{"prompts": _PROMPTS, "task": _TASK} | more))
+
+
+class TestServer(contract.BackendContract):
     @pytest.fixture
     def make(self, folder: Path) -> Callable[[Target], ServerBackend]:
-        return lambda target: ServerBackend(target, command=_command(folder, "--broken-length", "7"))
-
-    @pytest.fixture
-    def broken(self) -> SpeculativeConfig:
-        return lookup(7)
+        return lambda target: ServerBackend(target, command=_command(folder))
 
 
 @pytest.mark.parametrize("fault", ["", "other_metrics"])  # of which the pieces of the answers show the rounds
 def test_rows_are_pairs_with_the_planted_rounds(fault: str, serve: Serve) -> None:
     backend = serve("--fault", fault)
-    for row in backend.compare({"two": lookup(2)}, _PROMPTS, _TASK):
+    for row in _compare(backend, {"two": lookup(2)}):
         assert [each.accepted for each in row["baseline"].stats.rounds] == [0] * 11
         assert sorted(each.accepted for each in row["two"].stats.rounds) == sorted(planted_rounds(11, 2))
         assert row["two"].stats.drafted == 2 * len(planted_rounds(11, 2))
@@ -87,7 +87,7 @@ def test_rows_are_pairs_with_the_planted_rounds(fault: str, serve: Serve) -> Non
 def test_configurations_that_do_not_fit_take_turns(backend: ServerBackend, folder: Path) -> None:
     backend.engines = 2
     configs = {str(length): lookup(length) for length in (1, 2, 3)}
-    rows = list(backend.compare(configs, _PROMPTS, _TASK))
+    rows = list(_compare(backend, configs))
     assert len(rows) == len(_PROMPTS)
     for row in rows:
         assert row.keys() == {"baseline", *configs}
@@ -97,14 +97,14 @@ def test_configurations_that_do_not_fit_take_turns(backend: ServerBackend, folde
     assert len(running(folder)) == 2 * _PER_ENGINE
     assert len(list(folder.iterdir())) == 4 * _PER_ENGINE  # plain decoding started once
     backend.engines = 1
-    (row,) = backend.compare({"1": lookup(1)}, PromptSet(_PROMPTS.items[:1]), _TASK)
+    (row,) = _compare(backend, {"1": lookup(1)}, prompts=PromptSet(_PROMPTS.items[:1]))
     assert row.keys() == {"baseline", "1"}
     assert len(running(folder)) == _PER_ENGINE
 
 
 def test_a_drafter_that_learns_is_warmed_by_no_measured_prompt(backend: ServerBackend, tiny_target: Target) -> None:
     config = SpeculativeConfig("retrieval", 2, prompt_lookup_max=3, tree_tokens=9)
-    assert len(list(backend.compare({"learns": config}, _PROMPTS, _TASK))) == len(_PROMPTS)
+    assert len(list(_compare(backend, {"learns": config}))) == len(_PROMPTS)
     first, *asked = (each["prompt"] for each in json.loads(backend._running[config].client.get("/seen")))
     assert asked == [list(tiny_target.encode(item.messages())) for item in _PROMPTS]
     assert first not in asked
@@ -112,12 +112,12 @@ def test_a_drafter_that_learns_is_warmed_by_no_measured_prompt(backend: ServerBa
 
 def test_a_server_that_a_command_starts_gets_the_users_key(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "mine")
-    assert len(list(serve("--key", "mine", start_seconds=20).compare({}, _PROMPTS, _TASK))) == 4
+    assert len(list(_compare(serve("--key", "mine", start_seconds=20), {}))) == 4
 
 
 def test_so_many_requests_are_in_flight(serve: Serve) -> None:
     backend = serve("--pause", "0.01")
-    rows = list(backend.compare({"two": lookup(2)}, _PROMPTS, _TASK, Workload(3)))
+    rows = list(_compare(backend, {"two": lookup(2)}, workload=Workload(3)))
     assert [engine.client.get("/max_in_flight") for engine in backend._running.values()] == ["3", "3"]
     assert sum(each.accepted for row in rows for each in row["two"].stats.rounds) == 4 * sum(planted_rounds(11, 2))
     with pytest.raises(InputError, match=r"^workload\.concurrency: "):
@@ -144,19 +144,29 @@ def test_outputs_that_end_at_once_are_neither_measured_nor_compared(goal: str, t
 
 
 def test_sampled_outputs_are_not_compared_but_greedy_ones_are(backend: ServerBackend) -> None:
-    rows = list(backend.compare({"two": lookup(2)}, _PROMPTS, Task(Sampling(temperature=1.0), 12)))
+    rows = list(_compare(backend, {"two": lookup(2)}, task=Task(Sampling(temperature=1.0), 12)))
     assert [row["two"].lossless.compared for row in rows] == [1, 0, 0, 0]
     assert rows[0]["two"].lossless.basis.startswith("greedy outputs of one prompt")
 
 
-def test_a_failing_engine_is_an_error_and_the_next_configuration_runs(serve: Serve, folder: Path) -> None:
-    backend = serve("--only-drafting", "--fault", "crash")
-    with pytest.raises(BackendError, match="ended with exit code 3, ") as error:
-        list(backend.compare({"two": lookup(2)}, _PROMPTS, _TASK))
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--only-drafting", "--fault", "crash"), "ended with exit code 3, "),
+        (("--broken-length", "2"), "ended with exit code 1, while it started"),
+    ],
+)
+def test_a_failing_engine_is_an_error_and_the_next_configuration_runs(
+    options: tuple[str, ...], reason: str, serve: Serve, folder: Path
+) -> None:
+    backend = serve(*options)
+    with pytest.raises(BackendError, match=f"^backend: server: {reason}") as error:
+        list(_compare(backend, {"two": lookup(2)}))
     assert error.value.name == "two"
+    assert "\n" not in str(error.value) and len(error.value.log_tail.splitlines()) <= LOG_LINES
     assert "a planned crash" in error.value.log_tail
     assert len(wait_for(folder, _PER_ENGINE)) == _PER_ENGINE  # plain decoding alone
-    assert len(list(backend.compare({}, _PROMPTS, _TASK))) == 4
+    assert len(list(_compare(backend, {}))) == 4
 
 
 _VLLM = "vllm serve m --port {port} --speculative-config {speculative_config}"

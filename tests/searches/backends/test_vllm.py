@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from layerskip import SpeculativeConfig, StopRule, Target, load_target
 from layerskip.config import methods
@@ -24,8 +23,6 @@ from tests.tiny import save_gguf
 
 
 def save_head(target: Target, folder: Path, **shape: Any) -> None:
-    """Save an EAGLE head with random weights."""
-    torch.manual_seed(1)
     head = EagleHead(EagleShape.of(target, **shape))
     save_trained(folder, head.shape.to_dict(), head.weights(), target, {})
 
@@ -87,7 +84,10 @@ def test_an_interpreter_without_vllm_is_refused(tiny_target: Target) -> None:
         VllmBackend(tiny_target, python="nowhere").supports("retrieval")
 
 
-def test_a_command_serves_the_target_in_its_data_type(tiny_target: Target, tiny_folder: Path) -> None:
+def test_a_command_serves_the_target_in_its_data_type_and_asks_for_no_key(
+    tiny_target: Target, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "of another server")
     backend = VllmBackend(tiny_target, python="py", args=["--max-model-len", 256])
     backend._installed = {"versions": {"vllm": "0.32.0"}}
     command = backend.arguments(SpeculativeConfig("prompt_lookup", 2), 8123)
@@ -96,12 +96,6 @@ def test_a_command_serves_the_target_in_its_data_type(tiny_target: Target, tiny_
     for option, value in {"--dtype": "float32", "--port": "8123", "--max-model-len": "256"}.items():
         assert command[command.index(option) + 1] == value
     assert "--speculative-config" not in backend.arguments(SpeculativeConfig(), 8123)
-
-
-def test_an_engine_asks_for_no_key_and_an_export_names_none(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "of another server")
-    backend = VllmBackend(tiny_target)
-    backend._installed = {"versions": {"vllm": "0.32.0"}}
     assert (backend.environment()["VLLM_API_KEY"], backend.environment()["VLLM_NO_USAGE_STATS"]) == ("", "1")
     assert "of another server" not in json.dumps(backend.describe())
 

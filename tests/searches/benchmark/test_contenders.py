@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def test_drafters_that_the_target_cannot_verify_are_left_out(tmp_path: Path, cap
     config = compose_config(
         "benchmark", ["contenders.layer_skip.mask=layers:1", *NO_PEERS, "contenders.draft_model=null", fanned]
     )
-    contenders, rivals, configs = build_contenders(config, target, PromptSet.of(["one"]), Sampling())
+    contenders, rivals, configs = build_contenders(config, target, PromptSet.of(["one"]), Sampling(), contextlib.ExitStack())
     assert {"plain", "prompt_lookup", "layer_skip"} <= contenders.keys()
     printed = capsys.readouterr().out
     for name in ("token_recycling", "fanned"):
@@ -45,7 +46,7 @@ def test_a_draft_model_that_transformers_refuses_is_left_out(tmp_path: Path, cap
     target = _target(tmp_path)
     save_tiny(tmp_path / "other", seed=1)
     config = compose_config("benchmark", [*LEFT_OUT, f"cross_draft={tmp_path / 'other'}"])
-    contenders, rivals, _ = build_contenders(config, target, PromptSet.of(["one"]), Sampling())
+    contenders, rivals, _ = build_contenders(config, target, PromptSet.of(["one"]), Sampling(), contextlib.ExitStack())
     assert "cross_tokenizer" in contenders
     assert "transformers_universal" not in contenders.keys() | set(rivals.values())
     assert "peers.transformers_universal: left out: draft_model: " in capsys.readouterr().out
@@ -54,7 +55,7 @@ def test_a_draft_model_that_transformers_refuses_is_left_out(tmp_path: Path, cap
 def test_a_row_without_its_rival_is_refused(tmp_path: Path) -> None:
     config = compose_config("benchmark", [*LEFT_OUT, "contenders.prompt_lookup.rival=nonesuch"])
     with pytest.raises(InputError, match=r"^contenders\.prompt_lookup\.rival: 'nonesuch' is not one of "):
-        build_contenders(config, _target(tmp_path), PromptSet.of(["one"]), Sampling())
+        build_contenders(config, _target(tmp_path), PromptSet.of(["one"]), Sampling(), contextlib.ExitStack())
 
 
 @pytest.fixture(scope="module")

@@ -137,12 +137,16 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def _answers(engine: str, speculative: Any, model: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the answers to an engine's settings and requests."""
+def _decoded(
+    engine: str, speculative: Any, model: Path, end: int
+) -> tuple[dict[str, Any], list[tuple[list[int], list[int]]]]:
+    """Return what an engine says of itself, and tokens and lengths of two texts, the second with an end of sequence."""
     settings = _SETTINGS | {"engine": engine, "speculative_config": speculative, "model": str(model)}
-    answers = io.StringIO()
-    engine_worker._serve([json.dumps(line) for line in (settings, *requests)], answers)
-    return [json.loads(line) for line in answers.getvalue().splitlines()]
+    output = io.StringIO()
+    engine_worker._serve([json.dumps(line) for line in (settings, _REQUEST, _REQUEST | {"eos": [end]})], output)
+    ready, *answers = (json.loads(line) for line in output.getvalue().splitlines())
+    assert answers[::2] == [{"first": 1}] * 2
+    return ready, [(answer["tokens"], answer["lengths"]) for answer in answers[1::2]]
 
 
 def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_model(
@@ -160,14 +164,9 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
             super().__init__(folder, device, **options)
 
     monkeypatch.setattr(openvino, "LLMPipeline", Recording)
-    ready, *answers = _answers("openvino_genai", _LOOKUP, tmp_path, _REQUEST, _REQUEST | {"eos": [10]})
+    ready, texts = _decoded("openvino_genai", _LOOKUP, tmp_path, end=10)
     assert ready.keys() == {"version", "precision"} and ready["version"] == "1.2"
-    assert answers == [
-        {"first": 1},
-        {"tokens": [8, 9, 10, 11, 12, 13], "lengths": [1, 3, 5, 6]},
-        {"first": 1},
-        {"tokens": [8, 9, 10], "lengths": [1, 3]},
-    ]
+    assert texts == [([8, 9, 10, 11, 12, 13], [1, 3, 5, 6]), ([8, 9, 10], [1, 3])]
     (options,) = made
     assert not options.pop("scheduler_config").enable_prefix_caching
     precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}
@@ -179,15 +178,10 @@ def test_rounds_of_vllm_are_the_parts_of_its_stream(
     vllm: ModuleType, speculative: Any, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It decodes with as many cores as the others."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5}, raising=False)
-    ready, *answers = _answers("vllm", speculative, tmp_path, _REQUEST, _REQUEST | {"eos": [8]})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 3, 5})
+    ready, texts = _decoded("vllm", speculative, tmp_path, end=8)
     assert (ready["version"], ready["precision"]) == ("3.4", {"dtype": "torch.float32", "cache": "auto"})
-    assert answers == [
-        {"first": 1},
-        {"tokens": [8, 9, 10, 11, 12, 13], "lengths": lengths},
-        {"first": 1},
-        {"tokens": [8], "lengths": [1]},
-    ]
+    assert texts == [([8, 9, 10, 11, 12, 13], lengths), ([8], [1])]
     arguments = vllm.AsyncLLM.made[-1].arguments
     assert arguments.speculative_config == (speculative or None)
     assert (arguments.dtype, arguments.max_model_len, arguments.max_num_seqs) == ("float32", 64, 1)
@@ -203,10 +197,9 @@ def test_llama_cpp_reads_the_file_of_the_target(
     module.Server.accepted = accepted
     monkeypatch.setitem(sys.modules, "xllamacpp", module)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    ready, *answers = _answers("xllamacpp", speculative, tmp_path / "model.gguf", _REQUEST, _REQUEST | {"eos": [10]})
+    ready, texts = _decoded("xllamacpp", speculative, tmp_path / "model.gguf", end=10)
     assert (ready["version"], ready["precision"]["cache"], ready["precision"]["build"]) == ("5.6", "f16", "AVX2 = 1")
-    assert answers[:2] == [{"first": 1}, {"tokens": [8, 9, 10, 11, 12, 13], "lengths": lengths}]
-    assert answers[2:] == [{"first": 1}, {"tokens": [8, 9, 10], "lengths": [1, 3] if accepted else [1, 2, 3]}]
+    assert texts == [([8, 9, 10, 11, 12, 13], lengths), ([8, 9, 10], [1, 3] if accepted else [1, 2, 3])]
     params = module.Server.made[-1]
     assert params.model.path == str(tmp_path / "model.gguf")
     drafting = params.speculative.types, params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m

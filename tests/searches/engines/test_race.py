@@ -57,14 +57,10 @@ def test_every_engine_is_measured_plain_and_with_lookup_beside_ours(target: Targ
     assert json.loads(json.dumps(Race.from_dict(stored).to_dict())) == stored
 
 
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("where", ["convert", "load", "decode", "hang"])
 def test_an_engine_that_breaks_is_left_out_and_the_others_are_measured(
-    target: Target,
-    installed: Path,
-    tmp_path: Path,
-    where: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    target: Target, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BROKEN", where)
     monkeypatch.setattr(peers, "_ANSWER_SECONDS", 60.0 if where != "hang" else 1.0)

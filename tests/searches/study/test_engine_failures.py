@@ -12,9 +12,8 @@ import pytest
 from optuna.trial import TrialState
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, UnsupportedModel
-from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Request, Sample
-from searches.backends.backend import BASELINE, BackendError, Workload
+from searches.backends.backend import BASELINE, BackendError, Comparison, Workload
 from searches.report import markdown as report
 from searches.study.bench import ModelBench
 from searches.study.finals import RunControl, measure_finals
@@ -116,8 +115,8 @@ def test_a_finalist_that_fails_is_dropped(after: int, tmp_path: Path) -> None:
 def test_throughput_compares_whole_requests() -> None:
     config, bench = lookup(4), Known({lookup(4): 2.0})
 
-    def compare(configs: Any, prompts: PromptSet, task: Task, _: Workload, repeats: int, *rest: Any) -> Any:
-        return bench.compare(configs, prompts, repeats, task.seed, *rest)
+    def compare(asked: Comparison) -> Any:
+        return bench.compare(asked.configs, asked.prompts, asked.repeats, asked.task.seed)
 
     engine: Any = SimpleNamespace(exact=False, describe=dict, compare=compare)
     benches = {goal: ModelBench(engine, Sampling(), 11, Workload(8, goal)) for goal in ("decoding", "throughput")}
