@@ -23,7 +23,10 @@ _releases: list[Callable[[], None]] = []
 
 
 class PeakMemory:
-    """The peak memory since the creation of this object; on a CPU where it cannot be reset, since the process started."""
+    """The peak memory since the creation of this object; on a CPU where it cannot be reset, since the process started.
+
+    Outside Linux, it is what the process takes when it is read.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +40,10 @@ class PeakMemory:
         """Return the peak since creation, in bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        lines = _STATUS.read_text().splitlines()
+        try:
+            lines = _STATUS.read_text().splitlines()
+        except OSError:
+            return int(psutil.Process().memory_info().rss)
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 

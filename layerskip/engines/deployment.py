@@ -131,21 +131,6 @@ class Deployment:
                 differs.append("config.prompt_lookup_min: shorter matches count, too")
         return differs
 
-    def request(self, unlimited_k: int = 0) -> dict[str, Any]:
-        """Return the sampling parameters of a request; ``unlimited_k`` is the engine's value of ``top_k`` for all tokens."""
-        sampling = self.sampling
-        fields: dict[str, Any] = {"temperature": sampling.temperature, "repetition_penalty": sampling.repetition_penalty}
-        if not sampling.greedy:
-            fields |= {"top_k": int(sampling.top_k) or unlimited_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-        return fields
-
-    def hugging_face_request(self) -> dict[str, Any]:
-        """Return the sampling parameters under the names of a Hugging Face generation configuration."""
-        fields = self.request()
-        if self.sampling.greedy:
-            del fields["temperature"]
-        return {"do_sample": not self.sampling.greedy} | fields
-
     def beside(self, part: str) -> str:
         """Return the name of a file or folder beside the export."""
         return str(self.file.with_name(f"{self.file.stem}.{part}"))
@@ -156,6 +141,22 @@ class Deployment:
         folder = self.beside(part)
         self.prepare.append(["python", "-m", "searches.export", str(self.file), f"{part}={folder}", *more])
         return folder
+
+
+def request_fields(sampling: Sampling, unlimited_k: int = 0) -> dict[str, Any]:
+    """Return the sampling parameters of a request; ``unlimited_k`` is the engine's value of ``top_k`` for all tokens."""
+    fields: dict[str, Any] = {"temperature": sampling.temperature, "repetition_penalty": sampling.repetition_penalty}
+    if not sampling.greedy:
+        fields |= {"top_k": int(sampling.top_k) or unlimited_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    return fields
+
+
+def hugging_face_fields(sampling: Sampling) -> dict[str, Any]:
+    """Return the sampling parameters under the names of a Hugging Face generation configuration."""
+    fields = request_fields(sampling)
+    if sampling.greedy:
+        del fields["temperature"]
+    return {"do_sample": not sampling.greedy} | fields
 
 
 def _check_kept_layers(text: str, layers: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from layerskip.config import SpeculativeConfig
-from layerskip.engines.deployment import Deployment, Launch, Unsupported
+from layerskip.engines.deployment import Deployment, Launch, Unsupported, hugging_face_fields, request_fields
 from layerskip.models.target import described_precision
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
@@ -40,7 +40,7 @@ def launch_vllm(deployment: Deployment) -> Launch:
         differs.append("config.method: only tokens that both vocabularies contain are drafted")
     if speculative:
         command += ["--speculative-config", json.dumps(speculative)]
-    method, request = speculative.get("method", "none"), deployment.request()
+    method, request = speculative.get("method", "none"), request_fields(deployment.sampling)
     return {"method": method, "command": command, "arguments": speculative, "request": request, "differs": differs}
 
 
@@ -95,7 +95,7 @@ def launch_sglang(deployment: Deployment) -> Launch:
         }
         differs += ["config.min_token_prob: branches do not end early"] if tree else []
     command += speculative_options("speculative", values)
-    request = deployment.request(unlimited_k=-1)
+    request = request_fields(deployment.sampling, unlimited_k=-1)
     return {"method": method, "command": command, "arguments": values, "request": request, "differs": differs}
 
 
@@ -126,7 +126,7 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
             values |= {"draft-p-min": config.stop.threshold} if config.stop.method == "threshold" else {}
     method = ",".join(types) or "none"
     values = {"type": method} | values if types else {}
-    request = deployment.request()
+    request = request_fields(deployment.sampling)
     request |= {"repeat_penalty": request.pop("repetition_penalty"), "repeat_last_n": -1}
     command += speculative_options("spec", values)
     return {"method": method, "command": command, "arguments": values, "request": request, "differs": differs}
@@ -179,7 +179,7 @@ def launch_tensorrt_llm(deployment: Deployment) -> Launch:
         given += f", speculative_config={method}({keywords(values)})"
     # The overlap scheduler is for drafters that run on the device within the target's step.
     given += ", disable_overlap_scheduler=True" if way in ("prompt_lookup", "draft_model") else ""
-    request = deployment.request()
+    request = request_fields(deployment.sampling)
     lines.append(f"engine = LLM({given})")
     lines.append(f"print(engine.generate(prompt, SamplingParams({keywords(request)})).outputs[0].text)")
     differs = deployment.left_out(any_size=True)
@@ -214,7 +214,7 @@ def launch_openvino_genai(deployment: Deployment) -> Launch:
             differs.append("config.num_speculative_tokens: drafts end at the confidence alone")
         else:
             values = {"num_assistant_tokens": config.num_speculative_tokens}
-    request = deployment.hugging_face_request()
+    request = hugging_face_fields(deployment.sampling)
     if request.pop("min_p", 0):
         differs.append("sampling.min_p: is left out")
     if request["do_sample"]:
@@ -239,7 +239,7 @@ def _to_openvino(deployment: Deployment, model: str, part: str, revision: Sequen
 
 def launch_transformers(deployment: Deployment) -> Launch:
     """Return the start of transformers, as of version 5.23, with this library's decoding loop as ``custom_generate``."""
-    target, request = deployment.target, deployment.hugging_face_request()
+    target, request = deployment.target, hugging_face_fields(deployment.sampling)
     loading = {"revision": target.get("revision"), "dtype": described_precision(target)}
     loading["quantization"] = target.get("quantization")
     loading = {name: value for name, value in loading.items() if value is not None}

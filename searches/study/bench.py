@@ -7,7 +7,8 @@ Samples of a window in which the machine was slower or faster than usual have dr
 candidate, and all samples of a prompt form a row. A slow window slows down the whole row; a stall slows down one sample. If
 stalls of plain decoding alone were measured again, its time would drop while candidates kept their stalls, and every speedup
 would be biased. A row is therefore judged by the mean over all its samples, and replaced as a whole. A window as long as a
-trial leaves the ratio of a row's samples as it is, and is not looked for.
+trial leaves the ratio of a row's samples as it is, and is not looked for. The mean of many finalists hides the stall of one
+sample; the finals therefore look for stalls of any.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from searches.backends.backend import BASELINE as BASELINE
 from searches.backends.backend import Backend, BackendError, Comparison, Workload
 from searches.backends.backend import Row as Row
 from searches.results import ResultLog
+
+_STALL = 3.0  # times the logarithm of the tolerated drift, for one sample: above its noise, which a mean over samples halves
 
 
 class ModelBench:
@@ -132,21 +135,34 @@ def logged_seconds(log: ResultLog) -> float:
     return sum(float(row["seconds"]) for row in log.values())
 
 
-def drifted_rows(rows: Sequence[Mapping[str, Sample]], drift: float) -> list[bool]:
+def drifted_rows(rows: Sequence[Row], drift: float) -> list[bool]:
     """Return for each row, which is of one prompt, whether the machine had drifted while it was measured.
 
     ``drift`` is the tolerated share by which seconds per round may differ from what the other rows predict, in the geometric
     mean over the row.
     """
+    return [bool(row) and abs(statistics.fmean(row)) > math.log1p(drift) for row in _offsets(rows)]
+
+
+def stalled_rows(rows: Sequence[Row], drift: float) -> list[bool]:
+    """Return for each row whether a round of one of its samples took far longer than the other rows predict.
+
+    A drift slows down all samples of a row and leaves their ratios. A stall of the machine falsifies them.
+    """
+    return [bool(row) and max(row) > _STALL * math.log1p(drift) for row in _offsets(rows)]
+
+
+def _offsets(rows: Sequence[Row]) -> list[list[float]]:
+    """Return for each row the log ratios of its samples' seconds per round to the expected ones."""
     offsets: list[list[float]] = [[] for _ in rows]
     for name in dict.fromkeys(name for row in rows for name in row):
         places = [place for place, row in enumerate(rows) if name in row and row[name].stats.rounds]
-        for place, offset in zip(places, _offsets([rows[place][name] for place in places]), strict=True):
+        for place, offset in zip(places, _offsets_of([rows[place][name] for place in places]), strict=True):
             offsets[place].append(offset)
-    return [bool(row) and abs(statistics.fmean(row)) > math.log1p(drift) for row in offsets]
+    return offsets
 
 
-def _offsets(samples: Sequence[Sample]) -> list[float]:
+def _offsets_of(samples: Sequence[Sample]) -> list[float]:
     """Return the log ratio of each sample's seconds per round to the expected ones.
 
     Drafting is left out: a cascade may draft at a high cost on one prompt and for nothing on the next. A round is slower

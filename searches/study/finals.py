@@ -1,6 +1,7 @@
 """The finals: the best configurations of a search against plain decoding, on prompts that the search never saw.
 
-All finalists are measured interleaved, prompt by prompt. Drafters that learn keep what they have learned.
+All finalists are measured interleaved, prompt by prompt. Drafters that learn keep what they have learned. A prompt on which
+one decoding stalled is measured again, once, by all of them. A stall that repeats is the decoder's own and counts.
 
 A finalist is dropped when its paired interval lies wholly below the leader's speed; this is tested after every few prompts.
 Measuring ends when all prompts were decoded and one finalist is left, when all that are left are significantly slower than
@@ -32,7 +33,7 @@ from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED, check_output
 from searches.backends.running_engine import sample_metrics
 from searches.results import ResultLog
-from searches.study.bench import BASELINE, ModelBench, Row, logged_seconds, resumed_rows, surviving_rows
+from searches.study.bench import BASELINE, ModelBench, Row, logged_seconds, resumed_rows, stalled_rows, surviving_rows
 from searches.study.leaderboard import FINISHED, LeaderboardEntry, contenders, drafters, is_lossless
 from searches.study.objective import MeasureSettings
 from searches.tracking.names import METRICS
@@ -99,12 +100,14 @@ class Finals:
         finalists: fastest first.
         baseline: metrics of plain decoding.
         seconds: that measuring took.
+        stalled: number of prompts that were measured again.
         left_out: what was not measured because time ran out, as a sentence; empty if nothing.
     """
 
     finalists: tuple[Finalist, ...]
     baseline: dict[str, Any]
     seconds: float
+    stalled: int = 0
     left_out: str = ""
 
     @property
@@ -185,8 +188,23 @@ def measure_held_out(
     rows: list[Row] = []
     left, dropped, tested = dict(configs), set[str](), 0
     ended, is_clear = "", False
+    repeated = set[int]()
+
+    def seed_of(repeat: int) -> int:
+        return seed + _SEED + 7919 * repeat
+
+    def repeat_stalled() -> None:
+        for place, stalled in enumerate(stalled_rows(rows, settings.drift)):
+            repeat, number = divmod(place, len(prompts))
+            item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warmup) : number])
+            name = f"{repeat} again"
+            if stalled and place not in repeated and (f"{name} {item.id}" in log or control.seconds_left() > 0):
+                repeated.add(place)
+                measure = partial(surviving_rows, bench, left, seed=seed_of(repeat) + number, without=())
+                (rows[place],) = resumed_rows(measure, PromptSet((item,)), log, name, before)
+
     for repeat in range(settings.held_out_repeats):
-        measure = partial(surviving_rows, bench, left, seed=seed + _SEED + 7919 * repeat, without=dropped)
+        measure = partial(surviving_rows, bench, left, seed=seed_of(repeat), without=dropped)
         measured = resumed_rows(measure, prompts, log, str(repeat))
         for number, item in enumerate(prompts, 1):
             is_logged = f"{repeat} {item.id}" in log
@@ -201,6 +219,7 @@ def measure_held_out(
             enough = len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
             if enough and (is_last or (number % _BLOCK == 0 and len(rows) >= _GROWTH * tested)):
                 tested = len(rows)
+                repeat_stalled()
                 leader = _leader(rows, left)
                 dropped |= {name for name in left if name != leader and _is_slower(rows, leader, name)}
                 left = {name: config for name, config in left.items() if name not in dropped}
@@ -210,9 +229,10 @@ def measure_held_out(
         if ended or is_clear or _is_settled(rows, left):
             break
     if rows:
+        repeat_stalled()
         check_output((row[BASELINE] for row in rows), "held-out ")
     baseline = _with_metrics(Measurement.of(rows, BASELINE, BASELINE))
-    return Finals(_judge_rows(rows, configs, expected, left), baseline, logged_seconds(log), ended)
+    return Finals(_judge_rows(rows, configs, expected, left), baseline, logged_seconds(log), len(repeated), ended)
 
 
 def _judge_rows(

@@ -194,7 +194,7 @@ class Objective:
     @defer_interrupt()
     def _record(self, race: _Race, measurement: Measurement, table: dict[str, Any], reason: str, seconds: float) -> None:
         """Store a trial's results; raise :class:`OutputChanged` if a float32 output differs from the baseline's."""
-        trial, config = race.trial, race.config
+        trial = race.trial
         trial.set_user_attr("seconds", seconds)
         if reason:
             trial.set_user_attr("reason", reason)

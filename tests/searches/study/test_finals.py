@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ import optuna
 import pytest
 
 from layerskip import PromptSet, SpeculativeConfig
+from layerskip.measure.measurement import Sample
 from searches.report import markdown as report
+from searches.study.bench import BASELINE
 from searches.study.finals import Finals, RunControl, measure_finals, measure_held_out
 from searches.study.objective import MeasureSettings
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
@@ -106,6 +108,35 @@ def test_the_last_finalist_is_measured_until_it_differs_from_plain_decoding(
     _finals(study, bench, held_out_repeats=3)
     assert bench.count(FAST) == repeats * 24
     assert bench.count(THIRD) == 12
+
+
+class _Stalling(Known):
+    """Some decodings of plain decoding, by their number, take four times as long."""
+
+    stalls: Collection[int] = ()
+
+    def compare(self, *args: Any, **named: Any) -> Iterator[dict[str, Sample]]:
+        for row in super().compare(*args, **named):
+            seconds = row[BASELINE].decode_seconds * (4 if self.calls - 1 in self.stalls else 1)
+            yield row | {BASELINE: replace(row[BASELINE], decode_seconds=seconds)}
+
+
+@pytest.mark.parametrize(("stalls", "speedup"), [((15,), 1.5), ((15, 18), 1.5 * 27 / 24)])
+def test_a_stall_of_one_decoding_is_measured_again_and_counts_if_it_repeats(
+    stalls: Collection[int], speedup: float, tmp_path: Path
+) -> None:
+    configs = [lookup(length) for length in range(4, 10)]  # the mean of so many hides a stall
+    bench = _Stalling(dict.fromkeys(configs, 1.5))
+    study = _searched(bench, *configs)
+    bench.stalls = stalls
+    finals = _finals(study, bench, tmp_path, finalists=6)
+    assert bench.count(configs[0]) == 25 and finals.stalled == 1
+    assert ([NAMES[15]], NAMES[9:15]) in [(names, before) for names, _, before in bench.comparisons]
+    assert [finalist.held_out["speedup"] for finalist in finals.finalists] == [pytest.approx(speedup)] * 6
+    assert "because one decoding had stalled: 1." in report.summary(study, finals)
+    bench.asked.clear()
+    assert _finals(study, bench, tmp_path, finalists=6) == finals
+    assert not bench.asked  # resumed finals measure nothing again
 
 
 def test_plain_decoding_wins_if_nothing_is_faster() -> None:
