@@ -113,7 +113,7 @@ def held_out(finals: Finals | None) -> go.Figure | None:
     if finals is None or not finals.finalists:
         return None
     ranked, count = finals.finalists[::-1], len(finals.finalists)
-    chart = _figure("speedup").add_vline(x=1.0, line=_DOTTED, layer="below").update_layout(height=90 + 72 * count)
+    chart = _figure("speedup").add_vline(x=1.0, line=_DOTTED).update_layout(height=90 + 72 * count)
     labels = [_wrapped(finalist.config.label(), max_lines=2, placeholder="…") for finalist in ranked]
     _add_lanes(chart, range=[-0.3, count - 0.3], tickvals=list(range(count)), ticktext=labels, showgrid=False)
     texts = [
@@ -191,7 +191,7 @@ def interval_lengths(measured: Sequence[Mapping[str, float]]) -> tuple[list[floa
 def _figure(x: str | None = None, y: str | None = None, plain: float | None = None) -> go.Figure:
     """Return a figure in the style of the page, with titled axes and, if given, a line at the speedup of plain decoding."""
     chart = go.Figure(layout=_LAYOUT).update_layout(xaxis_title_text=x, yaxis_title_text=y)
-    return chart if plain is None else chart.add_hline(y=plain, line=_DOTTED, layer="below")
+    return chart if plain is None else chart.add_hline(y=plain, line=_DOTTED)
 
 
 def _measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
