@@ -90,7 +90,8 @@ class Publisher:
         figures = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")
         metrics = {f"held_out_{name}": finals.winner.held_out[name] for name in figures}
         metrics |= {"search_seconds": search_seconds(self.study, finals), "trials": len(finished(self.study))}
-        winner = _winning_trial(self.study, finals.winner.config)
+        best = best_trials(finished(self.study), len(self.study.trials))
+        winner = next((trial.number for trial in best if configuration(trial) == finals.winner.config), None)
         self.tracker.conclude(finals.winner.config.label(), verdict(finals), winner, metrics, files, again)
         if again and self.plan.backend.name == "layerskip":
             self.tracker.register(self.folder / "best.json")
@@ -105,12 +106,6 @@ class Publisher:
         search |= {"mlflow_run_id": self.tracker.run_id, **marks}
         where = environment(plan.target) | described(plan.backend, plan.workload)
         return Export(Export.describe(plan.target), config, plan.sampling, evidence, where, search=search)
-
-
-def _winning_trial(study: optuna.Study, winner: SpeculativeConfig) -> int | None:
-    """Return the fastest trial with the winner's configuration, if it was in one."""
-    best = best_trials(finished(study), len(study.trials))
-    return next((trial.number for trial in best if configuration(trial) == winner), None)
 
 
 def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray | None) -> None:
@@ -133,7 +128,7 @@ def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray |
             acceptance.errorbar([each["acceptance_rate"] for each in metrics], speedups, **style)
     if trials:
         history.legend(fontsize=8)
-    if singles is not None:
+    if singles is not None and not np.isnan(singles).all():
         scans.set_yticks([0, 1], ["attention", "MLP"])
         figure.colorbar(scans.imshow(singles, aspect="auto"), ax=scans)
     ranked = finals.finalists[::-1]
