@@ -26,7 +26,7 @@ from searches.progress import say
 from searches.report import charts
 from searches.report.markdown import race_verdict, search_seconds, study_notes, summary, verdict
 from searches.report.page import FINISHED, PAGE, Page, write_page
-from searches.report.tables import best_trials
+from searches.report.tables import best_trials, may_lead
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, leading
 from searches.study.plan import Plan
@@ -126,7 +126,9 @@ def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray |
         history.errorbar(numbers, speedups, charts.interval_lengths(metrics), label=label, **style)
         if method != "none":
             acceptance.errorbar([each["acceptance_rate"] for each in metrics], speedups, **style)
-    if trials:
+    if leading := [trial for trial in trials if may_lead(trial)]:
+        best = np.maximum.accumulate(charts.speedups(leading))
+        history.step([trial.number for trial in leading], best, where="post", color="black", linewidth=1, label="best so far")
         history.legend(fontsize=8)
     if singles is not None and not np.isnan(singles).all():
         scans.set_yticks([0, 1], ["attention", "MLP"])
