@@ -127,8 +127,8 @@ def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray |
         if method != "none":
             acceptance.errorbar([each["acceptance_rate"] for each in metrics], speedups, **style)
     if leading := [trial for trial in trials if may_lead(trial)]:
-        best = np.maximum.accumulate(charts.speedups(leading))
-        history.step([trial.number for trial in leading], best, where="post", color="black", linewidth=1, label="best so far")
+        numbers, best = [trial.number for trial in leading], np.maximum.accumulate(charts.speedups(leading))
+        history.step(numbers, best, where="post", color="black", linewidth=1, label="best so far")
         history.legend(fontsize=8)
     if singles is not None and not np.isnan(singles).all():
         scans.set_yticks([0, 1], ["attention", "MLP"])
