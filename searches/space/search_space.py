@@ -183,15 +183,19 @@ class SearchSpace:
 
     def values(self, method: str, name: str) -> tuple[Any, ...]:
         """Return what a field is chosen from: the lowest and highest value of a number, or all choices."""
-        if name == "top_k" and not self.trees:
+        declared = methods()[method]
+        return self._values(declared, declared[name])
+
+    def _values(self, method: Method, field: Field) -> tuple[Any, ...]:
+        if field.name == "top_k" and not self.trees:
             return 1, 1  # chains
-        declared, given = methods()[method][name], self.ranges.get(method, {}).get(name)
-        if declared.path:
-            return (*(() if declared.required else ("",)), *map(str, given or ()))
-        found = tuple(given) if given is not None else declared.range or declared.choices
-        for other in methods()[method].fields:
-            if other.at_least == name:
-                found = found[0], min(found[1], self.values(method, other.name)[1])
+        given = self.ranges.get(method.name, {}).get(field.name)
+        if field.path:
+            return (*(() if field.required else ("",)), *map(str, given or ()))
+        found = tuple(given) if given is not None else field.range or field.choices
+        for other in method.fields:
+            if other.at_least == field.name:
+                found = found[0], min(found[1], self._values(method, other)[1])
         return found
 
     def narrowed(self, methods_of: Collection[str] | None = None, **values: Sequence[Any]) -> SearchSpace:
@@ -231,31 +235,38 @@ class SearchSpace:
         chosen = [str(trial.suggest_categorical("method", self.available_methods))]
         if chosen == [_CASCADE]:
             chosen = [LOOKUP, str(trial.suggest_categorical("cascade.second", self.second_methods))]
-        return [self._suggest_fields(method, trial) for method in chosen]
+        known = methods()
+        return [self._suggest_fields(known[method], trial) for method in chosen]
 
-    def _suggest_fields(self, method: str, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
+    def _suggest_fields(self, method: Method, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         known = {}
-        if "mask" in methods()[method]:
+        if "mask" in method:
             attention = {i for i in self.skippable if trial.suggest_int(f"attention_{i}", 0, 1)}
             mlp = {i for i in self.skippable if trial.suggest_int(f"mlp_{i}", 0, 1)}
             known["mask"] = SkipMask.of(self.layers, attention, mlp).format()
-        return self._fill(method, known, lambda each, span: suggest_value(trial, f"{method}.{each.name}", each, span))
+        return self._fill(method, known, lambda each, span: suggest_value(trial, f"{method.name}.{each.name}", each, span))
 
     def nearest(self, method: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
         """Return the configuration of a method with the wanted values, or the nearest ones of the space."""
         known = {"mask": wanted["mask"]} if "mask" in wanted else {}
-        return self._fill(method, known, lambda each, span: nearest_value(each, span, wanted.get(each.name, each.default)))
 
-    def _fill(self, method: str, values: dict[str, Any], choose: Callable[[Field, Sequence[Any]], Any]) -> SpeculativeConfig:
+        def choose(each: Field, span: Sequence[Any]) -> Any:
+            return nearest_value(each, span, wanted.get(each.name, each.default))
+
+        return self._fill(methods()[method], known, choose)
+
+    def _fill(
+        self, method: Method, values: dict[str, Any], choose: Callable[[Field, Sequence[Any]], Any]
+    ) -> SpeculativeConfig:
         """Return a configuration of known values, and of those that are chosen from what the space has for a field.
 
         Fields that are read only with some values of others come last.
         """
-        for each in sorted(searched_fields(methods()[method]), key=lambda each: each.used is not Field.used):
-            if each.used is Field.used or each.used(SpeculativeConfig.of(method, values)):
-                value = choose(each, self.values(method, each.name))
+        for each in sorted(searched_fields(method), key=lambda each: each.used is not Field.used):
+            if each.used is Field.used or each.used(SpeculativeConfig.of(method.name, values)):
+                value = choose(each, self._values(method, each))
                 values[each.name] = max(value, values[each.at_least]) if each.at_least else value
-        return SpeculativeConfig.of(method, values)
+        return SpeculativeConfig.of(method.name, values)
 
     def starts(self, method: str) -> list[SpeculativeConfig]:
         """Return the configurations of a method to try first, with each head, model or datastore.
