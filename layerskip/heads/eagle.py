@@ -55,31 +55,21 @@ _LOOKBACK_BASE = 1e9
 
 @dataclass(frozen=True)
 class EagleShape:
-    """The architecture of an EAGLE head.
+    """The architecture of an EAGLE head."""
 
-    Args:
-        hidden: H, the width of the target's hidden states.
-        intermediate: width of the layer's MLP.
-        heads, key_value_heads, head_dim: of its attention: the numbers of heads, and the width of each.
-        rope_theta: base of the rotary positions.
-        vocabulary: number of the target's tokens that it may draft; None for all.
-        lookback: number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for
-            EAGLE's own attention, which reads only the output of the linear map.
-        rms_norm_eps: epsilon of the layer's norm.
-        bias, attention_bias: whether the linear map, or queries, keys and values, have a bias, as in some published heads.
-    """
-
-    hidden: int
-    intermediate: int
-    heads: int
+    hidden: int  # H, the width of the target's hidden states
+    intermediate: int  # width of the layer's MLP
+    heads: int  # of its attention
     key_value_heads: int
-    head_dim: int
-    rope_theta: float
-    vocabulary: int | None = None
+    head_dim: int  # width of each head
+    rope_theta: float  # base of the rotary positions
+    vocabulary: int | None = None  # number of the target's tokens that it may draft; None for all
+    # Number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for EAGLE's own
+    # attention, which reads only the output of the linear map.
     lookback: int = 0
-    rms_norm_eps: float = 1e-5
-    bias: bool = False
-    attention_bias: bool = False
+    rms_norm_eps: float = 1e-5  # of the layer's norm
+    bias: bool = False  # whether the linear map has one, as in some published heads
+    attention_bias: bool = False  # whether queries, keys and values have one
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "heads", "key_value_heads", "head_dim"):
@@ -176,16 +166,14 @@ class EagleHead(nn.Module):
         joined = self.fc(torch.cat((embeddings[..., : self.shape.hidden], features), -1))
         layer: Any = self.body.layers[0]
         layer.input_layernorm.embeddings = embeddings if self.shape.lookback else None
-        try:
-            output = self.body(
-                inputs_embeds=joined,
-                past_key_values=cache,
-                position_ids=positions,
-                attention_mask=visible,
-                use_cache=cache is not None,
-            )
-        finally:
-            layer.input_layernorm.embeddings = None
+        output = self.body(
+            inputs_embeds=joined,
+            past_key_values=cache,
+            position_ids=positions,
+            attention_mask=visible,
+            use_cache=cache is not None,
+        )
+        layer.input_layernorm.embeddings = None
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def with_lookback(self, embedded: Tensor, count: int) -> Tensor:

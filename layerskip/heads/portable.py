@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from layerskip.config import ConfigError
 from layerskip.files import atomic_write, write_json
-from layerskip.heads.eagle import EagleShape, read_eagle
+from layerskip.heads.eagle import read_eagle
 from layerskip.heads.published_eagle import CONFIG, EMBEDDINGS, WEIGHTS, is_published
 from layerskip.models.target import Target
 from layerskip.models.trained_module import read_metadata
@@ -36,10 +36,7 @@ def why_not_portable(folder: Path) -> str | None:
 
 
 def save_portable(source: Path, folder: Path, target: Target, engine: str = "vllm") -> Path:
-    """Save a head as an engine loads it: ``config.json`` and ``model.safetensors``; return the folder.
-
-    Args:
-        engine: ``vllm`` or ``sglang``.
+    """Save a head as an engine of :data:`ENGINES` loads it: ``config.json`` and ``model.safetensors``; return the folder.
 
     Raises:
         ConfigError: the engine has no layout for this head, it is damaged, or it belongs to another target.
@@ -54,29 +51,19 @@ def save_portable(source: Path, folder: Path, target: Target, engine: str = "vll
     tensors = {name.removeprefix("body."): tensor for name, tensor in weights.items() if name != "tokens"}
     embeddings: Any = target.model.get_input_embeddings()
     vocabulary = int(embeddings.weight.shape[0])
-    if engine == "sglang":  # its linear map has a bias
-        tensors["fc.bias"] = torch.zeros(shape.hidden)
+    if engine == "sglang":
+        architecture = "LlamaForCausalLMEagle"
+        tensors["fc.bias"] = torch.zeros(shape.hidden)  # its linear map has a bias
     else:
+        architecture = "LlamaForCausalLM"  # vLLM puts Eagle before the name itself
         with torch.inference_mode():  # as the target computes them, which some families scale
             tensors[EMBEDDINGS] = embeddings(torch.arange(vocabulary, device=target.device)).clone()
+    config = shape.to_llama() | {"architectures": [architecture], "model_type": "llama", "rope_theta": shape.rope_theta}
+    config |= {"qkv_bias": False, "tie_word_embeddings": False, "vocab_size": vocabulary, "dtype": target.dtype}
+    own = target.model.config.get_text_config(decoder=True)
+    config["max_position_embeddings"] = int(getattr(own, "max_position_embeddings", 2**20))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with atomic_write(folder / CONFIG) as partial_config, atomic_write(folder / WEIGHTS) as partial:
-        write_json(partial_config, _configuration(shape, target, engine, vocabulary))
+        write_json(partial_config, config)
         save_file(tensors, partial, metadata={"format": "pt"})
     return folder
-
-
-def _configuration(shape: EagleShape, target: Target, engine: str, vocabulary: int) -> dict[str, Any]:
-    """Return the configuration of an EAGLE-1 head, which is a Llama model of one layer."""
-    config = target.model.config.get_text_config(decoder=True)
-    return shape.to_llama() | {
-        # vLLM puts Eagle before the name of a model's architecture, SGLang after it.
-        "architectures": ["LlamaForCausalLMEagle" if engine == "sglang" else "LlamaForCausalLM"],
-        "model_type": "llama",
-        "rope_theta": shape.rope_theta,
-        "qkv_bias": False,
-        "tie_word_embeddings": False,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": int(getattr(config, "max_position_embeddings", 2**20)),
-        "dtype": target.dtype,
-    }

@@ -116,19 +116,12 @@ UNSCALED = HeadScaling()  # the target's own scale
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts of similar length, padded.
+    """Texts of similar length, padded."""
 
-    Args:
-        tokens: ``[B, n]`` int64.
-        states: ``[B, n, H]`` float32: the target's hidden states at each token.
-        predicted: ``[B, n]`` bool: whether a token is to be predicted.
-        scaling: the scales of the head that reads the batch.
-    """
-
-    tokens: Tensor
-    states: Tensor
-    predicted: Tensor
-    scaling: HeadScaling
+    tokens: Tensor  # ``[B, n]`` int64
+    states: Tensor  # ``[B, n, H]`` float32: the target's hidden states at each token
+    predicted: Tensor  # ``[B, n]`` bool: whether a token is to be predicted
+    scaling: HeadScaling  # of the head that reads the batch
 
     @classmethod
     def of(
@@ -146,18 +139,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class HeadPrediction:
-    """A head's predictions of the token at one distance.
+    """A head's predictions of the token at one distance."""
 
-    Args:
-        hidden, target_hidden: ``[n, H]``: the predicted hidden states and the target's, which its output layer reads.
-        tokens: ``[n]`` int64: the following token of the text.
-        mask: ``[B, m]`` bool: the positions of the n rows, in order.
-    """
-
-    hidden: Tensor
-    target_hidden: Tensor
-    tokens: Tensor
-    mask: Tensor
+    hidden: Tensor  # ``[n, H]``: the predicted hidden states
+    target_hidden: Tensor  # ``[n, H]``: the target's, which its output layer reads
+    tokens: Tensor  # ``[n]`` int64: the following token of the text
+    mask: Tensor  # ``[B, m]`` bool: the positions of the n rows, in order
 
 
 def predict_tokens(head: EagleHead, embeddings: nn.Module, batch: Batch, steps: int) -> list[HeadPrediction]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from huggingface_hub import snapshot_download
 
-from layerskip import Export, SpeculativeConfig, StopRule, Target
+from layerskip import SpeculativeConfig, StopRule, Target
 from layerskip.config import methods
 from layerskip.engines.deployment import Deployment, Unsupported
 from layerskip.engines.registry import API_SERVER, speculation
@@ -88,7 +88,7 @@ def vllm_config(
         raise Unsupported(f"config.method: {reason}")
     if config.stop != StopRule():
         raise Unsupported("config.stop: vLLM has no stop rules")
-    way = Deployment(Export.describe(target), config).way()
+    way = Deployment(target.describe(), config).way()
     return speculation(way, config, lambda: folder(config))
 
 

@@ -62,30 +62,17 @@ def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 class HeadTrainer:
-    """Trainer of a head in scaled units (:mod:`layerskip.heads.training`), which resumes from its checkpoint.
-
-    Args:
-        store: the texts to learn from, with the target that wrote them.
-        held_out: texts that the checkpoints are evaluated on.
-        folder: for the checkpoint.
-        identity: digest of everything that the training depends on.
-        settings_digest: digest of the part of it that is known before texts are written.
-
-    Attributes:
-        texts: the number of texts that it trains on; the store's others are for validation.
-        seconds: that initialisation and steps took.
-        evaluation_seconds: further seconds that evaluation took.
-    """
+    """Trainer of a head in scaled units (:mod:`layerskip.heads.training`), which resumes from its checkpoint."""
 
     def __init__(
         self,
         config: DictConfig,
         head: EagleHead,
-        store: FeatureStore,
-        held_out: list[TextFeatures],
-        folder: Path,
-        identity: str,
-        settings_digest: str,
+        store: FeatureStore,  # the texts to learn from, with the target that wrote them
+        held_out: list[TextFeatures],  # texts that the checkpoints are evaluated on
+        folder: Path,  # for the checkpoint
+        identity: str,  # digest of everything that the training depends on
+        settings_digest: str,  # digest of the part of it that is known before texts are written
     ) -> None:
         target = store.target
         self.config, self.device, self.store, self.held_out = config, target.device, store, held_out
@@ -93,9 +80,9 @@ class HeadTrainer:
         self.embeddings = target.model.get_input_embeddings()
         self.readout = Readout(target, head.tokens)
         self._autocast = target.dtype == "bfloat16"
-        self.texts = len(store.texts) - min(_VALIDATION, len(store.texts) // 20)
+        self.texts = len(store.texts) - min(_VALIDATION, len(store.texts) // 20)  # to train on; the others validate
         self.optimiser = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, weight_decay=0.01)
-        self.step, self.seconds, self._start_seconds, self.evaluation_seconds = 0, 0.0, 0.0, 0.0
+        self.step, self.evaluation_seconds = 0, 0.0
         self._scaling = HeadScaling.of(head, self.embeddings, map(store.__getitem__, range(min(_SCALED, self.texts))))
         self._file, self._settings_digest = folder / _FILE, settings_digest
         self._identity = digest([identity, self._scaling.embeddings, self._scaling.states])
@@ -111,7 +98,7 @@ class HeadTrainer:
         else:
             start = time.monotonic()
             self.initialise()
-            self.seconds = self._start_seconds = time.monotonic() - start
+            self.seconds = self._start_seconds = time.monotonic() - start  # later also of steps
             self.save()  # reading texts and fitting a closed form take minutes
 
     def initialise(self) -> None:
