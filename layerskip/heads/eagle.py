@@ -124,6 +124,7 @@ class EagleHead(nn.Module):
         super().__init__()
         self.tokens: Tensor | None
         self.shape = shape
+        self.scales = 1.0, 1.0  # of the embeddings and of the hidden states; training divides them by others
         # The embeddings are the target's.
         config = LlamaConfig(
             **shape.to_llama(), vocab_size=1, bos_token_id=None, eos_token_id=None, max_position_embeddings=2**20

@@ -23,7 +23,7 @@ from layerskip.heads.feature_store import FeatureStore, TextFeatures
 from layerskip.heads.induction import add_induction_heads
 from layerskip.heads.published_eagle import is_published
 from layerskip.heads.readout import Readout
-from layerskip.heads.training import UNSCALED, Batch, HeadScaling, acceptance, fit_linear, head_loss, predict_tokens
+from layerskip.heads.training import Batch, acceptance, fit_linear, head_loss, measure_scales, predict_tokens, rescale
 from layerskip.models.trained_module import has_trained
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
@@ -83,14 +83,14 @@ class HeadTrainer:
         self.texts = len(store.texts) - min(_VALIDATION, len(store.texts) // 20)  # to train on; the others validate
         self.optimiser = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, weight_decay=0.01)
         self.step, self.evaluation_seconds = 0, 0.0
-        self._scaling = HeadScaling.of(head, self.embeddings, map(store.__getitem__, range(min(_SCALED, self.texts))))
+        self._scales = measure_scales(self.embeddings, map(store.__getitem__, range(min(_SCALED, self.texts))))
         self._file, self._settings_digest = folder / _FILE, settings_digest
-        self._identity = digest([identity, self._scaling.embeddings, self._scaling.states])
+        self._identity = digest([identity, *self._scales])
         if self._file.exists():
             state = _read(self._file)
             if state.get("identity") != self._identity:
                 raise InputError(f"head: {folder} holds another training, or one of other texts; name another folder")
-            self._scaling.apply(head)  # scales what the checkpoint does not hold; it holds scaled weights
+            rescale(head, *self._scales)  # scales what the checkpoint does not hold; it holds scaled weights
             head.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds, self._start_seconds = state["step"], state["seconds"], state["begun"]
@@ -106,23 +106,18 @@ class HeadTrainer:
         fit_linear(self.head, self.embeddings, map(self.store.__getitem__, range(self.texts)))
         tokens = torch.tensor([token for text in self.store.texts[: self.texts] for token in text.tokens])
         add_induction_heads(self.head, self.embeddings, self.readout, tokens)
-        self._scaling.apply(self.head)
-
-    def unscale(self) -> None:
-        """Give the head the target's own scale, in which it is saved."""
-        self._scaling.inverse.apply(self.head)
-        self._scaling = UNSCALED
+        rescale(self.head, *self._scales)
 
     def loss(self, indices: list[int]) -> Tensor:
         """Return the loss on some of the texts."""
-        batch = Batch.of([self.store[index] for index in indices], self.device, self._scaling, whole=True)
+        batch = Batch.of([self.store[index] for index in indices], self.device, whole=True)
         steps = 1 if self.progress < _NEXT_ONLY else int(self.config.unroll)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             return head_loss(predict_tokens(self.head, self.embeddings, batch, steps), self.readout)
 
     def acceptance(self, texts: Iterable[TextFeatures]) -> list[float]:
         """Return the acceptance rate of each further drafted token after right ones; the head's vocabulary alone drafts."""
-        return acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
+        return acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll))
 
     @property
     def progress(self) -> float:
