@@ -22,7 +22,8 @@ from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.tree_growth import LevelwiseTree
 from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.chain import draft_chain
-from layerskip.heads.eagle import EagleHead, load_eagle
+from layerskip.heads.eagle import EagleHead
+from layerskip.heads.folders import load_eagle
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache

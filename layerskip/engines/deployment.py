@@ -13,8 +13,7 @@ from typing import Any
 
 from layerskip.config import SpeculativeConfig, methods
 from layerskip.decoding.sampling import Sampling
-from layerskip.heads.portable import why_not_portable
-from layerskip.heads.published_eagle import eagle_method, is_published
+from layerskip.heads.folders import eagle_method, is_published, why_not_portable
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.loading import WHEELS
 

@@ -11,7 +11,6 @@ where the text was the same, and copy what followed there (:mod:`layerskip.heads
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,9 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaModel
 
 from layerskip.config import ConfigError, check_integer, check_number
-from layerskip.heads.published_eagle import is_published, read_published
 from layerskip.models.attention import PLAIN
 from layerskip.models.cache import KVCache
-from layerskip.models.compiled_layers import compile_mode, set_compiling
-from layerskip.models.packing import pack_like
 from layerskip.models.target import Target
-from layerskip.models.trained_module import load_trained, restore_weights
 
 
 class AppendedEmbeddings(nn.Module):
@@ -197,31 +192,3 @@ def _widened(part: nn.Linear, more: int) -> nn.Linear:
     wide = nn.Linear(part.in_features + more, part.out_features, bias=False)
     wide.weight.data.zero_()[:, : part.in_features] = part.weight.data
     return wide
-
-
-def read_eagle(folder: Path, target: Target) -> tuple[EagleShape, dict[str, Tensor]]:
-    """Read the shape and the weights of a head, also in its authors' layout.
-
-    A head that is damaged or was made for another target is refused with a :class:`ConfigError`.
-    """
-    fields, weights = read_published(folder, target) if is_published(folder) else load_trained(folder, target)
-    try:
-        shape = EagleShape(**fields)
-    except (ConfigError, TypeError) as error:
-        raise ConfigError(f"head: {folder} is damaged: its shape: {error}") from error
-    if shape.hidden != target.hidden:
-        raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} elements per token")
-    return shape, weights
-
-
-def load_eagle(folder: str | Path, target: Target) -> EagleHead:
-    """Load a head in the target's dtype and on its device; errors are those of :func:`read_eagle`."""
-    shape, weights = read_eagle(Path(folder), target)
-    head = EagleHead(shape, weights.pop("tokens", None))
-    restore_weights(head, weights, f"head: {folder} is damaged:", ("tokens", "body.embed_tokens.weight"))
-    rotary: Any = head.body.rotary_emb
-    frequencies = rotary.inv_freq.clone()
-    head = head.to(target.device, target.model.dtype).eval()
-    rotary.inv_freq = frequencies.to(target.device)  # positions rotate in float32, as in training
-    set_compiling(head.body, compile_mode(target.model))
-    return pack_like(target.model, head)

@@ -21,8 +21,7 @@ from layerskip.engines.deployment import Deployment, Unsupported
 from layerskip.engines.registry import API_SERVER, speculation
 from layerskip.export import attachment_digests
 from layerskip.files import atomic_folder, digest, short_name
-from layerskip.heads.portable import save_portable
-from layerskip.heads.published_eagle import is_published
+from layerskip.heads.folders import is_published, save_portable
 from layerskip.models.loading import WHEELS, load_draft
 from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter

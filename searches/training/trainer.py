@@ -20,8 +20,8 @@ from layerskip.device.trial import first_line
 from layerskip.files import atomic_write, digest
 from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import FeatureStore, TextFeatures
+from layerskip.heads.folders import is_published
 from layerskip.heads.induction import add_induction_heads
-from layerskip.heads.published_eagle import is_published
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import Batch, acceptance, fit_linear, head_loss, measure_scales, predict_tokens, rescale
 from layerskip.models.trained_module import has_trained
