@@ -82,7 +82,7 @@ class HeadTrainer:
         self._autocast = target.dtype == "bfloat16"
         self.texts = len(store.texts) - min(_VALIDATION, len(store.texts) // 20)  # to train on; the others validate
         self.optimiser = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, weight_decay=0.01)
-        self.step, self.evaluation_seconds = 0, 0.0
+        self.step, self.evaluation_seconds = 0, 0.0  # beside ``seconds``, those of initialisation and steps
         self._scales = measure_scales(self.embeddings, map(store.__getitem__, range(min(_SCALED, self.texts))))
         self._file, self._settings_digest = folder / _FILE, settings_digest
         self._identity = digest([identity, *self._scales])
@@ -98,7 +98,7 @@ class HeadTrainer:
         else:
             start = time.monotonic()
             self.initialise()
-            self.seconds = self._start_seconds = time.monotonic() - start  # later also of steps
+            self.seconds = self._start_seconds = time.monotonic() - start
             self.save()  # reading texts and fitting a closed form take minutes
 
     def initialise(self) -> None:
