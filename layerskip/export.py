@@ -59,26 +59,12 @@ class Export:
     environment: Mapping[str, Any] = field(default_factory=dict)
     search: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def is_provisional(self) -> bool:
-        """True if its search had not confirmed it on held-out prompts when it was written."""
-        return bool(self.search.get(PROVISIONAL))
-
-    @staticmethod
-    def describe(target: Target) -> dict[str, Any]:
-        """Return the fields that an export stores about a target."""
-        return target.describe()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the export as plain values, the schema first."""
-        fields = {"schema": SCHEMA, "target": dict(self.target), "config": self.config.to_dict()}
-        fields |= {"sampling": self.sampling.to_dict(), "evidence": dict(self.evidence)}
-        return fields | {"environment": dict(self.environment), "search": dict(self.search)}
-
     def save(self, path: str | Path) -> None:
         """Write the file atomically, with the commands of engines, and copy the trained modules next to it."""
         portable = replace(self, config=_with_heads(self.config, lambda head: _copy_head(Path(head), Path(path))))
-        write_json(Path(path), portable.to_dict() | {"engines": portable.engines(path)})
+        fields = {"schema": SCHEMA, "target": self.target, "config": portable.config.to_dict()}
+        fields |= {"sampling": self.sampling.to_dict(), "evidence": self.evidence, "environment": self.environment}
+        write_json(Path(path), fields | {"search": self.search, "engines": portable.engines(path)})
 
     def engines(self, path: str | Path) -> dict[str, dict[str, Any]]:
         """Return how inference engines start with this export's file, beside which they put what they write."""
@@ -107,7 +93,7 @@ class Export:
         export = replace(export, config=_with_found_heads(export.config, Path(path)))
         if target is not None:
             export.check(target)
-        if export.is_provisional:
+        if export.search.get(PROVISIONAL):
             _log.warning("%s is provisional: its search has not confirmed it on held-out prompts", path)
         return export
 
@@ -169,8 +155,7 @@ def attachment_digests(config: SpeculativeConfig) -> list[str]:
 
 
 def _heads(config: SpeculativeConfig) -> list[str]:
-    names = [part.head for part in (config, *config.members)]
-    return [name for name in dict.fromkeys(names) if name]
+    return list(dict.fromkeys(part.head for part in (config, *config.members) if part.head))
 
 
 def _with_heads(config: SpeculativeConfig, rename: Callable[[str], str]) -> SpeculativeConfig:

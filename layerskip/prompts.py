@@ -26,19 +26,12 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class PromptItem:
-    """One prompt, or a conversation.
+    """One prompt, or a conversation."""
 
-    Args:
-        id: identifies the prompt in every measurement.
-        category: such as code.
-        opening: a text, or chat messages that end with a user message.
-        followups: the user's message after each answer.
-    """
-
-    id: str
-    category: str
-    opening: str | tuple[Message, ...]
-    followups: tuple[str, ...] = ()
+    id: str  # identifies the prompt in every measurement
+    category: str  # such as code
+    opening: str | tuple[Message, ...]  # a text, or chat messages that end with a user message
+    followups: tuple[str, ...] = ()  # the user's message after each answer
 
     @property
     def field(self) -> str:

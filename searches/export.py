@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from layerskip import Export, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
 from layerskip.engines.registry import ENGINES
-from layerskip.heads.portable import save_portable
+from layerskip.heads.folders import save_portable
 from layerskip.models.loading import load_draft
 from searches.app.application import run
 from searches.app.checks import InputError, check_folder

@@ -20,7 +20,7 @@ from typing import Any
 
 import filelock
 
-from layerskip import ConfigError, Export, Target
+from layerskip import ConfigError, Target
 from layerskip.files import beside, report_full_disk
 from layerskip.models.environment import environment
 
@@ -38,7 +38,7 @@ def record_header(schema: str, target: Target) -> dict[str, Any]:
     return {
         "schema": schema,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "target": Export.describe(target),
+        "target": target.describe(),
         "environment": environment(target),
     }
 

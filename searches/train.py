@@ -20,6 +20,7 @@ from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.files import digest
 from layerskip.heads.eagle import MOST_BACK, EagleHead, EagleShape
 from layerskip.heads.feature_store import FeatureStore, check_readout, extract_features
+from layerskip.heads.training import rescale
 from layerskip.models.environment import environment
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.continuations import Continuation, continue_prompts
@@ -106,7 +107,7 @@ def _fill(store: FeatureStore, texts: list[TrainingText], max_bytes: int) -> Non
 
 def _save(trainer: HeadTrainer, folder: Path, training: dict[str, Any]) -> None:
     """Save a trained head with the record of its training, and print its acceptance rates."""
-    trainer.unscale()
+    rescale(trainer.head, 1.0, 1.0)
     accepted, validation = trainer.acceptance(trainer.held_out), range(trainer.texts, len(trainer.store.texts))
     spared = trainer.acceptance(trainer.store[index] for index in validation) if validation else []
     training |= {"steps_done": trainer.step, "seconds": trainer.seconds, "held_out": accepted, "spared": spared}

@@ -144,7 +144,7 @@ def _is_alike(export: Export, target: Target) -> bool:
     """Return whether the export's outputs must repeat: same model, and in half precision a device of the same name."""
     device_name = export.environment.get("device_name")
     exact = target.dtype == "float32" or device_name == machine(target)["device_name"]
-    return exact and dict(export.target).items() <= Export.describe(target).items()
+    return exact and dict(export.target).items() <= target.describe().items()
 
 
 def _measure(

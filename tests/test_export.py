@@ -29,7 +29,7 @@ SEARCH = {"study": "s", "trials": 40, "seconds": 900.0, "mlflow_run_id": "abc"}
 
 @pytest.fixture
 def export(tiny_target: Target) -> Export:
-    return Export(Export.describe(tiny_target), CONFIG, SAMPLING, EVIDENCE, ENVIRONMENT, SEARCH)
+    return Export(tiny_target.describe(), CONFIG, SAMPLING, EVIDENCE, ENVIRONMENT, SEARCH)
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_an_export_with_a_missing_datastore_is_refused(tiny_target: Target, tmp_
     retrieval = SpeculativeConfig("retrieval", datastore=str(tmp_path / "store"))
     cascade = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), retrieval))
     for config in (retrieval, cascade):
-        Export(Export.describe(tiny_target), config).save(tmp_path / "best.json")
+        Export(tiny_target.describe(), config).save(tmp_path / "best.json")
         with pytest.raises(ExportError, match=r"^config.datastore: there is no .*store"):
             Export.load(tmp_path / "best.json", tiny_target)
 
@@ -187,15 +187,15 @@ def test_a_head_of_another_model_is_refused(tiny_target: Target, tmp_path: Path)
     cascade = SpeculativeConfig("cascade", members=(SpeculativeConfig("prompt_lookup"), own))
     other = Target(build("llama", 1, num_hidden_layers=3))
     for config in (own, cascade):
-        export = Export(Export.describe(tiny_target), config)
+        export = Export(tiny_target.describe(), config)
         export.check(tiny_target)
         with pytest.raises(ExportError, match=r"^config\.head: .* was made for another target, .*: its weights are not"):
             export.check(other)
 
 
 def test_a_provisional_export_says_so_on_loading(export: Export, file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert not Export.load(file).is_provisional
+    assert "provisional" not in Export.load(file).search
     assert caplog.text == ""
     replace(export, search={**export.search, "provisional": True}).save(file)
-    assert Export.load(file).is_provisional
+    assert Export.load(file).search["provisional"]
     assert f"{file} is provisional" in caplog.text

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from layerskip import SkipMask, Target, save_draft_checkpoint
 from layerskip.drafters.retrieval import Datastore
 from layerskip.files import atomic_write, read_json, short_name, write_json
-from layerskip.heads.eagle import EagleHead, EagleShape, load_eagle
+from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.feature_store import FeatureStore
+from layerskip.heads.folders import load_eagle
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.training_texts import TrainingText
 from tests.disk import fill

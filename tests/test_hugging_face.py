@@ -39,7 +39,7 @@ kinds = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.met
 
 
 def _method(target: Target, config: SpeculativeConfig) -> Callable[..., Any]:
-    return Export(Export.describe(target), config).custom_generate()
+    return Export(target.describe(), config).custom_generate()
 
 
 def _generate(model: PreTrainedModel, prompt: Tensor = PROMPT, **options: Any) -> Any:
@@ -58,7 +58,7 @@ def _both(target: Target, config: SpeculativeConfig, **options: Any) -> tuple[li
 def test_draft_models_with_another_tokenizer_use_the_given_tokenizer(tiny_target: Target, tiny_folder: Path) -> None:
     other = SpeculativeConfig("cross_tokenizer", draft_model=str(tiny_folder), num_speculative_tokens=2)
     for config in (other, SpeculativeConfig("cascade", members=(CONFIGS[1], other))):
-        method = Export(Export.describe(tiny_target), config).custom_generate(tiny_target.tokenizer)
+        method = Export(tiny_target.describe(), config).custom_generate(tiny_target.tokenizer)
         ours = _generate(tiny_target.model, custom_generate=method, **GREEDY)
         assert ours.equal(_generate(tiny_target.model, **GREEDY))
         with pytest.raises(TargetError, match="^draft_model: .* has no tokenizer"):

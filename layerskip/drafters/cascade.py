@@ -132,13 +132,9 @@ class _RoundMeans:
 class Cascade(Drafter):
     """Several drafters; the one with the most expected tokens per step drafts. Estimates last from prompt to prompt.
 
-    A member that needs a whole step to draft a token is never tried, as that cannot pay.
-
-    Args:
-        members: drafters. Which member has a proposal, and the length of its match, must depend on the context only, not on
-            drawn tokens.
-        verify_cost: as in :class:`SpeculativeConfig`; empty if unknown.
-        draft_cost: likewise.
+    A member that needs a whole step to draft a token is never tried, as that cannot pay. Which member has a proposal, and
+    the length of its match, must depend on the context only, not on drawn tokens. Costs are those of the configuration,
+    empty if unknown.
     """
 
     method = Method(
@@ -164,7 +160,7 @@ class Cascade(Drafter):
         self.members = tuple(members)
         self.tree_tokens = max(member.tree_tokens for member in members)
         self.reads_features = any(member.reads_features for member in members)
-        self._priced, self._verify_costs = bool(draft_cost), verify_cost or (1.0,)
+        self._priced, self._verify_costs = bool(draft_cost), (1.0, *(verify_cost or (1.0,)))
         self._draft_cost = draft_cost or (0.0,) * len(self.members)
         self._lookups = [index for index, member in enumerate(members) if member.lookup]
         viable = [index for index, member in enumerate(members) if self._draft_cost[index] < 1 or member.single_pass]
@@ -248,11 +244,10 @@ class Cascade(Drafter):
 
     def _verify_cost(self, size: int) -> float:
         """Return the cost of verifying that many tokens, in steps of plain decoding, extrapolated linearly."""
-        if not size:
-            return 1.0
-        first, last, count = self._verify_costs[0], self._verify_costs[-1], len(self._verify_costs)
-        slope = max(0.0, last - first) / max(1, count - 1)
-        return self._verify_costs[size - 1] if size <= count else last + slope * (size - count)
+        costs = self._verify_costs  # the first one is that of no token
+        if size < len(costs):
+            return costs[size]
+        return costs[-1] + max(0.0, costs[-1] - costs[1]) / max(1, len(costs) - 2) * (size - len(costs) + 1)
 
     def observe_features(self, features: Tensor) -> None:
         for member in self.members:

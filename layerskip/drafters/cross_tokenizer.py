@@ -71,8 +71,7 @@ class Translation:
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -22,7 +22,8 @@ from layerskip.decoding.stopping import Stopper, StopRuleDrafter
 from layerskip.decoding.tree_growth import LevelwiseTree
 from layerskip.device.transfer import copy_to_device
 from layerskip.drafters.chain import draft_chain
-from layerskip.heads.eagle import EagleHead, load_eagle
+from layerskip.heads.eagle import EagleHead
+from layerskip.heads.folders import load_eagle
 from layerskip.heads.readout import Readout
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache
@@ -60,24 +61,22 @@ class Eagle(StopRuleDrafter):
     def __init__(
         self,
         head: EagleHead,
-        embeddings: nn.Module,
-        readout: Readout,
+        target: Target,
         num_speculative_tokens: int,
         stop: StopRule,
         top_k: int = 1,
         tree_tokens: int = 8,
         min_token_prob: float = 0.0,
     ) -> None:
-        self.head, self.embeddings, self.readout = head, embeddings, readout
+        self.head, self.embeddings = head, target.model.get_input_embeddings()
+        self.readout = Readout(target, head.tokens)
         self.num_speculative_tokens, self.top_k, self.min_token_prob = num_speculative_tokens, top_k, min_token_prob
         self.stopper, self.tree_tokens = Stopper(stop), tree_tokens if top_k > 1 else 0
-        self._step = _Step(head, embeddings, readout)
+        self._step = _Step(head, self.embeddings, self.readout)
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> Eagle:
-        head = load_eagle(config.head, target)
-        values = config.values | {"head": head, "embeddings": target.model.get_input_embeddings()}
-        return cls(readout=Readout(target, head.tokens), **values)
+        return cls(target=target, **config.values | {"head": load_eagle(config.head, target)})
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         self._chooser = chooser

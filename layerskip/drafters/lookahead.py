@@ -16,7 +16,6 @@ from layerskip.config import Method, shared
 from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context, Drafter, LateRead, VerifyOutput
 from layerskip.decoding.sampling import Chooser, most_likely
-from layerskip.decoding.tree_growth import grow_tree
 from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
@@ -76,15 +75,11 @@ class Lookahead(Drafter):
 
     def _candidates(self, token: int, depth: int) -> tuple[list[int], list[int]]:
         """Return the n-grams after a token as a tree that shares their common prefixes, the latest first."""
-        ngrams = [ngram[:depth] for ngram in reversed(self._pool.get(token, ()))]
-
-        def successors(branch: Ngram) -> list[tuple[int, float, Ngram]]:
-            level = len(branch)
-            following = [ngram[level] for ngram in ngrams if len(ngram) > level and ngram[:level] == branch]
-            return [(token, 1.0, (*branch, token)) for token in dict.fromkeys(following)]
-
-        root: Ngram = ()
-        return grow_tree(root, successors, depth, self.num_speculative_tokens * self.guess_set_size, 0.0)[:2]
+        nodes: dict[Ngram, int] = {}  # the number of each branch
+        for ngram in reversed(self._pool.get(token, ())):
+            for level in range(1, depth + 1):
+                nodes.setdefault(ngram[:level], len(nodes))
+        return [branch[-1] for branch in nodes], [nodes.get(branch[:-1], -1) for branch in nodes]
 
     def observe_logits(self, output: VerifyOutput) -> Sequence[LateRead]:
         """Return the target's tokens after the last row of the window."""

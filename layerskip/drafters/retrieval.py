@@ -130,15 +130,12 @@ class Retrieval(Drafter):
 
     def _drop_oldest(self) -> None:
         """Keep the latest texts, up to half of the memory, and index them again."""
-        kept: list[list[int]] = []
-        left = self.memory // 2
-        for text in reversed(self._texts):
-            kept.insert(0, text[-left:])  # the end of a text that is too long
-            left -= len(text)
-            if left <= 0:
-                break
+        texts, kept, left = self._texts, list[list[int]](), self.memory // 2
+        while left > 0:
+            kept.append(texts.pop()[-left:])  # the end of a text that is too long
+            left -= len(kept[-1])
         self.reset_state()
-        for text in kept:
+        for text in reversed(kept):
             self._texts.append(text)
             self._indexed = 0
             self._index()
@@ -171,16 +168,12 @@ class Datastore:
     """Texts of one tokenizer, and their suffix array, which finds every occurrence of an n-gram in a few steps.
 
     A folder, which is read from disk as needed. Building one needs about thirty bytes of memory per token.
-
-    Args:
-        tokens: ``[N]`` int32: the token ids of every text, plus 1, and 0 after each text.
-        suffixes: ``[N]`` int32: the start of every suffix of ``tokens``, in lexicographic order.
-        about: how it was built: the number of ``texts`` and ``tokens``, the ``source``, the digests of the ``prompts`` whose
-            outputs it has, the ``digest`` of its tokens, the ``vocabulary`` and the ``tokenizer``.
     """
 
-    tokens: NDArray[np.int32]
-    suffixes: NDArray[np.int32]
+    tokens: NDArray[np.int32]  # ``[N]``: the token ids of every text, plus 1, and 0 after each text
+    suffixes: NDArray[np.int32]  # ``[N]``: the start of every suffix of ``tokens``, in lexicographic order
+    # Numbers of ``texts`` and ``tokens``, ``source``, digests of the ``prompts`` whose outputs it has, ``digest`` of its
+    # tokens, ``vocabulary`` and ``tokenizer``.
     about: dict[str, Any]
 
     @classmethod
@@ -239,10 +232,9 @@ class Datastore:
     def places(self, ngram: Sequence[int]) -> range:
         """Return the range of ``suffixes`` that begin with an n-gram."""
         stored = [token + 1 for token in ngram]
-        size = len(stored)
 
         def prefix(start: int) -> list[int]:
-            return list(map(int, self.tokens[start : start + size]))
+            return list(map(int, self.tokens[start : start + len(stored)]))
 
         low = bisect_left(self.suffixes, stored, key=prefix)
         return range(low, bisect_right(self.suffixes, stored, lo=low, key=prefix))
@@ -251,12 +243,9 @@ class Datastore:
         """Return up to ``length`` tokens after at most ``maximum`` occurrences of an n-gram, spread evenly over all."""
         places = self.places(ngram)
         count = min(maximum, len(places))
-        continuations = []
-        for index in range(count):
-            start = int(self.suffixes[places[index * len(places) // count]]) + len(ngram)
-            part = itertools.takewhile(lambda token: token != _END, self.tokens[start : start + length].tolist())
-            continuations.append([token - 1 for token in part])
-        return continuations
+        starts = (int(self.suffixes[places[index * len(places) // count]]) + len(ngram) for index in range(count))
+        parts = (self.tokens[start : start + length].tolist() for start in starts)
+        return [[token - 1 for token in itertools.takewhile(lambda token: token != _END, part)] for part in parts]
 
 
 def _common(text: list[int], end: int, tokens: list[int], known: int) -> int:

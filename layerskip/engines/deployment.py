@@ -13,8 +13,7 @@ from typing import Any
 
 from layerskip.config import SpeculativeConfig, methods
 from layerskip.decoding.sampling import Sampling
-from layerskip.heads.portable import why_not_portable
-from layerskip.heads.published_eagle import eagle_method, is_published
+from layerskip.heads.folders import eagle_method, is_published, why_not_portable
 from layerskip.mask import MaskError, SkipMask
 from layerskip.models.loading import WHEELS
 
@@ -41,23 +40,14 @@ class Unsupported(ValueError):
 
 @dataclass(frozen=True)
 class Deployment:
-    """An export as the engines see it. Its commands run in the folder from which ``file`` is found.
+    """An export as the engines see it. Its commands run in the folder from which ``file`` is found."""
 
-    Args:
-        target: the export's fields of the target.
-        config: its configuration, with folders that can be found from here.
-        sampling: its sampling.
-        file: the export's file.
-        environment: where it was measured, as the export states.
-        prepare: takes the commands that write what the engine loads.
-    """
-
-    target: Mapping[str, Any]
-    config: SpeculativeConfig
+    target: Mapping[str, Any]  # the export's fields of the target
+    config: SpeculativeConfig  # with folders that can be found from here
     sampling: Sampling = field(default_factory=Sampling)
-    file: Path = Path()
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    prepare: list[list[str]] = field(default_factory=list)
+    file: Path = Path()  # of the export
+    environment: Mapping[str, Any] = field(default_factory=dict)  # where it was measured, as the export states
+    prepare: list[list[str]] = field(default_factory=list)  # takes the commands that write what the engine loads
 
     @property
     def revision(self) -> list[str]:

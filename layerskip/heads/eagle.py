@@ -11,7 +11,6 @@ where the text was the same, and copy what followed there (:mod:`layerskip.heads
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,9 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig, LlamaModel
 
 from layerskip.config import ConfigError, check_integer, check_number
-from layerskip.heads.published_eagle import is_published, read_published
 from layerskip.models.attention import PLAIN
 from layerskip.models.cache import KVCache
-from layerskip.models.compiled_layers import compile_mode, set_compiling
-from layerskip.models.packing import pack_like
 from layerskip.models.target import Target
-from layerskip.models.trained_module import load_trained, restore_weights
 
 
 class AppendedEmbeddings(nn.Module):
@@ -55,31 +50,21 @@ _LOOKBACK_BASE = 1e9
 
 @dataclass(frozen=True)
 class EagleShape:
-    """The architecture of an EAGLE head.
+    """The architecture of an EAGLE head."""
 
-    Args:
-        hidden: H, the width of the target's hidden states.
-        intermediate: width of the layer's MLP.
-        heads, key_value_heads, head_dim: of its attention: the numbers of heads, and the width of each.
-        rope_theta: base of the rotary positions.
-        vocabulary: number of the target's tokens that it may draft; None for all.
-        lookback: number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for
-            EAGLE's own attention, which reads only the output of the linear map.
-        rms_norm_eps: epsilon of the layer's norm.
-        bias, attention_bias: whether the linear map, or queries, keys and values, have a bias, as in some published heads.
-    """
-
-    hidden: int
-    intermediate: int
-    heads: int
+    hidden: int  # H, the width of the target's hidden states
+    intermediate: int  # width of the layer's MLP
+    heads: int  # of its attention
     key_value_heads: int
-    head_dim: int
-    rope_theta: float
-    vocabulary: int | None = None
+    head_dim: int  # width of each head
+    rope_theta: float  # base of the rotary positions
+    vocabulary: int | None = None  # number of the target's tokens that it may draft; None for all
+    # Number of tokens before each whose embeddings its attention reads, in addition to the token's own. 0 for EAGLE's own
+    # attention, which reads only the output of the linear map.
     lookback: int = 0
-    rms_norm_eps: float = 1e-5
-    bias: bool = False
-    attention_bias: bool = False
+    rms_norm_eps: float = 1e-5  # of the layer's norm
+    bias: bool = False  # whether the linear map has one, as in some published heads
+    attention_bias: bool = False  # whether queries, keys and values have one
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "heads", "key_value_heads", "head_dim"):
@@ -134,6 +119,7 @@ class EagleHead(nn.Module):
         super().__init__()
         self.tokens: Tensor | None
         self.shape = shape
+        self.scales = 1.0, 1.0  # of the embeddings and of the hidden states; training divides them by others
         # The embeddings are the target's.
         config = LlamaConfig(
             **shape.to_llama(), vocab_size=1, bos_token_id=None, eos_token_id=None, max_position_embeddings=2**20
@@ -176,16 +162,14 @@ class EagleHead(nn.Module):
         joined = self.fc(torch.cat((embeddings[..., : self.shape.hidden], features), -1))
         layer: Any = self.body.layers[0]
         layer.input_layernorm.embeddings = embeddings if self.shape.lookback else None
-        try:
-            output = self.body(
-                inputs_embeds=joined,
-                past_key_values=cache,
-                position_ids=positions,
-                attention_mask=visible,
-                use_cache=cache is not None,
-            )
-        finally:
-            layer.input_layernorm.embeddings = None
+        output = self.body(
+            inputs_embeds=joined,
+            past_key_values=cache,
+            position_ids=positions,
+            attention_mask=visible,
+            use_cache=cache is not None,
+        )
+        layer.input_layernorm.embeddings = None
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def with_lookback(self, embedded: Tensor, count: int) -> Tensor:
@@ -208,31 +192,3 @@ def _widened(part: nn.Linear, more: int) -> nn.Linear:
     wide = nn.Linear(part.in_features + more, part.out_features, bias=False)
     wide.weight.data.zero_()[:, : part.in_features] = part.weight.data
     return wide
-
-
-def read_eagle(folder: Path, target: Target) -> tuple[EagleShape, dict[str, Tensor]]:
-    """Read the shape and the weights of a head, also in its authors' layout.
-
-    A head that is damaged or was made for another target is refused with a :class:`ConfigError`.
-    """
-    fields, weights = read_published(folder, target) if is_published(folder) else load_trained(folder, target)
-    try:
-        shape = EagleShape(**fields)
-    except (ConfigError, TypeError) as error:
-        raise ConfigError(f"head: {folder} is damaged: its shape: {error}") from error
-    if shape.hidden != target.hidden:
-        raise ConfigError(f"head: {folder} was made for another target: it reads {shape.hidden} elements per token")
-    return shape, weights
-
-
-def load_eagle(folder: str | Path, target: Target) -> EagleHead:
-    """Load a head in the target's dtype and on its device; errors are those of :func:`read_eagle`."""
-    shape, weights = read_eagle(Path(folder), target)
-    head = EagleHead(shape, weights.pop("tokens", None))
-    restore_weights(head, weights, f"head: {folder} is damaged:", ("tokens", "body.embed_tokens.weight"))
-    rotary: Any = head.body.rotary_emb
-    frequencies = rotary.inv_freq.clone()
-    head = head.to(target.device, target.model.dtype).eval()
-    rotary.inv_freq = frequencies.to(target.device)  # positions rotate in float32, as in training
-    set_compiling(head.body, compile_mode(target.model))
-    return pack_like(target.model, head)

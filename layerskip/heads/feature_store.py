@@ -57,17 +57,10 @@ class FeatureStore:
         return TextFeatures(tokens, features, int(begin))
 
     def fill(self, texts: Iterable[TrainingText], max_bytes: int, on_text: Callable[[], None] = lambda: None) -> None:
-        """Make the store hold texts, in order, up to the budget. Texts that it does not have yet are read.
+        """Make the store hold texts, in order, up to a budget for all hidden states. Texts that it lacks are read.
 
-        Stored texts beyond these or beyond the budget stay on the disk for later calls.
-
-        Args:
-            texts: all texts; stored texts must be the first of them.
-            max_bytes: budget for all hidden states.
-            on_text: called after every stored text, read or found.
-
-        Raises:
-            ConfigError: the store has other texts, or a text is damaged.
+        Stored texts must be the first ones; those beyond the budget stay on the disk for later calls. ``on_text`` is called
+        after every text. A store of other texts, and a damaged one, are a :class:`ConfigError`.
         """
         self.texts, left = [], max_bytes
         for place, text in enumerate(texts):

@@ -34,12 +34,7 @@ def add_induction_heads(head: EagleHead, embeddings: nn.Module, readout: Readout
 
     In each of up to three groups of heads with shared keys, the first head searches for both tokens and the second for the
     last one. If every head has its own keys, heads alternate between the two. A head without lookback stays as it is.
-
-    Args:
-        head: in the target's scale.
-        embeddings: the target's embedding layer.
-        readout: the target's output layer over the head's tokens.
-        text: ``[n]`` int64: tokens of the target's own texts, for their frequencies.
+    The head is in the target's scale; ``text``, ``[n]`` int64, are the target's own texts, for the frequencies of tokens.
     """
     shape = head.shape
     layer: Any = head.body.layers[0]

@@ -26,24 +26,19 @@ _ROOM = 256  # rows reserved for tokens of a text; with more, all rows are copie
 
 
 class Readout:
-    """The target's output layer over the tokens that a head may draft: all, or the common ones and those of the text.
+    """The target's output layer over the tokens that a head may draft: all, or the common ones and those of the text."""
 
-    Args:
-        tokens: ``[v]`` int64: the common tokens; None for all.
-
-    Attributes:
-        tokens: ``[v + w]`` int64: the common tokens, then those of the text; None for all.
-        weight: ``[v + w, H]``.
-        bias: ``[v + w]``; None if the layer has none.
-        scale: factor of the logits.
-
-    Raises:
-        ConfigError: the output layer is quantised, or the target is on several devices.
-    """
-
-    tokens: Tensor | None
+    tokens: Tensor | None  # ``[v + w]`` int64: the common tokens, then those of the text; None for all
+    weight: Tensor  # ``[v + w, H]``
+    bias: Tensor | None  # ``[v + w]``
+    scale: float  # factor of the logits
 
     def __init__(self, target: Target, tokens: Tensor | None) -> None:
+        """Read the layer, for the common ``tokens``, ``[v]`` int64, or for all.
+
+        Raises:
+            ConfigError: the output layer is quantised, or the target is on several devices.
+        """
         layer: Any = target.model.get_output_embeddings()
         check_not_split(target.model, "heads")
         check_dense(layer, target.model, "heads")

@@ -75,65 +75,46 @@ def _portions(readout: Readout, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(some.to(readout.weight.dtype), size) for some in rows), strict=True)
 
 
-@dataclass(frozen=True)
-class HeadScaling:
-    """Scales of the target's embeddings, and of the hidden states that a head reads and returns."""
+@torch.no_grad()
+def measure_scales(embeddings: nn.Module, texts: Iterable[TextFeatures]) -> tuple[float, float]:
+    """Return the scales of the target's embeddings and hidden states: their root mean squares over answers.
 
-    embeddings: float = 1.0
-    states: float = 1.0
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, head: EagleHead, embeddings: nn.Module, texts: Iterable[TextFeatures]) -> HeadScaling:
-        """Measure root mean squares over answers, rounded to powers of two, which scale without rounding errors."""
-        device = next(head.parameters()).device
-        answers = [(text.tokens[text.begin :].to(device), text.features[text.begin :].to(device)) for text in texts]
-        tokens, states = (torch.cat(parts) for parts in zip(*answers, strict=True))
-        sizes = [float(part.float().square().mean().sqrt()) for part in (embeddings(tokens), states)]
-        return cls(*(2.0 ** round(math.log2(size)) if size else 1.0 for size in sizes))
-
-    @property
-    def inverse(self) -> HeadScaling:
-        """The scales that undo these."""
-        return HeadScaling(1 / self.embeddings, 1 / self.states)
-
-    @torch.no_grad()
-    def apply(self, head: EagleHead) -> None:
-        """Make a head read and return values divided by these scales."""
-        layer: Any = head.body.layers[0]
-        attention, width = layer.self_attn, head.shape.hidden
-        head.fc.weight[:, :width] *= self.embeddings / self.states
-        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
-            part.weight[:, :width] *= self.states  # no norm comes before them
-            part.weight[:, width:] *= self.embeddings
-        for part in (attention.o_proj, layer.mlp.down_proj):
-            part.weight /= self.states
-        layer.post_attention_layernorm.variance_epsilon /= self.states**2
+    They are rounded to powers of two, which scale without rounding errors.
+    """
+    device = next(embeddings.parameters()).device
+    answers = [(text.tokens[text.begin :].to(device), text.features[text.begin :].to(device)) for text in texts]
+    tokens, states = (torch.cat(parts) for parts in zip(*answers, strict=True))
+    sizes = (float(part.float().square().mean().sqrt()) for part in (embeddings(tokens), states))
+    of_embeddings, of_states = (2.0 ** round(math.log2(size)) if size else 1.0 for size in sizes)
+    return of_embeddings, of_states
 
 
-UNSCALED = HeadScaling()  # the target's own scale
+@torch.no_grad()
+def rescale(head: EagleHead, of_embeddings: float, of_states: float) -> None:
+    """Make a head read and return the target's values divided by these scales; 1 and 1 are the target's own scale."""
+    by_embeddings, by_states = of_embeddings / head.scales[0], of_states / head.scales[1]
+    head.scales = of_embeddings, of_states
+    layer: Any = head.body.layers[0]
+    attention, width = layer.self_attn, head.shape.hidden
+    head.fc.weight[:, :width] *= by_embeddings / by_states
+    for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+        part.weight[:, :width] *= by_states  # no norm comes before them
+        part.weight[:, width:] *= by_embeddings
+    for part in (attention.o_proj, layer.mlp.down_proj):
+        part.weight /= by_states
+    layer.post_attention_layernorm.variance_epsilon /= by_states**2
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts of similar length, padded.
+    """Texts of similar length, padded."""
 
-    Args:
-        tokens: ``[B, n]`` int64.
-        states: ``[B, n, H]`` float32: the target's hidden states at each token.
-        predicted: ``[B, n]`` bool: whether a token is to be predicted.
-        scaling: the scales of the head that reads the batch.
-    """
-
-    tokens: Tensor
-    states: Tensor
-    predicted: Tensor
-    scaling: HeadScaling
+    tokens: Tensor  # ``[B, n]`` int64
+    states: Tensor  # ``[B, n, H]`` float32: the target's hidden states at each token
+    predicted: Tensor  # ``[B, n]`` bool: whether a token is to be predicted
 
     @classmethod
-    def of(
-        cls, texts: Sequence[TextFeatures], device: torch.device | str, scaling: HeadScaling = UNSCALED, whole: bool = False
-    ) -> Batch:
+    def of(cls, texts: Sequence[TextFeatures], device: torch.device | str, whole: bool = False) -> Batch:
         """Pad some texts; ``whole`` also predicts the tokens of prompts, whose distributions are as good to learn from."""
 
         def padded(rows: Iterable[Tensor]) -> Tensor:
@@ -141,23 +122,17 @@ class Batch:
 
         places = (torch.arange(len(text.tokens)) >= (1 if whole else text.begin) for text in texts)
         tokens, states = padded(text.tokens for text in texts), padded(text.features for text in texts)
-        return cls(tokens, states.float(), padded(places), scaling)
+        return cls(tokens, states.float(), padded(places))
 
 
 @dataclass(frozen=True)
 class HeadPrediction:
-    """A head's predictions of the token at one distance.
+    """A head's predictions of the token at one distance."""
 
-    Args:
-        hidden, target_hidden: ``[n, H]``: the predicted hidden states and the target's, which its output layer reads.
-        tokens: ``[n]`` int64: the following token of the text.
-        mask: ``[B, m]`` bool: the positions of the n rows, in order.
-    """
-
-    hidden: Tensor
-    target_hidden: Tensor
-    tokens: Tensor
-    mask: Tensor
+    hidden: Tensor  # ``[n, H]``: the predicted hidden states
+    target_hidden: Tensor  # ``[n, H]``: the target's, which its output layer reads
+    tokens: Tensor  # ``[n]`` int64: the following token of the text
+    mask: Tensor  # ``[B, m]`` bool: the positions of the n rows, in order
 
 
 def predict_tokens(head: EagleHead, embeddings: nn.Module, batch: Batch, steps: int) -> list[HeadPrediction]:
@@ -166,11 +141,11 @@ def predict_tokens(head: EagleHead, embeddings: nn.Module, batch: Batch, steps: 
     if rows < 1:
         return []
     with torch.no_grad():
-        embedded = embeddings(batch.tokens).float() / batch.scaling.embeddings
+        embedded = embeddings(batch.tokens).float() / head.scales[0]
         embedded = head.with_lookback(embedded, embedded.shape[1])
     causal = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
     own = torch.eye(rows, dtype=torch.bool, device=device)
-    cache, states, predictions = DynamicCache(), batch.states[:, :rows] / batch.scaling.states, []
+    cache, states, predictions = DynamicCache(), batch.states[:, :rows] / head.scales[1], []
     for step in range(steps):
         visible = torch.cat((causal, *[own] * step), dim=-1)[None, None].expand(embedded.shape[0], 1, -1, -1)
         positions = (torch.arange(rows, device=device) + step)[None].expand(embedded.shape[0], -1)
@@ -178,7 +153,7 @@ def predict_tokens(head: EagleHead, embeddings: nn.Module, batch: Batch, steps: 
         states = head(embedded[:, here], states, cache, positions, visible)
         # Row i predicts the hidden state at token i + step + 1, which predicts token i + step + 2.
         mask = batch.predicted[:, ahead]
-        hidden = states[mask] * batch.scaling.states
+        hidden = states[mask] * head.scales[1]
         predictions.append(HeadPrediction(hidden, batch.states[:, here][mask], batch.tokens[:, ahead][mask], mask))
     return predictions
 
@@ -217,12 +192,7 @@ def head_loss(predictions: Sequence[HeadPrediction], readout: Readout) -> Tensor
 
 @torch.no_grad()
 def acceptance(
-    head: EagleHead,
-    embeddings: nn.Module,
-    readout: Readout,
-    texts: Iterable[TextFeatures],
-    steps: int,
-    scaling: HeadScaling = UNSCALED,
+    head: EagleHead, embeddings: nn.Module, readout: Readout, texts: Iterable[TextFeatures], steps: int
 ) -> list[float]:
     """Return, for each distance up to ``steps``, the acceptance of drafts that are right before it, over all positions.
 
@@ -230,7 +200,7 @@ def acceptance(
     """
     tried, accepted = [0] * steps, [0] * steps
     for text in texts:
-        batch = Batch.of([text], readout.weight.device, scaling)
+        batch = Batch.of([text], readout.weight.device)
         reached = batch.predicted.new_ones(())  # positions at which all drafts before are right
         for step, prediction in enumerate(predict_tokens(head, embeddings, batch, steps)):
             right = most_likely_tokens(readout, prediction.hidden) == prediction.tokens

@@ -69,7 +69,14 @@ def continue_prompts(
     """
     continuations: list[Continuation] = []
     for index, item in enumerate(prompts):
-        request = _request(target, item, sampling, max_new_tokens, seed + index)
+        request = {
+            "target": target.digest,
+            "prompt": [item.id, item.category, item.content(), target.encode(item.messages(), item.field)],
+            "sampling": sampling.to_dict(),
+            "max_new_tokens": max_new_tokens,
+            "seed": None if sampling.greedy else seed + index,
+            "machine": machine(target),  # another machine may round near-ties differently
+        }
         file = None if folder is None else folder / f"{digest(request)[:32]}.json"
         stored, spent = None if file is None else read_json(file), 0.0
         if stored is None:
@@ -83,17 +90,6 @@ def continue_prompts(
         report_cost(f"continuation {digest(request)[:16]}", stored["seconds"], spent)
         on_prompt()
     return tuple(continuations)
-
-
-def _request(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens: int, seed: int) -> dict[str, Any]:
-    return {
-        "target": target.digest,
-        "prompt": [item.id, item.category, item.content(), target.encode(item.messages(), item.field)],
-        "sampling": sampling.to_dict(),
-        "max_new_tokens": max_new_tokens,
-        "seed": None if sampling.greedy else seed,
-        "machine": machine(target),  # another machine may round near-ties differently
-    }
 
 
 def _decode(target: Target, item: PromptItem, sampling: Sampling, max_new_tokens: int, seed: int) -> list[Continuation]:

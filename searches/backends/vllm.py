@@ -15,14 +15,13 @@ from typing import Any, ClassVar
 
 from huggingface_hub import snapshot_download
 
-from layerskip import Export, SpeculativeConfig, StopRule, Target
+from layerskip import SpeculativeConfig, StopRule, Target
 from layerskip.config import methods
 from layerskip.engines.deployment import Deployment, Unsupported
 from layerskip.engines.registry import API_SERVER, speculation
 from layerskip.export import attachment_digests
 from layerskip.files import atomic_folder, digest, short_name
-from layerskip.heads.portable import save_portable
-from layerskip.heads.published_eagle import is_published
+from layerskip.heads.folders import is_published, save_portable
 from layerskip.models.loading import WHEELS, load_draft
 from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
@@ -88,7 +87,7 @@ def vllm_config(
         raise Unsupported(f"config.method: {reason}")
     if config.stop != StopRule():
         raise Unsupported("config.stop: vLLM has no stop rules")
-    way = Deployment(Export.describe(target), config).way()
+    way = Deployment(target.describe(), config).way()
     return speculation(way, config, lambda: folder(config))
 
 

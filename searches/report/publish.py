@@ -105,7 +105,7 @@ class Publisher:
         search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds}
         search |= {"mlflow_run_id": self.tracker.run_id, **marks}
         where = environment(plan.target) | described(plan.backend, plan.workload)
-        return Export(Export.describe(plan.target), config, plan.sampling, evidence, where, search=search)
+        return Export(plan.target.describe(), config, plan.sampling, evidence, where, search=search)
 
 
 def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray | None) -> None:

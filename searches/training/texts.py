@@ -31,13 +31,7 @@ _VERSION = 5  # of layerskip.texts.training_texts; texts of another version are 
 
 
 def texts_settings(config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]) -> dict[str, Any]:
-    """Return what texts depend on apart from their number. A smaller number gives the first of the same texts.
-
-    Args:
-        config: the length of texts, the batch and the seed.
-        sampling: of the target's tokens.
-        like: prompts that every other text begins like.
-    """
+    """Return what texts depend on apart from their number. Every other text begins like one of the prompts ``like``."""
     settings = {"recipe": _VERSION, "target": target.digest, "sampling": sampling.to_dict(), "like": list(like)}
     return settings | {name: config[name] for name in ("max_new_tokens", "batch", "seed")}
 
@@ -47,10 +41,7 @@ def write_texts(
 ) -> tuple[list[TrainingText], float]:
     """Write the first training texts that together have as many tokens as the configuration asks for, or a few more.
 
-    Texts that are in the outputs folder are not written again. For the arguments see :func:`texts_settings`.
-
-    Returns:
-        The texts, and the seconds that writing them took, whenever that was.
+    Texts that are in the outputs folder are not written again. Return also the seconds of writing them, whenever that was.
     """
     file = Path(config.outputs) / "texts" / f"{digest(texts_settings(config, target, sampling, like))[:16]}.jsonl"
     with exclusive(file), tqdm(total=int(config.tokens), unit="token", desc="texts", disable=None) as bar:

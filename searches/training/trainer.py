@@ -20,10 +20,10 @@ from layerskip.device.trial import first_line
 from layerskip.files import atomic_write, digest
 from layerskip.heads.eagle import EagleHead
 from layerskip.heads.feature_store import FeatureStore, TextFeatures
+from layerskip.heads.folders import is_published
 from layerskip.heads.induction import add_induction_heads
-from layerskip.heads.published_eagle import is_published
 from layerskip.heads.readout import Readout
-from layerskip.heads.training import UNSCALED, Batch, HeadScaling, acceptance, fit_linear, head_loss, predict_tokens
+from layerskip.heads.training import Batch, acceptance, fit_linear, head_loss, measure_scales, predict_tokens, rescale
 from layerskip.models.trained_module import has_trained
 from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
@@ -62,30 +62,17 @@ def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 class HeadTrainer:
-    """Trainer of a head in scaled units (:mod:`layerskip.heads.training`), which resumes from its checkpoint.
-
-    Args:
-        store: the texts to learn from, with the target that wrote them.
-        held_out: texts that the checkpoints are evaluated on.
-        folder: for the checkpoint.
-        identity: digest of everything that the training depends on.
-        settings_digest: digest of the part of it that is known before texts are written.
-
-    Attributes:
-        texts: the number of texts that it trains on; the store's others are for validation.
-        seconds: that initialisation and steps took.
-        evaluation_seconds: further seconds that evaluation took.
-    """
+    """Trainer of a head in scaled units (:mod:`layerskip.heads.training`), which resumes from its checkpoint."""
 
     def __init__(
         self,
         config: DictConfig,
         head: EagleHead,
-        store: FeatureStore,
-        held_out: list[TextFeatures],
-        folder: Path,
-        identity: str,
-        settings_digest: str,
+        store: FeatureStore,  # the texts to learn from, with the target that wrote them
+        held_out: list[TextFeatures],  # texts that the checkpoints are evaluated on
+        folder: Path,  # for the checkpoint
+        identity: str,  # digest of everything that the training depends on
+        settings_digest: str,  # digest of the part of it that is known before texts are written
     ) -> None:
         target = store.target
         self.config, self.device, self.store, self.held_out = config, target.device, store, held_out
@@ -93,17 +80,17 @@ class HeadTrainer:
         self.embeddings = target.model.get_input_embeddings()
         self.readout = Readout(target, head.tokens)
         self._autocast = target.dtype == "bfloat16"
-        self.texts = len(store.texts) - min(_VALIDATION, len(store.texts) // 20)
+        self.texts = len(store.texts) - min(_VALIDATION, len(store.texts) // 20)  # to train on; the others validate
         self.optimiser = torch.optim.AdamW(head.parameters(), lr=config.learning_rate, weight_decay=0.01)
-        self.step, self.seconds, self._start_seconds, self.evaluation_seconds = 0, 0.0, 0.0, 0.0
-        self._scaling = HeadScaling.of(head, self.embeddings, map(store.__getitem__, range(min(_SCALED, self.texts))))
+        self.step, self.evaluation_seconds = 0, 0.0  # beside ``seconds``, those of initialisation and steps
+        self._scales = measure_scales(self.embeddings, map(store.__getitem__, range(min(_SCALED, self.texts))))
         self._file, self._settings_digest = folder / _FILE, settings_digest
-        self._identity = digest([identity, self._scaling.embeddings, self._scaling.states])
+        self._identity = digest([identity, *self._scales])
         if self._file.exists():
             state = _read(self._file)
             if state.get("identity") != self._identity:
                 raise InputError(f"head: {folder} holds another training, or one of other texts; name another folder")
-            self._scaling.apply(head)  # scales what the checkpoint does not hold; it holds scaled weights
+            rescale(head, *self._scales)  # scales what the checkpoint does not hold; it holds scaled weights
             head.load_state_dict(state["head"])
             self.optimiser.load_state_dict(state["optimiser"])
             self.step, self.seconds, self._start_seconds = state["step"], state["seconds"], state["begun"]
@@ -119,23 +106,18 @@ class HeadTrainer:
         fit_linear(self.head, self.embeddings, map(self.store.__getitem__, range(self.texts)))
         tokens = torch.tensor([token for text in self.store.texts[: self.texts] for token in text.tokens])
         add_induction_heads(self.head, self.embeddings, self.readout, tokens)
-        self._scaling.apply(self.head)
-
-    def unscale(self) -> None:
-        """Give the head the target's own scale, in which it is saved."""
-        self._scaling.inverse.apply(self.head)
-        self._scaling = UNSCALED
+        rescale(self.head, *self._scales)
 
     def loss(self, indices: list[int]) -> Tensor:
         """Return the loss on some of the texts."""
-        batch = Batch.of([self.store[index] for index in indices], self.device, self._scaling, whole=True)
+        batch = Batch.of([self.store[index] for index in indices], self.device, whole=True)
         steps = 1 if self.progress < _NEXT_ONLY else int(self.config.unroll)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             return head_loss(predict_tokens(self.head, self.embeddings, batch, steps), self.readout)
 
     def acceptance(self, texts: Iterable[TextFeatures]) -> list[float]:
         """Return the acceptance rate of each further drafted token after right ones; the head's vocabulary alone drafts."""
-        return acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll), self._scaling)
+        return acceptance(self.head, self.embeddings, self.readout, texts, int(self.config.unroll))
 
     @property
     def progress(self) -> float:

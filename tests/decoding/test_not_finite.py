@@ -19,7 +19,6 @@ from layerskip.device.trial import nearly_equal
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.heads.eagle import EagleHead, EagleShape
-from layerskip.heads.readout import Readout
 from layerskip.models.architecture import architecture
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import NotFinite
@@ -95,8 +94,7 @@ def _nan_drafter(method: str, target: Target) -> Drafter:
     else:
         damaged = EagleHead(EagleShape.of(target)).to(DEVICE).eval()
         siblings = {"eagle": 1, "eagle_tree": 3}[method]
-        embeddings = target.model.get_input_embeddings()  # type: ignore[operator]
-        drafter = Eagle(damaged, embeddings, Readout(target, None), 3, StopRule(), siblings)  # type: ignore[arg-type]
+        drafter = Eagle(damaged, target, 3, StopRule(), siblings)
     with torch.no_grad():
         for weight in damaged.parameters():
             weight.fill_(NAN)

@@ -24,7 +24,6 @@ from layerskip.device.transfer import begin_reading, copy_to_device, read_to_hos
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
-from layerskip.heads.readout import Readout
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
@@ -121,8 +120,7 @@ def target() -> Target:
 
 
 def _eagle_trees(target: Target) -> Drafter:
-    readout = Readout(target, eagle_head("llama").tokens)
-    return Eagle(eagle_head("llama"), target.model.get_input_embeddings(), readout, 3, StopRule(), 3, 7, 0.02)
+    return Eagle(eagle_head("llama"), target, 3, StopRule(), 3, 7, 0.02)
 
 
 METHODS = ("none", *SECONDS, "draft_model", "eagle")

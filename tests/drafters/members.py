@@ -16,7 +16,6 @@ from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.drafters.registry import build_drafter
-from layerskip.heads.readout import Readout
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.drafters.heads import eagle_head
@@ -59,8 +58,7 @@ def member_of(method: str, target: Target) -> Drafter:
     if method in fields:
         return build_drafter(SpeculativeConfig.from_dict({"method": method} | fields[method]), target)
     if method == "eagle":
-        head = eagle_head("llama")
-        return Eagle(head, target.model.get_input_embeddings(), Readout(target, head.tokens), 3, StopRule())
+        return Eagle(eagle_head("llama"), target, 3, StopRule())
     if method == "draft_model":
         return DraftModel(decoding_view(target.model), target.layers, 3, StopRule())
     letters = spelling(LETTERS[: target.vocabulary])

@@ -25,8 +25,7 @@ from tests.models.compilers import rewrite_only
 
 
 def _eagle(target: Target, head: EagleHead, length: int = 3, stop: StopRule | None = None, **tree: float) -> Eagle:
-    embeddings = target.model.get_input_embeddings()
-    return Eagle(head, embeddings, Readout(target, head.tokens), length, stop or StopRule(), **tree)  # type: ignore[arg-type]
+    return Eagle(head, target, length, stop or StopRule(), **tree)  # type: ignore[arg-type]
 
 
 _TREE = {"top_k": 3, "tree_tokens": 7, "min_token_prob": 0.01}

@@ -130,7 +130,7 @@ def test_a_call_of_transformers_generates_the_text_of_plain_decoding(
 ) -> None:
     prompt = "the cat in the hat, the cat in the"
     cascade = SpeculativeConfig("cascade", members=(LOOKUP, SpeculativeConfig("token_recycling", 3)))
-    export = Export(Export.describe(tiny_target), cascade)
+    export = Export(tiny_target.describe(), cascade)
     export.save(tmp_path / "best.json")
     exec(export.engines(tmp_path / "best.json")["transformers"]["call"], {"prompt": prompt})
     inputs = tiny_target.tokenizer(prompt, return_tensors="pt")

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from layerskip.config import ConfigError
-from layerskip.heads.eagle import EagleHead, EagleShape, load_eagle
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.heads.folders import load_eagle
 from layerskip.models.loading import load_target
 from layerskip.models.target import Target
 from layerskip.models.trained_module import save_trained

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from layerskip import SpeculativeConfig
 from layerskip.config import ConfigError
 from layerskip.engines.registry import describe_engines
-from layerskip.heads.eagle import EagleHead, load_eagle
-from layerskip.heads.portable import save_portable, why_not_portable
+from layerskip.heads.eagle import EagleHead
+from layerskip.heads.folders import load_eagle, save_portable, why_not_portable
 from layerskip.models.loading import load_target
 from layerskip.models.target import Target
 from layerskip.models.trained_module import save_trained

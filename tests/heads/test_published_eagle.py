@@ -16,7 +16,8 @@ from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.registry import build_drafter
-from layerskip.heads.eagle import EagleHead, EagleShape, load_eagle
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.heads.folders import load_eagle
 from layerskip.models.loading import load_target
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE

@@ -14,11 +14,12 @@ from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import (
     Batch,
-    HeadScaling,
     cross_entropy,
     fit_linear,
+    measure_scales,
     most_likely_tokens,
     predict_tokens,
+    rescale,
 )
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
@@ -84,16 +85,15 @@ def test_a_rescaled_head_computes_the_same_function(lookback: int) -> None:
     head = copy.deepcopy(trained)
     norm = head.body.layers[0].post_attention_layernorm
     eps = norm.variance_epsilon
-    scaling = HeadScaling(0.1, 2.5)
     with torch.no_grad():
         before = predict_tokens(trained, EMBEDDINGS, Batch.of(texts, DEVICE), UNROLL)
-        scaling.apply(head)
+        rescale(head, 0.1, 2.5)
         assert not torch.allclose(head.fc.weight, trained.fc.weight, rtol=0.1)
-        after = predict_tokens(head, EMBEDDINGS, Batch.of(texts, DEVICE, scaling), UNROLL)
+        after = predict_tokens(head, EMBEDDINGS, Batch.of(texts, DEVICE), UNROLL)
     for one, other in zip(before, after, strict=True):
         assert torch.allclose(one.hidden, other.hidden, atol=1e-4)
     assert norm.variance_epsilon == pytest.approx(eps / 2.5**2)
-    scaling.inverse.apply(head)
+    rescale(head, 1.0, 1.0)
     assert norm.variance_epsilon == pytest.approx(eps)
     for name, tensor in trained.state_dict().items():
         assert torch.allclose(tensor, head.state_dict()[name], rtol=1e-4)
@@ -101,10 +101,10 @@ def test_a_rescaled_head_computes_the_same_function(lookback: int) -> None:
 
 def test_scales_are_root_mean_squares_over_answers() -> None:
     texts = [replace(text, features=text.features * 5) for text in feature_texts("llama")]
-    scaling = HeadScaling.of(eagle_head("llama"), EMBEDDINGS, texts)
+    of_embeddings, of_states = measure_scales(EMBEDDINGS, texts)
     states = torch.cat([text.features[text.begin :] for text in texts])
     embedded = EMBEDDINGS(torch.cat([text.tokens[text.begin :] for text in texts])).detach()
-    for some, scale in ((embedded, scaling.embeddings), (states, scaling.states)):
+    for some, scale in ((embedded, of_embeddings), (states, of_states)):
         assert 2**-0.5 <= scale / float(some.square().mean().sqrt()) <= 2**0.5
         assert math.frexp(scale)[0] == 0.5  # a power of two
 

@@ -16,7 +16,6 @@ from layerskip.decoding.sampling import Sampling
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.heads.eagle import EagleHead, EagleShape
-from layerskip.heads.readout import Readout
 from layerskip.models import prefill
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import Features
@@ -99,8 +98,7 @@ def _drafter(kind: str, target: Target) -> Drafter:
     head = EagleHead(EagleShape.of(target, lookback=2 if "lookback" in kind else 0)).to(DEVICE).eval()
     for weights in (head.body.layers[0].self_attn.o_proj.weight, head.body.layers[0].mlp.down_proj.weight):
         torch.nn.init.normal_(weights, std=0.3)  # an untrained head ignores the tokens before the last
-    readout, candidates = Readout(target, None), 2 if "tree" in kind else 1
-    return Eagle(head, target.model.get_input_embeddings(), readout, 3, StopRule(), candidates)
+    return Eagle(head, target, 3, StopRule(), 2 if "tree" in kind else 1)
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle tree", "eagle lookback"])

@@ -63,7 +63,7 @@ def test_weights_are_quantised_and_the_views_share_them(folders: dict[str, Path]
     assert decoding_view(target.model).get_submodule(name).weight is weight
     assert (target.vocabulary, target.hidden, target.dtype) == (VOCABULARY, 64, "float32")
     head, packed = EagleHead(EagleShape.of(target)).eval(), Target(target.model, pack_weights=True)
-    drafter = Eagle(head, target.model.get_input_embeddings(), Readout(target, None), 3, StopRule())
+    drafter = Eagle(head, target, 3, StopRule())
     for method in (drafter, SpeculativeConfig()):
         assert generate(packed, PROMPT, method, max_new_tokens=LENGTH).tokens == greedy(target)
     view = decoding_view(packed.model)
@@ -96,7 +96,7 @@ def test_an_export_tells_a_quantised_target_apart_and_loads_it_again(folders: di
     dense = load_target(str(folder), dtype="float32", device="cpu")
     for how in ("torchao-int8", _torchao()):
         target = _load(folder, how)
-        Export(Export.describe(target), SpeculativeConfig()).save(tmp_path / "best.json")
+        Export(target.describe(), SpeculativeConfig()).save(tmp_path / "best.json")
         stored = json.loads((tmp_path / "best.json").read_text())["target"]
         assert {name for name in stored if stored[name] != dense.describe().get(name)} == {"quantization"}
         again = _load(folder, stored["quantization"])

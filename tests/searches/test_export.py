@@ -31,7 +31,7 @@ def exported(target: Target, tmp_path: Path, launch: Launch) -> Exported:
     """Runs the program on an export of a configuration."""
 
     def program(config: SpeculativeConfig, *arguments: str) -> subprocess.CompletedProcess[str]:
-        Export(Export.describe(target), config).save(tmp_path / "best.json")
+        Export(target.describe(), config).save(tmp_path / "best.json")
         return launch("export", str(tmp_path / "best.json"), "target.device=cpu", *arguments, cwd=tmp_path)
 
     return program

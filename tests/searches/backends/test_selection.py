@@ -66,7 +66,7 @@ def test_the_own_decoder_does_not_change_what_identifies_a_study(tiny_folder: Pa
 
 def _exported(target: Target, **backend: Any) -> Export:
     environment = {"backend": backend} if backend else {}
-    return Export(Export.describe(target), SpeculativeConfig("prompt_lookup"), environment=environment)
+    return Export(target.describe(), SpeculativeConfig("prompt_lookup"), environment=environment)
 
 
 def test_an_export_is_measured_on_its_own_engine_under_its_load(tiny_target: Target) -> None:

@@ -92,7 +92,7 @@ def test_greedy_outputs_are_those_of_plain_decoding(
 def test_the_exported_command_serves_the_text_of_plain_decoding(python: str, tiny_target: Target, tmp_path: Path) -> None:
     environment = {"device": "cpu", "backend": {"name": "vllm", "args": list(ARGS)}}
     best = tmp_path / "best.json"
-    Export(Export.describe(tiny_target), LOOKUP, environment=environment).save(best)
+    Export(tiny_target.describe(), LOOKUP, environment=environment).save(best)
     *_, printed = script("vllm", Export.load(best).engines(best)["vllm"]).splitlines()
     command = shlex.split(printed)
     assert command[0] == "python"

@@ -149,7 +149,7 @@ LOOKUP = SpeculativeConfig("prompt_lookup", 16, prompt_lookup_min=1, prompt_look
 
 
 def _conditions(target: Target, here: Any, digest: str = "", max_new_tokens: int = 1) -> dict[str, Any]:
-    described = {"target": Export.describe(target), "environment": here}
+    described = {"target": target.describe(), "environment": here}
     return described | {"prompts": {"digest": digest}, "max_new_tokens": max_new_tokens}
 
 
@@ -181,12 +181,12 @@ def test_an_export_of_a_quantised_target_is_verified_on_one(tiny_folder: Path) -
     pytest.importorskip("torchao")
     target = load_target(str(tiny_folder), dtype="float32", device="cpu", quantization="torchao-int8")
     dense = load_target(str(tiny_folder), dtype="float32", device="cpu")
-    export = Export(Export.describe(target), SpeculativeConfig())
+    export = Export(target.describe(), SpeculativeConfig())
     fields = compose_config("verify", ["export=best.json", "target.device=cpu"]).target
     loaded = load_exported_target(fields, export)
     assert (loaded.quantization, loaded.digest) == ("torchao-int8", target.digest)
     assert differences(export, _conditions(loaded, {})) == []
     changed = [("target.quantization", "torchao-int8", "None")]
     assert [tuple(one.values()) for one in differences(export, _conditions(dense, {}))] == changed
-    plain = Export(Export.describe(dense), SpeculativeConfig())
+    plain = Export(dense.describe(), SpeculativeConfig())
     assert [one["field"] for one in differences(plain, _conditions(target, {}))] == ["target.quantization"]
