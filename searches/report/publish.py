@@ -90,7 +90,8 @@ class Publisher:
         figures = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")
         metrics = {f"held_out_{name}": finals.winner.held_out[name] for name in figures}
         metrics |= {"search_seconds": search_seconds(self.study, finals), "trials": len(finished(self.study))}
-        winner = _winning_trial(self.study, finals.winner.config)
+        best = best_trials(finished(self.study), len(self.study.trials))
+        winner = next((trial.number for trial in best if configuration(trial) == finals.winner.config), None)
         self.tracker.conclude(finals.winner.config.label(), verdict(finals), winner, metrics, files, again)
         if again and self.plan.backend.name == "layerskip":
             self.tracker.register(self.folder / "best.json")
@@ -105,12 +106,6 @@ class Publisher:
         search |= {"mlflow_run_id": self.tracker.run_id, **marks}
         where = environment(plan.target) | described(plan.backend, plan.workload)
         return Export(Export.describe(plan.target), config, plan.sampling, evidence, where, search=search)
-
-
-def _winning_trial(study: optuna.Study, winner: SpeculativeConfig) -> int | None:
-    """Return the fastest trial with the winner's configuration, if it was in one."""
-    best = best_trials(finished(study), len(study.trials))
-    return next((trial.number for trial in best if configuration(trial) == winner), None)
 
 
 def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray | None) -> None:

@@ -54,15 +54,10 @@ class Store:
     def __init__(self, client: MlflowClient, experiment: str) -> None:
         self.client, self.experiment = client, experiment
 
-    def search(self, query: str, view: int = ViewType.ACTIVE_ONLY) -> list[Run]:
-        """Return all runs that a query finds, the latest first."""
-        runs: list[Run] = []
-        token = None
-        while True:
-            page = self.client.search_runs([self.experiment], query, view, max_results=1000, page_token=token)
-            runs += page
-            if not (token := page.token):
-                return runs
+    def search(self, query: str, view: int = ViewType.ACTIVE_ONLY, token: str | None = None) -> list[Run]:
+        """Return all runs that a query finds, the latest first, from the page of a token on."""
+        page = self.client.search_runs([self.experiment], query, view, max_results=1000, page_token=token)
+        return [*page, *self.search(query, view, page.token)] if page.token else list(page)
 
     def create(self, name: str, tags: Mapping[str, Any], start: int | None = None) -> str:
         """Create a run that started at a time, in milliseconds; return its identifier."""

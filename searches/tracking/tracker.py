@@ -85,16 +85,16 @@ class Tracker:
     def reconcile(self, trials: Sequence[FrozenTrial]) -> None:
         """Delete incomplete and doubled runs of trials, and write those that are missing; nobody else may write any."""
         self._trials.check_again()
-        self._send({("trial", trial.number): partial(self._trials.write, trial) for trial in trials})
+        self.record(*trials)
 
-    def record(self, trial: FrozenTrial) -> None:
-        """Write the run of a finished trial, unless it exists."""
-        self._send({("trial", trial.number): partial(self._trials.write, trial)})
+    def record(self, *trials: FrozenTrial) -> None:
+        """Write the runs of finished trials, unless they exist."""
+        self._send({("trial", trial.number): partial(self._trials.write, trial) for trial in trials})
 
     def log(self, metrics: Mapping[str, float], step: int = 0) -> None:
         """Log metrics of the study's run."""
-        run, logged = self._run, metrics_now(metrics, step)
-        self._send({object(): lambda: self._store.log(run.current(), logged)})
+        logged = metrics_now(metrics, step)
+        self._send({object(): lambda: self._store.log(self._run.current(), logged)})
 
     def conclude(
         self,
@@ -161,8 +161,7 @@ class Tracker:
 
     def log_file(self, path: Path) -> None:
         """Log a file as an artifact of the study's run."""
-        run = self._run
-        self._send({("file", path): lambda: self._store.client.log_artifact(run.current(), str(path))})
+        self._send({("file", path): lambda: self._store.client.log_artifact(self._run.current(), str(path))})
 
     @contextlib.contextmanager
     def closing(self, leave: Callable[[], bool] = lambda: False, worker: str | None = None) -> Iterator[None]:
@@ -198,8 +197,7 @@ class Tracker:
 
     def finish(self, status: str = "FINISHED", patience: float | None = None) -> None:
         """Close the study's run as ``FINISHED``, ``KILLED`` or ``FAILED``; wait ``patience`` seconds for an outage's end."""
-        run = self._run
-        self._send({"status": lambda: self._store.client.set_terminated(run.current(), status)}, patience)
+        self._send({"status": lambda: self._store.client.set_terminated(self._run.current(), status)}, patience)
 
     def _send(self, writes: Mapping[Hashable, Callable[[], object]], patience: float | None = None) -> None:
         """Write to the study's run, after it was found or made."""
