@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 import random
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -152,10 +153,11 @@ class Landscape:
         attention, mlp = (sorted(space.skippable, key=losses.__getitem__) for losses in self.losses)
         counts = itertools.product(range(len(space.skippable) + 1), repeat=2)
         masks = [SkipMask.of(self.layers, set(attention[:a]), set(mlp[:m])).format() for a, m in counts]
-        groups = [[SpeculativeConfig("layer_skip", n, mask=mask) for mask in masks] for n in range(shortest, longest + 1)]
-        groups += [[lookup] for lookup in space.lookups()]
-        found = [(SpeculativeConfig(), 1.0)]
-        for group in groups:
+        lengths, found = range(shortest, longest + 1), [(SpeculativeConfig(), 1.0)]
+        configs = space.lookups() + [SpeculativeConfig("layer_skip", n, mask=mask) for mask in masks for n in lengths]
+        length = operator.attrgetter("num_speculative_tokens")
+        for _, equally_long in itertools.groupby(sorted(configs, key=length), length):
+            group = list(equally_long)
             found += zip(group, self.speedups(group), strict=True)
         return max(found, key=lambda pair: pair[1])
 
