@@ -84,9 +84,9 @@ def measure_coverage(config: DictConfig) -> list[Count]:
     given: Any = OmegaConf.to_container(config.coverage.configs, resolve=True)
     configs = {name: SpeculativeConfig.from_dict(fields) for name, fields in given.items()}
     landscape = Landscape.draw(config.seed, config.planted.layers)
-    truths = {name: landscape.speedup(drafting) for name, drafting in configs.items()}
     times, counts = config.coverage.resamplings, list[Count]()
     for size in config.coverage.prompts if times else ():
+        truths = {name: landscape.speedup(drafting) for name, drafting in configs.items()}
         covered = Counter[str]()
         for rows in _comparisons(config, configs, size, times, config.seed + 1_000_000):
             for name, truth in truths.items():
