@@ -128,7 +128,7 @@ def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray |
             acceptance.errorbar([each["acceptance_rate"] for each in metrics], speedups, **style)
     if trials:
         history.legend(fontsize=8)
-    if singles is not None:
+    if singles is not None and not np.isnan(singles).all():
         scans.set_yticks([0, 1], ["attention", "MLP"])
         figure.colorbar(scans.imshow(singles, aspect="auto"), ax=scans)
     ranked = finals.finalists[::-1]
