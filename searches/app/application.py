@@ -33,7 +33,6 @@ from searches.app.composition import CONF, fill_defaults, prepare_overrides, sto
 from searches.app.interrupt import error_chain, guard_exit, interrupt_code, interruptible, is_interrupt, resend_interrupt
 from searches.app.streams import lost_output, tolerate_loss
 
-_NO_PRIMITIVE = "could not create a primitive"  # what oneDNN says where it gets no memory
 BAD_INPUT = 2
 NOT_CONFIRMED = 4
 _MILDEST = (0, 3, NOT_CONFIRMED, BAD_INPUT, 1)
@@ -176,7 +175,7 @@ def explain(error: BaseException) -> str | None:
             return f"a file or the standard output cannot be written: {os.strerror(link.errno or 0)}"
         if "database or disk is full" in str(link):
             return "cannot write the database: no space left on the disk"
-        if is_out_of_memory(link) or _NO_PRIMITIVE in str(link):
+        if is_out_of_memory(link) or "could not create a primitive" in str(link):  # as oneDNN says it
             return f"memory: does not suffice, even for plain decoding: {_one_line(link)[:200] or 'none is left'}"
     # Any other error raised by a `_target_` is a defect, not a mistake on the command line.
     if isinstance(error, (HydraException, OmegaConfBaseException)) and not isinstance(error, InstantiationException):

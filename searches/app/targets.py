@@ -33,10 +33,7 @@ def load_local(
 
 
 def load_exported_target(fields: DictConfig, export: Export) -> Target:
-    """Return the model that the part ``target`` of a configuration names, or else that of the export.
-
-    The data type of the export is the default.
-    """
+    """Return the model that the part ``target`` names, or else that of the export, in the export's data type by default."""
     if fields.dtype is None:
         fields.dtype = described_precision(export.target)
     if "_target_" in fields:
@@ -55,6 +52,6 @@ def load_exported_target(fields: DictConfig, export: Export) -> Target:
 
 def command_line(arguments: Sequence[str], field: str = "export") -> list[str]:
     """Return command-line arguments for Hydra; a leading path or address becomes the override of a field."""
-    if not arguments or not (os.path.isfile(arguments[0]) or not _OVERRIDE.match(arguments[0])):
-        return list(arguments)
-    return [f"{field}={literal(arguments[0])}", *arguments[1:]]
+    if arguments and (os.path.isfile(arguments[0]) or not _OVERRIDE.match(arguments[0])):
+        return [f"{field}={literal(arguments[0])}", *arguments[1:]]
+    return list(arguments)

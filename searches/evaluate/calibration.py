@@ -13,6 +13,7 @@ The same command resumes whole searches. The exit code is 4 if a criterion is mi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -42,7 +43,6 @@ from searches.study.starting_points import starting_points
 from searches.study.study import open_study, run_trials
 
 CLOSE = 0.99  # share of the best speedup that counts as found
-_PACKAGES = ("numpy", "optuna", "scipy")
 
 
 def calibrate(config: DictConfig) -> None:
@@ -59,17 +59,13 @@ def calibrate(config: DictConfig) -> None:
         for prospect, number in numbers.items()
         for seed in range(config.seed, config.seed + number)
     }
-    versions = {package: version(package) for package in _PACKAGES}
+    versions = {package: version(package) for package in ("numpy", "optuna", "scipy")}
     identity = [versions, *(planted[name] for name in ("layers", "prompts", "search"))]
     counts = [compare_with_itself(config), *measure_coverage(config)]
     outcomes = list(resume(config, "planted", identity, jobs, "search").values())
-    record = {
-        "schema": "layerskip.calibration/1",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "versions": versions,
-        "searches": outcomes,
-    }
     counts += summarise(outcomes, config.planted.min_hits, config.planted.max_lost)
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    record = {"schema": "layerskip.calibration/1", "date": date, "versions": versions, "searches": outcomes}
     conclude(config, "calibration.json", record, counts)
 
 
@@ -91,13 +87,13 @@ def measure_coverage(config: DictConfig) -> list[Count]:
     times, counts = config.coverage.resamplings, list[Count]()
     for size in config.coverage.prompts if times else ():
         truths = {name: landscape.speedup(drafting) for name, drafting in configs.items()}
-        covered = dict.fromkeys(configs, 0)
+        covered = Counter[str]()
         for rows in _comparisons(config, configs, size, times, config.seed + 1_000_000):
             for name, truth in truths.items():
                 low, high = Measurement.of(rows, BASELINE, name).interval()
                 covered[name] += low <= truth <= high
-        for name, hits in covered.items():
-            counts.append(Count(f"coverage, {name}, {size} prompts", hits, times, minimum=config.coverage.minimum))
+        names = {name: f"coverage, {name}, {size} prompts" for name in configs}
+        counts += [Count(names[name], covered[name], times, minimum=config.coverage.minimum) for name in configs]
     return counts
 
 
@@ -105,11 +101,10 @@ def _comparisons(
     config: DictConfig, configs: Mapping[str, SpeculativeConfig], size: int, times: int, seed: int
 ) -> Iterator[list[Row]]:
     """Yield the rows that finals would use, of one draw of prompts after the other."""
-    landscape, machine = Landscape.draw(config.seed, config.planted.layers), Machine(seed, stalls=config.stalls)
-    bench = simulated_bench(landscape, machine)
+    landscape = Landscape.draw(config.seed, config.planted.layers)
+    bench = simulated_bench(landscape, Machine(seed, stalls=config.stalls))
     for number in tqdm(range(seed, seed + times), unit="comparison", desc=", ".join(configs), disable=None):
-        prompts = draw_prompts(size, number)
-        yield list(bench.compare(configs, prompts, 1, number))
+        yield list(bench.compare(configs, draw_prompts(size, number), 1, number))
 
 
 def search_planted(seed: int, prospect: str, planted: DictConfig) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from searches.study.objective import MeasureSettings
 
 @dataclass(frozen=True)
 class Count:
-    """Number of times that something happened, or a metric, and the least and the greatest share that pass, if any."""
+    """How often something happened, or a metric, and the least and the greatest share that pass, if any."""
 
     name: str
     times: float
@@ -41,16 +41,15 @@ class Count:
 
     @property
     def share(self) -> float:
-        """The metric, or the share of what might have happened."""
         return self.times / self.of if self.of else 0.0
 
     @property
     def passed(self) -> bool:
-        """True if the criterion is met; False if the metric is not a number."""
+        """Whether the criterion is met. A metric that is not a number misses it."""
         return (self.minimum is None or self.share >= self.minimum) and (self.maximum is None or self.share <= self.maximum)
 
     def cells(self) -> dict[str, str]:
-        """Return the count as a row of the table of criteria."""
+        """Return a row of the table of criteria."""
         limits = {"at least": self.minimum, "at most": self.maximum}
         return {
             "counted": self.name,

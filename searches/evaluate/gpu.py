@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import statistics
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -44,7 +45,6 @@ from searches.results import record_header
 from searches.study.bench import BASELINE
 
 Row = dict[str, Any]
-_COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of the copied buffer; beyond any cache
 _COPIES = 20  # of a timing, so that reading the clock does not count
 _PEERS = {"transformers": "plain", "transformers_static": "static"}  # compilation takes longest and comes last
 _LAST_ROW_SECONDS = 40  # of a row that begins at the end
@@ -82,17 +82,14 @@ class Rows:
         """Return the row of the last contender, decoded in turns with the first, plain decoding."""
         measure, (*_, name) = self.config.measure, contenders
         task, capturing = Task(Sampling(), measure.max_new_tokens, self.config.seed), capture_seconds()
-        for _ in interleave(target, prompts.take(1), contenders, task):
-            pass  # captures and compiles the passes
+        list(interleave(target, prompts.take(1), contenders, task))  # captures and compiles the passes
         rows = list(interleave(target, prompts, contenders, task, measure.repeats))
         check_output(row[BASELINE] for row in rows)
         measured = Measurement.of(rows, BASELINE, name)
         low, high = measured.interval()
-        read = [len(target.encode(item.messages())) + measure.max_new_tokens / 2 for item in prompts]
-        floor = floor_tokens_per_second(target, sum(read) / len(read), self.bandwidth)
-        # Random weights have more near-ties than rounding explains.
-        changed = measured.lossless.verdict == "different" and target is self.target
-        return {
+        read = statistics.fmean(len(target.encode(item.messages())) for item in prompts) + measure.max_new_tokens / 2
+        floor = floor_tokens_per_second(target, read, self.bandwidth)
+        row = {
             "tokens_per_second": measured.tokens_per_second,
             "plain_tokens_per_second": measured.baseline_tokens_per_second,
             "over_plain": measured.speedup,
@@ -102,14 +99,17 @@ class Rows:
             "plain_share_of_floor": measured.baseline_tokens_per_second / floor,
             "capture_seconds": capture_seconds() - capturing,
             "losslessness": measured.lossless.to_dict(),
-            **({"error": "its output is not that of plain decoding"} if changed else {}),
         }
+        # Random weights have more near-ties than rounding explains.
+        if measured.lossless.verdict == "different" and target is self.target:
+            row["error"] = "its output is not that of plain decoding"
+        return row
 
 
 @torch.inference_mode()
 def copy_bandwidth(device: torch.device) -> float:
     """Return the memory bandwidth in bytes per second: that of the fastest large copy, with reads and writes counted."""
-    source = torch.zeros(_COPIED.get(device.type, _COPIED["cuda"]), dtype=torch.uint8, device=device)
+    source = torch.zeros(2**26 if device.type == "cpu" else 2**30, dtype=torch.uint8, device=device)  # beyond any cache
     copy = torch.empty_like(source)
 
     def copies() -> None:

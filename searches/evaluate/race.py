@@ -20,22 +20,21 @@ import optuna
 from omegaconf import DictConfig
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import GPSampler
-from optuna.trial import create_trial
 
-from layerskip import Measurement, SkipMask, SpeculativeConfig, StopRule
+from layerskip import Measurement, PromptSet, SkipMask, SpeculativeConfig, StopRule
 from layerskip.files import digest
 from searches.app.application import run
 from searches.app.checks import InputError, check_list, check_number
+from searches.backends.backend import BASELINE, CANDIDATE
 from searches.evaluate.criteria import Count, Parts, check_fields, conclude, resume
 from searches.predict.mask_search import SearchControl
 from searches.predict.preparation import Preparation
 from searches.predict.proposals import propose
 from searches.predict.scan_predictor import SCREENED_ROWS
 from searches.results import record_header
-from searches.study.bench import BASELINE
 from searches.study.plan import drop_unsupported
 
-_OURS, _CANDIDATE = "ours", "candidate"
+_OURS = "ours"
 _SUBLAYERS = ("attention", "mlp")
 _HELD_OUT_SEED = 1_000_003
 # SWIFT: share of sub-layers that a mask skips, masks between two Bayesian steps, and masks in all.
@@ -53,25 +52,23 @@ class Race:
         self.claims: list[tuple[float, SpeculativeConfig]] = []
         self.measured, self._best, self._start = 0, 0.0, monotonic()
 
-    @property
     def spent(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return monotonic() - self._start
 
     def is_over(self) -> bool:
         """Return whether the budget is spent."""
-        return self.spent > self.seconds
+        return self.spent() > self.seconds
 
     def claim(self, config: SpeculativeConfig) -> None:
         """Record the configuration that would be exported from now on, unless the budget is spent."""
         if not self.is_over():
-            self.claims.append((self.spent, config))
+            self.claims.append((self.spent(), config))
 
     def measure(self, config: SpeculativeConfig) -> float:
         """Return the measured speedup of a configuration over plain decoding, and claim it if it is the best so far."""
-        rows = self.parts.bench.compare({_CANDIDATE: config}, self.parts.prompts, 1, self.seed + self.measured)
+        speedup = _speedup(self.parts, config, self.parts.prompts, self.seed + self.measured)
         self.measured += 1
-        speedup = Measurement.of(rows, BASELINE, _CANDIDATE).speedup
         if speedup > self._best:
             self._best = speedup
             self.claim(config)
@@ -108,7 +105,7 @@ def swift(race: Race) -> None:
     space, source = race.parts.space, random.Random(race.seed)
     scanner = race.preparation.scanner(race.parts.prompts, race.parts.measuring.max_new_tokens, space, race.seed)
     sample = _scannable(scanner).sample(SCREENED_ROWS)
-    sublayers = {f"{kind}_{layer}": (kind, layer) for kind in _SUBLAYERS for layer in space.skippable}
+    sublayers = [f"{method}_{layer}" for method in _SUBLAYERS for layer in space.skippable]
     ranges: dict[str, BaseDistribution] = dict.fromkeys(sublayers, FloatDistribution(0.0, 1.0))
     count = min(len(sublayers), round(_SKIP_RATIO * 2 * space.layers))
     study = optuna.create_study(direction="maximize", sampler=GPSampler(seed=race.seed, n_startup_trials=1))
@@ -116,20 +113,17 @@ def swift(race: Race) -> None:
     for turn in range(1, _MAX_MASKS + 1):
         if race.is_over():
             break
-        trial = study.ask(ranges) if turn % _BAYESIAN_EVERY == 0 else None
-        wanted = {name: source.random() for name in sublayers} if trial is None else trial.params
-        chosen = sorted(sublayers, key=lambda name: -wanted[name])[:count]
-        skipped = [{layer for kind, layer in (sublayers[name] for name in chosen) if kind == each} for each in _SUBLAYERS]
-        mask = SkipMask.of(space.layers, *skipped)
+        if turn % _BAYESIAN_EVERY:
+            drawn = source.sample(sublayers, count)
+            study.enqueue_trial({name: float(name in drawn) for name in sublayers})
+        trial = study.ask(ranges)
+        chosen = sorted(sublayers, key=lambda name: -trial.params[name])[:count]
+        flags = [[f"{method}_{layer}" in chosen for layer in range(space.layers)] for method in _SUBLAYERS]
+        mask = SkipMask(*map(tuple, flags))
         (scan,) = sample.scan([mask], depth=1)
-        score = scan.agreement
-        if trial is None:
-            values = {name: float(name in chosen) for name in sublayers}
-            study.add_trial(create_trial(params=values, distributions=ranges, value=score))
-        else:
-            study.tell(trial, score)
-        if score > best:
-            best = score
+        study.tell(trial, scan.agreement)
+        if scan.agreement > best:
+            best = scan.agreement
             race.claim(race.longest_draft(mask, StopRule("threshold", 0.8)))
 
 
@@ -167,14 +161,14 @@ def race_strategies(config: DictConfig) -> None:
     jobs = {f"{name} {seed}": partial(_search, parts, name, seed, config.seconds) for name, seed in pairs}
     searches = list(continued(jobs, "search").values())
     points = [point for search in searches for point in search["curve"]]
-    held_out = {digest(point["config"]): partial(_held_out_speedup, parts, point["config"]) for point in points}
+    claimed = {digest(point["config"]): SpeculativeConfig.from_dict(point["config"]) for point in points}
+    held_out = {name: partial(_speedup, parts, one, parts.held_out, _HELD_OUT_SEED) for name, one in claimed.items()}
     speedups = continued(held_out, "claim")
     for point in points:
         point["held_out_speedup"] = speedups[digest(point["config"])]
-    rows = verdict(searches, config.seconds)
-    scanned = len(parts.prompts)
+    rows, count = verdict(searches, config.seconds), len(parts.prompts)
     record = record_header("layerskip.compare/2", parts.target) | {
-        "prompts": {"tune": scanned, "scanned": scanned, "held_out": len(parts.held_out)},
+        "prompts": {"tune": count, "scanned": count, "held_out": len(parts.held_out)},
         "max_new_tokens": parts.measuring.max_new_tokens,
         "searches": searches,
         "verdict": rows,
@@ -187,15 +181,15 @@ def _search(parts: Parts, strategy: str, seed: int, seconds: float) -> dict[str,
     with tempfile.TemporaryDirectory(prefix="layerskip-race-", ignore_cleanup_errors=True) as folder:
         race = Race(parts, Preparation(parts.target, parts.sampling, Path(folder)), seconds, seed)
         STRATEGIES[strategy](race)
-        found = {"strategy": strategy, "seed": seed, "measured": race.measured, "spent": race.spent}
-    places = sorted({0, (len(race.claims) - 1) // 2, len(race.claims) - 1}) if race.claims else []
-    claims = [race.claims[place] for place in places]
+        found = {"strategy": strategy, "seed": seed, "measured": race.measured, "spent": race.spent()}
+    last = len(race.claims) - 1
+    claims = [race.claims[place] for place in sorted({0, last // 2, last}) if race.claims]
     return found | {"curve": [{"seconds": when, "config": claimed.to_dict()} for when, claimed in claims]}
 
 
-def _held_out_speedup(parts: Parts, fields: Mapping[str, Any]) -> float:
-    rows = parts.bench.compare({_CANDIDATE: SpeculativeConfig.from_dict(fields)}, parts.held_out, 1, _HELD_OUT_SEED)
-    return Measurement.of(rows, BASELINE, _CANDIDATE).speedup
+def _speedup(parts: Parts, config: SpeculativeConfig, prompts: PromptSet, seed: int) -> float:
+    rows = parts.bench.compare({CANDIDATE: config}, prompts, 1, seed)
+    return Measurement.of(rows, BASELINE, CANDIDATE).speedup
 
 
 def verdict(searches: Sequence[Mapping[str, Any]], seconds: float) -> list[dict[str, Any]]:

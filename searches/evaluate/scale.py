@@ -48,7 +48,13 @@ _POLL_SECONDS = 0.2
 
 def measure_scale(config: DictConfig) -> None:
     """Run the scenarios and write the record. See ``conf/scale.yaml``."""
-    names = _scenarios(config)
+    check_fields(config, _SIZES)
+    names = [str(name) for name in config.scenarios]
+    if config.only is not None:
+        check_list("only", config.only, names, or_empty=False)
+        names = [name for name in names if name in config.only]
+    for name in names:
+        check_fields(config, {f"scenarios.{name}.{field}": least for field, least in _SCENARIO.items()})
     outputs = (Path(config.outputs) / "scale").resolve()
     save_random_model(outputs / "model", config.layers)
     record = record_header("layerskip.scale/1", load_target(str(outputs / "model"), dtype="float32", device="cpu"))
@@ -58,17 +64,6 @@ def measure_scale(config: DictConfig) -> None:
     found = resume(config, "scale", [config[name] for name in ("seed", *_SIZES)], jobs, "scenario")
     rows = {name: {"settings": settings[name], **row} for name, row in zip(names, found.values(), strict=True)}
     conclude(config, "scale.json", record | {"scenarios": rows}, [count for name in names for count in judge(name, rows)])
-
-
-def _scenarios(config: DictConfig) -> list[str]:
-    """Return the names of the chosen scenarios, checked."""
-    check_fields(config, _SIZES)
-    if config.only is not None:
-        check_list("only", config.only, [str(name) for name in config.scenarios], or_empty=False)
-    names = [str(name) for name in config.scenarios if config.only is None or name in config.only]
-    for name in names:
-        check_fields(config, {f"scenarios.{name}.{field}": least for field, least in _SCENARIO.items()})
-    return names
 
 
 def save_random_model(folder: Path, layers: int) -> None:
@@ -88,24 +83,20 @@ def run_scenario(name: str, config: DictConfig, outputs: Path) -> dict[str, Any]
     scenario, folder, landscape = config.scenarios[name], outputs / name, Landscape.draw(config.seed, config.layers)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was interrupted, or of other settings
     folder.mkdir(parents=True)
-    steps = 2 * config.trial_prompts * (statistics.fmean(TOKENS) + PREFILL_STEPS)
+    trial_steps = 2 * config.trial_prompts * (statistics.fmean(TOKENS) + PREFILL_STEPS)
+    pace = scenario.trial_seconds / (trial_steps * landscape.profile.verify_seconds[0])
     with tempfile.TemporaryDirectory(prefix="layerskip-scale-", ignore_cleanup_errors=True) as temporary:
         server: Any = get_server(Path(temporary) / "postgresql", cleanup_mode="stop")
         try:
             storage = open_database(url := str(server.get_uri()))
-            overrides = [
-                f"target.path={literal(str(outputs / 'model'))}",
-                f"+backend.pace={scenario.trial_seconds / (steps * landscape.profile.verify_seconds[0])}",
-                f"outputs={literal(str(folder))}",
-                f"study.name={name}",
-                f"study.n_trials={scenario.n_trials}",
-                f"study.storage={literal(url)}",
-            ]
+            overrides = [f"study.name={name}", f"study.n_trials={scenario.n_trials}", f"+backend.pace={pace}"]
+            paths = {"target.path": outputs / "model", "outputs": folder, "study.storage": url}
+            overrides += [f"{field}={literal(str(path))}" for field, path in paths.items()]
             command = [sys.executable, "-m", "searches.layerskip", *config.worker, *overrides]
             with (folder / "workers.log").open("wb") as log:
                 start = partial(subprocess.Popen, command, stdout=log, stderr=subprocess.STDOUT)
-                seconds, kills, ends = _run_workers(scenario, start, partial(_states, storage, name), config.seed)
-            found = {"trials": _states(storage, name), "rows": _states(storage, f"{name}-workers")}
+                found = _run_workers(scenario, start, partial(_states, storage, name), config.seed)
+            found |= {"trials": _states(storage, name), "rows": _states(storage, f"{name}-workers")}
         finally:
             server.cleanup()
     client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
@@ -114,9 +105,6 @@ def run_scenario(name: str, config: DictConfig, outputs: Path) -> dict[str, Any]
     by_trial = Counter(run.data.tags["trial_number"] for run in runs if run.data.tags["role"] == "trial")
     chosen = SpeculativeConfig.from_dict(read_json(folder / name / "best.json")["config"])
     return found | {
-        "seconds": seconds,
-        "faults": {"kills": kills},
-        "ends": ends,
         "runs": Counter(run.info.status for run in runs),
         "trials_with_one_run": sum(count == 1 for count in by_trial.values()),
         "trial_runs": by_trial.total(),
@@ -134,7 +122,7 @@ def _states(storage: BaseStorage, name: str) -> Counter[str]:
 
 def _run_workers(
     scenario: DictConfig, start: Callable[[], subprocess.Popen[Any]], states: Callable[[], Counter[str]], seed: int
-) -> tuple[float, int, dict[str, int]]:
+) -> dict[str, Any]:
     """Run workers, kill some of them and replace these; return the seconds, the kills, and how the others ended."""
     begun, ends, chance = time.monotonic(), Counter[str](), random.Random(seed)
     moments = sorted((chance.uniform(0, 0.98 * scenario.n_trials) for _ in range(scenario.kills)), reverse=True)
@@ -157,7 +145,7 @@ def _run_workers(
         for worker in workers:
             worker.kill()
             worker.wait()
-    return time.monotonic() - begun, scenario.kills - len(moments), dict(ends)
+    return {"seconds": time.monotonic() - begun, "faults": {"kills": scenario.kills - len(moments)}, "ends": ends}
 
 
 def judge(name: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Count]:

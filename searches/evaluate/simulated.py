@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
+import operator
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -123,29 +125,22 @@ class Landscape:
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Return the true speedup over plain decoding: the expectation over all possible prompts."""
-        return 1.0 if config.method == "none" else self.speedups([config], config.num_speculative_tokens)[0]
+        return 1.0 if config.method == "none" else self.speedups([config])[0]
 
-    def speedups(self, configs: Sequence[SpeculativeConfig], length: int) -> list[float]:
-        """Return the true speedups of configurations of one draft length.
-
-        Rounds form a Markov chain over the number of tokens that are left to decode, so no sampling is needed.
-        """
+    def speedups(self, configs: Sequence[SpeculativeConfig]) -> list[float]:
+        """Return the true speedups of configurations of one draft length, without sampling."""
         drafts, accepted = np.array([odds(self, config) for config in configs]).swapaxes(0, 1)  # [configs, categories] each
         plain, with_one = self.profile.verify_seconds[:2]
         each = np.array([[self.draft_seconds(config) + with_one - plain] for config in configs])
-        visits, seconds = np.zeros((max(TOKENS) + 1, *drafts.shape)), np.zeros(drafts.shape)
-        for left in range(max(TOKENS), 0, -1):
-            visits[left] += (left in TOKENS) / len(TOKENS)
+        seconds = np.zeros((max(TOKENS) + 1, *drafts.shape))  # expected, by the tokens that are left to decode
+        for left in range(1, max(TOKENS) + 1):
             # A round adds one token of the target, so it drafts at most all but one of the tokens that are left.
-            limit = min(length, left - 1)
-            seconds += visits[left] * (plain + drafts * limit * each)
-            reached = visits[left].copy()  # times that so many tokens were accepted
-            for place in range(limit):
-                passed = visits[left] * drafts * accepted ** (place + 1)
-                visits[left - place - 1] += reached - passed
-                reached = passed
-            visits[left - limit - 1] += reached
-        return [float(speedup) for speedup in np.mean(TOKENS) * plain / seconds.mean(axis=1)]
+            limit = min(configs[0].num_speculative_tokens, left - 1)
+            later = seconds[left - limit - 1]  # with every drafted token accepted
+            for place in reversed(range(limit)):
+                later = accepted * later + (1 - accepted) * seconds[left - place - 1]
+            seconds[left] = plain + drafts * (limit * each + later) + (1 - drafts) * seconds[left - 1]
+        return [float(speedup) for speedup in np.mean(TOKENS) * plain / seconds[list(TOKENS)].mean(axis=(0, 2))]
 
     def best(self, space: SearchSpace) -> tuple[SpeculativeConfig, float]:
         """Return the best configuration of a space with layer skipping, and its true speedup.
@@ -155,14 +150,14 @@ class Landscape:
         """
         shortest, longest = space.values("layer_skip", "num_speculative_tokens")
         attention, mlp = (sorted(space.skippable, key=losses.__getitem__) for losses in self.losses)
-        each = range(len(space.skippable) + 1)
-        masks = [SkipMask.of(self.layers, set(attention[:a]), set(mlp[:m])).format() for a in each for m in each]
-        lengths = range(shortest, longest + 1)
+        counts = itertools.product(range(len(space.skippable) + 1), repeat=2)
+        masks = [SkipMask.of(self.layers, set(attention[:a]), set(mlp[:m])).format() for a, m in counts]
+        lengths, found = range(shortest, longest + 1), [(SpeculativeConfig(), 1.0)]
         configs = space.lookups() + [SpeculativeConfig("layer_skip", n, mask=mask) for mask in masks for n in lengths]
-        found = [(SpeculativeConfig(), 1.0)]
-        for length in {config.num_speculative_tokens for config in configs}:
-            group = [config for config in configs if config.num_speculative_tokens == length]
-            found += zip(group, self.speedups(group, length), strict=True)
+        length = operator.attrgetter("num_speculative_tokens")
+        for _, equally_long in itertools.groupby(sorted(configs, key=length), length):
+            group = list(equally_long)
+            found += zip(group, self.speedups(group), strict=True)
         return max(found, key=lambda pair: pair[1])
 
 
@@ -230,7 +225,6 @@ class SimulatedBackend(Backend):
         return {"landscape": self.seed}
 
     def supports(self, method: str) -> str | None:
-        """Return None for the methods that a landscape knows."""
         return None if method in ("none", "layer_skip", "prompt_lookup") else "it is not simulated"
 
     def compare(self, asked: Comparison) -> Iterator[dict[str, Sample]]:
@@ -238,15 +232,14 @@ class SimulatedBackend(Backend):
         landscape = self.landscape or Landscape.draw(self.seed, self.target.layers)
         machine, order = self.machine or Machine(asked.task.seed), random.Random(asked.task.seed)
         entries = {BASELINE: SpeculativeConfig(), **asked.configs}
-        for _ in range(asked.repeats):
-            for item in asked.prompts:
-                names = [name for name in entries if name not in asked.without]
-                row = {name: _decode(landscape, machine, item, entries[name]) for name in order.sample(names, len(names))}
-                time.sleep(self.pace * sum(sample.prefill_seconds + sample.decode_seconds for sample in row.values()))
-                yield {name: row[name] for name in names}
+        for item in itertools.chain.from_iterable(itertools.repeat(asked.prompts.items, asked.repeats)):
+            names = [name for name in entries if name not in asked.without]
+            row = {name: _decode(landscape, machine, item, entries[name]) for name in order.sample(names, len(names))}
+            time.sleep(self.pace * sum(sample.prefill_seconds + sample.decode_seconds for sample in row.values()))
+            yield {name: row[name] for name in names}
 
     def close(self) -> None:
-        """Do nothing, because nothing was started."""
+        """Nothing was started."""
 
 
 def simulated_bench(landscape: Landscape, machine: Machine) -> ModelBench:

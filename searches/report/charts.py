@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 import itertools
-import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import datetime, timedelta
@@ -25,21 +24,15 @@ from searches.study.leaderboard import configuration
 from searches.study.study import DUPLICATE_OF
 from searches.tracking.names import PREDICTED, RETRY_OF, WORKER
 
-OTHER = "#000000"
-"""The colour of methods that are not known here, such as those of a study whose drafter is missing."""
+_OTHER = "#000000"  # methods that are not known here, such as those of a study whose drafter is missing
 _GREY, _INK = "#9aa3af", "#111827"
 _DOTTED = {"color": "#4b5563", "width": 1, "dash": "dot"}
-_AXIS = {"gridcolor": "#e5e7eb", "zeroline": False, "automargin": True, "linecolor": "#d1d5db"}
-_STYLE = {
-    "xaxis": _AXIS,
-    "yaxis": _AXIS,
+_LAYOUT = {
+    "template": "plotly_white",
     "margin": {"l": 56, "r": 14, "t": 10, "b": 48},
     "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1f2937"},
-    "hoverlabel": {"align": "left", "bgcolor": "#ffffff", "bordercolor": _GREY, "font": {"color": "#1f2937"}},
-    "hovermode": "closest",
+    "hoverlabel": {"bgcolor": "#ffffff", "bordercolor": _GREY, "font": {"color": "#1f2937"}},
     "showlegend": False,
-    "paper_bgcolor": "rgba(0,0,0,0)",
-    "plot_bgcolor": "rgba(0,0,0,0)",
 }
 _FARTHEST = 1.3  # an interval is drawn up to this multiple of the fastest trial; two prompts may have one without end
 _FEW = 12  # trials or layers that each have a tick
@@ -47,18 +40,16 @@ _HOVER_COLUMNS = 44  # characters of a line; a narrow screen has no more
 _MIN_PAUSE = 60.0  # seconds without a trial that are cut out, and at least this share of the time with trials:
 _PAUSE_SHARE = 0.1
 
-_Bars = tuple[Sequence[float], Sequence[float]]  # lengths above and below
-
 
 def history(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     """Return the speedup of each trial in order, with its interval, and the best so far."""
     measured = _measured(trials)
     if not measured:
         return None
-    chart = _figure("trial", "speedup", plain=1.0)
-    _add_trials(chart, measured, [t.number for t in measured], _speedups(measured), _bars([_metrics(t) for t in measured]))
+    chart, numbers = _figure("trial", "speedup", plain=1.0), [trial.number for trial in measured]
+    _add_trials(chart, measured, numbers, speedups(measured), error_y=_bars([_metrics(trial) for trial in measured]))
     leading = [trial for trial in measured if may_lead(trial)]
-    _add_line(chart, "best so far", [t.number for t in leading], list(itertools.accumulate(_speedups(leading), max)))
+    _add_line(chart, "best so far", [t.number for t in leading], list(itertools.accumulate(speedups(leading), max)))
     return chart.update_xaxes(dtick=1) if measured[-1].number < _FEW else chart
 
 
@@ -69,9 +60,8 @@ def acceptance(trials: Iterable[FrozenTrial]) -> go.Figure | None:
         return None
     chart = _figure("acceptance rate", "speedup", plain=1.0).update_xaxes(range=[-0.03, 1.03])
     rates = [float(_metrics(trial)["acceptance_rate"]) for trial in drafting]
-    _add_trials(chart, drafting, rates, _speedups(drafting))
-    _add_front(chart, drafting, rates, _speedups(drafting), more_is_better=True)
-    return chart
+    _add_trials(chart, drafting, rates, speedups(drafting))
+    return _add_front(chart, drafting, rates, speedups(drafting), more_is_better=True)
 
 
 def throughput(trials: Iterable[FrozenTrial]) -> go.Figure | None:
@@ -103,7 +93,7 @@ def agreement_of_scans(singles: NDArray[np.float64] | None) -> go.Figure | None:
     if singles is None or np.isnan(singles).all():
         return None
     title = {"text": "first drafted token right", "side": "top"}
-    chart = _figure("", "").add_heatmap(
+    chart = _figure().add_heatmap(
         z=singles.tolist(),
         y=["attention", "MLP"],
         colorscale="Viridis",
@@ -122,23 +112,20 @@ def held_out(finals: Finals | None) -> go.Figure | None:
     """Return the held-out speedup of each finalist with its interval, and its speedup in the search; fastest at the top."""
     if finals is None or not finals.finalists:
         return None
-    count, (up, down) = len(finals.finalists), _bars([finalist.held_out for finalist in finals.finalists])
-    chart = _figure("speedup", "").add_vline(x=1.0, line=_DOTTED, layer="below")
-    chart.update_yaxes(visible=False, range=[-0.3, count - 0.3], fixedrange=True)
-    chart.update_layout(margin_l=12, height=90 + 72 * count)
-    for number, finalist in enumerate(finals.finalists):
-        place, metrics, label = count - 1 - number, finalist.held_out, finalist.config.label()
-        lines = textwrap.wrap(label, _HOVER_COLUMNS, max_lines=2, placeholder="…")
-        note = {"showarrow": False, "align": "left", "bgcolor": "rgba(255,255,255,0.8)", "xref": "paper", "xanchor": "left"}
-        chart.add_annotation(text="<br>".join(map(html.escape, lines)), x=0.01, y=place + 0.36, **note)
-        text = f"{_wrapped(label)}<br>held-out {_with_interval(metrics)}<br>in the search {finalist.search_speedup:.3f}"
-        shown = {"mode": "markers", "y": [place], "text": [text], "hoverinfo": "text"}
-        bar = {"symmetric": False, "array": [up[number]], "arrayminus": [down[number]], "width": 5}
-        marker = {"color": color_of(finalist.config.method), "size": 10}
-        chart.add_scatter(name=html.escape(label), x=[metrics["speedup"]], error_x=bar, marker=marker, **shown)
-        search = {"color": _INK, "size": 14, "symbol": "line-ns-open"}
-        chart.add_scatter(name="in the search", x=[finalist.search_speedup], marker=search, **shown)
-    return chart
+    ranked, count = finals.finalists[::-1], len(finals.finalists)
+    chart = _figure("speedup").add_vline(x=1.0, line=_DOTTED).update_layout(height=90 + 72 * count)
+    labels = [_wrapped(finalist.config.label(), max_lines=2, placeholder="…") for finalist in ranked]
+    _add_lanes(chart, range=[-0.3, count - 0.3], tickvals=list(range(count)), ticktext=labels, showgrid=False)
+    texts = [
+        f"{_wrapped(finalist.config.label())}<br>held-out {_with_interval(finalist.held_out)}<br>"
+        f"in the search {finalist.search_speedup:.3f}"
+        for finalist in ranked
+    ]
+    shown = {"mode": "markers", "text": texts, "hoverinfo": "text"}
+    metrics, marker = [f.held_out for f in ranked], {"color": [color_of(f.config.method) for f in ranked], "size": 10}
+    chart.add_scatter(x=[each["speedup"] for each in metrics], error_x=_bars(metrics), marker=marker, **shown)
+    stroke = {"color": _INK, "size": 14, "symbol": "line-ns-open"}
+    return chart.add_scatter(x=[f.search_speedup for f in ranked], marker=stroke, **shown)
 
 
 def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
@@ -155,34 +142,32 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
     spans.sort(key=lambda span: span[0])
     if not spans:
         return None
-    lanes = sorted({_lane(trial) for *_, trial in spans}, key=_natural, reverse=True)
-    chart = _figure("", "").update_layout(barmode="overlay", height=110 + 46 * len(lanes), margin_l=12)
-    chart.update_xaxes(type="date", rangebreaks=[{"bounds": pause} for pause in _pauses(spans)])
-    # Names lie in the lanes, because a phone has no place beside them.
-    chart.update_yaxes(type="category", categoryarray=lanes, fixedrange=True, ticklabelposition="inside top")
-    chart.update_yaxes(range=[-0.5, len(lanes) - 0.4], showticklabels=len(lanes) > 1)
-    for method, state in sorted({(_method(trial), trial.state) for *_, trial in spans}):
-        bars = [span for span in spans if (_method(span[2]), span[2].state) == (method, state)]
-        is_finished = state in (TrialState.COMPLETE, TrialState.PRUNED)
-        chart.add_bar(
-            orientation="h",
-            width=0.45,
-            name=f"{html.escape(method.replace('_', ' '))}, {state.name.lower()}",
-            base=[start for start, _, _ in bars],
-            x=[1000 * taken.total_seconds() for _, taken, _ in bars],
-            y=[_lane(trial) for *_, trial in bars],
-            marker={"color": color_of(method) if is_finished else _GREY, "line": {"color": _INK, "width": 0.5}},
-            marker_opacity=0.45 if state == TrialState.PRUNED else 1.0,
-            hoverinfo="text",
-            hovertext=[_describe_span(*bar) for bar in bars],
-        )
-    return chart
+    starts, durations, shown = zip(*spans, strict=True)
+    lanes = [str(trial.user_attrs.get(WORKER, "trials")) for trial in shown]
+    order = sorted(set(lanes), reverse=True)
+    chart = _figure().update_layout(height=110 + 46 * len(order))
+    chart.update_xaxes(type="date", rangebreaks=[{"bounds": pause} for pause in _pauses(starts, durations)])
+    span = [-0.5, len(order) - 0.4]
+    _add_lanes(chart, range=span, type="category", categoryarray=order, showticklabels=len(order) > 1)
+    finished = [trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in shown]
+    colors = [color_of(_method(trial)) if done else _GREY for trial, done in zip(shown, finished, strict=True)]
+    opacities = [0.45 if trial.state == TrialState.PRUNED else 1.0 for trial in shown]
+    return chart.add_bar(
+        orientation="h",
+        width=0.45,
+        base=starts,
+        x=[1000 * taken.total_seconds() for taken in durations],
+        y=lanes,
+        marker={"color": colors, "opacity": opacities, "line": {"color": _INK, "width": 0.5}},
+        hoverinfo="text",
+        hovertext=list(itertools.starmap(_describe_span, spans)),
+    )
 
 
 def color_of(method: str) -> str:
     """Return the declared colour of a method."""
     known = config.methods()
-    return known[method].color if method in known else OTHER
+    return known[method].color if method in known else _OTHER
 
 
 def methods(found: Set[str]) -> list[str]:
@@ -191,11 +176,22 @@ def methods(found: Set[str]) -> list[str]:
     return [method for method in known if method in found] + sorted(found - known.keys())
 
 
-def _figure(x: str, y: str, plain: float | None = None) -> go.Figure:
+def speedups(measured: Sequence[FrozenTrial]) -> list[float]:
+    """Return the speedups of measured trials."""
+    return [float(_metrics(trial)["speedup"]) for trial in measured]
+
+
+def interval_lengths(measured: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
+    """Return the lengths of intervals below and above the speedups; one without end is cut."""
+    farthest = _FARTHEST * max(1.0, *(each["speedup"] for each in measured))
+    down = [abs(each["speedup"] - max(each["speedup_low"], 0.0)) for each in measured]
+    return down, [abs(min(each["speedup_high"], farthest) - each["speedup"]) for each in measured]
+
+
+def _figure(x: str | None = None, y: str | None = None, plain: float | None = None) -> go.Figure:
     """Return a figure in the style of the page, with titled axes and, if given, a line at the speedup of plain decoding."""
-    titles = {"xaxis": {"title": {"text": x or None}}, "yaxis": {"title": {"text": y or None}}}
-    chart = go.Figure(layout={"template": {"layout": _STYLE}, **titles})
-    return chart if plain is None else chart.add_hline(y=plain, line=_DOTTED, layer="below")
+    chart = go.Figure(layout=_LAYOUT).update_layout(xaxis_title_text=x, yaxis_title_text=y)
+    return chart if plain is None else chart.add_hline(y=plain, line=_DOTTED)
 
 
 def _measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
@@ -207,10 +203,6 @@ def _metrics(trial: FrozenTrial) -> dict[str, Any]:
     """Return what :meth:`layerskip.Measurement.to_dict` returned for a trial."""
     found: dict[str, Any] = trial.user_attrs["measurement"]
     return found
-
-
-def _speedups(measured: Sequence[FrozenTrial]) -> list[float]:
-    return [float(_metrics(trial)["speedup"]) for trial in measured]
 
 
 def _describe(trial: FrozenTrial) -> str:
@@ -228,76 +220,58 @@ def _describe(trial: FrozenTrial) -> str:
     return "<br>".join(lines)
 
 
+def _bars(measured: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return plotly's error bars for the intervals of speedups."""
+    down, up = interval_lengths(measured)
+    return {"symmetric": False, "array": up, "arrayminus": down, "thickness": 1, "width": 3, "color": _GREY}
+
+
 def _add_trials(
-    chart: go.Figure, measured: Sequence[FrozenTrial], x: Sequence[float], y: Sequence[float], bars: _Bars | None = None
+    chart: go.Figure, measured: Sequence[FrozenTrial], x: Sequence[float], y: Sequence[float], **bars: Any
 ) -> None:
-    """Add trials, a trace for each drafter and way to end; ``bars`` are their intervals."""
-    kinds = [(_method(trial), trial.state == TrialState.COMPLETE) for trial in measured]
-    for method, complete in sorted(set(kinds)):
-        places = [place for place, kind in enumerate(kinds) if kind == (method, complete)]
-        color, intervals = color_of(method), {}
-        if bars is not None:
-            style = {"symmetric": False, "width": 2, "thickness": 1, "color": f"{color}80"}
-            intervals["error_y"] = style | {"array": _at(places, bars[0]), "arrayminus": _at(places, bars[1])}
-        chart.add_scatter(
-            mode="markers",
-            name=f"{html.escape(method.replace('_', ' '))}{'' if complete else ', stopped early'}",
-            x=_at(places, x),
-            y=_at(places, y),
-            marker={"color": color, "opacity": 0.85, "size": 8, "symbol": "circle" if complete else "x-thin-open"},
-            text=[_describe(measured[place]) for place in places],
-            hoverinfo="text",
-            **intervals,
-        )
-
-
-def _at(places: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    return [values[place] for place in places]
+    """Add trials in the colours of their drafters. Those that were stopped early are crosses."""
+    complete = [trial.state == TrialState.COMPLETE for trial in measured]
+    marker = {
+        "color": [color_of(_method(trial)) for trial in measured],
+        "symbol": ["circle" if each else "x-thin-open" for each in complete],
+        "opacity": 0.85,
+        "size": 8,
+    }
+    texts = [_describe(trial) for trial in measured]
+    chart.add_scatter(mode="markers", name="trials", x=x, y=y, marker=marker, text=texts, hoverinfo="text", **bars)
 
 
 def _add_front(
     chart: go.Figure, measured: Sequence[FrozenTrial], x: Sequence[float], y: Sequence[float], more_is_better: bool
-) -> None:
+) -> go.Figure:
     """Add the Pareto front of the trials that may lead, as a line: no other is better in both ``x`` and ``y``."""
     leading = [place for place, trial in enumerate(measured) if may_lead(trial)]
     front = pareto_front({place: (y[place], -x[place] if more_is_better else x[place]) for place in leading})[::-1]
-    _add_line(chart, "Pareto front", _at(front, x), _at(front, y), dash="dash")
+    return _add_line(chart, "Pareto front", [x[place] for place in front], [y[place] for place in front], dash="dash")
 
 
-def _add_line(chart: go.Figure, name: str, x: Sequence[float], y: Sequence[float], dash: str = "solid") -> None:
-    """Add a line in steps, unless it has no points."""
-    if x:
-        line = {"color": _INK, "width": 1.5, "shape": "hv", "dash": dash}
-        chart.add_scatter(mode="lines", name=name, x=x, y=y, line=line, hoverinfo="skip")
-
-
-def _bars(measured: Sequence[Mapping[str, float]]) -> _Bars:
-    """Return the lengths of intervals above and below the speedups; one without end is cut."""
-    farthest = _FARTHEST * max(1.0, *(each["speedup"] for each in measured))
-    up = [abs(min(each["speedup_high"], farthest) - each["speedup"]) for each in measured]
-    return up, [abs(each["speedup"] - max(each["speedup_low"], 0.0)) for each in measured]
+def _add_line(chart: go.Figure, name: str, x: Sequence[float], y: Sequence[float], dash: str = "solid") -> go.Figure:
+    """Add a line in steps."""
+    line = {"color": _INK, "width": 1.5, "shape": "hv", "dash": dash}
+    return chart.add_scatter(mode="lines", name=name, x=x, y=y, line=line, hoverinfo="skip")
 
 
 def _with_interval(metrics: Mapping[str, float]) -> str:
     return f"{metrics['speedup']:.3f} ({metrics['speedup_low']:.2f} to {metrics['speedup_high']:.2f})"
 
 
-def _wrapped(text: str) -> str:
+def _add_lanes(chart: go.Figure, **axis: Any) -> None:
+    """Turn the vertical axis into lanes. Their names lie in them, because a phone has no place beside them."""
+    chart.update_yaxes(fixedrange=True, ticklabelposition="inside top", **axis).update_layout(margin_l=12)
+
+
+def _wrapped(text: str, **limits: Any) -> str:
     """Return a text in short lines, as plotly shows it; its own markup is shown as it is written."""
-    return "<br>".join(html.escape(line) for line in textwrap.wrap(text, _HOVER_COLUMNS))
-
-
-def _lane(trial: FrozenTrial) -> str:
-    return str(trial.user_attrs.get(WORKER, "trials"))
+    return "<br>".join(map(html.escape, textwrap.wrap(text, _HOVER_COLUMNS, **limits)))
 
 
 def _method(trial: FrozenTrial) -> str:
     return configuration(trial).method if "config" in trial.user_attrs else "not sampled"
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders numbers in a text by value."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def _seconds(trial: FrozenTrial, now: datetime) -> float:
@@ -308,12 +282,11 @@ def _seconds(trial: FrozenTrial, now: datetime) -> float:
     return max(0.0, (end.astimezone() - start.astimezone()).total_seconds())
 
 
-def _pauses(spans: Sequence[tuple[datetime, timedelta, FrozenTrial]]) -> list[tuple[datetime, datetime]]:
+def _pauses(starts: Sequence[datetime], durations: Sequence[timedelta]) -> list[tuple[datetime, datetime]]:
     """Return the times between trials, in the order of their starts, in which nothing ran for long."""
-    whole = sum((taken for _, taken, _ in spans), timedelta())
-    minimum = max(timedelta(seconds=_MIN_PAUSE), _PAUSE_SHARE * whole)
-    pauses, end = [], spans[0][0]
-    for start, taken, _ in spans:
+    minimum = max(timedelta(seconds=_MIN_PAUSE), _PAUSE_SHARE * sum(durations, timedelta()))
+    pauses, end = [], starts[0]
+    for start, taken in zip(starts, durations, strict=True):
         if start - end > minimum:
             pauses.append((end, start))
         end = max(end, start + taken)
@@ -323,10 +296,12 @@ def _pauses(spans: Sequence[tuple[datetime, timedelta, FrozenTrial]]) -> list[tu
 def _describe_span(start: datetime, taken: timedelta, trial: FrozenTrial) -> str:
     """Return the text that is shown for a trial of the timeline under the pointer."""
     known = trial.user_attrs
-    lines = [f"<b>trial {trial.number}</b>, {trial.state.name.lower()}"]
-    lines += [_wrapped(configuration(trial).label())] if "config" in known else []
-    lines += [f"{start:%Y-%m-%d %H:%M:%S}, {taken.total_seconds():.1f} seconds"]
-    lines += [_wrapped(f"on {known[WORKER]}")] if WORKER in known else []
-    lines += [f"takes over trial {known[RETRY_OF]}"] if RETRY_OF in known else []
-    lines += [_wrapped(str(known["reason"]))] if "reason" in known else []
+    lines = [
+        f"<b>trial {trial.number}</b>, {trial.state.name.lower()}",
+        *([_wrapped(configuration(trial).label())] if "config" in known else []),
+        f"{start:%Y-%m-%d %H:%M:%S}, {taken.total_seconds():.1f} seconds",
+        *([_wrapped(f"on {known[WORKER]}")] if WORKER in known else []),
+        *([f"takes over trial {known[RETRY_OF]}"] if RETRY_OF in known else []),
+        *([_wrapped(str(known["reason"]))] if "reason" in known else []),
+    ]
     return "<br>".join(lines)

@@ -32,12 +32,9 @@ _MIN_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
 
 
 def summary(study: optuna.Study, finals: Finals | None, race: Race | None = None) -> str:
-    """Return the report: notes, verdict, finalists, best trials.
+    """Return the report: notes, verdict, finalists, engines if any were measured, best trials.
 
-    Args:
-        study: finished or running.
-        finals: the results on held-out prompts; None while the study runs.
-        race: the results of engines; None if none was measured.
+    ``finals`` is None while the study runs.
     """
     trials = finished(study)
     shown = [*study_notes(study, finals), *([verdict(finals)] if finals is not None else [])]
@@ -49,12 +46,10 @@ def summary(study: optuna.Study, finals: Finals | None, race: Race | None = None
         lines += [*_tables({"Engines (held-out prompts)": race_rows(race)}), ""]
         lines += [f"Left out: {reason}.\n" for reason in race.left_out]
     lines += _tables(trial_tables(trials))
-    changed = [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]
-    if changed:
+    if changed := [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]:
         lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]
     reasons = {t.number: str(t.user_attrs.get("reason")) for t in trials}
-    failed = [f"- {number}: {reason}" for number, reason in reasons.items() if reason.startswith(ENGINE_FAILED)]
-    if failed:
+    if failed := [f"- {number}: {reason}" for number, reason in reasons.items() if reason.startswith(ENGINE_FAILED)]:
         lines += ["", "## Failed trials", "", *failed]
     return "\n".join(lines) + "\n"
 
@@ -68,15 +63,12 @@ def _tables(tables: Tables) -> list[str]:
 
 def race_verdict(race: Race) -> str:
     """Return the fastest engine and method in a sentence, with what decodes so."""
-    first, plain = race.fastest, race.fastest_plain
-    metrics = first.measured
-    if first.name == plain:
-        return f"Fastest of all engines: {first.name}, {metrics['tokens_per_second']:.1f} tokens/s. {first.command}".strip()
-    interval = f"{metrics['speedup']:.2f} x ({metrics['speedup_low']:.2f} to {metrics['speedup_high']:.2f})"
-    return (
-        f"Fastest of all engines: {first.name}, {metrics['tokens_per_second']:.1f} tokens/s, {interval} the fastest plain "
-        f"decoding, which is {plain}. {first.command}"
-    ).strip()
+    first, metrics, over = race.fastest, race.fastest.measured, ""
+    if first.name != race.fastest_plain:
+        interval = f"{metrics['speedup']:.2f} x ({metrics['speedup_low']:.2f} to {metrics['speedup_high']:.2f})"
+        over = f", {interval} the fastest plain decoding, which is {race.fastest_plain}"
+    speed = f"{metrics['tokens_per_second']:.1f} tokens/s"
+    return f"Fastest of all engines: {first.name}, {speed}{over}. {first.command}".strip()
 
 
 def study_notes(study: optuna.Study, finals: Finals | None) -> list[str]:
@@ -161,13 +153,9 @@ def verdict(finals: Finals) -> str:
     if winner.config.method == "none":
         prompts = measured_prompts(finals.baseline)
         if prompts < MIN_RESAMPLED:
-            others = (
-                ", as the outputs of the others end with their first token" if finals.baseline.get("empty_prompts") else ""
-            )
-            return (
-                f"No drafting wins: {prompts} held-out prompts cannot show that anything is faster{others}; "
-                f"{MIN_RESAMPLED} are the least."
-            )
+            why = ", as the outputs of the others end with their first token" if finals.baseline.get("empty_prompts") else ""
+            shown = f"{prompts} held-out prompts cannot show that anything is faster{why}"
+            return f"No drafting wins: {shown}; {MIN_RESAMPLED} are the least."
         faster = [finalist for finalist in finals.finalists if finalist.low > 1.0]
         if faster:
             why = "its output differs from plain decoding" if faster[0].stayed else "it was dropped before the end"

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -45,9 +45,8 @@ class Page:
     Args:
         trials: the number of finished trials at the end.
         notes: sentences on the study.
-        state: ``running``, ``finished``, ``interrupted`` or ``failed``.
-        stage: what a running study does now; empty for nothing.
-        reason: why the study has ended early; empty if it has not.
+        stage: what a running study does now.
+        reason: why the study has ended early.
         finals: the results on held-out prompts; None before them.
         singles: ``[2, layers]``, the agreement with one attention or MLP sub-layer skipped, from scans; None without any.
     """
@@ -61,24 +60,19 @@ class Page:
     singles: NDArray[np.float64] | None = None
 
 
-@dataclass(frozen=True)
-class _Chart:
-    """A figure, None while there is nothing to draw, the identifier of its place, and the title and classes of its card."""
-
-    name: str
-    figure: go.Figure | None
-    title: str
-    text: str
-    shape: str = ""
-
-
 def write_page(path: Path, study: optuna.Study, page: Page) -> None:
     """Write the page atomically, so that a reader never sees a part of it."""
     written, done, finals = datetime.now().astimezone(), finished(study), page.finals
     settings = study.user_attrs.get(SETTINGS, {})
-    drawn = list(_charts(study, page, written, settings.get("workload.concurrency", 1)))
-    text = "Held-out prompts, 95 % intervals. A stroke is the speedup in the search. Dotted: plain decoding."
-    finalists = _Chart("held-out", charts.held_out(finals), "Finalists", text, "fitted wide")
+    figures = {
+        "history": charts.history(done),
+        "acceptance": charts.acceptance(done),
+        "load": charts.throughput(done),
+        "scans": charts.agreement_of_scans(page.singles),
+        "timeline": charts.timeline(study.get_trials(deepcopy=False), written),
+        "held-out": charts.held_out(finals),
+    }
+    drawn = {name: figure for name, figure in figures.items() if figure is not None}
     export = str(path.with_name("best.json"))
     target = str(settings.get("target.path") or settings.get("target.name") or "the searched model")
     names = {name: name.replace("_", " ") for name in charts.methods({configuration(trial).method for trial in done})}
@@ -90,7 +84,6 @@ def write_page(path: Path, study: optuna.Study, page: Page) -> None:
         "progress": _progress(study, page, done),
         "written": written,
         "notes": _notes(study, page),
-        "finalists": finalists,
         "finals_tables": _html({} if finals is None else finals_tables(finals)),
         "winner": "" if finals is None or finals.winner.config.method == "none" else finals.winner.config.label(),
         "engine": settings.get("backend.name"),
@@ -98,10 +91,11 @@ def write_page(path: Path, study: optuna.Study, page: Page) -> None:
         "export": repr(export),
         "path": shlex.quote(export),
         "legend": [("no drafting" if name == "none" else text, charts.color_of(name)) for name, text in names.items()],
-        "charts": [chart for chart in drawn if chart.figure is not None or chart.name == "history"],
+        "drawn": drawn,
+        "concurrency": settings.get("workload.concurrency", 1),
         "trial_tables": _html(trial_tables(done)),
         "plotly": Markup(get_plotlyjs()),
-        "figures": _as_json([*drawn, finalists]),
+        "figures": _as_json(drawn),
     }
     with atomic_write(path) as partial:
         environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -116,24 +110,9 @@ def _progress(study: optuna.Study, page: Page, done: Sequence[FrozenTrial]) -> s
     return ", ".join(parts + sorted({str(trial.user_attrs[DEVICE]) for trial in done if DEVICE in trial.user_attrs}))
 
 
-def _charts(study: optuna.Study, page: Page, now: datetime, concurrency: int) -> Iterator[_Chart]:
-    """Yield the charts in the order of the page."""
-    done = finished(study)
-    text = "Tune prompts, 95 % intervals. Cross: stopped early. Line: the best so far."
-    yield _Chart("history", charts.history(done), "Search history", text, "wide")
-    text = "Dashed: the Pareto front of trials measured to the end."
-    yield _Chart("acceptance", charts.acceptance(done), "Speedup against acceptance", text)
-    text = f"Requests in flight: {concurrency}. Star: plain decoding. Dashed: the best."
-    yield _Chart("load", charts.throughput(done), "Throughput against time per token", text)
-    text = "By layer: how often the first drafted token is right with one skipped. Grey: unknown."
-    yield _Chart("scans", charts.agreement_of_scans(page.singles), "Scanned sub-layers", text, "low wide")
-    text = "Faint: stopped early or not run. Grey: running or interrupted. Stroke: killed. Pauses are cut out."
-    yield _Chart("timeline", charts.timeline(study.get_trials(deepcopy=False), now), "Timeline", text, "fitted wide")
-
-
-def _as_json(drawn: Sequence[_Chart]) -> Markup:
+def _as_json(figures: Mapping[str, go.Figure]) -> Markup:
     """Return the figures as JSON in which no tag of the page ends; plotly writes null for NaN and infinities."""
-    shown = ",".join(f"{json.dumps(each.name)}:{each.figure.to_json()}" for each in drawn if each.figure is not None)
+    shown = ",".join(f"{json.dumps(name)}:{figure.to_json()}" for name, figure in figures.items())
     return Markup(f"{{{shown}}}".replace("<", "\\u003c"))
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import shlex
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import optuna
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plotly import graph_objects as go
 
 from layerskip import Export, PromptSet, SpeculativeConfig
 from layerskip.export import PROVISIONAL, attached_folders
@@ -36,8 +33,6 @@ from searches.study.plan import Plan
 from searches.study.study import finished
 from searches.tracking.tracker import Tracker
 
-_MARKERS = {"circle": "o", "x-thin-open": "x", "line-ns-open": "|"}
-
 
 @dataclass(frozen=True)
 class Publisher:
@@ -49,11 +44,7 @@ class Publisher:
     folder: Path
 
     def publish(
-        self,
-        finals: Finals,
-        predictor: ScanPredictor | None,
-        held_out: PromptSet,
-        race: Race | None = None,
+        self, finals: Finals, predictor: ScanPredictor | None, held_out: PromptSet, race: Race | None = None
     ) -> None:
         """Write the export and the report of the finished study, and print the report.
 
@@ -99,7 +90,8 @@ class Publisher:
         figures = ("speedup", "speedup_low", "speedup_high", "tokens_per_second")
         metrics = {f"held_out_{name}": finals.winner.held_out[name] for name in figures}
         metrics |= {"search_seconds": search_seconds(self.study, finals), "trials": len(finished(self.study))}
-        winner = _winning_trial(self.study, finals.winner.config)
+        best = best_trials(finished(self.study), len(self.study.trials))
+        winner = next((trial.number for trial in best if configuration(trial) == finals.winner.config), None)
         self.tracker.conclude(finals.winner.config.label(), verdict(finals), winner, metrics, files, again)
         if again and self.plan.backend.name == "layerskip":
             self.tracker.register(self.folder / "best.json")
@@ -116,56 +108,36 @@ class Publisher:
         return Export(Export.describe(plan.target), config, plan.sampling, evidence, where, search=search)
 
 
-def _winning_trial(study: optuna.Study, winner: SpeculativeConfig) -> int | None:
-    """Return the fastest trial with the winner's configuration, if it was in one."""
-    best = best_trials(finished(study), len(study.trials))
-    return next((trial.number for trial in best if configuration(trial) == winner), None)
-
-
 def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray | None) -> None:
-    """Save charts of ``report.html`` to one picture by matplotlib, because plotly needs a browser for a picture."""
-    trials = finished(study)
-    drawn = {
-        "Search history (tune prompts)": charts.history(trials),
-        "Speedup against acceptance": charts.acceptance(trials),
-        "Skipped sub-layers, by layer": charts.agreement_of_scans(singles),
-        "Held-out speedup, 95 % interval (bar: in the search)": charts.held_out(finals),
-    }
+    """Save the main charts to one picture by matplotlib, because plotly needs a browser for a picture."""
     figure = Figure(figsize=(14, 9), layout="constrained")
-    for axes, (title, chart) in zip(figure.subplots(2, 2).flat, drawn.items(), strict=True):
-        axes.set_title(title)
-        if chart is not None:
-            _copy(chart, axes)
-    if drawn_history := figure.axes[0].get_legend_handles_labels()[0]:
-        figure.axes[0].legend(handles=drawn_history, fontsize=8)
     figure.suptitle(f"Study {study.study_name}")
+    history, acceptance, scans, held_out = figure.subplots(2, 2).flat
+    history.set(title="Search history (tune prompts, 95 % intervals)", xlabel="trial", ylabel="speedup")
+    acceptance.set(title="Speedup against acceptance", xlabel="acceptance rate", ylabel="speedup")
+    scans.set(title="First drafted token right with one sub-layer skipped", xlabel="layer")
+    held_out.set(title="Held-out speedup, 95 % interval (bar: in the search)", xlabel="speedup")
+    trials = [trial for trial in finished(study) if "measurement" in trial.user_attrs]
+    for method in charts.methods({configuration(trial).method for trial in trials}):
+        own = [trial for trial in trials if configuration(trial).method == method]
+        metrics, speedups = [trial.user_attrs["measurement"] for trial in own], charts.speedups(own)
+        style: dict[str, Any] = {"fmt": "o", "color": charts.color_of(method), "elinewidth": 1}
+        numbers, label = [trial.number for trial in own], method.replace("_", " ")
+        history.errorbar(numbers, speedups, charts.interval_lengths(metrics), label=label, **style)
+        if method != "none":
+            acceptance.errorbar([each["acceptance_rate"] for each in metrics], speedups, **style)
+    if trials:
+        history.legend(fontsize=8)
+    if singles is not None and not np.isnan(singles).all():
+        scans.set_yticks([0, 1], ["attention", "MLP"])
+        figure.colorbar(scans.imshow(singles, aspect="auto"), ax=scans)
+    ranked = finals.finalists[::-1]
+    for place, finalist in enumerate(ranked):
+        lengths = charts.interval_lengths([finalist.held_out])
+        color = charts.color_of(finalist.config.method)
+        held_out.errorbar(finalist.held_out["speedup"], place, xerr=lengths, fmt="o", color=color)
+        held_out.plot(finalist.search_speedup, place, "|", color="black", markersize=14)
+    held_out.set_yticks(range(len(ranked)), [textwrap.fill(each.config.label(), 40) for each in ranked], fontsize=8)
+    for line in (history.axhline, acceptance.axhline, held_out.axvline):
+        line(1.0, color="0.6", linewidth=0.8)
     figure.savefig(path, dpi=110)
-
-
-def _copy(chart: go.Figure, axes: Axes) -> None:
-    """Draw a chart: markers with error bars, lines in steps, a map of sub-layers, lines and notes."""
-    layout = chart.layout
-    axes.set(xlabel=layout.xaxis.title.text, ylabel=layout.yaxis.title.text)
-    for trace in chart.data:
-        if trace.type == "heatmap":
-            colors = matplotlib.colormaps["viridis"].with_extremes(bad="0.9")
-            image = axes.imshow(np.array(trace.z, dtype=float), aspect="auto", cmap=colors)
-            axes.set_yticks(range(len(trace.y)), trace.y)
-            axes.figure.colorbar(image, ax=axes, label=trace.colorbar.title.text)
-        elif trace.mode == "lines":
-            axes.step(trace.x, trace.y, where="post", color=trace.line.color, lw=1, label=trace.name)
-        else:
-            bars = {"xerr": trace.error_x, "yerr": trace.error_y}
-            style: dict[str, Any] = {
-                axis: [bar.arrayminus, bar.array] for axis, bar in bars.items() if bar.array is not None
-            }
-            style |= {"fmt": _MARKERS[trace.marker.symbol or "circle"], "color": trace.marker.color, "elinewidth": 1}
-            axes.errorbar(trace.x, trace.y, label=html.unescape(trace.name), **style)
-    for shape in layout.shapes:  # the speed of plain decoding
-        axes.axline((shape.x0, shape.y0), (shape.x1, shape.y1), color="0.6", lw=0.8)
-    for note in layout.annotations:
-        text = html.unescape(note.text.replace("<br>", "\n"))
-        axes.text(note.x, note.y, text, transform=axes.get_yaxis_transform(), fontsize=8, va="center")
-    if layout.yaxis.visible is False:
-        axes.set_yticks([])
-        axes.set_ylim(*layout.yaxis.range)

@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, ViewType
@@ -53,15 +54,10 @@ class Store:
     def __init__(self, client: MlflowClient, experiment: str) -> None:
         self.client, self.experiment = client, experiment
 
-    def search(self, query: str, view: int = ViewType.ACTIVE_ONLY) -> list[Run]:
-        """Return all runs that a query finds, the latest first."""
-        runs: list[Run] = []
-        token = None
-        while True:
-            page = self.client.search_runs([self.experiment], query, view, max_results=1000, page_token=token)
-            runs += page
-            if not (token := page.token):
-                return runs
+    def search(self, query: str, view: int = ViewType.ACTIVE_ONLY, token: str | None = None) -> list[Run]:
+        """Return all runs that a query finds, the latest first, from the page of a token on."""
+        page = self.client.search_runs([self.experiment], query, view, max_results=1000, page_token=token)
+        return [*page, *self.search(query, view, page.token)] if page.token else list(page)
 
     def create(self, name: str, tags: Mapping[str, Any], start: int | None = None) -> str:
         """Create a run that started at a time, in milliseconds; return its identifier."""
@@ -83,81 +79,69 @@ def metrics_now(metrics: Mapping[str, float], step: int = 0) -> list[Metric]:
 
 def dataset_of(prompts: PromptSet) -> DatasetInput:
     """Return the prompts of a study as MLflow's dataset."""
-    source = json.dumps({"uri": prompts.name})
-    data = Dataset(prompts.name, prompts.digest[:_DIGEST], "local", source, profile=json.dumps({"num_rows": len(prompts)}))
+    source, profile = json.dumps({"uri": prompts.name}), json.dumps({"num_rows": len(prompts)})
+    data = Dataset(prompts.name, prompts.digest[:_DIGEST], "local", source, profile=profile)
     return DatasetInput(data, [InputTag(MLFLOW_DATASET_CONTEXT, "search")])
 
 
+@dataclass
 class StudyRun:
     """The run of a study or a training. It is found, or made again after it was deleted, when it is written to.
 
-    ``identity`` and ``role`` distinguish it from others of its name. ``texts`` are artifacts by name.
-
-    Attributes:
-        id: the identifier; None until the store was reached.
-        dataset: what the run and those of its trials decode; None if the store is not told.
-        source: the tags of the program that made the run, by the names that MLflow shows.
+    ``identity`` and ``role`` distinguish it from others of its name. ``texts`` are artifacts by name. ``dataset`` is what
+    the run and those of its trials decode; None if the store is not told. ``id`` is None until the store was reached.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        identity: str,
-        role: str,
-        params: Mapping[str, str],
-        tags: Mapping[str, str],
-        texts: Mapping[str, str],
-    ) -> None:
-        self.id: str | None = None
-        self.dataset: DatasetInput | None = None
-        self.source = {name: value for name, value in tags.items() if name.startswith("mlflow.source.")}
-        self.name, self.identity, self.role, self.params = name, identity, role, params
-        self._store, self._texts, self._is_checked = store, texts, False
-        self._tags = {"study": name, "study_id": identity, "role": role} | dict(tags)
-        self._query = f"tags.study_id = '{identity}' and tags.role = '{role}'"
-
-    def check_again(self) -> None:
-        """Look for the run before the next write."""
-        self._is_checked = False
+    store: Store
+    name: str
+    identity: str
+    role: str
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    texts: Mapping[str, str]
+    dataset: DatasetInput | None
+    id: str | None = None
+    is_checked: bool = False
+    """Whether the run was there at the last write; False looks for it before the next one."""
 
     def current(self) -> str:
         """Return the identifier of the run, which is made again if it was deleted."""
-        if self.id is None or not self._is_checked:
-            self.id, self._is_checked = self._find(), True
+        if self.id is None or not self.is_checked:
+            self.id, self.is_checked = self._find(), True
         return self.id
 
     def log_dataset(self, run_id: str) -> None:
         """Log what a run decodes, unless the store knows no datasets."""
         if self.dataset is not None:
             try:
-                self._store.client.log_inputs(run_id, [self.dataset])
+                self.store.client.log_inputs(run_id, [self.dataset])
             except MlflowException:
                 self.dataset = None
 
-    def doubled(self) -> list[str]:
-        """Return the further runs of the study, which processes made that missed a deleted one at the same time."""
-        return [run.info.run_id for run in self._store.search(self._query)[:-1]]
+    def found(self, view: int = ViewType.ACTIVE_ONLY) -> list[Run]:
+        """Return the runs of the study. Of several, which processes made that missed a deleted one, the last is used."""
+        return self.store.search(f"tags.study_id = '{self.identity}' and tags.role = '{self.role}'", view)
 
     def _find(self) -> str:
-        client, found = self._store.client, self._store.search(self._query)
-        if self.id is not None and self.id in [run.info.run_id for run in found[-1:]]:
+        client, found = self.store.client, self.found()[-1:]
+        if self.id is not None and self.id in [run.info.run_id for run in found]:
             return self.id
-        deleted = self._store.search(self._query, ViewType.DELETED_ONLY)
+        deleted = self.found(ViewType.DELETED_ONLY)
         if found:
-            run_id = str(found[-1].info.run_id)
+            run_id = str(found[0].info.run_id)
             client.update_run(run_id, status="RUNNING")
         else:
-            run_id = self._store.create(self.name, self._tags)
+            own = {"study": self.name, "study_id": self.identity, "role": self.role}
+            run_id = self.store.create(self.name, own | dict(self.tags))
             if deleted:
                 print(f"tracking.uri: the run of {self.name} was deleted; it is made again", flush=True)
-        for name, text in self._texts.items():
+        for name, text in self.texts.items():
             client.log_text(run_id, text, name)
-        if not found or not found[-1].data.params:  # a failure may have come before them
-            self._store.log(run_id, metrics_now(NOT_MEASURED if self.role == "study" else {}), self.params)
+        if not found or not found[0].data.params:  # a failure may have come before them
+            self.store.log(run_id, metrics_now(NOT_MEASURED if self.role == "study" else {}), self.params)
             self.log_dataset(run_id)
         for before in deleted:
-            for child in self._store.search(f"tags.`{PARENT}` = '{before.info.run_id}'"):
+            for child in self.store.search(f"tags.`{PARENT}` = '{before.info.run_id}'"):
                 client.set_tag(child.info.run_id, PARENT, run_id)
         return run_id
 
@@ -165,8 +149,8 @@ class StudyRun:
 class TrialRuns:
     """Writer of the runs of a study's trials, which are nested below the study's run."""
 
-    def __init__(self, store: Store, study: StudyRun) -> None:
-        self._store, self._study = store, study
+    def __init__(self, study: StudyRun) -> None:
+        self._store, self._study = study.store, study
         self._recorded: set[int] = set()
         self._begun: dict[int, str] = {}  # runs whose writing failed
         self._is_tidy = True
@@ -198,7 +182,7 @@ class TrialRuns:
 
     def _tags(self, trial: FrozenTrial, config: SpeculativeConfig) -> dict[str, str]:
         measurement = trial.user_attrs.get("measurement", {})
-        tags = self._study.source | {
+        tags = {name: value for name, value in self._study.tags.items() if name.startswith("mlflow.source.")} | {
             PARENT: self._study.current(),
             "study": self._study.name,
             "study_id": self._study.identity,
@@ -209,13 +193,13 @@ class TrialRuns:
             "config": config.label(),
             "losslessness": measurement.get("losslessness", {}).get("verdict", "unchecked"),
         }
-        return tags | {key: trial.user_attrs[key] for key in ("reason",) if key in trial.user_attrs}
+        return tags | ({"reason": trial.user_attrs["reason"]} if "reason" in trial.user_attrs else {})
 
     def _tidy(self) -> None:
         """Delete incomplete and doubled runs, and nest the others below the run of the study."""
         study, recorded = self._study.current(), set[int]()
-        for run_id in self._study.doubled():
-            self._store.client.delete_run(run_id)
+        for run in self._study.found()[:-1]:
+            self._store.client.delete_run(run.info.run_id)
         for run in self._store.search(f"tags.study_id = '{self._study.identity}' and tags.role = 'trial'"):
             number = int(run.data.tags["trial_number"])
             if run.info.status == "RUNNING" or number in recorded:

@@ -33,10 +33,8 @@ _PAUSE = 0.5  # seconds between two attempts at the end
 def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowClient, str, str]:
     """Open an experiment of a store, None for a SQLite store in ``folder``; both are created if they do not exist.
 
-    Processes that start at the same time create one.
-
-    Returns:
-        The client, the URI of the store, and the identifier of the experiment.
+    Processes that start at the same time create one. Returns the client, the URI of the store, and the identifier of the
+    experiment.
 
     Raises:
         InputError: the store cannot be opened, or the experiment was deleted.
@@ -46,7 +44,8 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
     if uri is None:
         folder.mkdir(parents=True, exist_ok=True)
         uri = sqlite_url(folder / "mlflow.db")
-    file = _file_of(uri)
+    if (file := sqlite_file(uri)) is not None and not file.parent.is_dir():
+        file = None  # MLflow says that there is no such folder
     artifacts = None if file is None else (file.parent / _ARTIFACTS).resolve().as_uri()  # by default, in the working folder
 
     def find() -> tuple[MlflowClient, Experiment]:
@@ -55,9 +54,8 @@ def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowCli
         if experiment is None:
             try:
                 experiment = client.get_experiment(client.create_experiment(name, artifact_location=artifacts))
-            except MlflowException:
-                experiment = client.get_experiment_by_name(name)  # another process may have created it
-                if experiment is None:
+            except MlflowException:  # another process may have created it
+                if (experiment := client.get_experiment_by_name(name)) is None:
                     raise
         if is_own and file is not None and artifacts not in (None, experiment.artifact_location):
             _move_artifacts(file, artifacts)
@@ -89,12 +87,6 @@ def reason(error: BaseException, uri: str) -> str:
     return text.splitlines()[0].replace(uri, without_password(uri))
 
 
-def _file_of(uri: str) -> Path | None:
-    """Return the file of a SQLite store whose folder exists; None for any other store."""
-    file = sqlite_file(uri)
-    return file if file is not None and file.parent.is_dir() else None
-
-
 def _move_artifacts(file: Path, artifacts: str) -> None:
     """Correct the places of artifacts in the store of an outputs folder that was moved or copied since it was written.
 
@@ -124,9 +116,8 @@ def _create_database(file: Path) -> None:
     draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}{_DRAFT}")  # MLflow keeps a connection to each name
     MlflowClient(sqlite_url(draft)).get_experiment("0")
     try:
-        os.link(draft, file)  # another program may have created one since
-    except FileExistsError:
-        pass
+        with contextlib.suppress(FileExistsError):  # another program may have created one since
+            os.link(draft, file)
     except OSError:  # a file system without links
         draft.replace(file)
     draft.unlink(missing_ok=True)

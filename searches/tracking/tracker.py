@@ -40,8 +40,7 @@ class Tracker:
     """Writer of the runs of one study.
 
     Args:
-        uri: the URI of the tracking store; None creates a SQLite store in ``folder``.
-        folder: the folder of a store that is created.
+        uri: of the tracking store; None is an SQLite store in ``folder``.
         experiment: its name; it is created if it does not exist.
 
     Raises:
@@ -67,37 +66,35 @@ class Tracker:
         prompts: PromptSet | None = None,
         texts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Create the run of a study, or resume it.
+        """Create the run of a study or, by its ``role``, of something else, or resume it.
 
         Args:
-            name: the name of the study.
-            identity: distinguishes it from others of that name.
+            identity: distinguishes it from others of its name.
             params: flat settings; repeated on every trial's run, because MLflow's filters drop parent runs.
             tags: the tags of the study's run only.
-            role: the tag of the run's purpose, if it is not a study.
-            prompts: those of the study, which become its dataset; None without any.
+            prompts: those of the study, which become its dataset.
             texts: artifacts of the study's run, by name.
         """
         given = {key: str(value)[:500] for key, value in params.items()}
         own = {key: str(value) for key, value in tags.items()}
-        self._run = StudyRun(self._store, name, identity, role, given, own, texts)
-        self._run.dataset = None if prompts is None else dataset_of(prompts)
-        self._trials = TrialRuns(self._store, self._run)
+        dataset = None if prompts is None else dataset_of(prompts)
+        self._run = StudyRun(self._store, name, identity, role, given, own, texts, dataset)
+        self._trials = TrialRuns(self._run)
         self._send({})
 
     def reconcile(self, trials: Sequence[FrozenTrial]) -> None:
         """Delete incomplete and doubled runs of trials, and write those that are missing; nobody else may write any."""
         self._trials.check_again()
-        self._send({("trial", trial.number): partial(self._trials.write, trial) for trial in trials})
+        self.record(*trials)
 
-    def record(self, trial: FrozenTrial) -> None:
-        """Write the run of a finished trial, unless it exists."""
-        self._send({("trial", trial.number): partial(self._trials.write, trial)})
+    def record(self, *trials: FrozenTrial) -> None:
+        """Write the runs of finished trials, unless they exist."""
+        self._send({("trial", trial.number): partial(self._trials.write, trial) for trial in trials})
 
     def log(self, metrics: Mapping[str, float], step: int = 0) -> None:
         """Log metrics of the study's run."""
-        run, logged = self._run, metrics_now(metrics, step)
-        self._send({object(): lambda: self._store.log(run.current(), logged)})
+        logged = metrics_now(metrics, step)
+        self._send({object(): lambda: self._store.log(self._run.current(), logged)})
 
     def conclude(
         self,
@@ -113,9 +110,9 @@ class Tracker:
         Args:
             winner: its configuration.
             sentence: the verdict.
-            trial: the number of the winner's trial; None if it has none. Earlier winners lose the tag.
-            metrics: the metrics of the study's run, with the number of ``trials``.
-            files: artifacts of the study's run, and the folders for them.
+            trial: the number of the winner's trial, if it has one. Earlier winners lose the tag.
+            metrics: those of the study's run, with the number of ``trials``.
+            files: artifacts, and the folders for them.
             again: whether a complete result of as many trials is replaced.
         """
         run, logged = self._run, metrics_now(metrics)
@@ -164,8 +161,7 @@ class Tracker:
 
     def log_file(self, path: Path) -> None:
         """Log a file as an artifact of the study's run."""
-        run = self._run
-        self._send({("file", path): lambda: self._store.client.log_artifact(run.current(), str(path))})
+        self._send({("file", path): lambda: self._store.client.log_artifact(self._run.current(), str(path))})
 
     @contextlib.contextmanager
     def closing(self, leave: Callable[[], bool] = lambda: False, worker: str | None = None) -> Iterator[None]:
@@ -201,12 +197,11 @@ class Tracker:
 
     def finish(self, status: str = "FINISHED", patience: float | None = None) -> None:
         """Close the study's run as ``FINISHED``, ``KILLED`` or ``FAILED``; wait ``patience`` seconds for an outage's end."""
-        run = self._run
-        self._send({"status": lambda: self._store.client.set_terminated(run.current(), status)}, patience)
+        self._send({"status": lambda: self._store.client.set_terminated(self._run.current(), status)}, patience)
 
     def _send(self, writes: Mapping[Hashable, Callable[[], object]], patience: float | None = None) -> None:
         """Write to the study's run, after it was found or made."""
-        self._run.check_again()
+        self._run.is_checked = False
         for key, write in {"run": self._run.current, **writes}.items():
             self._outbox.put(key, write)
         self._outbox.send(patience)

@@ -1,4 +1,4 @@
-"""Tests of ``searches.evaluate.exactness``: counts, detected differences and resuming."""
+"""Tests of ``searches.evaluate.exactness``: counts and detected differences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAM = "evaluate.exactness"
 SMALL = ("target=local", "target.device=cpu", "lengths=[1,3,4]", "thresholds=[0.05,0.3]", "count=2")
 
 
-def test_every_setting_is_decoded_once_and_kept(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+def test_every_setting_is_decoded_once(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
     overrides = (*SMALL, f"target.path={tiny_folder}", f"outputs={tmp_path}", "masks=3")
     done = launch(PROGRAM, *overrides, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -28,11 +28,6 @@ def test_every_setting_is_decoded_once_and_kept(tiny_folder: Path, tmp_path: Pat
     assert sum(row["accepted"] for row in record["masks"]) > 0
     assert len({row["mask"] for row in record["masks"]}) == 3
     assert record["target"]["dtype"] == "float32"
-    (log,) = tmp_path.rglob("exactness/*.jsonl")
-    kept = log.read_bytes()
-    log.write_bytes(kept[:-3])  # as after a power failure
-    assert launch(PROGRAM, *overrides, cwd=tmp_path).returncode == 0
-    assert log.read_bytes() == kept
 
 
 def test_a_wrong_scan_is_detected(

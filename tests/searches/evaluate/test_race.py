@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from layerskip import PromptSet, SkipMask, SpeculativeConfig, mask
+from layerskip import PromptSet, SkipMask, mask
 from searches.evaluate.race import STRATEGIES, Race, judge, verdict
 from searches.predict.proposals import ProposalSettings
 from searches.space.search_space import SearchSpace
@@ -92,9 +92,6 @@ def test_the_program_races_and_resumes(tiny_folder: Path, tmp_path: Path, launch
     record = json.loads((tmp_path / "race.json").read_text())
     assert [row["strategy"] for row in record["searches"]] == ["draft_verify", "ours"]
     assert record["searches"][0]["curve"]
-    for row in record["searches"]:
-        for point in row["curve"]:
-            assert SpeculativeConfig.from_dict(point["config"]).method == "layer_skip"
-            assert point["held_out_speedup"] > 0
+    assert all(point["held_out_speedup"] > 0 for row in record["searches"] for point in row["curve"])
     assert launch(PROGRAM, *overrides, cwd=tmp_path).returncode == 0
     assert json.loads((tmp_path / "race.json").read_text())["searches"] == record["searches"]

@@ -28,7 +28,7 @@ def test_the_best_configuration_is_the_best_of_all_masks() -> None:
     landscape, space = Landscape.draw(1, layers=8), replace(SPACE, methods=("layer_skip",))
     parts = [set(layers) for count in range(5) for layers in itertools.combinations(space.skippable, count)]
     masks = [SkipMask.of(8, *pair).format() for pair in itertools.product(parts, parts)]
-    speedups = landscape.speedups([SpeculativeConfig("layer_skip", 2, mask=mask) for mask in masks], 2)
+    speedups = landscape.speedups([SpeculativeConfig("layer_skip", 2, mask=mask) for mask in masks])
     best, speedup = landscape.best(space)
     assert landscape.speedup(best) == pytest.approx(speedup)
     assert speedup >= max(speedups) - 1e-9

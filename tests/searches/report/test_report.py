@@ -169,19 +169,20 @@ def test_a_study_that_ends_early_says_why(
 def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None:
     page = _written(tmp_path, workers_study())
     figure = metrics_of(page)["timeline"]
-    assert figure["layout"]["yaxis"]["categoryarray"] == ["b/10", "b/2", "a/1"]  # from the bottom
-    bars = {trace["name"]: trace for trace in figure["data"]}
-    skips = {"layer skip, complete", "layer skip, fail", "layer skip, running"}
-    assert bars.keys() == skips | {"none, complete", "prompt lookup, complete"}
-    failed = bars["layer skip, fail"]  # without the duplicate, which took no time
-    assert (failed["y"], failed["x"]) == (["b/2", "b/10"], [0.0, 5000.0])  # the first one was killed
-    assert "takes over trial 3" in failed["hovertext"][1]
+    assert figure["layout"]["yaxis"]["categoryarray"] == ["b/2", "b/10", "a/1"]  # from the bottom
+    (bars,) = figure["data"]  # without the duplicate, which took no time
+    places = [bars["hovertext"].index(text) for text in bars["hovertext"] if ", fail<br>" in text]
+    assert [(bars["y"][place], bars["x"][place]) for place in places] == [("b/2", 0.0), ("b/10", 5000.0)]  # one was killed
+    assert "takes over trial 3" in bars["hovertext"][places[1]]
+    unfinished = [color == "#9aa3af" for color in bars["marker"]["color"]]
+    assert unfinished == ["complete" not in text for text in bars["hovertext"]]
+    assert sum(unfinished) == 3
     assert "3 of 8 trials finished, 1 running, a processor, 8 threads" in page
 
 
 def test_throughput_against_latency_has_the_front_of_the_report(tmp_path: Path) -> None:
     figure = metrics_of(_written(tmp_path, engine_study()))["load"]
-    trials = _trace(figure, "prompt lookup")
+    trials = _trace(figure, "trials")
     assert trials["x"] == [20.0, 30.0, 10.0]
     assert trials["y"] == [100.0, 90.0, 80.0]
     front = _trace(figure, "Pareto front")
