@@ -1,6 +1,6 @@
-"""The charts of ``report.html``: plotly figures, which plotly.js draws in the browser.
+"""The charts of a report: plotly figures, which plotly.js draws on the page, and matplotlib in ``report.png``.
 
-Each function returns None if there is nothing to draw yet.
+A chart of nothing is None.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 import html
 import itertools
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
+import optuna
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from plotly import graph_objects as go
 
-from layerskip import config
+from layerskip.config import methods
 from searches.report.tables import may_lead, output_state, pareto_front, trial_requests
 from searches.study.finals import Finals
-from searches.study.leaderboard import configuration
-from searches.study.study import DUPLICATE_OF
+from searches.study.leaderboard import FINISHED, configuration
+from searches.study.study import DUPLICATE_OF, finished
 from searches.tracking.names import PREDICTED, RETRY_OF, WORKER
 
-_OTHER = "#000000"  # methods that are not known here, such as those of a study whose drafter is missing
 _GREY, _INK = "#9aa3af", "#111827"
 _DOTTED = {"color": "#4b5563", "width": 1, "dash": "dot"}
 _LAYOUT = {
@@ -41,27 +41,53 @@ _MIN_PAUSE = 60.0  # seconds without a trial that are cut out, and at least this
 _PAUSE_SHARE = 0.1
 
 
+def of_study(
+    study: optuna.Study, finals: Finals | None, singles: NDArray[np.float64] | None, now: datetime
+) -> dict[str, go.Figure]:
+    """Return the charts of a study by their names, without those of nothing.
+
+    ``singles`` are the agreements of scans, ``[2, layers]``, with one attention or MLP skipped; ``now`` has a time zone.
+    """
+    done = finished(study)
+    charts = {
+        "history": history(done),
+        "acceptance": acceptance(done),
+        "load": throughput(done),
+        "scans": agreement_of_scans(singles),
+        "timeline": timeline(study.get_trials(deepcopy=False), now),
+        "held-out": held_out(finals),
+    }
+    return {name: chart for name, chart in charts.items() if chart is not None}
+
+
+def legend(trials: Iterable[FrozenTrial]) -> dict[str, str]:
+    """Return the drafters of finished trials, in the order of their ranks, with their colours."""
+    found = {configuration(trial).method for trial in trials}
+    shown = {name: "no drafting" if name == "none" else name.replace("_", " ") for name in methods() if name in found}
+    return {text: _color(name) for name, text in shown.items()}
+
+
 def history(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     """Return the speedup of each trial in order, with its interval, and the best so far."""
     measured = _measured(trials)
     if not measured:
         return None
     chart, numbers = _figure("trial", "speedup", plain=1.0), [trial.number for trial in measured]
-    _add_trials(chart, measured, numbers, speedups(measured), error_y=_bars([_metrics(trial) for trial in measured]))
+    _add_trials(chart, measured, numbers, _speedups(measured), error_y=_bars([_metrics(trial) for trial in measured]))
     leading = [trial for trial in measured if may_lead(trial)]
-    _add_line(chart, "best so far", [t.number for t in leading], list(itertools.accumulate(speedups(leading), max)))
+    _add_line(chart, "best so far", [t.number for t in leading], list(itertools.accumulate(_speedups(leading), max)))
     return chart.update_xaxes(dtick=1) if measured[-1].number < _FEW else chart
 
 
 def acceptance(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     """Return the speedup against the acceptance rate of trials that draft, and the trials that none exceeds in both."""
-    drafting = [trial for trial in _measured(trials) if _method(trial) != "none"]
+    drafting = [trial for trial in _measured(trials) if configuration(trial).method != "none"]
     if not drafting:
         return None
     chart = _figure("acceptance rate", "speedup", plain=1.0).update_xaxes(range=[-0.03, 1.03])
     rates = [float(_metrics(trial)["acceptance_rate"]) for trial in drafting]
-    _add_trials(chart, drafting, rates, speedups(drafting))
-    return _add_front(chart, drafting, rates, speedups(drafting), more_is_better=True)
+    _add_trials(chart, drafting, rates, _speedups(drafting))
+    return _add_front(chart, drafting, rates, _speedups(drafting), more_is_better=True)
 
 
 def throughput(trials: Iterable[FrozenTrial]) -> go.Figure | None:
@@ -86,10 +112,7 @@ def throughput(trials: Iterable[FrozenTrial]) -> go.Figure | None:
 
 
 def agreement_of_scans(singles: NDArray[np.float64] | None) -> go.Figure | None:
-    """Return how often the first drafted token is right with one sub-layer skipped, ``[2, layers]``, as scans found it.
-
-    Unknown cells stay empty.
-    """
+    """Return how often the first drafted token is right with one sub-layer skipped. Unknown cells stay empty."""
     if singles is None or np.isnan(singles).all():
         return None
     title = {"text": "first drafted token right", "side": "top"}
@@ -121,8 +144,8 @@ def held_out(finals: Finals | None) -> go.Figure | None:
         f"in the search {finalist.search_speedup:.3f}"
         for finalist in ranked
     ]
-    shown = {"mode": "markers", "text": texts, "hoverinfo": "text"}
-    metrics, marker = [f.held_out for f in ranked], {"color": [color_of(f.config.method) for f in ranked], "size": 10}
+    shown = {"mode": "markers", "text": texts, "hoverinfo": "text", "y": list(range(count))}
+    metrics, marker = [f.held_out for f in ranked], {"color": [_color(f.config.method) for f in ranked], "size": 10}
     chart.add_scatter(x=[each["speedup"] for each in metrics], error_x=_bars(metrics), marker=marker, **shown)
     stroke = {"color": _INK, "size": 14, "symbol": "line-ns-open"}
     return chart.add_scatter(x=[f.search_speedup for f in ranked], marker=stroke, **shown)
@@ -131,8 +154,7 @@ def held_out(finals: Finals | None) -> go.Figure | None:
 def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
     """Return the times of the trials that have started, with a lane for each worker; pauses are cut out.
 
-    Running trials end ``now``, which has a time zone. A trial that was killed is a stroke. Trials whose configuration
-    another worker measured at that moment are left out.
+    A trial that was killed is a stroke. Trials whose configuration another worker measured at that moment are left out.
     """
     spans = [
         (trial.datetime_start.astimezone(), timedelta(seconds=_seconds(trial, now)), trial)
@@ -149,8 +171,7 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
     chart.update_xaxes(type="date", rangebreaks=[{"bounds": pause} for pause in _pauses(starts, durations)])
     span = [-0.5, len(order) - 0.4]
     _add_lanes(chart, range=span, type="category", categoryarray=order, showticklabels=len(order) > 1)
-    finished = [trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in shown]
-    colors = [color_of(_method(trial)) if done else _GREY for trial, done in zip(shown, finished, strict=True)]
+    colors = [_color(configuration(trial).method) if trial.state in FINISHED else _GREY for trial in shown]
     opacities = [0.45 if trial.state == TrialState.PRUNED else 1.0 for trial in shown]
     return chart.add_bar(
         orientation="h",
@@ -164,28 +185,12 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
     )
 
 
-def color_of(method: str) -> str:
-    """Return the declared colour of a method."""
-    known = config.methods()
-    return known[method].color if method in known else _OTHER
+def _color(method: str) -> str:
+    return methods()[method].color
 
 
-def methods(found: Set[str]) -> list[str]:
-    """Return methods in the order of their ranks, unknown ones last."""
-    known = config.methods()
-    return [method for method in known if method in found] + sorted(found - known.keys())
-
-
-def speedups(measured: Sequence[FrozenTrial]) -> list[float]:
-    """Return the speedups of measured trials."""
+def _speedups(measured: Sequence[FrozenTrial]) -> list[float]:
     return [float(_metrics(trial)["speedup"]) for trial in measured]
-
-
-def interval_lengths(measured: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
-    """Return the lengths of intervals below and above the speedups; one without end is cut."""
-    farthest = _FARTHEST * max(1.0, *(each["speedup"] for each in measured))
-    down = [abs(each["speedup"] - max(each["speedup_low"], 0.0)) for each in measured]
-    return down, [abs(min(each["speedup_high"], farthest) - each["speedup"]) for each in measured]
 
 
 def _figure(x: str | None = None, y: str | None = None, plain: float | None = None) -> go.Figure:
@@ -221,8 +226,10 @@ def _describe(trial: FrozenTrial) -> str:
 
 
 def _bars(measured: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return plotly's error bars for the intervals of speedups."""
-    down, up = interval_lengths(measured)
+    """Return plotly's error bars for the intervals of speedups; one without end is cut."""
+    farthest = _FARTHEST * max(1.0, *(each["speedup"] for each in measured))
+    down = [abs(each["speedup"] - max(each["speedup_low"], 0.0)) for each in measured]
+    up = [abs(min(each["speedup_high"], farthest) - each["speedup"]) for each in measured]
     return {"symmetric": False, "array": up, "arrayminus": down, "thickness": 1, "width": 3, "color": _GREY}
 
 
@@ -232,7 +239,7 @@ def _add_trials(
     """Add trials in the colours of their drafters. Those that were stopped early are crosses."""
     complete = [trial.state == TrialState.COMPLETE for trial in measured]
     marker = {
-        "color": [color_of(_method(trial)) for trial in measured],
+        "color": [_color(configuration(trial).method) for trial in measured],
         "symbol": ["circle" if each else "x-thin-open" for each in complete],
         "opacity": 0.85,
         "size": 8,
@@ -268,10 +275,6 @@ def _add_lanes(chart: go.Figure, **axis: Any) -> None:
 def _wrapped(text: str, **limits: Any) -> str:
     """Return a text in short lines, as plotly shows it; its own markup is shown as it is written."""
     return "<br>".join(map(html.escape, textwrap.wrap(text, _HOVER_COLUMNS, **limits)))
-
-
-def _method(trial: FrozenTrial) -> str:
-    return configuration(trial).method if "config" in trial.user_attrs else "not sampled"
 
 
 def _seconds(trial: FrozenTrial, now: datetime) -> float:

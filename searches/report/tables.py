@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ _REQUEST_COLUMNS = {
     "ttft_p95": ("ms to first p95", "{:.0f}", 1000.0),
 }
 """Title, format and factor of the metrics of an engine that the tables show; throughput is in tokens/s."""
-_LONG = ("95 % interval", "output", "verdict")  # values that a narrow screen shows in lines of their own
 _OUTPUTS = {
     "exact": "identical",
     "near_tie": "identical except where rounding decides a near-tie",
@@ -196,17 +194,3 @@ def as_markdown(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a table."""
     head, *lines = (f"| {' | '.join(cells)} |" for cells in (rows[0], *(row.values() for row in rows)))
     return [head, f"|{'---|' * len(rows[0])}", *lines]
-
-
-def as_html(title: str, rows: Sequence[Row]) -> str:
-    """Return a table, the row of the winner marked; on a narrow screen each row becomes a list of named values."""
-    if not rows:
-        return f'<h2>{title}</h2><p class="empty">None was measured to the end.</p>'
-    kinds = {name: ' class="text"' if name in _LONG else "" for name in rows[0]}
-    head = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in kinds.items())
-    body = []
-    for row in rows:
-        cells = (f'<td{kinds[name]} data-name="{html.escape(name)}">{html.escape(cell)}</td>' for name, cell in row.items())
-        start = '<tr class="best">' if row.get("verdict") == "wins" else "<tr>"
-        body.append(f"{start}{''.join(cells)}</tr>")
-    return f"<h2>{title}</h2><table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
