@@ -19,11 +19,11 @@ from optuna.trial import FrozenTrial, TrialState
 from plotly import graph_objects as go
 
 from layerskip.config import methods
-from searches.report.tables import may_lead, output_state, pareto_front, trial_requests
+from searches.report.tables import may_lead, output_state, pareto_front
 from searches.study.finals import Finals
 from searches.study.leaderboard import FINISHED, configuration
 from searches.study.study import DUPLICATE_OF, finished
-from searches.tracking.names import PREDICTED, RETRY_OF, WORKER
+from searches.tracking.names import METRICS, PREDICTED, RETRY_OF, WORKER
 
 _GREY, _INK = "#9aa3af", "#111827"
 _DOTTED = {"color": "#4b5563", "width": 1, "dash": "dot"}
@@ -73,7 +73,9 @@ def history(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     if not measured:
         return None
     chart, numbers = _figure("trial", "speedup", plain=1.0), [trial.number for trial in measured]
-    _add_trials(chart, measured, numbers, _speedups(measured), error_y=_bars([_metrics(trial) for trial in measured]))
+    _add_trials(
+        chart, measured, numbers, _speedups(measured), error_y=_bars([trial.user_attrs["measurement"] for trial in measured])
+    )
     leading = [trial for trial in measured if may_lead(trial)]
     _add_line(chart, "best so far", [t.number for t in leading], list(itertools.accumulate(_speedups(leading), max)))
     return chart.update_xaxes(dtick=1) if measured[-1].number < _FEW else chart
@@ -85,7 +87,7 @@ def acceptance(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     if not drafting:
         return None
     chart = _figure("acceptance rate", "speedup", plain=1.0).update_xaxes(range=[-0.03, 1.03])
-    rates = [float(_metrics(trial)["acceptance_rate"]) for trial in drafting]
+    rates = [float(trial.user_attrs["measurement"]["acceptance_rate"]) for trial in drafting]
     _add_trials(chart, drafting, rates, _speedups(drafting))
     return _add_front(chart, drafting, rates, _speedups(drafting), more_is_better=True)
 
@@ -95,10 +97,10 @@ def throughput(trials: Iterable[FrozenTrial]) -> go.Figure | None:
 
     A star is plain decoding, the median of trials.
     """
-    known = [trial for trial in _measured(trials) if {"throughput", "tpot_p50"} <= trial_requests(trial).keys()]
+    known = [trial for trial in _measured(trials) if {"throughput", "tpot_p50"} <= trial.user_attrs.get(METRICS, {}).keys()]
     if not known:
         return None
-    chart, loads = _figure("ms per token", "tokens/s of the engine"), [trial_requests(trial) for trial in known]
+    chart, loads = _figure("ms per token", "tokens/s of the engine"), [trial.user_attrs.get(METRICS, {}) for trial in known]
     speeds, milliseconds = [load["throughput"] for load in loads], [1000 * load["tpot_p50"] for load in loads]
     _add_trials(chart, known, milliseconds, speeds)
     _add_front(chart, known, milliseconds, speeds, more_is_better=False)
@@ -190,7 +192,7 @@ def _color(method: str) -> str:
 
 
 def _speedups(measured: Sequence[FrozenTrial]) -> list[float]:
-    return [float(_metrics(trial)["speedup"]) for trial in measured]
+    return [float(trial.user_attrs["measurement"]["speedup"]) for trial in measured]
 
 
 def _figure(x: str | None = None, y: str | None = None, plain: float | None = None) -> go.Figure:
@@ -204,15 +206,10 @@ def _measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
     return [trial for trial in trials if "measurement" in trial.user_attrs]
 
 
-def _metrics(trial: FrozenTrial) -> dict[str, Any]:
-    """Return what :meth:`layerskip.Measurement.to_dict` returned for a trial."""
-    found: dict[str, Any] = trial.user_attrs["measurement"]
-    return found
-
-
 def _describe(trial: FrozenTrial) -> str:
     """Return the text that is shown for a measured trial under the pointer."""
-    metrics, requests, known = _metrics(trial), trial_requests(trial), trial.user_attrs
+    known = trial.user_attrs
+    metrics, requests = known["measurement"], known.get(METRICS, {})
     lines = [
         f"<b>trial {trial.number}</b>{'' if trial.state == TrialState.COMPLETE else ', stopped early'}",
         _wrapped(configuration(trial).label()),

@@ -140,7 +140,7 @@ def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:
     """
     best = [_named(t) | {"speedup": f"{t.value:.3f}"} | _rates(t.user_attrs["measurement"]) for t in best_trials(trials)]
     kept = {t.number: t for t in measured(trials) if is_lossless(t.user_attrs["measurement"])}
-    loads = {number: trial_requests(trial) for number, trial in kept.items()}
+    loads = {number: trial.user_attrs.get(METRICS, {}) for number, trial in kept.items()}
     front = pareto_front({number: (load.get("throughput"), load.get("tpot_p50")) for number, load in loads.items()})
     rates = _load_table([_named(kept[n]) for n in front], [loads[n] for n in front], "Pareto front")
     return {"Best trials (tune prompts)": best} | rates
@@ -148,12 +148,6 @@ def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:
 
 def _named(trial: FrozenTrial) -> Row:
     return {"configuration": configuration(trial).label(), "trial": str(trial.number)}
-
-
-def trial_requests(trial: FrozenTrial) -> Mapping[str, float]:
-    """Return an engine's metrics of a trial; empty if it reports none."""
-    found: Mapping[str, float] = trial.user_attrs.get(METRICS, {})
-    return found
 
 
 def _rates(metrics: Mapping[str, Any]) -> Row:
@@ -167,12 +161,11 @@ def _rates(metrics: Mapping[str, Any]) -> Row:
 def _load_table(names: Sequence[Row], loads: Sequence[Mapping[str, float]], of: str) -> Tables:
     """Return the table of an engine's metrics; a metric that no row has is no column. No engine reports any: no table."""
     shown = {name: each for name, each in _REQUEST_COLUMNS.items() if any(name in load for load in loads)}
-    rows = []
-    for row, load in zip(names, loads, strict=True):
-        cells = {
-            title: form.format(factor * load[name]) if name in load else "" for name, (title, form, factor) in shown.items()
-        }
-        rows.append(row | cells)
+    columns = shown.items()
+    rows = [
+        row | {title: form.format(factor * load[name]) if name in load else "" for name, (title, form, factor) in columns}
+        for row, load in zip(names, loads, strict=True)
+    ]
     return {f"Throughput and latency ({of})": rows} if shown else {}
 
 

@@ -68,12 +68,8 @@ class Tracker:
     ) -> None:
         """Create the run of a study or, by its ``role``, of something else, or resume it.
 
-        Args:
-            identity: distinguishes it from others of its name.
-            params: flat settings; repeated on every trial's run, because MLflow's filters drop parent runs.
-            tags: the tags of the study's run only.
-            prompts: those of the study, which become its dataset.
-            texts: artifacts of the study's run, by name.
+        ``identity`` distinguishes it from others of its name. ``params`` are flat settings, which every trial's run repeats,
+        because MLflow's filters drop parent runs. ``prompts`` become its dataset, ``texts`` its artifacts, by name.
         """
         given = {key: str(value)[:500] for key, value in params.items()}
         own = {key: str(value) for key, value in tags.items()}
@@ -102,18 +98,14 @@ class Tracker:
         sentence: str,
         trial: int | None,
         metrics: Mapping[str, float],
-        files: Sequence[tuple[Path, str | None]] = (),
+        files: Sequence[tuple[Path, str | None]],
         again: bool = True,
     ) -> None:
         """Write the result of a finished study: tags and the description of its run, and the tag ``best`` of the winner's.
 
-        Args:
-            winner: its configuration.
-            sentence: the verdict.
-            trial: the number of the winner's trial, if it has one. Earlier winners lose the tag.
-            metrics: those of the study's run, with the number of ``trials``.
-            files: artifacts, and the folders for them.
-            again: whether a complete result of as many trials is replaced.
+        ``sentence`` is the verdict, ``trial`` the number of the winner's trial, if any; earlier winners lose the tag.
+        ``metrics`` hold the number of ``trials``: only ``again`` replaces a complete result of as many. ``files`` are
+        artifacts with their folders.
         """
         run, logged = self._run, metrics_now(metrics)
 
