@@ -110,14 +110,10 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        storage: BaseStorage,
-        retry: Retry | None = None,
-        transaction: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, storage: BaseStorage, retry: Retry, transaction: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         self.signature: dict[str, str] = {}
-        self._storage, self._retry = storage, retry or Retry("study.storage: the database")
-        self._transaction, self._waiting = transaction, _Waiting()
+        self._storage, self._retry, self._transaction, self._waiting = storage, retry, transaction, _Waiting()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a method that calls the storage's until it is reached; changes of a joined trial wait for the next read."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.models.target import described_precision
 from searches.engines.race import Race
@@ -71,16 +70,15 @@ def conditions(record: Mapping[str, Any]) -> str:
 
 def finals_tables(finals: Finals) -> Tables:
     """Return plain decoding and the finalists on held-out prompts, and an engine's metrics of them."""
-    plain = "wins" if finals.winner.config.method == "none" else "reference"
-    rows = [("no drafting", plain, SpeculativeConfig(), finals.baseline, 1.0)]
-    rows += [(f.config.label(), _outcome(finals, f), f.config, f.held_out, f.search_speedup) for f in finals.finalists]
+    rows = [("no drafting", "wins" if finals.winner.config.method == "none" else "reference", finals.baseline, 1.0)]
+    rows += [(f.config.label(), _outcome(finals, f), f.held_out, f.search_speedup) for f in finals.finalists]
     shown = [
         {"configuration": label, "verdict": outcome}
         | speedup_cells(metrics, 3)
         | {"in the search": f"{search_speedup:.3f}"}
         | _rates(metrics)
         | {"output": output_state(metrics)}
-        for label, outcome, config, metrics, search_speedup in rows
+        for label, outcome, metrics, search_speedup in rows
     ]
     tables = {"Finalists (held-out prompts)": shown}
     loads = [metrics.get(METRICS, {}) for *_, metrics, _ in rows]
@@ -118,19 +116,15 @@ def _outcome(finals: Finals, finalist: Finalist) -> str:
     return "as fast as the winner, less simple" if finalist.ties else "faster than plain decoding"
 
 
-def measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """Return the trials that were measured to the end."""
-    return [trial for trial in trials if trial.state == TrialState.COMPLETE and "measurement" in trial.user_attrs]
-
-
 def may_lead(trial: FrozenTrial) -> bool:
     """Return True if a trial was measured to the end and kept the output."""
-    return is_lossless(trial.user_attrs["measurement"]) and trial.state == TrialState.COMPLETE
+    measurement = trial.user_attrs.get("measurement")
+    return measurement is not None and is_lossless(measurement) and trial.state == TrialState.COMPLETE
 
 
 def best_trials(trials: Iterable[FrozenTrial], maximum: int = 10) -> list[FrozenTrial]:
     """Return the fastest trials that were measured to the end and kept the output."""
-    return sorted(filter(may_lead, measured(trials)), key=lambda t: -(t.value or 0.0))[:maximum]
+    return sorted(filter(may_lead, trials), key=lambda t: -(t.value or 0.0))[:maximum]
 
 
 def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:
@@ -139,7 +133,7 @@ def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:
     Speedups are those on the tune prompts that every trial decodes.
     """
     best = [_named(t) | {"speedup": f"{t.value:.3f}"} | _rates(t.user_attrs["measurement"]) for t in best_trials(trials)]
-    kept = {t.number: t for t in measured(trials) if is_lossless(t.user_attrs["measurement"])}
+    kept = {trial.number: trial for trial in trials if may_lead(trial)}
     loads = {number: trial.user_attrs.get(METRICS, {}) for number, trial in kept.items()}
     front = pareto_front({number: (load.get("throughput"), load.get("tpot_p50")) for number, load in loads.items()})
     rates = _load_table([_named(kept[n]) for n in front], [loads[n] for n in front], "Pareto front")

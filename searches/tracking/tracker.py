@@ -37,15 +37,7 @@ _STOP_SECONDS = 5.0  # that metrics of the system may take to end
 
 
 class Tracker:
-    """Writer of the runs of one study.
-
-    Args:
-        uri: of the tracking store; None is an SQLite store in ``folder``.
-        experiment: its name; it is created if it does not exist.
-
-    Raises:
-        InputError: the store cannot be opened, or the experiment was deleted.
-    """
+    """Writer of the runs of one study into an experiment of a store, as :func:`open_experiment` opens or creates them."""
 
     def __init__(self, uri: str | None, folder: Path, experiment: str) -> None:
         client, self.uri, identifier = open_experiment(uri, folder, experiment)
@@ -80,7 +72,7 @@ class Tracker:
 
     def reconcile(self, trials: Sequence[FrozenTrial]) -> None:
         """Delete incomplete and doubled runs of trials, and write those that are missing; nobody else may write any."""
-        self._trials.check_again()
+        self._outbox.put("tidy", self._trials.tidy)
         self.record(*trials)
 
     def record(self, *trials: FrozenTrial) -> None:
@@ -98,7 +90,7 @@ class Tracker:
         sentence: str,
         trial: int | None,
         metrics: Mapping[str, float],
-        files: Sequence[tuple[Path, str | None]],
+        files: Sequence[tuple[Path, str | None]] = (),
         again: bool = True,
     ) -> None:
         """Write the result of a finished study: tags and the description of its run, and the tag ``best`` of the winner's.
@@ -117,10 +109,9 @@ class Tracker:
                 client.log_artifact(run_id, str(path), folder)
             tags = {"winner": winner, "verdict": sentence, _NOTE: sentence}
             client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
-            of_study = f"tags.study_id = '{run.identity}' and tags."
-            for best in self._store.search(f"{of_study}{_BEST} = 'true'"):
+            for best in run.tagged(f"{_BEST} = 'true'"):
                 client.delete_tag(best.info.run_id, _BEST)
-            for best in [] if trial is None else self._store.search(f"{of_study}trial_number = '{trial}'"):
+            for best in [] if trial is None else run.tagged(f"trial_number = '{trial}'"):
                 client.set_tag(best.info.run_id, _BEST, "true")
             self._store.log(run_id, logged)  # last: they show that nothing is missing
 

@@ -118,12 +118,7 @@ class WorkerPool(Workers):
     name: str
 
     def __init__(
-        self,
-        storage: BaseStorage,
-        study: str,
-        device: str = "",
-        beat_seconds: float = BEAT_SECONDS,
-        patience: int = PATIENCE,
+        self, storage: BaseStorage, study: str, device: str, beat_seconds: float = BEAT_SECONDS, patience: int = PATIENCE
     ) -> None:
         self.board, self.device, self._storage = Board(storage, study), device, storage
         self._process, self._beat_seconds, self._patience = this_process(), beat_seconds, patience
