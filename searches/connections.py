@@ -52,7 +52,6 @@ class Retry:
         self._lost_since: float | None = None  # since when no call has succeeded
 
     def __call__(self, call: Callable[[], Result]) -> Result:
-        """Return the result of a call."""
         pause, start = 0.1, time.monotonic()
         while True:
             try:

@@ -195,5 +195,4 @@ class JobFailed(Exception):
 
 
 def worst(codes: Sequence[int]) -> int:
-    """Return the worst of exit codes."""
     return max(codes, key=[*_MILDEST, *sorted(set(codes).difference(_MILDEST))].index)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import operator
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -158,15 +159,12 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
 
     A trial that was killed is a stroke. Trials whose configuration another worker measured at that moment are left out.
     """
-    spans = [
-        (trial.datetime_start.astimezone(), timedelta(seconds=_seconds(trial, now)), trial)
-        for trial in trials
-        if trial.datetime_start is not None and DUPLICATE_OF not in trial.user_attrs
-    ]
-    spans.sort(key=lambda span: span[0])
-    if not spans:
+    begun = [(trial.datetime_start.astimezone(), trial) for trial in trials if trial.datetime_start is not None]
+    begun = sorted((each for each in begun if DUPLICATE_OF not in each[1].user_attrs), key=operator.itemgetter(0))
+    if not begun:
         return None
-    starts, durations, shown = zip(*spans, strict=True)
+    starts, shown = zip(*begun, strict=True)
+    durations = [timedelta(seconds=_seconds(trial, now)) for trial in shown]
     lanes = [str(trial.user_attrs.get(WORKER, "trials")) for trial in shown]
     order = sorted(set(lanes), reverse=True)
     chart = _figure().update_layout(height=110 + 46 * len(order))
@@ -183,7 +181,7 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
         y=lanes,
         marker={"color": colors, "opacity": opacities, "line": {"color": _INK, "width": 0.5}},
         hoverinfo="text",
-        hovertext=list(itertools.starmap(_describe_span, spans)),
+        hovertext=list(map(_describe_span, starts, durations, shown)),
     )
 
 

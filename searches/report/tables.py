@@ -178,6 +178,5 @@ def pareto_front(points: Mapping[int, tuple[float | None, float | None]]) -> lis
 
 
 def as_markdown(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table."""
     head, *lines = (f"| {' | '.join(cells)} |" for cells in (rows[0], *(row.values() for row in rows)))
     return [head, f"|{'---|' * len(rows[0])}", *lines]

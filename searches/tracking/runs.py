@@ -216,9 +216,8 @@ def _metrics(trial: FrozenTrial) -> dict[str, float]:
     if known.get(PREDICTED) is not None:
         metrics[PREDICTED] = known[PREDICTED]
     metrics |= {"seconds": known["seconds"], DRIFTED: known.get(DRIFTED, 0)}
-    for position, rate in enumerate(measurement.get("acceptance_by_position", ())):
-        metrics[f"acceptance_at_{position + 1:02d}"] = rate
-    return metrics
+    rates = enumerate(measurement.get("acceptance_by_position", ()), 1)
+    return metrics | {f"acceptance_at_{position:02d}": rate for position, rate in rates}
 
 
 def _milliseconds(moment: Any) -> int | None:

@@ -87,5 +87,4 @@ class Board:
 
 
 def of_kind(rows: Sequence[Row], kind: str, name: str | None = None) -> list[Row]:
-    """Return the rows of a kind, and of a name if one is given."""
     return [row for row in rows if row.user_attrs["kind"] == kind and name in (None, row.user_attrs.get("name"))]
