@@ -41,24 +41,15 @@ _SECONDS = 60.0  # between two writes; each takes a fraction of a second and wri
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a page, without the study.
+    """The content of a page, without the study."""
 
-    Args:
-        trials: the number of finished trials at the end.
-        stage: what a running study does now.
-        reason: why the study has ended early.
-        finals: the results on held-out prompts; None before them.
-        race: the results of engines, if any were measured.
-        singles: ``[2, layers]``, the agreement with one attention or MLP sub-layer skipped, from scans; None without any.
-    """
-
-    trials: int
+    trials: int  # that are finished at the end
     state: str = RUNNING
-    stage: str = ""
-    reason: str = ""
+    stage: str = ""  # what a running study does now
+    reason: str = ""  # why the study has ended early
     finals: Finals | None = None
     race: Race | None = None
-    singles: NDArray[np.float64] | None = None
+    singles: NDArray[np.float64] | None = None  # [2, layers]: agreement with one attention or MLP skipped, from scans
 
 
 def write_page(path: Path, study: optuna.Study, page: Page) -> dict[str, go.Figure]:
@@ -122,10 +113,8 @@ def _notes(study: optuna.Study, page: Page) -> list[str]:
 class LiveView:
     """Writer of the page of a running study. A page that cannot be written stops no study.
 
-    ``pool`` holds the workers of the study, of which the first writes the page until one measures the finals.
-
-    Attributes:
-        singles: ``[2, layers]``, the agreement with one sub-layer skipped, once scans have found it.
+    ``pool`` holds the workers of the study, of which the first writes the page until one measures the finals. ``singles``
+    are those of :class:`Page`, once scans have found them.
     """
 
     def __init__(self, study: optuna.Study, folder: Path, trials: int, pool: Workers = ALONE) -> None:
