@@ -52,7 +52,6 @@ class Retry:
         self._lost_since: float | None = None  # since when no call has succeeded
 
     def __call__(self, call: Callable[[], Result]) -> Result:
-        """Return the result of a call."""
         pause, start = 0.1, time.monotonic()
         while True:
             try:
@@ -91,28 +90,6 @@ def _is_of_connection(error: BaseException) -> bool:
     return isinstance(error, (ConnectionError, requests.exceptions.ConnectionError, requests.exceptions.Timeout))
 
 
-def _retried(name: str) -> Any:
-    """Return a method that calls the storage's until it is reached; a joined trial's changes wait for the next read."""
-
-    def call(self: RetryingStorage, *args: Any, **kwargs: Any) -> Any:
-        method = partial(getattr(self._storage, name), *args, **kwargs)
-        if name in _CHANGES and args[:1] == (self._waiting.trial,):
-            self._waiting.changes.append(method)
-            return None
-        if name not in _UNAFFECTED:
-            self._write_changes()
-        return self._retry(method)
-
-    return call
-
-
-_Retried: Any = type(
-    "_Retried",
-    (BaseStorage,),
-    {name: _retried(name) for name, each in vars(BaseStorage).items() if callable(each) and not name.startswith("_")},
-)
-
-
 class _Waiting(threading.local):
     """The trial of a thread whose changes are joined, and those that wait."""
 
@@ -121,22 +98,36 @@ class _Waiting(threading.local):
         self.changes: list[Callable[[], None]] = []
 
 
-class RetryingStorage(_Retried):  # type: ignore[misc]
-    """A storage whose calls are repeated while its database cannot be reached.
+_Storage: Any = object  # for mypy, which knows no methods of __getattr__
+
+
+class RetryingStorage(_Storage):  # type: ignore[misc]
+    """A storage of Optuna whose calls are repeated while its database cannot be reached.
 
     In the context that ``transaction`` makes, all changes of the thread are one transaction. ``signature`` holds the user
     attributes of trials that are created without any.
     """
 
     def __init__(
-        self,
-        storage: BaseStorage,
-        retry: Retry | None = None,
-        transaction: Callable[[], AbstractContextManager[object]] = nullcontext,
+        self, storage: BaseStorage, retry: Retry, transaction: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         self.signature: dict[str, str] = {}
-        self._storage, self._retry = storage, retry or Retry("study.storage: the database")
-        self._transaction, self._waiting = transaction, _Waiting()
+        self._storage, self._retry, self._transaction, self._waiting = storage, retry, transaction, _Waiting()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return a method that calls the storage's until it is reached; changes of a joined trial wait for the next read."""
+        own = getattr(self._storage, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            method = partial(own, *args, **kwargs)
+            if name in _CHANGES and args[:1] == (self._waiting.trial,):
+                self._waiting.changes.append(method)
+                return None
+            if name not in _UNAFFECTED:
+                self._write_changes()
+            return self._retry(method)
+
+        return call
 
     def join_changes(self, trial_id: int) -> None:
         """Let changes of a trial, from this thread, wait until it reads trials or ends one, and then make them together.

@@ -57,11 +57,8 @@ def instantiate_part(config: DictConfig, part: str, **more: Any) -> Any:
 def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = True, is_printed: bool = False) -> NoReturn:
     """Compose ``conf/<config_name>.yaml`` with the command line, run a task with it, and end the process.
 
-    Args:
-        config_name: names the configuration.
-        task: the body of the program.
-        resumable: whether the same command continues after an interruption.
-        is_printed: whether the result is what the program prints, which is then lost on a full disk.
+    The same command continues a ``resumable`` program after an interruption. A result that is printed (``is_printed``) is
+    lost on a full disk.
     """
     ended: list[tuple[str, int]] = []  # jobs of a multirun, with their exit codes
 
@@ -198,5 +195,4 @@ class JobFailed(Exception):
 
 
 def worst(codes: Sequence[int]) -> int:
-    """Return the worst of exit codes."""
     return max(codes, key=[*_MILDEST, *sorted(set(codes).difference(_MILDEST))].index)

@@ -67,8 +67,7 @@ def check_output_paths(config: DictConfig) -> None:
         config.outputs = str(config.outputs)
         usage = shutil.disk_usage(check_folder("outputs", config.outputs))
         if usage.total and usage.free < _MIN_FREE_BYTES:  # a file system without an answer has a total of 0
-            needed = _MIN_FREE_BYTES // 2**20
-            raise InputError(f"outputs: {config.outputs} has no space left; {needed} MB are needed")
+            raise InputError(f"outputs: {config.outputs} has no space left; {_MIN_FREE_BYTES // 2**20} MB are needed")
     if config.get("record") is not None:
         config.record = str(config.record)
         if os.path.isdir(config.record):

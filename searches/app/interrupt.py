@@ -17,17 +17,13 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 128 + signal.SIGINT
-_TERMINATING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-_ENDING = (signal.SIGINT, *_TERMINATING)
+_TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+_ENDING: tuple[int, ...] = (signal.SIGINT, *_TERMINATING)
 _Handler = Callable[[int, FrameType | None], object]
 
 
 class Terminated(KeyboardInterrupt):
-    """The end that SIGTERM or SIGHUP asks for, by the number of the signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    """The end that SIGTERM or SIGHUP asks for; the argument is the number of the signal."""
 
 
 def end_at_once(number: int, _frame: FrameType | None) -> None:
@@ -70,12 +66,8 @@ def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
     # A terminal that closes sends SIGHUP twice, and what ends a group of processes may send more. They all mean this end.
     for each in _TERMINATING:
         if signal.getsignal(each) is _terminate:
-            signal.signal(each, _ignore)
+            signal.signal(each, lambda *_: None)  # processes that are started later would inherit SIG_IGN
     raise Terminated(number)
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Ignore a signal; in contrast to SIG_IGN, processes that are started later do not inherit this."""
 
 
 @contextlib.contextmanager
@@ -121,8 +113,8 @@ def is_interrupt(error: BaseException) -> bool:
 
 def interrupt_code(error: BaseException) -> int:
     """Return the exit code of a program that a signal interrupted: 128 and its number."""
-    numbers = (link.number for link in error_chain(error) if isinstance(link, Terminated))
-    return 128 + next(numbers, signal.SIGINT)
+    numbers = (link.args[0] for link in error_chain(error) if isinstance(link, Terminated))
+    return 128 + int(next(numbers, signal.SIGINT))
 
 
 def error_chain(error: BaseException) -> list[BaseException]:
@@ -140,6 +132,6 @@ def resend_interrupt(dropped: sys.UnraisableHookArgs) -> None:
         return
     number: int = signal.SIGINT
     if isinstance(dropped.exc_value, Terminated):
-        number = dropped.exc_value.number
+        (number,) = dropped.exc_value.args
         signal.signal(number, _terminate)  # once more
     threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, number)).start()

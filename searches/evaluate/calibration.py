@@ -84,7 +84,7 @@ def measure_coverage(config: DictConfig) -> list[Count]:
     given: Any = OmegaConf.to_container(config.coverage.configs, resolve=True)
     configs = {name: SpeculativeConfig.from_dict(fields) for name, fields in given.items()}
     landscape = Landscape.draw(config.seed, config.planted.layers)
-    times, counts = config.coverage.resamplings, list[Count]()
+    times, minimum, counts = config.coverage.resamplings, config.coverage.minimum, list[Count]()
     for size in config.coverage.prompts if times else ():
         truths = {name: landscape.speedup(drafting) for name, drafting in configs.items()}
         covered = Counter[str]()
@@ -92,8 +92,7 @@ def measure_coverage(config: DictConfig) -> list[Count]:
             for name, truth in truths.items():
                 low, high = Measurement.of(rows, BASELINE, name).interval()
                 covered[name] += low <= truth <= high
-        names = {name: f"coverage, {name}, {size} prompts" for name in configs}
-        counts += [Count(names[name], covered[name], times, minimum=config.coverage.minimum) for name in configs]
+        counts += [Count(f"coverage, {name}, {size} prompts", covered[name], times, minimum=minimum) for name in configs]
     return counts
 
 

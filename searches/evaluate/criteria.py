@@ -49,7 +49,6 @@ class Count:
         return (self.minimum is None or self.share >= self.minimum) and (self.maximum is None or self.share <= self.maximum)
 
     def cells(self) -> dict[str, str]:
-        """Return a row of the table of criteria."""
         limits = {"at least": self.minimum, "at most": self.maximum}
         return {
             "counted": self.name,

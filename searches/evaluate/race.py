@@ -53,11 +53,9 @@ class Race:
         self.measured, self._best, self._start = 0, 0.0, monotonic()
 
     def spent(self) -> float:
-        """Return the seconds since the start."""
         return monotonic() - self._start
 
     def is_over(self) -> bool:
-        """Return whether the budget is spent."""
         return self.spent() > self.seconds
 
     def claim(self, config: SpeculativeConfig) -> None:

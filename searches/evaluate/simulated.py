@@ -11,7 +11,6 @@ import functools
 import hashlib
 import itertools
 import math
-import operator
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -102,11 +101,9 @@ class Landscape:
 
     @property
     def layers(self) -> int:
-        """Number of layers of the target."""
         return int(self.losses.shape[1])
 
     def tokens(self, item: PromptItem) -> int:
-        """Return the number of decoded tokens of a prompt."""
         return TOKENS[hashlib.sha256(f"{self.seed} {item.id}".encode()).digest()[0] % len(TOKENS)]
 
     def loss(self, mask: SkipMask) -> float:
@@ -119,7 +116,6 @@ class Landscape:
         return self.profile.draft_seconds(SkipMask.parse(config.mask, self.layers)) if masked else 0.0
 
     def seconds(self, config: SpeculativeConfig, rounds: Sequence[Round]) -> float:
-        """Return the seconds of decoding in some rounds."""
         drafting, verifying = self.draft_seconds(config), self.profile.verify_seconds
         return sum(drafting * r.drafted + verifying[r.drafted] for r in rounds)
 
@@ -154,9 +150,8 @@ class Landscape:
         masks = [SkipMask.of(self.layers, set(attention[:a]), set(mlp[:m])).format() for a, m in counts]
         lengths, found = range(shortest, longest + 1), [(SpeculativeConfig(), 1.0)]
         configs = space.lookups() + [SpeculativeConfig("layer_skip", n, mask=mask) for mask in masks for n in lengths]
-        length = operator.attrgetter("num_speculative_tokens")
-        for _, equally_long in itertools.groupby(sorted(configs, key=length), length):
-            group = list(equally_long)
+        for length in sorted({config.num_speculative_tokens for config in configs}):
+            group = [config for config in configs if config.num_speculative_tokens == length]
             found += zip(group, self.speedups(group), strict=True)
         return max(found, key=lambda pair: pair[1])
 
@@ -243,7 +238,6 @@ class SimulatedBackend(Backend):
 
 
 def simulated_bench(landscape: Landscape, machine: Machine) -> ModelBench:
-    """Return a bench that measures a simulated decoder."""
     return ModelBench(SimulatedBackend(landscape=landscape, machine=machine), Sampling(), max(TOKENS))
 
 
@@ -328,5 +322,4 @@ class SimulatedPredictor:
         return plain / self._believed.seconds(config, rounds)
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
-        """Return whether this is layer skipping or prompt lookup."""
         return config.method in ("layer_skip", "prompt_lookup")

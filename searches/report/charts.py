@@ -1,30 +1,31 @@
-"""The charts of ``report.html``: plotly figures, which plotly.js draws in the browser.
+"""The charts of a report: plotly figures, which plotly.js draws on the page, and matplotlib in ``report.png``.
 
-Each function returns None if there is nothing to draw yet.
+A chart of nothing is None.
 """
 
 from __future__ import annotations
 
 import html
 import itertools
+import operator
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
+import optuna
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from plotly import graph_objects as go
 
-from layerskip import config
-from searches.report.tables import may_lead, output_state, pareto_front, trial_requests
+from layerskip.config import methods
+from searches.report.tables import may_lead, output_state, pareto_front
 from searches.study.finals import Finals
-from searches.study.leaderboard import configuration
-from searches.study.study import DUPLICATE_OF
-from searches.tracking.names import PREDICTED, RETRY_OF, WORKER
+from searches.study.leaderboard import FINISHED, configuration
+from searches.study.study import DUPLICATE_OF, finished
+from searches.tracking.names import METRICS, PREDICTED, RETRY_OF, WORKER
 
-_OTHER = "#000000"  # methods that are not known here, such as those of a study whose drafter is missing
 _GREY, _INK = "#9aa3af", "#111827"
 _DOTTED = {"color": "#4b5563", "width": 1, "dash": "dot"}
 _LAYOUT = {
@@ -41,27 +42,55 @@ _MIN_PAUSE = 60.0  # seconds without a trial that are cut out, and at least this
 _PAUSE_SHARE = 0.1
 
 
+def of_study(
+    study: optuna.Study, finals: Finals | None, singles: NDArray[np.float64] | None, now: datetime
+) -> dict[str, go.Figure]:
+    """Return the charts of a study by their names, without those of nothing.
+
+    ``singles`` are the agreements of scans, ``[2, layers]``, with one attention or MLP skipped; ``now`` has a time zone.
+    """
+    done = finished(study)
+    charts = {
+        "history": history(done),
+        "acceptance": acceptance(done),
+        "load": throughput(done),
+        "scans": agreement_of_scans(singles),
+        "timeline": timeline(study.get_trials(deepcopy=False), now),
+        "held-out": held_out(finals),
+    }
+    return {name: chart for name, chart in charts.items() if chart is not None}
+
+
+def legend(trials: Iterable[FrozenTrial]) -> dict[str, str]:
+    """Return the drafters of finished trials, in the order of their ranks, with their colours."""
+    found = {configuration(trial).method for trial in trials}
+    shown = {name: "no drafting" if name == "none" else name.replace("_", " ") for name in methods() if name in found}
+    return {text: _color(name) for name, text in shown.items()}
+
+
 def history(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     """Return the speedup of each trial in order, with its interval, and the best so far."""
     measured = _measured(trials)
     if not measured:
         return None
     chart, numbers = _figure("trial", "speedup", plain=1.0), [trial.number for trial in measured]
-    _add_trials(chart, measured, numbers, speedups(measured), error_y=_bars([_metrics(trial) for trial in measured]))
+    _add_trials(
+        chart, measured, numbers, _speedups(measured), error_y=_bars([trial.user_attrs["measurement"] for trial in measured])
+    )
     leading = [trial for trial in measured if may_lead(trial)]
-    _add_line(chart, "best so far", [t.number for t in leading], list(itertools.accumulate(speedups(leading), max)))
+    _add_line(chart, "best so far", [t.number for t in leading], list(itertools.accumulate(_speedups(leading), max)))
     return chart.update_xaxes(dtick=1) if measured[-1].number < _FEW else chart
 
 
 def acceptance(trials: Iterable[FrozenTrial]) -> go.Figure | None:
     """Return the speedup against the acceptance rate of trials that draft, and the trials that none exceeds in both."""
-    drafting = [trial for trial in _measured(trials) if _method(trial) != "none"]
+    drafting = [trial for trial in _measured(trials) if configuration(trial).method != "none"]
     if not drafting:
         return None
     chart = _figure("acceptance rate", "speedup", plain=1.0).update_xaxes(range=[-0.03, 1.03])
-    rates = [float(_metrics(trial)["acceptance_rate"]) for trial in drafting]
-    _add_trials(chart, drafting, rates, speedups(drafting))
-    return _add_front(chart, drafting, rates, speedups(drafting), more_is_better=True)
+    rates = [float(trial.user_attrs["measurement"]["acceptance_rate"]) for trial in drafting]
+    _add_trials(chart, drafting, rates, _speedups(drafting))
+    return _add_front(chart, drafting, rates, _speedups(drafting), more_is_better=True)
 
 
 def throughput(trials: Iterable[FrozenTrial]) -> go.Figure | None:
@@ -69,10 +98,10 @@ def throughput(trials: Iterable[FrozenTrial]) -> go.Figure | None:
 
     A star is plain decoding, the median of trials.
     """
-    known = [trial for trial in _measured(trials) if {"throughput", "tpot_p50"} <= trial_requests(trial).keys()]
+    known = [trial for trial in _measured(trials) if {"throughput", "tpot_p50"} <= trial.user_attrs.get(METRICS, {}).keys()]
     if not known:
         return None
-    chart, loads = _figure("ms per token", "tokens/s of the engine"), [trial_requests(trial) for trial in known]
+    chart, loads = _figure("ms per token", "tokens/s of the engine"), [trial.user_attrs.get(METRICS, {}) for trial in known]
     speeds, milliseconds = [load["throughput"] for load in loads], [1000 * load["tpot_p50"] for load in loads]
     _add_trials(chart, known, milliseconds, speeds)
     _add_front(chart, known, milliseconds, speeds, more_is_better=False)
@@ -86,10 +115,7 @@ def throughput(trials: Iterable[FrozenTrial]) -> go.Figure | None:
 
 
 def agreement_of_scans(singles: NDArray[np.float64] | None) -> go.Figure | None:
-    """Return how often the first drafted token is right with one sub-layer skipped, ``[2, layers]``, as scans found it.
-
-    Unknown cells stay empty.
-    """
+    """Return how often the first drafted token is right with one sub-layer skipped. Unknown cells stay empty."""
     if singles is None or np.isnan(singles).all():
         return None
     title = {"text": "first drafted token right", "side": "top"}
@@ -121,8 +147,8 @@ def held_out(finals: Finals | None) -> go.Figure | None:
         f"in the search {finalist.search_speedup:.3f}"
         for finalist in ranked
     ]
-    shown = {"mode": "markers", "text": texts, "hoverinfo": "text"}
-    metrics, marker = [f.held_out for f in ranked], {"color": [color_of(f.config.method) for f in ranked], "size": 10}
+    shown = {"mode": "markers", "text": texts, "hoverinfo": "text", "y": list(range(count))}
+    metrics, marker = [f.held_out for f in ranked], {"color": [_color(f.config.method) for f in ranked], "size": 10}
     chart.add_scatter(x=[each["speedup"] for each in metrics], error_x=_bars(metrics), marker=marker, **shown)
     stroke = {"color": _INK, "size": 14, "symbol": "line-ns-open"}
     return chart.add_scatter(x=[f.search_speedup for f in ranked], marker=stroke, **shown)
@@ -131,26 +157,21 @@ def held_out(finals: Finals | None) -> go.Figure | None:
 def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
     """Return the times of the trials that have started, with a lane for each worker; pauses are cut out.
 
-    Running trials end ``now``, which has a time zone. A trial that was killed is a stroke. Trials whose configuration
-    another worker measured at that moment are left out.
+    A trial that was killed is a stroke. Trials whose configuration another worker measured at that moment are left out.
     """
-    spans = [
-        (trial.datetime_start.astimezone(), timedelta(seconds=_seconds(trial, now)), trial)
-        for trial in trials
-        if trial.datetime_start is not None and DUPLICATE_OF not in trial.user_attrs
-    ]
-    spans.sort(key=lambda span: span[0])
-    if not spans:
+    begun = [(trial.datetime_start.astimezone(), trial) for trial in trials if trial.datetime_start is not None]
+    begun = sorted((each for each in begun if DUPLICATE_OF not in each[1].user_attrs), key=operator.itemgetter(0))
+    if not begun:
         return None
-    starts, durations, shown = zip(*spans, strict=True)
+    starts, shown = zip(*begun, strict=True)
+    durations = [timedelta(seconds=_seconds(trial, now)) for trial in shown]
     lanes = [str(trial.user_attrs.get(WORKER, "trials")) for trial in shown]
     order = sorted(set(lanes), reverse=True)
     chart = _figure().update_layout(height=110 + 46 * len(order))
     chart.update_xaxes(type="date", rangebreaks=[{"bounds": pause} for pause in _pauses(starts, durations)])
     span = [-0.5, len(order) - 0.4]
     _add_lanes(chart, range=span, type="category", categoryarray=order, showticklabels=len(order) > 1)
-    finished = [trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in shown]
-    colors = [color_of(_method(trial)) if done else _GREY for trial, done in zip(shown, finished, strict=True)]
+    colors = [_color(configuration(trial).method) if trial.state in FINISHED else _GREY for trial in shown]
     opacities = [0.45 if trial.state == TrialState.PRUNED else 1.0 for trial in shown]
     return chart.add_bar(
         orientation="h",
@@ -160,32 +181,16 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
         y=lanes,
         marker={"color": colors, "opacity": opacities, "line": {"color": _INK, "width": 0.5}},
         hoverinfo="text",
-        hovertext=list(itertools.starmap(_describe_span, spans)),
+        hovertext=list(map(_describe_span, starts, durations, shown)),
     )
 
 
-def color_of(method: str) -> str:
-    """Return the declared colour of a method."""
-    known = config.methods()
-    return known[method].color if method in known else _OTHER
+def _color(method: str) -> str:
+    return methods()[method].color
 
 
-def methods(found: Set[str]) -> list[str]:
-    """Return methods in the order of their ranks, unknown ones last."""
-    known = config.methods()
-    return [method for method in known if method in found] + sorted(found - known.keys())
-
-
-def speedups(measured: Sequence[FrozenTrial]) -> list[float]:
-    """Return the speedups of measured trials."""
-    return [float(_metrics(trial)["speedup"]) for trial in measured]
-
-
-def interval_lengths(measured: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
-    """Return the lengths of intervals below and above the speedups; one without end is cut."""
-    farthest = _FARTHEST * max(1.0, *(each["speedup"] for each in measured))
-    down = [abs(each["speedup"] - max(each["speedup_low"], 0.0)) for each in measured]
-    return down, [abs(min(each["speedup_high"], farthest) - each["speedup"]) for each in measured]
+def _speedups(measured: Sequence[FrozenTrial]) -> list[float]:
+    return [float(trial.user_attrs["measurement"]["speedup"]) for trial in measured]
 
 
 def _figure(x: str | None = None, y: str | None = None, plain: float | None = None) -> go.Figure:
@@ -199,15 +204,10 @@ def _measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
     return [trial for trial in trials if "measurement" in trial.user_attrs]
 
 
-def _metrics(trial: FrozenTrial) -> dict[str, Any]:
-    """Return what :meth:`layerskip.Measurement.to_dict` returned for a trial."""
-    found: dict[str, Any] = trial.user_attrs["measurement"]
-    return found
-
-
 def _describe(trial: FrozenTrial) -> str:
     """Return the text that is shown for a measured trial under the pointer."""
-    metrics, requests, known = _metrics(trial), trial_requests(trial), trial.user_attrs
+    known = trial.user_attrs
+    metrics, requests = known["measurement"], known.get(METRICS, {})
     lines = [
         f"<b>trial {trial.number}</b>{'' if trial.state == TrialState.COMPLETE else ', stopped early'}",
         _wrapped(configuration(trial).label()),
@@ -221,8 +221,10 @@ def _describe(trial: FrozenTrial) -> str:
 
 
 def _bars(measured: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return plotly's error bars for the intervals of speedups."""
-    down, up = interval_lengths(measured)
+    """Return plotly's error bars for the intervals of speedups; one without end is cut."""
+    farthest = _FARTHEST * max(1.0, *(each["speedup"] for each in measured))
+    down = [abs(each["speedup"] - max(each["speedup_low"], 0.0)) for each in measured]
+    up = [abs(min(each["speedup_high"], farthest) - each["speedup"]) for each in measured]
     return {"symmetric": False, "array": up, "arrayminus": down, "thickness": 1, "width": 3, "color": _GREY}
 
 
@@ -232,7 +234,7 @@ def _add_trials(
     """Add trials in the colours of their drafters. Those that were stopped early are crosses."""
     complete = [trial.state == TrialState.COMPLETE for trial in measured]
     marker = {
-        "color": [color_of(_method(trial)) for trial in measured],
+        "color": [_color(configuration(trial).method) for trial in measured],
         "symbol": ["circle" if each else "x-thin-open" for each in complete],
         "opacity": 0.85,
         "size": 8,
@@ -268,10 +270,6 @@ def _add_lanes(chart: go.Figure, **axis: Any) -> None:
 def _wrapped(text: str, **limits: Any) -> str:
     """Return a text in short lines, as plotly shows it; its own markup is shown as it is written."""
     return "<br>".join(map(html.escape, textwrap.wrap(text, _HOVER_COLUMNS, **limits)))
-
-
-def _method(trial: FrozenTrial) -> str:
-    return configuration(trial).method if "config" in trial.user_attrs else "not sampled"
 
 
 def _seconds(trial: FrozenTrial, now: datetime) -> float:

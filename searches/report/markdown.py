@@ -7,20 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optuna
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.measure.measurement import MIN_RESAMPLED
 from searches.engines.race import Race
-from searches.report.tables import (
-    Tables,
-    as_markdown,
-    empty_note,
-    finals_tables,
-    measured,
-    output_state,
-    race_rows,
-    trial_tables,
-)
+from searches.report.tables import Tables, as_markdown, empty_note, finals_tables, output_state, race_rows, trial_tables
 from searches.study.budget import left_out, preparation_seconds, recorded_seconds
 from searches.study.finals import Finalist, Finals, measured_prompts
 from searches.study.objective import OUT_OF_MEMORY
@@ -104,7 +95,7 @@ def search_seconds(study: optuna.Study, finals: Finals) -> float:
 def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
     """Return the number of trials, of those that were stopped early, and of those that were not run, with the reasons."""
     reasons = [str(trial.user_attrs.get("reason", "")) for trial in trials if "measurement" not in trial.user_attrs]
-    stopped = len(trials) - len(reasons) - len(measured(trials))
+    stopped = sum("measurement" in trial.user_attrs and trial.state != TrialState.COMPLETE for trial in trials)
     pruned, memory = sum(reason.startswith(CANNOT_WIN) for reason in reasons), reasons.count(OUT_OF_MEMORY)
     failed = sum(reason.startswith(ENGINE_FAILED) for reason in reasons)
     counts = {"cannot win": pruned, OUT_OF_MEMORY: memory, ENGINE_FAILED: failed}

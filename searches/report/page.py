@@ -24,11 +24,12 @@ from plotly.offline import get_plotlyjs
 from layerskip.files import atomic_write
 from searches.app.checks import InputError
 from searches.app.interrupt import defer_interrupt, is_interrupt
+from searches.engines.race import Race
 from searches.report import charts
-from searches.report.markdown import study_notes, verdict, winner_notes
-from searches.report.tables import Tables, as_html, finals_tables, trial_tables
+from searches.report.markdown import race_verdict, study_notes, verdict, winner_notes
+from searches.report.tables import finals_tables, trial_tables
 from searches.study.finals import Finals
-from searches.study.leaderboard import configuration, ranking
+from searches.study.leaderboard import ranking
 from searches.study.study import SETTINGS, finished
 from searches.tracking.names import DEVICE
 from searches.workers.pool import ALONE, Workers
@@ -40,66 +41,47 @@ _SECONDS = 60.0  # between two writes; each takes a fraction of a second and wri
 
 @dataclass(frozen=True)
 class Page:
-    """The content of a page, without the study.
+    """The content of a page, without the study."""
 
-    Args:
-        trials: the number of finished trials at the end.
-        notes: sentences on the study.
-        stage: what a running study does now.
-        reason: why the study has ended early.
-        finals: the results on held-out prompts; None before them.
-        singles: ``[2, layers]``, the agreement with one attention or MLP sub-layer skipped, from scans; None without any.
-    """
-
-    trials: int
-    notes: Sequence[str] = ()
+    trials: int  # that are finished at the end
     state: str = RUNNING
-    stage: str = ""
-    reason: str = ""
+    stage: str = ""  # what a running study does now
+    reason: str = ""  # why the study has ended early
     finals: Finals | None = None
-    singles: NDArray[np.float64] | None = None
+    race: Race | None = None
+    singles: NDArray[np.float64] | None = None  # [2, layers]: agreement with one attention or MLP skipped, from scans
 
 
-def write_page(path: Path, study: optuna.Study, page: Page) -> None:
-    """Write the page atomically, so that a reader never sees a part of it."""
+def write_page(path: Path, study: optuna.Study, page: Page) -> dict[str, go.Figure]:
+    """Write the page atomically, so that a reader never sees a part of it; return its charts."""
     written, done, finals = datetime.now().astimezone(), finished(study), page.finals
     settings = study.user_attrs.get(SETTINGS, {})
-    figures = {
-        "history": charts.history(done),
-        "acceptance": charts.acceptance(done),
-        "load": charts.throughput(done),
-        "scans": charts.agreement_of_scans(page.singles),
-        "timeline": charts.timeline(study.get_trials(deepcopy=False), written),
-        "held-out": charts.held_out(finals),
-    }
-    drawn = {name: figure for name, figure in figures.items() if figure is not None}
+    drawn = charts.of_study(study, finals, page.singles, written)
     export = str(path.with_name("best.json"))
     target = str(settings.get("target.path") or settings.get("target.name") or "the searched model")
-    names = {name: name.replace("_", " ") for name in charts.methods({configuration(trial).method for trial in done})}
     template = (resources.files("searches") / "data" / "report.html").read_text(encoding="utf-8")
     values = {
         "page": page,
-        "live": page.state == RUNNING,
         "title": study.study_name,
         "progress": _progress(study, page, done),
         "written": written,
         "notes": _notes(study, page),
-        "finals_tables": _html({} if finals is None else finals_tables(finals)),
+        "finals_tables": {} if finals is None else finals_tables(finals),
         "winner": "" if finals is None or finals.winner.config.method == "none" else finals.winner.config.label(),
-        "engine": settings.get("backend.name"),
         "target": repr(target),
         "export": repr(export),
         "path": shlex.quote(export),
-        "legend": [("no drafting" if name == "none" else text, charts.color_of(name)) for name, text in names.items()],
+        "legend": charts.legend(done),
         "drawn": drawn,
-        "concurrency": settings.get("workload.concurrency", 1),
-        "trial_tables": _html(trial_tables(done)),
+        "settings": settings,
+        "trial_tables": trial_tables(done),
         "plotly": Markup(get_plotlyjs()),
         "figures": _as_json(drawn),
     }
     with atomic_write(path) as partial:
         environment = Environment(autoescape=True, undefined=StrictUndefined)
         partial.write_text(environment.from_string(template).render(values), encoding="utf-8")
+    return drawn
 
 
 def _progress(study: optuna.Study, page: Page, done: Sequence[FrozenTrial]) -> str:
@@ -118,26 +100,21 @@ def _as_json(figures: Mapping[str, go.Figure]) -> Markup:
 
 def _notes(study: optuna.Study, page: Page) -> list[str]:
     """Return the verdict, or the leader so far, and the notes."""
+    notes = [*study_notes(study, page.finals), *([] if page.race is None else [race_verdict(page.race)])]
     if page.finals is not None:
-        return [verdict(page.finals), *page.notes, *winner_notes(study, page.finals)]
+        return [verdict(page.finals), *notes, *winner_notes(study, page.finals)]
     first = "No configuration that drafts was measured to the end yet."
     for leader in ranking(study)[:1]:
         first = f"Best so far: {leader.config.label()}, {leader.speedup:.2f} x plain decoding on tune prompts."
     later = ["The finals follow the last trial. They choose the winner and write best.json."]
-    return [first, *page.notes, *(later if page.state == RUNNING else [])]
-
-
-def _html(tables: Tables) -> Markup:
-    return Markup("".join(as_html(title, rows) for title, rows in tables.items()))
+    return [first, *notes, *(later if page.state == RUNNING else [])]
 
 
 class LiveView:
     """Writer of the page of a running study. A page that cannot be written stops no study.
 
-    ``pool`` holds the workers of the study, of which the first writes the page until one measures the finals.
-
-    Attributes:
-        singles: ``[2, layers]``, the agreement with one sub-layer skipped, once scans have found it.
+    ``pool`` holds the workers of the study, of which the first writes the page until one measures the finals. ``singles``
+    are those of :class:`Page`, once scans have found them.
     """
 
     def __init__(self, study: optuna.Study, folder: Path, trials: int, pool: Workers = ALONE) -> None:
@@ -186,7 +163,5 @@ class LiveView:
         self._written = time.monotonic()
         if not (self._writes or self._pool.leads()):
             return
-        notes = study_notes(self._study, None)
-        page = Page(self._trials, notes, state, self._stage, reason, singles=self.singles)
         with contextlib.suppress(OSError):
-            write_page(self._path, self._study, page)
+            write_page(self._path, self._study, Page(self._trials, state, self._stage, reason, singles=self.singles))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import shlex
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import optuna
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from plotly import graph_objects as go
 
 from layerskip import Export, PromptSet, SpeculativeConfig
 from layerskip.export import PROVISIONAL, attached_folders
@@ -24,14 +26,22 @@ from searches.engines.race import RACE_FILE, Race
 from searches.predict.scan_predictor import ScanPredictor
 from searches.progress import say
 from searches.report import charts
-from searches.report.markdown import race_verdict, search_seconds, study_notes, summary, verdict
+from searches.report.markdown import search_seconds, summary, verdict
 from searches.report.page import FINISHED, PAGE, Page, write_page
-from searches.report.tables import best_trials, may_lead
+from searches.report.tables import best_trials
 from searches.study.finals import Finals
 from searches.study.leaderboard import configuration, leading
 from searches.study.plan import Plan
 from searches.study.study import finished
 from searches.tracking.tracker import Tracker
+
+_PICTURED = {
+    "history": "Search history (tune prompts, 95 % intervals)",
+    "acceptance": "Speedup against acceptance",
+    "scans": "First drafted token right with one sub-layer skipped, by layer",
+    "held-out": "Held-out speedup, 95 % interval (bar: in the search)",
+}
+"""The charts of ``report.png`` with their titles there."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +66,9 @@ class Publisher:
         singles = None if predictor is None else predictor.single_agreements()
         text = summary(study, finals, race)
         (folder / "report.md").write_text(text, encoding="utf-8")
-        _draw(study, finals, folder / "report.png", singles)
-        notes = study_notes(study, finals)
-        notes += [] if race is None else [race_verdict(race)]
-        page = Page(plan.settings.n_trials, notes, FINISHED, finals=finals, singles=singles)
-        write_page(folder / PAGE, study, page)
+        page = Page(plan.settings.n_trials, FINISHED, finals=finals, race=race, singles=singles)
+        shown = write_page(folder / PAGE, study, page)
+        _draw(f"Study {study.study_name}", shown, charts.legend(finished(study)), folder / "report.png")
         say(text)
         say(f"wrote {folder / 'best.json'} and {folder / PAGE}; compare runs with:")
         say(f"  mlflow ui --backend-store-uri {shlex.quote(without_password(self.tracker.uri))}")
@@ -108,38 +116,38 @@ class Publisher:
         return Export(plan.target.describe(), config, plan.sampling, evidence, where, search=search)
 
 
-def _draw(study: optuna.Study, finals: Finals, path: Path, singles: np.ndarray | None) -> None:
+def _draw(title: str, shown: Mapping[str, go.Figure], legend: Mapping[str, str], path: Path) -> None:
     """Save the main charts to one picture by matplotlib, because plotly needs a browser for a picture."""
-    figure = Figure(figsize=(14, 9), layout="constrained")
-    figure.suptitle(f"Study {study.study_name}")
-    history, acceptance, scans, held_out = figure.subplots(2, 2).flat
-    history.set(title="Search history (tune prompts, 95 % intervals)", xlabel="trial", ylabel="speedup")
-    acceptance.set(title="Speedup against acceptance", xlabel="acceptance rate", ylabel="speedup")
-    scans.set(title="First drafted token right with one sub-layer skipped", xlabel="layer")
-    held_out.set(title="Held-out speedup, 95 % interval (bar: in the search)", xlabel="speedup")
-    trials = [trial for trial in finished(study) if "measurement" in trial.user_attrs]
-    for method in charts.methods({configuration(trial).method for trial in trials}):
-        own = [trial for trial in trials if configuration(trial).method == method]
-        metrics, speedups = [trial.user_attrs["measurement"] for trial in own], charts.speedups(own)
-        style: dict[str, Any] = {"fmt": "o", "color": charts.color_of(method), "elinewidth": 1}
-        numbers, label = [trial.number for trial in own], method.replace("_", " ")
-        history.errorbar(numbers, speedups, charts.interval_lengths(metrics), label=label, **style)
-        if method != "none":
-            acceptance.errorbar([each["acceptance_rate"] for each in metrics], speedups, **style)
-    if leading := [trial for trial in trials if may_lead(trial)]:
-        numbers, best = [trial.number for trial in leading], np.maximum.accumulate(charts.speedups(leading))
-        history.step(numbers, best, where="post", color="black", linewidth=1, label="best so far")
-        history.legend(fontsize=8)
-    if singles is not None and not np.isnan(singles).all():
-        scans.set_yticks([0, 1], ["attention", "MLP"])
-        figure.colorbar(scans.imshow(singles, aspect="auto"), ax=scans)
-    ranked = finals.finalists[::-1]
-    for place, finalist in enumerate(ranked):
-        lengths = charts.interval_lengths([finalist.held_out])
-        color = charts.color_of(finalist.config.method)
-        held_out.errorbar(finalist.held_out["speedup"], place, xerr=lengths, fmt="o", color=color)
-        held_out.plot(finalist.search_speedup, place, "|", color="black", markersize=14)
-    held_out.set_yticks(range(len(ranked)), [textwrap.fill(each.config.label(), 40) for each in ranked], fontsize=8)
-    for line in (history.axhline, acceptance.axhline, held_out.axvline):
-        line(1.0, color="0.6", linewidth=0.8)
-    figure.savefig(path, dpi=110)
+    picture = Figure(figsize=(14, 9), layout="constrained")
+    picture.suptitle(title)
+    for axes, (name, heading) in zip(picture.subplots(2, 2).flat, _PICTURED.items(), strict=True):
+        axes.set_title(heading)
+        if name in shown:
+            _copy(shown[name], axes)
+        if name == "history" and legend:
+            colors = [Line2D([], [], color=color, marker="o", linestyle="", label=text) for text, color in legend.items()]
+            axes.legend(handles=colors, fontsize=8)
+    picture.savefig(path, dpi=110)
+
+
+def _copy(chart: go.Figure, axes: Axes) -> None:
+    """Draw what a chart shows: heat maps, lines in steps, markers with error bars, and the lines of plain decoding."""
+    layout = chart.layout
+    axes.set(xlabel=layout.xaxis.title.text, ylabel=layout.yaxis.title.text)
+    for trace in chart.data:
+        if trace.type == "heatmap":
+            axes.set_yticks(range(len(trace.y)), trace.y)
+            axes.figure.colorbar(axes.imshow(trace.z, aspect="auto"), ax=axes)
+        elif trace.mode == "lines":
+            axes.step(trace.x, trace.y, where="post", color=trace.line.color, linewidth=1)
+        else:
+            xerr, yerr = (bar.array and (bar.arrayminus, bar.array) for bar in (trace.error_x, trace.error_y))
+            axes.errorbar(trace.x, trace.y, yerr, xerr, fmt="none", ecolor="0.6", elinewidth=1)
+            symbol, size = ("|", 200) if trace.marker.symbol == "line-ns-open" else ("o", 30)
+            axes.scatter(trace.x, trace.y, s=size, c=trace.marker.color, marker=symbol, zorder=3)
+    for line in layout.shapes:
+        draw, place = (axes.axhline, line.y0) if line.y0 == line.y1 else (axes.axvline, line.x0)
+        draw(place, color="0.6", linewidth=0.8)
+    if layout.yaxis.ticktext:
+        labels = [html.unescape(text.replace("<br>", "\n")) for text in layout.yaxis.ticktext]
+        axes.set_yticks(layout.yaxis.tickvals, labels, fontsize=8)

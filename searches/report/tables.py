@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip import SpeculativeConfig
 from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.models.target import described_precision
 from searches.engines.race import Race
@@ -27,7 +25,6 @@ _REQUEST_COLUMNS = {
     "ttft_p95": ("ms to first p95", "{:.0f}", 1000.0),
 }
 """Title, format and factor of the metrics of an engine that the tables show; throughput is in tokens/s."""
-_LONG = ("95 % interval", "output", "verdict")  # values that a narrow screen shows in lines of their own
 _OUTPUTS = {
     "exact": "identical",
     "near_tie": "identical except where rounding decides a near-tie",
@@ -73,16 +70,15 @@ def conditions(record: Mapping[str, Any]) -> str:
 
 def finals_tables(finals: Finals) -> Tables:
     """Return plain decoding and the finalists on held-out prompts, and an engine's metrics of them."""
-    plain = "wins" if finals.winner.config.method == "none" else "reference"
-    rows = [("no drafting", plain, SpeculativeConfig(), finals.baseline, 1.0)]
-    rows += [(f.config.label(), _outcome(finals, f), f.config, f.held_out, f.search_speedup) for f in finals.finalists]
+    rows = [("no drafting", "wins" if finals.winner.config.method == "none" else "reference", finals.baseline, 1.0)]
+    rows += [(f.config.label(), _outcome(finals, f), f.held_out, f.search_speedup) for f in finals.finalists]
     shown = [
         {"configuration": label, "verdict": outcome}
         | speedup_cells(metrics, 3)
         | {"in the search": f"{search_speedup:.3f}"}
         | _rates(metrics)
         | {"output": output_state(metrics)}
-        for label, outcome, config, metrics, search_speedup in rows
+        for label, outcome, metrics, search_speedup in rows
     ]
     tables = {"Finalists (held-out prompts)": shown}
     loads = [metrics.get(METRICS, {}) for *_, metrics, _ in rows]
@@ -120,19 +116,15 @@ def _outcome(finals: Finals, finalist: Finalist) -> str:
     return "as fast as the winner, less simple" if finalist.ties else "faster than plain decoding"
 
 
-def measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """Return the trials that were measured to the end."""
-    return [trial for trial in trials if trial.state == TrialState.COMPLETE and "measurement" in trial.user_attrs]
-
-
 def may_lead(trial: FrozenTrial) -> bool:
     """Return True if a trial was measured to the end and kept the output."""
-    return is_lossless(trial.user_attrs["measurement"]) and trial.state == TrialState.COMPLETE
+    measurement = trial.user_attrs.get("measurement")
+    return measurement is not None and is_lossless(measurement) and trial.state == TrialState.COMPLETE
 
 
 def best_trials(trials: Iterable[FrozenTrial], maximum: int = 10) -> list[FrozenTrial]:
     """Return the fastest trials that were measured to the end and kept the output."""
-    return sorted(filter(may_lead, measured(trials)), key=lambda t: -(t.value or 0.0))[:maximum]
+    return sorted(filter(may_lead, trials), key=lambda t: -(t.value or 0.0))[:maximum]
 
 
 def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:
@@ -141,8 +133,8 @@ def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:
     Speedups are those on the tune prompts that every trial decodes.
     """
     best = [_named(t) | {"speedup": f"{t.value:.3f}"} | _rates(t.user_attrs["measurement"]) for t in best_trials(trials)]
-    kept = {t.number: t for t in measured(trials) if is_lossless(t.user_attrs["measurement"])}
-    loads = {number: trial_requests(trial) for number, trial in kept.items()}
+    kept = {trial.number: trial for trial in trials if may_lead(trial)}
+    loads = {number: trial.user_attrs.get(METRICS, {}) for number, trial in kept.items()}
     front = pareto_front({number: (load.get("throughput"), load.get("tpot_p50")) for number, load in loads.items()})
     rates = _load_table([_named(kept[n]) for n in front], [loads[n] for n in front], "Pareto front")
     return {"Best trials (tune prompts)": best} | rates
@@ -150,12 +142,6 @@ def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:
 
 def _named(trial: FrozenTrial) -> Row:
     return {"configuration": configuration(trial).label(), "trial": str(trial.number)}
-
-
-def trial_requests(trial: FrozenTrial) -> Mapping[str, float]:
-    """Return an engine's metrics of a trial; empty if it reports none."""
-    found: Mapping[str, float] = trial.user_attrs.get(METRICS, {})
-    return found
 
 
 def _rates(metrics: Mapping[str, Any]) -> Row:
@@ -169,12 +155,11 @@ def _rates(metrics: Mapping[str, Any]) -> Row:
 def _load_table(names: Sequence[Row], loads: Sequence[Mapping[str, float]], of: str) -> Tables:
     """Return the table of an engine's metrics; a metric that no row has is no column. No engine reports any: no table."""
     shown = {name: each for name, each in _REQUEST_COLUMNS.items() if any(name in load for load in loads)}
-    rows = []
-    for row, load in zip(names, loads, strict=True):
-        cells = {
-            title: form.format(factor * load[name]) if name in load else "" for name, (title, form, factor) in shown.items()
-        }
-        rows.append(row | cells)
+    columns = shown.items()
+    rows = [
+        row | {title: form.format(factor * load[name]) if name in load else "" for name, (title, form, factor) in columns}
+        for row, load in zip(names, loads, strict=True)
+    ]
     return {f"Throughput and latency ({of})": rows} if shown else {}
 
 
@@ -193,20 +178,5 @@ def pareto_front(points: Mapping[int, tuple[float | None, float | None]]) -> lis
 
 
 def as_markdown(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a table."""
     head, *lines = (f"| {' | '.join(cells)} |" for cells in (rows[0], *(row.values() for row in rows)))
     return [head, f"|{'---|' * len(rows[0])}", *lines]
-
-
-def as_html(title: str, rows: Sequence[Row]) -> str:
-    """Return a table, the row of the winner marked; on a narrow screen each row becomes a list of named values."""
-    if not rows:
-        return f'<h2>{title}</h2><p class="empty">None was measured to the end.</p>'
-    kinds = {name: ' class="text"' if name in _LONG else "" for name in rows[0]}
-    head = "".join(f"<th{kind}>{html.escape(name)}</th>" for name, kind in kinds.items())
-    body = []
-    for row in rows:
-        cells = (f'<td{kinds[name]} data-name="{html.escape(name)}">{html.escape(cell)}</td>' for name, cell in row.items())
-        start = '<tr class="best">' if row.get("verdict") == "wins" else "<tr>"
-        body.append(f"{start}{''.join(cells)}</tr>")
-    return f"<h2>{title}</h2><table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"

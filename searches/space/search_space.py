@@ -208,7 +208,6 @@ class SearchSpace:
         return replace(self, ranges=ranges)
 
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
-        """Return the configuration that a trial proposes."""
         members = self._suggest(trial)
         return self._cascade(*members) if len(members) > 1 else members[0]
 

@@ -120,7 +120,11 @@ class StudyRun:
 
     def found(self, view: int = ViewType.ACTIVE_ONLY) -> list[Run]:
         """Return the runs of the study. Of several, which processes made that missed a deleted one, the last is used."""
-        return self.store.search(f"tags.study_id = '{self.identity}' and tags.role = '{self.role}'", view)
+        return self.tagged(f"role = '{self.role}'", view)
+
+    def tagged(self, condition: str, view: int = ViewType.ACTIVE_ONLY) -> list[Run]:
+        """Return the runs of the study and its trials whose tags meet a condition, the latest first."""
+        return self.store.search(f"tags.study_id = '{self.identity}' and tags.{condition}", view)
 
     def _find(self) -> str:
         client, found = self.store.client, self.found()[-1:]
@@ -153,16 +157,9 @@ class TrialRuns:
         self._store, self._study = study.store, study
         self._recorded: set[int] = set()
         self._begun: dict[int, str] = {}  # runs whose writing failed
-        self._is_tidy = True
-
-    def check_again(self) -> None:
-        """Delete incomplete and doubled runs before the next one is written; nobody else may write any by then."""
-        self._is_tidy = False
 
     def write(self, trial: FrozenTrial) -> None:
         """Write the run of a finished trial, unless it exists."""
-        if not self._is_tidy:
-            self._tidy()
         if trial.number in self._recorded:
             return
         config, client = SpeculativeConfig.from_dict(trial.user_attrs["config"]), self._store.client
@@ -195,12 +192,12 @@ class TrialRuns:
         }
         return tags | ({"reason": trial.user_attrs["reason"]} if "reason" in trial.user_attrs else {})
 
-    def _tidy(self) -> None:
-        """Delete incomplete and doubled runs, and nest the others below the run of the study."""
+    def tidy(self) -> None:
+        """Delete incomplete and doubled runs, while nobody writes any, and nest the others below the run of the study."""
         study, recorded = self._study.current(), set[int]()
         for run in self._study.found()[:-1]:
             self._store.client.delete_run(run.info.run_id)
-        for run in self._store.search(f"tags.study_id = '{self._study.identity}' and tags.role = 'trial'"):
+        for run in self._study.tagged("role = 'trial'"):
             number = int(run.data.tags["trial_number"])
             if run.info.status == "RUNNING" or number in recorded:
                 self._store.client.delete_run(run.info.run_id)
@@ -208,7 +205,7 @@ class TrialRuns:
             recorded.add(number)
             if run.data.tags.get(PARENT) != study:
                 self._store.client.set_tag(run.info.run_id, PARENT, study)
-        self._recorded, self._begun, self._is_tidy = recorded, {}, True
+        self._recorded, self._begun = recorded, {}
 
 
 def _metrics(trial: FrozenTrial) -> dict[str, float]:
@@ -219,9 +216,8 @@ def _metrics(trial: FrozenTrial) -> dict[str, float]:
     if known.get(PREDICTED) is not None:
         metrics[PREDICTED] = known[PREDICTED]
     metrics |= {"seconds": known["seconds"], DRIFTED: known.get(DRIFTED, 0)}
-    for position, rate in enumerate(measurement.get("acceptance_by_position", ())):
-        metrics[f"acceptance_at_{position + 1:02d}"] = rate
-    return metrics
+    rates = enumerate(measurement.get("acceptance_by_position", ()), 1)
+    return metrics | {f"acceptance_at_{position:02d}": rate for position, rate in rates}
 
 
 def _milliseconds(moment: Any) -> int | None:

@@ -37,15 +37,7 @@ _STOP_SECONDS = 5.0  # that metrics of the system may take to end
 
 
 class Tracker:
-    """Writer of the runs of one study.
-
-    Args:
-        uri: of the tracking store; None is an SQLite store in ``folder``.
-        experiment: its name; it is created if it does not exist.
-
-    Raises:
-        InputError: the store cannot be opened, or the experiment was deleted.
-    """
+    """Writer of the runs of one study into an experiment of a store, as :func:`open_experiment` opens or creates them."""
 
     def __init__(self, uri: str | None, folder: Path, experiment: str) -> None:
         client, self.uri, identifier = open_experiment(uri, folder, experiment)
@@ -68,12 +60,8 @@ class Tracker:
     ) -> None:
         """Create the run of a study or, by its ``role``, of something else, or resume it.
 
-        Args:
-            identity: distinguishes it from others of its name.
-            params: flat settings; repeated on every trial's run, because MLflow's filters drop parent runs.
-            tags: the tags of the study's run only.
-            prompts: those of the study, which become its dataset.
-            texts: artifacts of the study's run, by name.
+        ``identity`` distinguishes it from others of its name. ``params`` are flat settings, which every trial's run repeats,
+        because MLflow's filters drop parent runs. ``prompts`` become its dataset, ``texts`` its artifacts, by name.
         """
         given = {key: str(value)[:500] for key, value in params.items()}
         own = {key: str(value) for key, value in tags.items()}
@@ -84,7 +72,7 @@ class Tracker:
 
     def reconcile(self, trials: Sequence[FrozenTrial]) -> None:
         """Delete incomplete and doubled runs of trials, and write those that are missing; nobody else may write any."""
-        self._trials.check_again()
+        self._outbox.put("tidy", self._trials.tidy)
         self.record(*trials)
 
     def record(self, *trials: FrozenTrial) -> None:
@@ -107,13 +95,9 @@ class Tracker:
     ) -> None:
         """Write the result of a finished study: tags and the description of its run, and the tag ``best`` of the winner's.
 
-        Args:
-            winner: its configuration.
-            sentence: the verdict.
-            trial: the number of the winner's trial, if it has one. Earlier winners lose the tag.
-            metrics: those of the study's run, with the number of ``trials``.
-            files: artifacts, and the folders for them.
-            again: whether a complete result of as many trials is replaced.
+        ``sentence`` is the verdict, ``trial`` the number of the winner's trial, if any; earlier winners lose the tag.
+        ``metrics`` hold the number of ``trials``: only ``again`` replaces a complete result of as many. ``files`` are
+        artifacts with their folders.
         """
         run, logged = self._run, metrics_now(metrics)
 
@@ -125,10 +109,9 @@ class Tracker:
                 client.log_artifact(run_id, str(path), folder)
             tags = {"winner": winner, "verdict": sentence, _NOTE: sentence}
             client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
-            of_study = f"tags.study_id = '{run.identity}' and tags."
-            for best in self._store.search(f"{of_study}{_BEST} = 'true'"):
+            for best in run.tagged(f"{_BEST} = 'true'"):
                 client.delete_tag(best.info.run_id, _BEST)
-            for best in [] if trial is None else self._store.search(f"{of_study}trial_number = '{trial}'"):
+            for best in [] if trial is None else run.tagged(f"trial_number = '{trial}'"):
                 client.set_tag(best.info.run_id, _BEST, "true")
             self._store.log(run_id, logged)  # last: they show that nothing is missing
 

@@ -30,11 +30,6 @@ class Row(NamedTuple):
     state: TrialState
     user_attrs: dict[str, Any]
 
-    @property
-    def is_published(self) -> bool:
-        """True if the row holds a published value."""
-        return self.state == TrialState.COMPLETE and VALUE in self.user_attrs
-
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -43,9 +38,15 @@ class Snapshot:
     rows: list[Row]
     live: frozenset[int]
 
-    def is_held(self, row: Row) -> bool:
-        """Return whether a row is unfinished and its worker alive."""
-        return row.state == TrialState.RUNNING and row.user_attrs.get("worker") in self.live
+    def held(self, kind: str, name: str | None = None) -> dict[int, int]:
+        """Return the unfinished rows of a kind whose workers are alive, with these workers, by their numbers."""
+        rows = [row for row in of_kind(self.rows, kind, name) if row.state == TrialState.RUNNING]
+        return {row.number: row.user_attrs["worker"] for row in rows if row.user_attrs["worker"] in self.live}
+
+    def published(self, name: str) -> list[Any]:
+        """Return the values that were published by a name; after the first, workers use that one."""
+        rows = [row for row in of_kind(self.rows, "claim", name) if row.state == TrialState.COMPLETE]
+        return [row.user_attrs[VALUE] for row in rows if VALUE in row.user_attrs]
 
 
 def has_board(storage: BaseStorage, name: str) -> bool:
@@ -86,5 +87,4 @@ class Board:
 
 
 def of_kind(rows: Sequence[Row], kind: str, name: str | None = None) -> list[Row]:
-    """Return the rows of a kind, and of a name if one is given."""
     return [row for row in rows if row.user_attrs["kind"] == kind and name in (None, row.user_attrs.get("name"))]

@@ -118,12 +118,7 @@ class WorkerPool(Workers):
     name: str
 
     def __init__(
-        self,
-        storage: BaseStorage,
-        study: str,
-        device: str = "",
-        beat_seconds: float = BEAT_SECONDS,
-        patience: int = PATIENCE,
+        self, storage: BaseStorage, study: str, device: str, beat_seconds: float = BEAT_SECONDS, patience: int = PATIENCE
     ) -> None:
         self.board, self.device, self._storage = Board(storage, study), device, storage
         self._process, self._beat_seconds, self._patience = this_process(), beat_seconds, patience
@@ -195,10 +190,10 @@ class WorkerPool(Workers):
             self.board.finish(row, TrialState.COMPLETE)
 
     def share(self, name: str, work: Callable[[], Any]) -> Any:
-        while not (values := self._published(name)):
+        while not (values := self.snapshot().published(name)):
             row = self._stand_in_line(name)
             try:
-                if not self._published(name):
+                if not self.snapshot().published(name):
                     self.board.set(row, VALUE, work())
                     self.board.finish(row, TrialState.COMPLETE)
             except LeaseLost:
@@ -211,8 +206,7 @@ class WorkerPool(Workers):
         left = list[str]()
         for name in names:
             snapshot = self.snapshot()
-            rows = of_kind(snapshot.rows, "claim", name)
-            if any(map(snapshot.is_held, rows)) and not any(row.is_published for row in rows):
+            if snapshot.held("claim", name) and not snapshot.published(name):
                 left.append(name)
             else:
                 yield name, self.share(name, partial(work, name))
@@ -220,17 +214,14 @@ class WorkerPool(Workers):
             yield name, self.share(name, partial(work, name))
 
     def check(self, name: str) -> None:
-        snapshot = self.snapshot()
-        claims = of_kind(snapshot.rows, "claim", name)
-        if not any(snapshot.is_held(row) and row.user_attrs["worker"] == self.worker for row in claims):
+        if self.worker not in self.snapshot().held("claim", name).values():
             raise LeaseLost(name)
 
     def close(self) -> None:
         self.board.add(kind="closed", worker=self.worker)
 
     def is_closed(self) -> bool:
-        snapshot = self.snapshot()
-        return any(map(snapshot.is_held, of_kind(snapshot.rows, "closed")))
+        return bool(self.snapshot().held("closed"))
 
     def _stand_in_line(self, name: str) -> int:
         """Wait until a row of this worker is the first of a name, or a value of the name is published; return the row."""
@@ -247,16 +238,13 @@ class WorkerPool(Workers):
 
     def _is_first(self, name: str, row: int) -> bool:
         snapshot = self.snapshot()
-        rows = of_kind(snapshot.rows, "claim", name)
-        if any(other.is_published for other in rows):
+        if snapshot.published(name):
             return True
-        if not any(snapshot.is_held(mine) for mine in rows if mine.number == row):
+        held = snapshot.held("claim", name)
+        if row not in held:
             self.stay()
             raise LeaseLost(name)
-        return not any(snapshot.is_held(other) for other in rows if other.number < row)
-
-    def _published(self, name: str) -> list[Any]:
-        return [row.user_attrs[VALUE] for row in of_kind(self.snapshot().rows, "claim", name) if row.is_published]
+        return row == min(held)
 
     def stay(self) -> Snapshot:
         """Join again if this worker was presumed dead; return what was seen before."""

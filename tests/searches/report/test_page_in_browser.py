@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from searches.report.markdown import study_notes
 from searches.report.page import FAILED, FINISHED, Page, write_page
 from tests.browser import CHROMIUM, Browser
 from tests.searches.report.pages import engine_study, known_study, workers_study
@@ -52,7 +51,7 @@ def _show(browser: Browser, page: Path, width: int) -> None:
 def test_a_finished_study_is_drawn_whole(browser: Browser, width: int, tmp_path: Path) -> None:
     study, finals = known_study()
     path = tmp_path / "report.html"
-    write_page(path, study, Page(5, study_notes(study, finals), FINISHED, finals=finals))
+    write_page(path, study, Page(5, FINISHED, finals=finals))
     _show(browser, path, width)
     counts = {name: browser.evaluate(_MARKS.format(name)) for name in ("history", "acceptance")}
     assert counts == {"history": 5, "acceptance": 4}
@@ -68,10 +67,10 @@ def test_a_finished_study_is_drawn_whole(browser: Browser, width: int, tmp_path:
 def test_workers_and_engines_are_drawn(browser: Browser, width: int, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     study = workers_study()
-    write_page(path, study, Page(8, study_notes(study, None), stage="trials"))
+    write_page(path, study, Page(8, stage="trials"))
     _show(browser, path, width)
     assert browser.evaluate(_MARKS.format("timeline")) == len(study.trials) - 1  # without the duplicate
     study = engine_study()
-    write_page(path, study, Page(8, study_notes(study, None), FAILED))
+    write_page(path, study, Page(8, FAILED))
     _show(browser, path, width)
     assert browser.evaluate(_MARKS.format("load")) == 4  # plain decoding, too

@@ -79,7 +79,7 @@ def test_a_study_without_finished_trials_has_a_page(tmp_path: Path) -> None:
 
 def test_a_page_loads_nothing_and_shows_names_as_they_are_written(tmp_path: Path) -> None:
     study, finals = known_study()
-    page = _written(tmp_path, study, notes=["<script>alert(1)</script>"], state=FINISHED, finals=finals)
+    page = _written(tmp_path, study, reason="<script>alert(1)</script>", state=FINISHED, finals=finals)
     own = page.replace(page.partition("<script>")[2].partition("</script>")[0], "")  # without plotly.js
     assert not any(part in own for part in ("src=", "href=", "@import", "url(", "<script>alert", "<b>&amp;"))
     assert "known &lt;b&gt;&amp;amp;" in own

@@ -61,7 +61,8 @@ class Flaky(InMemoryStorage):
 
 @pytest.mark.parametrize("after", [False, True])
 def test_calls_are_repeated_and_carried_out_once(after: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    study = optuna.create_study(storage=RetryingStorage(Flaky(after)), direction="maximize")
+    storage = RetryingStorage(Flaky(after), Retry("study.storage: the database"))
+    study = optuna.create_study(storage=storage, direction="maximize")
     numbers = []
     for value in range(3):
         trial = study.ask()

@@ -111,8 +111,8 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerPool, WorkerPo
     monkeypatch.setattr(pools, "_LONGEST_PAUSE", 0.05)
     storage = InMemoryStorage()
     with (
-        WorkerPool(storage, "study", beat_seconds=60, patience=2) as one,
-        WorkerPool(storage, "study", beat_seconds=60) as other,
+        WorkerPool(storage, "study", "", 60, patience=2) as one,
+        WorkerPool(storage, "study", "", 60) as other,
     ):
         yield one, other
 
