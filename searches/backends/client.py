@@ -214,8 +214,7 @@ def _read(pieces: Iterator[_Piece], start: float, maximum: int) -> Completion:
 
 
 def _piece(event: dict[str, Any]) -> _Piece:
-    usage, choices = event.get("usage"), event.get("choices") or []
-    new = [int(token) for choice in choices[:1] for token in choice.get("token_ids") or ()]
-    text = "".join(choice.get("text") or "" for choice in choices[:1])
-    stopped = any(choice.get("finish_reason") == "stop" for choice in choices[:1])
-    return text, new, None if usage is None else int(usage["completion_tokens"]), stopped
+    usage, choice = event.get("usage"), (event.get("choices") or [{}])[0]
+    count = None if usage is None else int(usage["completion_tokens"])
+    new = [int(token) for token in choice.get("token_ids") or ()]
+    return choice.get("text") or "", new, count, choice.get("finish_reason") == "stop"

@@ -23,14 +23,13 @@ import torch
 from layerskip import DecodeStats, Round, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.decoding.decode import DecodeResult
 from layerskip.engines.registry import speculation
-from layerskip.files import atomic_folder
 from layerskip.measure.measure import Task
 from layerskip.models.loading import DTYPES, gguf_file
 from layerskip.models.positions import max_positions
 from searches.app.checks import InputError, check_list, check_whole
 from searches.backends.backend import BackendError
 from searches.backends.engine_process import EngineProcess, interpreter
-from searches.backends.vllm import served_folder
+from searches.backends.vllm import served_folder, written
 
 ENGINES = ("openvino_genai", "vllm", "xllamacpp")
 _METHODS = ("plain", "prompt_lookup")
@@ -159,17 +158,17 @@ class EnginePeer:
         saved = served_folder(model, self.folder)
         if self.engine != "openvino_genai":
             return saved
-        converted = self.folder / f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}-openvino"
-        if not converted.exists():
-            with atomic_folder(converted) as partial:
-                precision = "fp16" if model.dtype == "float16" else "fp32"  # which contains bfloat16
-                command = [str(self.python), "-m", "optimum.commands.optimum_cli", "export", "openvino"]
-                command += ["--model", saved, "--task", "text-generation-with-past", "--weight-format", precision]
-                done = subprocess.run([*command, str(partial)], capture_output=True, text=True, check=False)
-                if done.returncode:
-                    reason = done.stderr.strip().rpartition("\n")[2][:300]
-                    raise UnsupportedModel(f"openvino_genai: cannot convert {model.name}: {reason}")
-        return str(converted)
+        precision = "fp16" if model.dtype == "float16" else "fp32"  # which contains bfloat16
+        command = [str(self.python), "-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", saved]
+        command += ["--task", "text-generation-with-past", "--weight-format", precision]
+
+        def convert(folder: Path) -> None:
+            done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
+            if done.returncode:
+                reason = done.stderr.strip().rpartition("\n")[2][:300]
+                raise UnsupportedModel(f"openvino_genai: cannot convert {model.name}: {reason}")
+
+        return written(self.folder / f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}-openvino", convert)
 
 
 def _intel_openmp(python: str) -> dict[str, str]:

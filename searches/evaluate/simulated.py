@@ -245,9 +245,6 @@ class SimulatedBackend(Backend):
                 time.sleep(self.pace * sum(sample.prefill_seconds + sample.decode_seconds for sample in row.values()))
                 yield {name: row[name] for name in names}
 
-    def close(self) -> None:
-        """Do nothing, because nothing was started."""
-
 
 def simulated_bench(landscape: Landscape, machine: Machine) -> ModelBench:
     """Return a bench that measures a simulated decoder."""
