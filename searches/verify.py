@@ -5,10 +5,9 @@ Usage: ``python -m searches.verify outputs/<study>/best.json [field=value]``
 The export's configuration and plain decoding take turns on held-out prompts, repeat by repeat, until the verdict is clear or
 the repeats are used up. An interrupted run resumes. The exit code states the verdict: 0 confirmed, 3 weaker, 4 refuted.
 
-A configuration that drafts claims to keep the output, to be faster than plain decoding, and to be as fast as its evidence
-states, up to the difference between machines and days. The claim is ``confirmed`` if all of this holds, ``refuted`` by what
-noise cannot explain, and ``weaker`` otherwise. A claim above the interval is not refuted by other prompts than those of its
-evidence, because categories differ more than machines do.
+The claim is ``confirmed`` if its evidence holds, up to the difference between machines and days, ``refuted`` by what noise
+cannot explain, and ``weaker`` otherwise (docs/measuring.md). A claim above the interval is not refuted by other prompts than
+those of its evidence, because categories differ more than machines do.
 """
 
 from __future__ import annotations

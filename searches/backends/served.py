@@ -15,11 +15,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from layerskip import ConfigError, PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip import ConfigError, PromptSet, SpeculativeConfig, Target
 from layerskip.config import methods
 from layerskip.engines.deployment import Unsupported
 from layerskip.measure.losslessness import Losslessness, find_divergence
-from layerskip.measure.measure import Task
+from layerskip.measure.measure import Task, greedy_checks
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from layerskip.prompts import PromptItem
@@ -108,7 +108,11 @@ class ServedBackend(Backend):
         If configurations take turns, their times are stated at the speed that plain decoding had beside the first ones.
         """
         task = asked.task
-        checks = None if task.sampling.greedy else self._greedy_checks(asked)
+
+        def decode_opening(item: PromptItem, greedy: Task) -> dict[str, Sample]:
+            return next(self.compare(Comparison(asked.configs, PromptSet((replace(item, followups=()),)), greedy)))
+
+        checks = None if task.sampling.greedy else greedy_checks(asked.prompts, task, decode_opening)
         asked = replace(asked, configs={BASELINE: _PLAIN, **asked.configs})
         self._startup_seconds, self._order = {}, random.Random(task.seed)
         for repeat in range(asked.repeats):
@@ -240,19 +244,6 @@ class ServedBackend(Backend):
         if divergence is None and one.count == other.count == 1 < task.max_new_tokens:
             return Losslessness(0)  # both ended with the first token, which no drafter could change
         return Losslessness(1, (divergence,) if divergence else ())
-
-    def _greedy_checks(self, asked: Comparison) -> dict[str, Losslessness]:
-        """Compare greedy outputs up to the first that does not end at once, as sampled ones differ by chance."""
-        greedy = replace(asked.task, sampling=Sampling(repetition_penalty=asked.task.sampling.repetition_penalty))
-        rows = []
-        for item in asked.prompts:
-            prompt = PromptSet((replace(item, followups=()),))
-            rows.append(next(self.compare(Comparison(asked.configs, prompt, greedy))))
-            if rows[-1][BASELINE].lossless.compared:
-                break
-        basis = "greedy outputs of one prompt, as the measured ones are sampled"
-        checks = {name: Losslessness.join(row[name].lossless for row in rows) for name in rows[0]}
-        return {name: replace(check, basis=basis) for name, check in checks.items()}
 
 
 def _seconds_per_token(answers: Sequence[Answer]) -> float:

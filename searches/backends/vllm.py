@@ -40,10 +40,10 @@ def served_folder(target: Target, folder: Path) -> str:
         with contextlib.suppress(OSError, ValueError):  # it is in the cache that it was loaded from
             return snapshot_download(target.name, revision=target.revision, local_files_only=True)
     saved = folder.resolve() / f"{short_name(source.name.removesuffix('.gguf'))}-{target.digest[:12]}"
-    return written(saved, target.save)
+    return written_once(saved, target.save)
 
 
-def written(folder: Path, write: Callable[[Path], object]) -> str:
+def written_once(folder: Path, write: Callable[[Path], object]) -> str:
     """Return a folder; if it does not exist, write it under another name first, so that it is always complete."""
     if not folder.is_dir():
         with atomic_folder(folder) as partial:
@@ -163,4 +163,4 @@ class VllmBackend(ServedBackend):
             return str(head.resolve())
         identity = digest([attachment_digests(config), self.target.digest])[:12]
         saved = folder.resolve() / f"{short_name(head.resolve().name)}-{identity}"
-        return written(saved, lambda partial: save_portable(head, partial, self.target))
+        return written_once(saved, lambda partial: save_portable(head, partial, self.target))

@@ -24,7 +24,7 @@ from layerskip import (
 )
 from layerskip.files import short_name
 from layerskip.measure.measure import Decoder
-from searches.app.checks import InputError
+from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
 from searches.benchmark.peers import Peer
 from searches.engines.peer import EnginePeer
@@ -67,11 +67,9 @@ def fill_defaults(config: DictConfig, target: Target) -> None:
     if config.draft_folder is None:
         name = f"{Path(target.name).name}-{target.digest[:8]}-{target.dtype}-without-{config.draft_mask}"
         config.draft_folder = str(Path(config.outputs) / "drafts" / short_name(re.sub(r"[^\w.-]+", "_", name)))
-    skip, early = config.contenders.get("layer_skip"), config.peers.get("transformers_early_exit")
+    skip = config.contenders.get("layer_skip")
     if skip is not None and skip.mask is None:
         skip.mask = f"layers:{layers // 2}-{layers - 1}"
-    if early is not None and early.exit_layer is None:
-        early.exit_layer = layers // 2
 
 
 def build_contenders(
@@ -91,8 +89,7 @@ def build_contenders(
     for name, row in own.items():
         fields: Any = OmegaConf.to_container(row, resolve=True)
         if (rival := fields.pop("rival", None)) is not None:
-            if rival not in config.peers:
-                raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
+            check_list(f"contenders.{name}.rival", [rival], list(map(str, config.peers)))
             rivals[name] = rival
         configs[name] = SpeculativeConfig.from_dict(fields)
         refuse_answers_of(f"contenders.{name}", configs[name], target, prompts)

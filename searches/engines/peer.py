@@ -29,7 +29,7 @@ from layerskip.models.positions import max_positions
 from searches.app.checks import InputError, check_list, check_whole
 from searches.backends.backend import BackendError
 from searches.backends.engine_process import EngineProcess, interpreter
-from searches.backends.vllm import served_folder, written
+from searches.backends.vllm import served_folder, written_once
 
 ENGINES = ("openvino_genai", "vllm", "xllamacpp")
 _METHODS = ("plain", "prompt_lookup")
@@ -168,7 +168,7 @@ class EnginePeer:
                 reason = done.stderr.strip().rpartition("\n")[2][:300]
                 raise UnsupportedModel(f"openvino_genai: cannot convert {model.name}: {reason}")
 
-        return written(self.folder / f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}-openvino", convert)
+        return written_once(self.folder / f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}-openvino", convert)
 
 
 def _intel_openmp(python: str) -> dict[str, str]:
