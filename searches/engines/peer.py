@@ -32,7 +32,7 @@ from searches.backends.engine_process import EngineProcess, interpreter
 from searches.backends.vllm import served_folder, written_once
 
 ENGINES = ("openvino_genai", "vllm", "xllamacpp")
-_METHODS = ("plain", "prompt_lookup")
+METHODS = ("plain", "prompt_lookup")
 _WORKER = Path(__file__).with_name("worker.py")
 _LONGEST = 4096  # tokens of prompt and output that vLLM is asked to hold
 _ANSWER_SECONDS = 600.0  # within which an engine loads a model, or decodes a prompt
@@ -69,7 +69,7 @@ class EnginePeer:
 
     def __post_init__(self) -> None:
         check_list("engine", [self.engine], ENGINES)
-        check_list("method", [self.method], _METHODS)
+        check_list("method", [self.method], METHODS)
         self.dtype = self.dtype or self.target.dtype
         check_list("dtype", [self.dtype], tuple(DTYPES))
         check_whole("num_speculative_tokens", self.num_speculative_tokens)
