@@ -5,10 +5,9 @@ Usage: ``python -m searches.verify outputs/<study>/best.json [field=value]``
 The export's configuration and plain decoding take turns on held-out prompts, repeat by repeat, until the verdict is clear or
 the repeats are used up. An interrupted run resumes. The exit code states the verdict: 0 confirmed, 3 weaker, 4 refuted.
 
-A configuration that drafts claims to keep the output, to be faster than plain decoding, and to be as fast as its evidence
-states, up to the difference between machines and days. The claim is ``confirmed`` if all of this holds, ``refuted`` by what
-noise cannot explain, and ``weaker`` otherwise. A claim above the interval is not refuted by other prompts than those of its
-evidence, because categories differ more than machines do.
+The claim is ``confirmed`` if its evidence holds, up to the difference between machines and days, ``refuted`` by what noise
+cannot explain, and ``weaker`` otherwise (docs/measuring.md). A claim above the interval is not refuted by other prompts than
+those of its evidence, because categories differ more than machines do.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from searches.app.checks import InputError, check_number, check_seed, check_whol
 from searches.app.interrupt import interrupt_code
 from searches.app.targets import command_line, load_exported_target
 from searches.backends.selection import closing, described, exported_backend
-from searches.report.tables import conditions, empty_note
-from searches.results import RESULTS_VERSION, ResultLog, record_header
+from searches.report.tables import as_markdown, conditions, empty_note
+from searches.results import ResultLog, record_header
 from searches.study.bench import BASELINE, ModelBench, Row, resumed_rows
 from searches.study.plan import check_prompts, flatten
 from searches.training.texts import refuse_answers_of
@@ -55,36 +54,21 @@ _TOLERATED_ROUNDS = 0.1
 _SHOWN = ("tokens_per_second", "baseline_tokens_per_second", "acceptance_rate", "mean_acceptance_length")  # by a report
 
 
-@dataclass(frozen=True)
-class VerifySettings:
-    """Settings of measuring an export.
-
-    Args:
-        max_new_tokens: new tokens per prompt and turn; None takes the evidence's, or 48 if it does not state them.
-        held_out_prompts: number of held-out prompts; None takes all.
-        max_repeats: how often each of them is decoded if the verdict does not become clear.
-        tolerance: share of the claimed speedup that machines and days may differ by, in [0, 1).
-    """
-
-    max_new_tokens: int | None = None
-    held_out_prompts: int | None = None
-    max_repeats: int = 3
-    tolerance: float = 0.2
-
-    def __post_init__(self) -> None:
-        check_whole("measure.max_repeats", self.max_repeats)
-        for name in ("max_new_tokens", "held_out_prompts"):
-            if (value := getattr(self, name)) is not None:
-                check_whole(f"measure.{name}", value)
-        check_number("measure.tolerance", self.tolerance, or_zero=True)
-        if self.tolerance >= 1:
-            raise InputError(f"measure.tolerance: {self.tolerance!r} is not below 1")
+def _check_settings(measure: DictConfig) -> None:
+    """Check ``measure`` of ``conf/verify.yaml``, where each setting is described."""
+    check_whole("measure.max_repeats", measure.max_repeats)
+    for name in ("max_new_tokens", "held_out_prompts"):
+        if measure[name] is not None:
+            check_whole(f"measure.{name}", measure[name])
+    check_number("measure.tolerance", measure.tolerance, or_zero=True)
+    if measure.tolerance >= 1:
+        raise InputError(f"measure.tolerance: {measure.tolerance!r} is not below 1")
 
 
 def verify(config: DictConfig) -> None:
     """Verify an export; ``conf/verify.yaml`` is the configuration. Exits with one of ``EXIT_CODES`` unless confirmed."""
     check_seed(config.seed)
-    settings = VerifySettings(**config.measure)
+    _check_settings(settings := config.measure)
     if OmegaConf.is_missing(config, "export"):
         raise InputError("export: is missing; name the file, as in python -m searches.verify best.json")
     export = Export.load(str(config.export))
@@ -101,21 +85,18 @@ def verify(config: DictConfig) -> None:
     refuse_answers_of("config", export.config, target, prompts)
     check_prompts(prompts, target, max_new_tokens)
     backend, workload = exported_backend(config, export, target)
-    engine = described(backend, workload)
-    asked = [export.config.to_dict(), export.sampling.to_dict(), max_new_tokens, prompts.digest, config.seed, engine]
-    asked += [target.digest, machine(target), attachment_digests(export.config), RESULTS_VERSION]
+    bench = ModelBench(backend, export.sampling, max_new_tokens, workload)
+    asked = [export.config.to_dict(), attachment_digests(export.config), prompts.digest, config.seed, bench.conditions]
     unfinished = Path(config.outputs) / f"verify-{digest(asked)[:12]}.jsonl"
-    rows, verdict = list[Row](), judge_plain(claim.speedup)
+    measurement, verdict = None, judge_plain(claim.speedup)
     if export.config.method != "none":
         if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
             unfinished.unlink()
-        bench = ModelBench(backend, export.sampling, max_new_tokens, workload)
         with closing(backend):
-            rows, verdict = _measure(bench, export, claim, prompts, settings, config.seed, unfinished)
-    measurement = Measurement.of(rows, BASELINE, _CANDIDATE) if rows else None
+            measurement, verdict = _measure(bench, export, claim, prompts, config, unfinished)
     header = record_header("layerskip.verification/1", target)
     record = header | {
-        "environment": header["environment"] | engine,
+        "environment": header["environment"] | described(backend, workload),
         "verdict": verdict.name,
         "reason": verdict.reason,
         "export": str(config.export),
@@ -124,7 +105,7 @@ def verify(config: DictConfig) -> None:
         "claimed": None if claim.speedup is None else dataclasses.asdict(claim.speedup),
         "measured": None if measurement is None else measurement.to_dict(),
         "tolerance": settings.tolerance,
-        "repeats": len(rows) // len(prompts),
+        "repeats": 0 if measurement is None else len(measurement.candidate) // len(prompts),
         "looks": settings.max_repeats,  # the interval holds for all of them together
         "seed": config.seed,
         "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
@@ -148,36 +129,36 @@ def _is_alike(export: Export, target: Target) -> bool:
 
 
 def _measure(
-    bench: ModelBench, export: Export, claim: Claim, prompts: PromptSet, settings: VerifySettings, seed: int, file: Path
-) -> tuple[list[Row], Verdict]:
+    bench: ModelBench, export: Export, claim: Claim, prompts: PromptSet, config: DictConfig, file: Path
+) -> tuple[Measurement, Verdict]:
     """Measure an export against plain decoding until its claim can be judged or the repeats are used up.
 
     The file has the rows of an interrupted run, which are not measured again, and takes the new ones. An interrupt prints
     what is known, and ends the program.
     """
-    log, rows = ResultLog(file), list[Row]()
+    log, rows, most = ResultLog(file), list[Row](), config.measure.max_repeats
     resumed = f"; {len(log)} of them were before an interruption ({file})" if len(log) else ""
-    asked_for = f"{export.config.label()} on {len(prompts)} prompts, at most {settings.max_repeats} x"
-    print(f"measuring {asked_for}{resumed}", flush=True)
+    print(f"measuring {export.config.label()} on {len(prompts)} prompts, at most {most} x{resumed}", flush=True)
     try:
-        with tqdm(total=len(prompts) * settings.max_repeats, unit="prompt", disable=None) as bar:
-            for repeat in range(settings.max_repeats):
-                measure = partial(bench.compare, {_CANDIDATE: export.config}, repeats=1, seed=seed + _SEED_STEP * repeat)
+        with tqdm(total=len(prompts) * most, unit="prompt", disable=None) as bar:
+            for repeat in range(most):
+                seed = config.seed + _SEED_STEP * repeat
+                measure = partial(bench.compare, {_CANDIDATE: export.config}, repeats=1, seed=seed)
                 for row in resumed_rows(measure, prompts, log, str(repeat)):
                     rows.append(row)
                     bar.update()
                 found = Measurement.of(rows, BASELINE, _CANDIDATE)
-                measured, lossless = Speedup.measured(found, settings.max_repeats), found.lossless.verdict
                 per_round, decoded = found.stats.mean_acceptance_length, found.decoded.prompts
-                verdict = judge(claim, measured, lossless, settings.tolerance, per_round, decoded)
+                measured, lossless = Speedup.measured(found, most), found.lossless.verdict
+                verdict = judge(claim, measured, lossless, config.measure.tolerance, per_round, decoded)
                 if verdict.clear:
                     break
     except KeyboardInterrupt as error:
         if rows:
-            print("\n".join(_table(export, Measurement.of(rows, BASELINE, _CANDIDATE), settings.max_repeats)))
+            print("\n".join(_table(export, Measurement.of(rows, BASELINE, _CANDIDATE), most)))
         print(f"interrupted after {len(rows)} prompts: no verdict; the same command resumes", file=sys.stderr)
         sys.exit(interrupt_code(error))
-    return rows, verdict
+    return found, verdict
 
 
 @dataclass(frozen=True)
@@ -291,8 +272,7 @@ def judge(
     if losslessness == "different":
         return Verdict("refuted", "the output differs from plain decoding.")
     if losslessness == "unchecked":
-        reason = "every output ended with its first token, so that nothing was compared with plain decoding."
-        return Verdict("weaker", reason, clear=False)
+        return Verdict("weaker", "every output ended with its first token, so that nothing was compared.", clear=False)
     if claim.contradiction is not None:
         return Verdict("refuted", f"the evidence contradicts itself: {claim.contradiction}.")
     before, now = claim.mean_acceptance_length if claim.repeatable else None, mean_acceptance_length
@@ -364,16 +344,13 @@ def _table(export: Export, measurement: Measurement, looks: int) -> list[str]:
     measured = Speedup.measured(measurement, looks) if measurement.decoded.candidate else None
     rows: list[tuple[str, Any, Any]] = [("speedup", Speedup.claimed(evidence), measured)]
     rows += [(name.replace("_", " "), evidence.get(name), metrics[name]) for name in _SHOWN]
-    rows.append(("output", None, metrics["losslessness"]["verdict"]))
+    rows.append(("output", None, metrics["losslessness"]["verdict"].replace("_", "-")))
     rows += [(f"speedup, {category}", None, value) for category, value in metrics["speedup_by_category"].items()]
-    lines = ["| | claimed | measured |", "|---|---|---|"]
-    return lines + [f"| {name} | {_shown(claimed)} | {_shown(now)} |" for name, claimed, now in rows]
+    return as_markdown([{"": name, "claimed": _shown(claimed), "measured": _shown(now)} for name, claimed, now in rows])
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2f}" if isinstance(value, float) else str(value).replace("_", "-")
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

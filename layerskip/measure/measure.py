@@ -205,27 +205,31 @@ def interleave(
 
 
 def _warmup(target: Target, prompts: PromptSet, contenders: Mapping[str, Contender], task: Task) -> dict[str, Losslessness]:
-    """Run every contender once. If tokens are sampled, return comparisons of greedy outputs, as others cannot be compared.
-
-    They are those of the prompts up to the first whose output does not end with its first token.
-    """
+    """Run every contender once. If tokens are sampled, return comparisons of greedy outputs."""
 
     def decode_opening(item: PromptItem, task: Task) -> dict[str, Sample]:
         return _one_prompt(target, replace(item, followups=()), contenders, list(contenders), task)
 
     decode_opening(prompts.items[0], replace(task, max_new_tokens=min(_WARMUP_TOKENS, task.max_new_tokens)))
-    if task.sampling.greedy:
-        return {}
+    return {} if task.sampling.greedy else greedy_checks(prompts, task, decode_opening)
+
+
+def greedy_checks(
+    prompts: PromptSet, task: Task, decode_opening: Callable[[PromptItem, Task], Mapping[str, Sample]]
+) -> dict[str, Losslessness]:
+    """Return comparisons of greedy outputs by contender, as sampled ones differ by chance.
+
+    They are those of the prompts up to the first whose output does not end with its first token. ``decode_opening`` decodes
+    the first turn of a prompt with all contenders, of which the first is the reference.
+    """
     greedy = replace(task, sampling=Sampling(repetition_penalty=task.sampling.repetition_penalty))
-    reference = next(iter(contenders))
-    found: dict[str, list[Losslessness]] = {name: [] for name in contenders}
+    rows: list[Mapping[str, Sample]] = []
     for item in prompts:
-        for name, sample in decode_opening(item, greedy).items():
-            found[name].append(sample.lossless)
-        if found[reference][-1].compared:
+        rows.append(decode_opening(item, greedy))
+        if next(iter(rows[-1].values())).lossless.compared:
             break
     basis = "greedy outputs of one prompt, as the measured ones are sampled"
-    return {name: replace(Losslessness.join(checks), basis=basis) for name, checks in found.items()}
+    return {name: replace(Losslessness.join(row[name].lossless for row in rows), basis=basis) for name in rows[0]}
 
 
 def _one_prompt(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 from layerskip import PromptSet, SpeculativeConfig
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import Sample
-from searches.app.checks import InputError, check_whole
+from searches.app.checks import InputError, check_list, check_whole
 from searches.space.search_space import SearchSpace
 
 BASELINE = "baseline"
@@ -53,8 +53,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_whole("workload.concurrency", self.concurrency)
-        if self.goal not in ("decoding", "throughput"):
-            raise InputError(f"workload.goal: {self.goal!r} is neither decoding nor throughput")
+        check_list("workload.goal", [self.goal], ("decoding", "throughput"))
 
 
 @dataclass(frozen=True)
@@ -114,11 +113,9 @@ class Backend(Protocol):
         """
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the last comparison beside its samples: start-up seconds, throughput, latencies.
-
-        Names of the configurations' own metrics are plain, those of plain decoding start with ``baseline_``.
-        """
+        """Return what samples do not hold of the last comparison: start-up seconds, also as ``baseline_startup_seconds``."""
         return {}
 
     def close(self) -> None:
         """Stop everything that this back end started. It may be called twice, and after a failure."""
+        return

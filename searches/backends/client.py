@@ -72,11 +72,12 @@ class Client:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connection = functools.partial(kind, parts.hostname, parts.port)
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.url, self.limit_seconds = url, limit_seconds
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._extensions = True
 
     def ready(self) -> bool:
@@ -140,11 +141,9 @@ class Client:
         self, method: str, path: str, limit_seconds: float, body: str | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """Yield the response to a request; a connection that breaks becomes a :class:`RequestFailed`."""
-        made = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = made(self._host, self._port, timeout=limit_seconds)
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        connection = self._connection(timeout=limit_seconds)
         try:
-            connection.request(method, self._prefix + path, body, headers | self._headers)
+            connection.request(method, self._prefix + path, body, self._headers)
             yield connection.getresponse()
         except TimeoutError:
             raise RequestFailed(f"{self.url}{path}: no answer within {limit_seconds:g} seconds") from None
@@ -186,9 +185,7 @@ class Client:
 
 def _read(pieces: Iterator[_Piece], start: float, maximum: int) -> Completion:
     """Return the answer that a stream holds. One that the server ends before any text is a single token."""
-    texts: list[str] = []
-    tokens: list[int] = []
-    sizes: list[int] = []
+    texts, tokens, sizes = list[str](), list[int](), list[int]()
     total, counted, ended, first, last = 0, 0, False, start, start
     for text, new, usage, stopped in pieces:
         now = time.perf_counter()
@@ -214,8 +211,7 @@ def _read(pieces: Iterator[_Piece], start: float, maximum: int) -> Completion:
 
 
 def _piece(event: dict[str, Any]) -> _Piece:
-    usage, choices = event.get("usage"), event.get("choices") or []
-    new = [int(token) for choice in choices[:1] for token in choice.get("token_ids") or ()]
-    text = "".join(choice.get("text") or "" for choice in choices[:1])
-    stopped = any(choice.get("finish_reason") == "stop" for choice in choices[:1])
-    return text, new, None if usage is None else int(usage["completion_tokens"]), stopped
+    usage, choice = event.get("usage"), (event.get("choices") or [{}])[0]
+    count = None if usage is None else int(usage["completion_tokens"])
+    new = [int(token) for token in choice.get("token_ids") or ()]
+    return choice.get("text") or "", new, count, choice.get("finish_reason") == "stop"

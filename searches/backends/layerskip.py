@@ -56,9 +56,6 @@ class LayerskipBackend(Backend):
         seconds = 0.0 if self._compared is None else capture_seconds() - self._captured
         return {STARTUP_SECONDS: seconds} if seconds else {}
 
-    def close(self) -> None:
-        """Nothing was started."""
-
 
 def _failing_alone(rows: Iterator[dict[str, Sample]]) -> Iterator[dict[str, Sample]]:
     """Yield rows; what a configuration cannot decode, but plain decoding can, becomes a :class:`BackendError`."""

@@ -21,8 +21,9 @@ import numpy as np
 from layerskip import SpeculativeConfig
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.measure import Task
-from layerskip.measure.measurement import Request, Sample
+from layerskip.measure.measurement import Measurement, Request, Sample
 from layerskip.prompts import PromptItem
+from searches.backends.backend import BASELINE
 from searches.backends.client import Client, Completion, RequestFailed
 from searches.backends.engine_process import EngineProcess
 
@@ -171,7 +172,13 @@ def _observed_rounds(completion: Completion, config: SpeculativeConfig) -> Decod
     return DecodeStats(tuple(Round(max(config.num_speculative_tokens, size - 1), size - 1, size) for size in sizes))
 
 
-def sample_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+def request_metrics(measured: Measurement) -> dict[str, float]:
+    """Return the metrics of an engine's requests, those of plain decoding as ``baseline_...``; empty if there are none."""
+    plain = {f"{BASELINE}_{name}": value for name, value in _metrics(measured.baseline).items()}
+    return _metrics(measured.candidate) | plain
+
+
+def _metrics(samples: Iterable[Sample]) -> dict[str, float]:
     """Return the throughput, by Little's law, and the latencies of the requests of samples; empty if they have none."""
     requests = [request for sample in samples for request in sample.requests]
     if not requests:

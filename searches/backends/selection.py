@@ -66,14 +66,13 @@ def described(backend: Backend, workload: Workload) -> dict[str, Any]:
 
 def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
     """Return the space with what a back end supports, at least one method; print which are left out, and why."""
-    reasons: dict[str, list[str]] = {}
+    by_reason: dict[str | None, list[str]] = {}
     for method in space.available_methods:
-        if (reason := backend.supports(method)) is not None:
-            reasons.setdefault(reason, []).append(method)
-    if reasons:
-        parts = "; ".join(f"{', '.join(methods)} ({reason})" for reason, methods in reasons.items())
+        by_reason.setdefault(backend.supports(method), []).append(method)
+    left = by_reason.pop(None)  # with plain decoding, which every engine supports
+    if by_reason:
+        parts = "; ".join(f"{', '.join(methods)} ({reason})" for reason, methods in by_reason.items())
         print(f"space.methods: left out for backend={backend.name}: {parts}", flush=True)
-        left = [method for method in space.available_methods if backend.supports(method) is None]
         if left == ["none"]:
             raise InputError(f"space.methods: backend={backend.name} drafts with none of them")
         space = dataclasses.replace(space, methods=left)

@@ -13,13 +13,13 @@ import random
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from layerskip import ConfigError, PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip import ConfigError, PromptSet, SpeculativeConfig, Target
 from layerskip.config import methods
 from layerskip.engines.deployment import Unsupported
 from layerskip.measure.losslessness import Losslessness, find_divergence
-from layerskip.measure.measure import Task
+from layerskip.measure.measure import Task, greedy_checks
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from layerskip.prompts import PromptItem
@@ -27,7 +27,7 @@ from searches.app.checks import check_number, check_whole
 from searches.backends.backend import BASELINE, CANDIDATE, Backend, BackendError, Comparison
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
-from searches.backends.running_engine import Answer, RunningEngine, sample_metrics
+from searches.backends.running_engine import Answer, RunningEngine
 from searches.space.search_space import SearchSpace
 from searches.tracking.names import STARTUP_SECONDS
 
@@ -47,6 +47,7 @@ class ServedBackend(Backend):
         start_seconds: the most seconds that an engine may take to start.
     """
 
+    exact: ClassVar[bool] = False
     target: Target = field(metadata={"runtime": True})
     engines: int = 2
     limit_seconds: float = 300.0
@@ -57,9 +58,8 @@ class ServedBackend(Backend):
         check_number("backend.limit_seconds", self.limit_seconds)
         check_number("backend.start_seconds", self.start_seconds)
         self._running: dict[SpeculativeConfig, RunningEngine] = {}
-        # Of the last comparison: the seconds in which each name's engine started, its samples, and the source of the order.
+        # Of the last comparison: the seconds in which each name's engine started, and the source of the order.
         self._startup_seconds: dict[str, float] = {}
-        self._samples: dict[str, list[Sample]] = {}
         self._order = random.Random()
 
     @abstractmethod
@@ -81,10 +81,6 @@ class ServedBackend(Backend):
         client = Client(f"http://127.0.0.1:{port}", self.limit_seconds)
         return RunningEngine(process, client, process.wait_until(client.ready, self.start_seconds))
 
-    @property
-    def exact(self) -> bool:
-        return False
-
     def describe(self) -> dict[str, Any]:
         model = {"target": self.target.digest, "dtype": self.target.dtype, "machine": machine(self.target)}
         return {"engines": self.engines} | model
@@ -99,13 +95,8 @@ class ServedBackend(Backend):
         return found if trees else replace(found, trees=False)
 
     def metrics(self) -> dict[str, float]:
-        others = [name for name in self._startup_seconds if name != BASELINE]
-        found: dict[str, float] = {}
-        for name, seconds in self._startup_seconds.items():
-            values = {STARTUP_SECONDS: seconds} | sample_metrics(self._samples.get(name, ()))
-            prefix = "" if name == CANDIDATE or others == [name] else f"{name}_"
-            found |= {f"{prefix}{key}": value for key, value in values.items()}
-        return found
+        seconds = self._startup_seconds
+        return {STARTUP_SECONDS if name == CANDIDATE else f"{name}_{STARTUP_SECONDS}": seconds[name] for name in seconds}
 
     def close(self) -> None:
         for config in list(self._running):
@@ -117,17 +108,17 @@ class ServedBackend(Backend):
         If configurations take turns, their times are stated at the speed that plain decoding had beside the first ones.
         """
         task = asked.task
-        checks = None if task.sampling.greedy else self._greedy_checks(asked)
+
+        def decode_opening(item: PromptItem, greedy: Task) -> dict[str, Sample]:
+            return next(self.compare(Comparison(asked.configs, PromptSet((replace(item, followups=()),)), greedy)))
+
+        checks = None if task.sampling.greedy else greedy_checks(asked.prompts, task, decode_opening)
         asked = replace(asked, configs={BASELINE: _PLAIN, **asked.configs})
-        self._startup_seconds, self._samples = {}, {name: [] for name in asked.configs}
-        self._order = random.Random(task.seed)
+        self._startup_seconds, self._order = {}, random.Random(task.seed)
         for repeat in range(asked.repeats):
             seeded = replace(asked, task=replace(task, seed=task.seed + 1000 * repeat))
             for item, answers in zip(asked.prompts, self._rows(seeded), strict=True):
-                row = {name: self._sample(item, name, answers, task, checks) for name in asked.configs if name in answers}
-                for name, sample in row.items():
-                    self._samples[name].append(sample)
-                yield row
+                yield {name: self._sample(item, name, answers, task, checks) for name in asked.configs if name in answers}
                 checks = checks and dict.fromkeys(checks, Losslessness(0))  # the comparison counts once
 
     def _rows(self, asked: Comparison) -> Iterator[_Answers]:
@@ -253,19 +244,6 @@ class ServedBackend(Backend):
         if divergence is None and one.count == other.count == 1 < task.max_new_tokens:
             return Losslessness(0)  # both ended with the first token, which no drafter could change
         return Losslessness(1, (divergence,) if divergence else ())
-
-    def _greedy_checks(self, asked: Comparison) -> dict[str, Losslessness]:
-        """Compare greedy outputs up to the first that does not end at once, as sampled ones differ by chance."""
-        greedy = replace(asked.task, sampling=Sampling(repetition_penalty=asked.task.sampling.repetition_penalty))
-        rows = []
-        for item in asked.prompts:
-            prompt = PromptSet((replace(item, followups=()),))
-            rows.append(next(self.compare(Comparison(asked.configs, prompt, greedy))))
-            if rows[-1][BASELINE].lossless.compared:
-                break
-        basis = "greedy outputs of one prompt, as the measured ones are sampled"
-        checks = {name: Losslessness.join(row[name].lossless for row in rows) for name in rows[0]}
-        return {name: replace(check, basis=basis) for name, check in checks.items()}
 
 
 def _seconds_per_token(answers: Sequence[Answer]) -> float:

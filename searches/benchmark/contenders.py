@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +22,12 @@ from layerskip import (
     UnsupportedModel,
     save_draft_checkpoint,
 )
-from layerskip.config import Costs
 from layerskip.files import short_name
 from layerskip.measure.measure import Decoder
-from searches.app.checks import InputError
+from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
 from searches.benchmark.peers import Peer
 from searches.engines.peer import EnginePeer
-from searches.space.search_space import DraftCost
 from searches.study.cascade_costs import CostTimer
 from searches.training.texts import refuse_answers_of
 
@@ -70,11 +67,9 @@ def fill_defaults(config: DictConfig, target: Target) -> None:
     if config.draft_folder is None:
         name = f"{Path(target.name).name}-{target.digest[:8]}-{target.dtype}-without-{config.draft_mask}"
         config.draft_folder = str(Path(config.outputs) / "drafts" / short_name(re.sub(r"[^\w.-]+", "_", name)))
-    skip, early = config.contenders.get("layer_skip"), config.peers.get("transformers_early_exit")
+    skip = config.contenders.get("layer_skip")
     if skip is not None and skip.mask is None:
         skip.mask = f"layers:{layers // 2}-{layers - 1}"
-    if early is not None and early.exit_layer is None:
-        early.exit_layer = layers // 2
 
 
 def build_contenders(
@@ -94,8 +89,7 @@ def build_contenders(
     for name, row in own.items():
         fields: Any = OmegaConf.to_container(row, resolve=True)
         if (rival := fields.pop("rival", None)) is not None:
-            if rival not in config.peers:
-                raise InputError(f"contenders.{name}.rival: {rival!r} is not one of {', '.join(map(str, config.peers))}")
+            check_list(f"contenders.{name}.rival", [rival], list(map(str, config.peers)))
             rivals[name] = rival
         configs[name] = SpeculativeConfig.from_dict(fields)
         refuse_answers_of(f"contenders.{name}", configs[name], target, prompts)
@@ -103,13 +97,17 @@ def build_contenders(
         configs["export"] = export.config
         refuse_answers_of("config", export.config, target, prompts)
     decoders: dict[str, Decoder | Peer | EnginePeer] = {}
-    timer = CostTimer(target, sampling, CONTEXT, config.seed)
-    verify_costs, draft_costs = cache(timer.verify_costs), partial(timer.draft_costs, known={})
-    for name in list(configs):
+    timer, draft_costs = CostTimer(target, sampling, CONTEXT, config.seed), dict[str, float]()
+    verify_costs = cache(timer.verify_costs)
+    for name, ours in list(configs.items()):
         try:
-            if name in own and configs[name].members:
-                configs[name] = _with_costs(configs[name], own[name], verify_costs, draft_costs)
-            decoders[name] = Decoder.of(target, configs[name])
+            if name in own and ours.members:  # costs that the configuration does not give are measured
+                if "verify_cost" not in own[name]:
+                    ours = replace(ours, verify_cost=verify_costs())
+                if ours.verify_cost and "draft_cost" not in own[name]:
+                    ours = replace(ours, draft_cost=timer.draft_costs(ours.members, draft_costs))
+                configs[name] = ours
+            decoders[name] = Decoder.of(target, ours)
         except UnsupportedModel as error:
             if name == BASELINE:
                 raise
@@ -145,14 +143,3 @@ def _present(group: DictConfig) -> dict[str, Any]:
     if not_installed:
         print(f"{', '.join(not_installed)}: left out: not installed; make engines installs them")
     return present
-
-
-def _with_costs(
-    config: SpeculativeConfig, given: Mapping[str, Any], verify_costs: Callable[[], Costs], draft_costs: DraftCost
-) -> SpeculativeConfig:
-    """Return the configuration of a cascade, with measured costs of drafting and verification where none are given."""
-    if "verify_cost" not in given:
-        config = replace(config, verify_cost=verify_costs())
-    if config.verify_cost and "draft_cost" not in given:
-        config = replace(config, draft_cost=draft_costs(config.members))
-    return config

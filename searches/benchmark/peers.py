@@ -41,7 +41,7 @@ class Peer:
             ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``), ``assistant``
             (``assistant_model``) or ``universal`` (the same with two tokenizers).
         num_speculative_tokens: tokens drafted per round; None keeps transformers' default.
-        exit_layer: number of layers that the draft of ``early_exit`` keeps.
+        exit_layer: number of layers that the draft of ``early_exit`` keeps; None for half of them.
         draft_model: of ``assistant`` and ``universal``.
         confidence: confidence below which drafting stops; 0 never stops; None keeps transformers' default.
         dtype: of the weights that it decodes with, loaded once more; None for the target's.
@@ -55,7 +55,7 @@ class Peer:
     method: str
     num_speculative_tokens: int | None = None
     prompt_lookup_max: int = 3
-    exit_layer: int = 0
+    exit_layer: int | None = None
     draft_model: str = ""
     confidence: float | None = 0.0
     dtype: str | None = None
@@ -101,7 +101,7 @@ class Peer:
             length = self.num_speculative_tokens or 10
             return {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": self.prompt_lookup_max}
         if self.method == "early_exit":
-            return {"assistant_early_exit": self.exit_layer}
+            return {"assistant_early_exit": self.exit_layer or self.target.layers // 2}
         assistant = load_draft(self.target, self.draft_model, self.method == "assistant")
         tokenizers = {"tokenizer": self.target.tokenizer, "assistant_tokenizer": assistant.tokenizer}
         return {"assistant_model": assistant.model} | (tokenizers if self.method == "universal" else {})

@@ -23,17 +23,16 @@ import torch
 from layerskip import DecodeStats, Round, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.decoding.decode import DecodeResult
 from layerskip.engines.registry import speculation
-from layerskip.files import atomic_folder
 from layerskip.measure.measure import Task
 from layerskip.models.loading import DTYPES, gguf_file
 from layerskip.models.positions import max_positions
 from searches.app.checks import InputError, check_list, check_whole
 from searches.backends.backend import BackendError
 from searches.backends.engine_process import EngineProcess, interpreter
-from searches.backends.vllm import served_folder
+from searches.backends.vllm import served_folder, written_once
 
 ENGINES = ("openvino_genai", "vllm", "xllamacpp")
-_METHODS = ("plain", "prompt_lookup")
+METHODS = ("plain", "prompt_lookup")
 _WORKER = Path(__file__).with_name("worker.py")
 _LONGEST = 4096  # tokens of prompt and output that vLLM is asked to hold
 _ANSWER_SECONDS = 600.0  # within which an engine loads a model, or decodes a prompt
@@ -70,7 +69,7 @@ class EnginePeer:
 
     def __post_init__(self) -> None:
         check_list("engine", [self.engine], ENGINES)
-        check_list("method", [self.method], _METHODS)
+        check_list("method", [self.method], METHODS)
         self.dtype = self.dtype or self.target.dtype
         check_list("dtype", [self.dtype], tuple(DTYPES))
         check_whole("num_speculative_tokens", self.num_speculative_tokens)
@@ -159,17 +158,17 @@ class EnginePeer:
         saved = served_folder(model, self.folder)
         if self.engine != "openvino_genai":
             return saved
-        converted = self.folder / f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}-openvino"
-        if not converted.exists():
-            with atomic_folder(converted) as partial:
-                precision = "fp16" if model.dtype == "float16" else "fp32"  # which contains bfloat16
-                command = [str(self.python), "-m", "optimum.commands.optimum_cli", "export", "openvino"]
-                command += ["--model", saved, "--task", "text-generation-with-past", "--weight-format", precision]
-                done = subprocess.run([*command, str(partial)], capture_output=True, text=True, check=False)
-                if done.returncode:
-                    reason = done.stderr.strip().rpartition("\n")[2][:300]
-                    raise UnsupportedModel(f"openvino_genai: cannot convert {model.name}: {reason}")
-        return str(converted)
+        precision = "fp16" if model.dtype == "float16" else "fp32"  # which contains bfloat16
+        command = [str(self.python), "-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", saved]
+        command += ["--task", "text-generation-with-past", "--weight-format", precision]
+
+        def convert(folder: Path) -> None:
+            done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
+            if done.returncode:
+                reason = done.stderr.strip().rpartition("\n")[2][:300]
+                raise UnsupportedModel(f"openvino_genai: cannot convert {model.name}: {reason}")
+
+        return written_once(self.folder / f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}-openvino", convert)
 
 
 def _intel_openmp(python: str) -> dict[str, str]:

@@ -18,12 +18,11 @@ from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
-from searches.engines.peer import ENGINES, EnginePeer
+from searches.engines.peer import ENGINES, METHODS, EnginePeer
 from searches.progress import say
 
 RACE_FILE = "engines.json"
 PLAIN, WINNER = "layerskip, plain", "layerskip, the winner"
-_METHODS = {"plain": "plain", "prompt_lookup": "prompt lookup"}
 
 
 @dataclass(frozen=True)
@@ -103,15 +102,16 @@ def race(
         peers: dict[str, EnginePeer] = {}
         left_out: list[str] = []
         for engine in engines:
-            for method, label in _METHODS.items():
-                say(f"engines: loading {engine}, {label}")
+            for method in METHODS:
+                name = f"{engine}, {method.replace('_', ' ')}"
+                say(f"engines: loading {name}")
                 try:
                     peer = EnginePeer(target, folder, engine, method, dtype=dtype)
                 except UnsupportedModel as error:
                     say(f"engines: left out: {error}")
                     left_out.append(str(error))
                     break  # its other methods load the same model
-                peers[f"{engine}, {label}"] = opened.enter_context(contextlib.closing(peer))
+                peers[name] = opened.enter_context(contextlib.closing(peer))
         rows, dropped = _measure(target, prompts, own, peers, task, on_prompt)
         left_out += [reason for name, reason in dropped.items() if not any(name in row for row in rows)]
         plain = max(

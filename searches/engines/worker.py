@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
-Decoded = tuple[list[int], list[int]]
-"""The new tokens of a prompt, and how many of them were known after each round."""
+OnRound = Callable[[int], None]
+"""A function that is called after every round with the number of new tokens."""
 
 
 class OpenVinoGenAi:
@@ -45,18 +45,15 @@ class OpenVinoGenAi:
         model = openvino.Core().compile_model(os.path.join(settings["model"], "openvino_model.xml"), "CPU", options)
         self.precision = {name: str(model.get_property(name)) for name in precision}
 
-    def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
-        """Decode ``tokens``; ``on_first`` is called with the number of tokens that are known first."""
+    def decode(self, request: dict[str, Any], on_round: OnRound) -> list[int]:
+        """Return the continuation of ``tokens``."""
         import numpy
 
-        lengths: list[int] = []
         running = self._genai.StreamingStatus.RUNNING
 
         class Streamer(self._genai.StreamerBase):  # type: ignore[name-defined, misc]
             def write(self, token: Any) -> Any:
-                lengths.append((lengths[-1] if lengths else 0) + (len(token) if isinstance(token, (list, tuple)) else 1))
-                if len(lengths) == 1:
-                    on_first(lengths[0])
+                on_round(len(token) if isinstance(token, (list, tuple)) else 1)
                 return running
 
             def end(self) -> None:
@@ -67,7 +64,7 @@ class OpenVinoGenAi:
         config.repetition_penalty = request["repetition_penalty"]
         config.stop_token_ids = set(request["eos"])
         tokens = self._openvino.Tensor(numpy.array([request["tokens"]], dtype=numpy.int64))
-        return list(self._pipeline.generate(tokens, config, Streamer()).tokens[0]), lengths
+        return list(self._pipeline.generate(tokens, config, Streamer()).tokens[0])
 
 
 class Vllm:
@@ -100,10 +97,10 @@ class Vllm:
         self.version, configured = str(vllm.__version__), self._engine.vllm_config
         self.precision = {"dtype": str(configured.model_config.dtype), "cache": str(configured.cache_config.cache_dtype)}
 
-    def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
-        return self._loop.run_until_complete(self._decode(request, on_first))
+    def decode(self, request: dict[str, Any], on_round: OnRound) -> list[int]:
+        return self._loop.run_until_complete(self._decode(request, on_round))
 
-    async def _decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
+    async def _decode(self, request: dict[str, Any], on_round: OnRound) -> list[int]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -117,13 +114,11 @@ class Vllm:
             output_kind=RequestOutputKind.DELTA,
         )
         prompt = TokensPrompt(prompt_token_ids=request["tokens"])
-        output, lengths = list[int](), list[int]()
+        output: list[int] = []
         async for part in self._engine.generate(prompt, sampling, uuid.uuid4().hex):
             output += part.outputs[0].token_ids
-            if not lengths:
-                on_first(len(output))
-            lengths.append(len(output))
-        return output, lengths
+            on_round(len(part.outputs[0].token_ids))
+        return output
 
 
 class LlamaCpp:
@@ -146,19 +141,22 @@ class LlamaCpp:
         self._length = settings["max_length"]
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def decode(self, request: dict[str, Any], on_first: Callable[[int], None]) -> Decoded:
-        output, last = list[int](), dict[str, Any]()
+    def decode(self, request: dict[str, Any], on_round: OnRound) -> list[int]:
+        output, first, last = list[int](), 0, dict[str, Any]()
         for last in self._parts(request, stream=True):
             output += last["tokens"]
-            if len(output) == len(last["tokens"]) > 0:
-                on_first(len(output))
+            if output and not first:
+                first = len(output)
+                on_round(first)
         if len(output) != last["tokens_predicted"]:  # it holds back tokens that end within a character
             (whole,) = self._parts(request, stream=False)
             output = list(whole["tokens"])
         # It sends single tokens, so of the rounds only their number is known.
-        after = len(output) - 1
+        after = len(output) - first if first else 0
         rounds = max(min(after, 1), after - int(last["timings"].get("draft_n_accepted", 0)))
-        return output, [1 + after * number // max(1, rounds) for number in range(rounds + 1)]
+        for number in range(rounds):
+            on_round(after * (number + 1) // rounds - after * number // rounds)
+        return output
 
     def _parts(self, request: dict[str, Any], stream: bool) -> Iterator[dict[str, Any]]:
         """Yield the parts of the answer to a request."""
@@ -191,17 +189,18 @@ def _serve(requests: Iterable[str], answers: TextIO) -> None:
     settings = json.loads(next(lines))
     engine = ENGINES[settings["engine"]](settings)
     answer(version=engine.version, precision=engine.precision)
-    known: list[int] = []
+    lengths: list[int] = []  # the number of tokens that are known after each round
 
-    def on_first(count: int) -> None:
-        known.append(count)
-        answer(first=count)
+    def on_round(count: int) -> None:
+        lengths.append(lengths[-1] + count if lengths else count)
+        if len(lengths) == 1:
+            answer(first=count)
 
     for line in lines:
-        known.clear()
-        tokens, lengths = engine.decode(json.loads(line), on_first)
-        if not known:  # it showed no token before the end
-            on_first(len(tokens))
+        lengths.clear()
+        tokens = engine.decode(json.loads(line), on_round)
+        if not lengths:  # it showed no token before the end
+            on_round(len(tokens))
         answer(tokens=[int(token) for token in tokens], lengths=lengths)
 
 

@@ -233,9 +233,6 @@ class SimulatedBackend(Backend):
             time.sleep(self.pace * sum(sample.prefill_seconds + sample.decode_seconds for sample in row.values()))
             yield {name: row[name] for name in names}
 
-    def close(self) -> None:
-        """Nothing was started."""
-
 
 def simulated_bench(landscape: Landscape, machine: Machine) -> ModelBench:
     return ModelBench(SimulatedBackend(landscape=landscape, machine=machine), Sampling(), max(TOKENS))

@@ -63,7 +63,7 @@ class ModelBench:
         rows = self._backend.compare(Comparison(configs, prompts, task, self._workload, repeats, without, before))
         return rows if self._workload.goal == "decoding" else map(_whole_requests, rows)
 
-    def metrics(self) -> Mapping[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return what the back end reports of the last comparison beside its samples."""
         return self._backend.metrics()
 

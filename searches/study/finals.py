@@ -31,7 +31,7 @@ from layerskip.config import methods
 from layerskip.export import attachment_digests
 from layerskip.files import digest
 from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED, check_output
-from searches.backends.running_engine import sample_metrics
+from searches.backends.running_engine import request_metrics
 from searches.results import ResultLog
 from searches.study.bench import BASELINE, ModelBench, Row, logged_seconds, resumed_rows, stalled_rows, surviving_rows
 from searches.study.leaderboard import FINISHED, LeaderboardEntry, contenders, drafters, is_lossless
@@ -259,8 +259,7 @@ def _judge_rows(
 
 def _with_metrics(measured: Measurement) -> dict[str, Any]:
     """Return the metrics of a measurement, and those of an engine's requests if it has any, plain decoding's as well."""
-    plain, metrics = sample_metrics(measured.baseline), sample_metrics(measured.candidate)
-    metrics |= {f"{BASELINE}_{name}": value for name, value in plain.items()}
+    metrics = request_metrics(measured)
     return measured.to_dict() | ({METRICS: metrics} if metrics else {})
 
 

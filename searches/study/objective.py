@@ -21,7 +21,7 @@ from layerskip.measure.measurement import check_output, pair_speedup
 from searches.app.checks import check_number, check_whole
 from searches.app.interrupt import defer_interrupt
 from searches.backends.backend import CANDIDATE, BackendError
-from searches.backends.running_engine import sample_metrics
+from searches.backends.running_engine import request_metrics
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, ModelBench, Row, drifted_rows
 from searches.study.leaderboard import Leaderboard, LeaderboardEntry, drafters, leaderboard
@@ -170,7 +170,7 @@ class Objective:
             race.rows += compared
             for number, row in enumerate(compared):
                 trial.report(pair_speedup(row[BASELINE], row[CANDIDATE]), number)
-            if metrics := sample_metrics([row[CANDIDATE] for row in compared]):
+            if metrics := request_metrics(Measurement.of(compared, BASELINE, CANDIDATE)):
                 trial.set_user_attr(METRICS, metrics)
             return ""
         try:
@@ -242,7 +242,8 @@ class _Race:
             # The pruner comes last, because it reads the database.
             slower = not is_look and len(self.rows) > 1 and self._is_slower() and self.trial.should_prune()
             if slower or is_look:
-                if metrics := dict(objective.bench.metrics()):
+                measured = Measurement.of(self.rows, BASELINE, CANDIDATE)
+                if metrics := request_metrics(measured) | objective.bench.metrics():
                     self.trial.set_user_attr(METRICS, metrics)
                 self._remeasure_drifted(prompts)
             if is_first_look:
