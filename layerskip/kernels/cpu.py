@@ -56,31 +56,21 @@ _log = logging.getLogger(__name__)
 _measuring = threading.Lock()
 
 
-class _Weight(ctypes.Structure):
-    """``Weight`` of ``cpu.cpp``."""
+class FewRowsWeight(ctypes.Structure):
+    """A float32 weight ``[outputs, inputs]`` for products of few rows: ``Weight`` of ``cpu.cpp``."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("panels", "blocks", "packed", "tables", "listed", "begins")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "block", "bits", "block_bits", "together")),
     ]
 
-
-class FewRowsWeight:
-    """A float32 weight ``[outputs, inputs]`` for products of few rows; its layout for ``cpu.cpp`` is at ``address``."""
-
     def __init__(self, weight: Tensor, bits: int, block: int = 0, together: int = 1, **parts: Tensor) -> None:
+        (outputs, inputs), block_bits = weight.shape, 8 * parts["blocks"].itemsize if "blocks" in parts else 0
+        pointers = {name: part.data_ptr() for name, part in parts.items()}
+        numbers = {"block": block or inputs, "bits": bits, "block_bits": block_bits, "together": together}
+        super().__init__(**pointers, **numbers, inputs=inputs, outputs=outputs)
         self._weight, self._library, self._kept = weight.detach(), _library(), parts
-        self.outputs, self.inputs = weight.shape
-        self._layout = _Weight(
-            **{name: part.data_ptr() for name, part in parts.items()},
-            inputs=self.inputs,
-            outputs=self.outputs,
-            block=block or self.inputs,
-            bits=bits,
-            block_bits=8 * parts["blocks"].itemsize if "blocks" in parts else 0,
-            together=together,
-        )
-        self.address = ctypes.addressof(self._layout)
+        self.address = ctypes.addressof(self)
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute :func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``; gradients do not flow through it."""
@@ -273,8 +263,23 @@ def normalise(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     return output
 
 
-class _Layer(ctypes.Structure):
-    """``Layer`` of ``cpu.cpp``."""
+class DecoderLayer(ctypes.Structure):
+    """A decoder layer for :class:`DecoderStack`: ``Layer`` of ``cpu.cpp``.
+
+    Args:
+        weights: of queries, keys, values, attention's output, gate, up and down.
+        biases: of the first four, or None.
+        norms: of queries, keys and values, before attention, after it, before the MLP and after it: factors ``[width]`` or
+            ``[H]`` and the number that is added to the mean of the squares; None without such a norm.
+        scale: of the scores of attention.
+        width: that of a head.
+        activation: its place in :data:`~layerskip.kernels.few_rows_linear.GATES`.
+        has_attention: False if it is skipped.
+        has_mlp: False if it is skipped; not both are.
+
+    Attributes:
+        shape: layers of one shape may follow each other in a call.
+    """
 
     _fields_: ClassVar = [
         ("weights", ctypes.c_void_p * 7),
@@ -285,26 +290,6 @@ class _Layer(ctypes.Structure):
         ("width", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("activation", "has_attention", "has_mlp")),
     ]
-
-
-class DecoderLayer:
-    """A decoder layer that is laid out for :class:`DecoderStack`.
-
-    Args:
-        weights: of queries, keys, values, attention's output, gate, up and down.
-        biases: of the first four, or None.
-        norms: of queries and keys, before attention, after it, before the MLP and after it: factors ``[width]`` or ``[H]``
-            and the number that is added to the mean of the squares; None without such a norm.
-        scale: of the scores of attention.
-        width: that of a head.
-        activation: its place in :data:`~layerskip.kernels.few_rows_linear.GATES`.
-        has_attention: False if it is skipped.
-        has_mlp: False if it is skipped; not both are.
-
-    Attributes:
-        address: of its layout, for ``cpu.cpp``.
-        shape: layers of one shape may follow each other in a call.
-    """
 
     def __init__(
         self,
@@ -317,21 +302,11 @@ class DecoderLayer:
         has_attention: bool = True,
         has_mlp: bool = True,
     ) -> None:
-        places = [*norms[:2], None, *norms[2:]]
-        factors, epsilons = zip(*(norm or (None, 0.0) for norm in places), strict=True)
+        factors, epsilons = zip(*(norm or (None, 0.0) for norm in norms), strict=True)
+        addresses = (ctypes.c_void_p * 7)(*(weight.address for weight in weights))
+        arrays = addresses, _pointers(biases), _pointers(factors), (ctypes.c_float * 7)(*epsilons)
+        super().__init__(*arrays, scale, width, activation, has_attention, has_mlp)
         self._kept = weights, biases, factors
-        self._layout = _Layer(
-            (ctypes.c_void_p * 7)(*(weight.address for weight in weights)),
-            _pointers(biases),
-            _pointers(factors),
-            (ctypes.c_float * 7)(*epsilons),
-            scale,
-            width,
-            activation,
-            has_attention,
-            has_mlp,
-        )
-        self.has_attention, self.address = has_attention, ctypes.addressof(self._layout)
         self.shape = width, *(weight.outputs for weight in weights)
 
 
@@ -347,7 +322,7 @@ class DecoderStack:
     def __init__(self, layers: Sequence[DecoderLayer], buffers: Sequence[tuple[Tensor, Tensor] | None]) -> None:
         self.layers, (keys, values) = tuple(layers), zip(*(pair or (None, None) for pair in buffers), strict=True)
         self._capacity = next((each.shape[2] for each in keys if each is not None), 0)
-        self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
+        self._addresses = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
         self._keys, self._values, self._decode = _pointers(keys), _pointers(values), _library().decode
 
     def __call__(

@@ -29,7 +29,7 @@ from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, set_compiling
 from layerskip.models.cpu_layers import fuse_layers, is_whole_layer
 from layerskip.models.forward import forward
-from layerskip.models.packing import drop_stale_packing, pack_like, quantize_like, uses_packing
+from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
 from layerskip.models.target import Target
 from layerskip.models.weights import check_not_split
 
@@ -119,10 +119,7 @@ def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
         view.__dict__.pop(name, None)  # replaced by accelerate on a model with hooks; they hold the model
     use_grouped_attention(view)
     set_compiling(view, compile_mode(model))
-    pack_like(model, view)
-    if bits is not None:
-        quantize_like(view, bits)
-    return fuse_layers(view)
+    return fuse_layers(pack_like(model, view, bits))
 
 
 def _learned(view: PreTrainedModel) -> PreTrainedModel:
