@@ -4,7 +4,7 @@ All layers share ONE length. A forward pass writes its keys and values after ``l
 only if the caller advances ``length``. So verification overwrites what drafting wrote, also in layers that it skipped.
 
 Sliding-window layers keep every position too, because the mask functions of transformers cut the window out of the full
-length. Recurrent state cannot rewind, and models with it are refused (:mod:`layerskip.models.architecture`).
+length. Recurrent state cannot rewind.
 """
 
 from __future__ import annotations

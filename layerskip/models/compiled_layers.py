@@ -120,7 +120,7 @@ def prepare_compiling(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _find_parallel_layers(model: nn.Module) -> list[list[str]]:
+def _find_parallel_layers(model: PreTrainedModel) -> list[list[str]]:
     """Return the names of plain linear layers that read one input in a pass, group by group, and mark their weights."""
     calls: list[tuple[str, Tensor]] = []
     hooks = [
@@ -128,14 +128,9 @@ def _find_parallel_layers(model: nn.Module) -> list[list[str]]:
         for name, module in model.named_modules()
         if _is_plain(module)
     ]
-    first = next(model.parameters())
+    width = model.config.get_text_config(decoder=True).hidden_size
     try:
-        if isinstance(model, PreTrainedModel):
-            width = model.config.get_text_config(decoder=True).hidden_size
-            states = torch.zeros(1, 2, width, dtype=model.dtype, device=model.device)
-            model(inputs_embeds=states, use_cache=False)
-        else:
-            model(first.new_zeros(2, first.shape[1]))
+        model(inputs_embeds=torch.zeros(1, 2, width, dtype=model.dtype, device=model.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

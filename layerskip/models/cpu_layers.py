@@ -30,22 +30,16 @@ from layerskip.models.packing import few_rows_weight
 Tree = TypeVar("Tree", bound=nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NORMED_ROWS = 64 * MOST_ROWS  # those of queries are rows of heads
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_NORM = _words("mean pow rsqrt weight")
-_NORM_MAY_USE = _words("_norm dtype eps float float32 to torch type_as variance_epsilon")
-_ATTENTION = _words("apply_rotary_pos_emb config head_dim k_proj layer_idx o_proj q_proj scaling update v_proj")
-_ATTENTION_MAY_USE = _words(
+_NORM = "mean pow rsqrt weight"
+_NORM_MAY_USE = "_norm dtype eps float float32 to torch type_as variance_epsilon"
+_ATTENTION = "apply_rotary_pos_emb config head_dim k_proj layer_idx o_proj q_proj scaling update v_proj"
+_ATTENTION_MAY_USE = (
     "ALL_ATTENTION_FUNCTIONS _attn_implementation attention_dropout contiguous eager_attention_forward get_interface "
     "getattr is_sliding k_norm q_norm reshape shape sliding_window training transpose view"
 )
-_MLP = _words("act_fn down_proj gate_proj up_proj")
-_LAYER = _words("input_layernorm mlp post_attention_layernorm self_attn")
-_LAYER_MAY_USE = _words("post_feedforward_layernorm pre_feedforward_layernorm")
+_MLP = "act_fn down_proj gate_proj up_proj"
+_LAYER = "input_layernorm mlp post_attention_layernorm self_attn"
+_LAYER_MAY_USE = "post_feedforward_layernorm pre_feedforward_layernorm"
 
 
 def fuse_layers(tree: Tree) -> Tree:
@@ -393,10 +387,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return usual and type(tensor) in (Tensor, nn.Parameter)
 
 
-def _uses(module: Any, needed: frozenset[str], possible: frozenset[str] = frozenset()) -> bool:
+def _uses(module: Any, needed: str, possible: str = "") -> bool:
     """Return whether the ``forward`` of a module uses all needed names, and others only as far as they are possible."""
     kind: Any = type(module)
-    return needed <= _names(kind) <= needed | possible
+    return set(needed.split()) <= _names(kind) <= {*needed.split(), *possible.split()}
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The forward pass on a :class:`~layerskip.models.cache.KVCache` that target, draft view and draft model share.
 
-It writes keys and values after ``cache.length``, which stays. Features are its hidden states, as in EAGLE (arXiv 2401.15077).
+It writes keys and values after ``cache.length``, which stays. EAGLE calls its hidden states features (arXiv 2401.15077).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Views of a model with skipped sub-layers, without a copy of its weights or of its modelling code.
 
-A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with every parameter and buffer already in its
-memo. In the view, a skipped sub-layer returns zeros, and a wholly skipped layer returns its input. Nothing else changes, so
-layer indices, cache entries, and each model family's own masks and positions stay as they are.
+A view is a second tree of modules over the same tensors. In it, a skipped sub-layer returns zeros, and a wholly skipped
+layer returns its input. Layer indices, cache entries, and each model family's own masks and positions stay as they are.
 
 A mask of whole layers can be exported as an ordinary checkpoint of the kept layers. It is loaded again and compared with the
 view, because the code of a model family may depend on layer numbers.

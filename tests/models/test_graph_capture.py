@@ -127,7 +127,7 @@ def test_capture_time_is_not_part_of_decoding_time(tiny_target: Target, monkeypa
     monkeypatch.setattr("time.perf_counter", lambda: float(len(passes)))
     measuring = sys.modules["layerskip.measure.measure"]  # the package exports a function of this name
     monkeypatch.setattr(measuring, "decode", decode_static)
-    monkeypatch.setattr(measuring, "_warmup", lambda *_: None)
+    monkeypatch.setattr(measuring, "_warmup", lambda *_: {})
     before = capture_seconds()
     measurement = measure(target, ["One."], SpeculativeConfig("layer_skip", 3, mask=""), max_new_tokens=13)
     assert capture_seconds() - before >= 2 * 3  # a step, a drafted token and a verification, each computed and captured
