@@ -105,7 +105,7 @@ def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str) ->
 
 def prepare_compiling(model: nn.Module) -> None:
     """Lay a model's weights out as compiled layers read them, if it has these; before capturing, as this moves weights."""
-    body = getattr(model, "body", model)  # of a head
+    body: Any = getattr(model, "body", model)  # of a head
     if compiled_layers(body) is None:
         return
     with contextlib.suppress(Exception):  # models of any code; nothing is laid out then
