@@ -1,7 +1,4 @@
-"""Memory measurements: peaks, limits, and errors that mean "out of memory".
-
-A peak is the device's own on CUDA, and that of the whole process on a CPU.
-"""
+"""Memory measurements: peaks, limits, and errors that mean "out of memory"."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ _releases: list[Callable[[], None]] = []
 
 
 class PeakMemory:
-    """The peak memory since the creation of this object; on a CPU where it cannot be reset, since the process started.
+    """The peak memory of a GPU, or of the process, since the creation of this object.
 
-    Outside Linux, it is what the process takes when it is read.
+    Where it cannot be reset, it is that since the process started; outside Linux, what the process takes when it is read.
     """
 
     def __init__(self, device: torch.device) -> None:

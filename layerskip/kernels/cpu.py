@@ -1,10 +1,9 @@
 """The parts of a pass over a few rows on a CPU, for weights of few bytes with float32 activations and sums.
 
-Decoding costs the bytes of the weights. A float32 weight whose values bfloat16 holds exactly, as those of a bfloat16
-checkpoint, is read at half the bytes, or at 12 bits a value where that is faster. One whose values are codes in blocks of 32
-takes 5 or 6 bits a value for codes of 4 bits, and 9 or 10 for larger ones. Products then differ from float32's only in the
-order of the sums. The order is the same for any number of rows, so verification computes what plain decoding does. Torch and
-oneDNN have no such product. ``cpu.cpp`` is compiled at first use, within seconds, and kept for later processes.
+Decoding costs the bytes of the weights. A float32 weight whose values bfloat16 holds exactly is read at half the bytes, or
+at 12 bits a value where that is faster. One whose values are codes in blocks of 32 takes 5 or 6 bits a value for codes of 4
+bits, and 9 or 10 for larger ones. Products then differ from float32's only in the order of the sums, which is the same for
+any number of rows. ``cpu.cpp`` is compiled at first use, within seconds, and kept for later processes.
 """
 
 from __future__ import annotations
@@ -56,31 +55,22 @@ _log = logging.getLogger(__name__)
 _measuring = threading.Lock()
 
 
-class _Weight(ctypes.Structure):
-    """``Weight`` of ``cpu.cpp``."""
+class FewRowsWeight(ctypes.Structure):
+    """A float32 weight ``[outputs, inputs]`` for products of few rows: ``Weight`` of ``cpu.cpp``, at ``address``."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("panels", "blocks", "packed", "tables", "listed", "begins")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "block", "bits", "block_bits", "together")),
     ]
 
-
-class FewRowsWeight:
-    """A float32 weight ``[outputs, inputs]`` for products of few rows; its layout for ``cpu.cpp`` is at ``address``."""
-
     def __init__(self, weight: Tensor, bits: int, block: int = 0, together: int = 1, **parts: Tensor) -> None:
+        outputs, inputs = weight.shape
+        block_bits = 8 * parts["blocks"].itemsize if "blocks" in parts else 0
+        pointers = {name: part.data_ptr() for name, part in parts.items()}
+        numbers = {"block": block or inputs, "bits": bits, "block_bits": block_bits, "together": together}
+        super().__init__(**pointers, **numbers, inputs=inputs, outputs=outputs)
         self._weight, self._library, self._kept = weight.detach(), _library(), parts
-        self.outputs, self.inputs = weight.shape
-        self._layout = _Weight(
-            **{name: part.data_ptr() for name, part in parts.items()},
-            inputs=self.inputs,
-            outputs=self.outputs,
-            block=block or self.inputs,
-            bits=bits,
-            block_bits=8 * parts["blocks"].itemsize if "blocks" in parts else 0,
-            together=together,
-        )
-        self.address = ctypes.addressof(self._layout)
+        self.address = ctypes.addressof(self)
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute :func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``; gradients do not flow through it."""
@@ -273,8 +263,19 @@ def normalise(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     return output
 
 
-class _Layer(ctypes.Structure):
-    """``Layer`` of ``cpu.cpp``."""
+class DecoderLayer(ctypes.Structure):
+    """A decoder layer for :class:`DecoderStack`: ``Layer`` of ``cpu.cpp``.
+
+    Args:
+        weights: of queries, keys, values, attention's output, gate, up and down.
+        biases: of the first four, or None.
+        norms: of queries, keys and values, before attention, after it, before the MLP and after it: factors ``[width]`` or
+            ``[H]`` and the number that is added to the mean of the squares; None without such a norm.
+        scale: of the scores of attention.
+        width: that of a head.
+        activation: its place in :data:`~layerskip.kernels.few_rows_linear.GATES`.
+        has_attention, has_mlp: False if it is skipped; not both are.
+    """
 
     _fields_: ClassVar = [
         ("weights", ctypes.c_void_p * 7),
@@ -285,26 +286,6 @@ class _Layer(ctypes.Structure):
         ("width", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("activation", "has_attention", "has_mlp")),
     ]
-
-
-class DecoderLayer:
-    """A decoder layer that is laid out for :class:`DecoderStack`.
-
-    Args:
-        weights: of queries, keys, values, attention's output, gate, up and down.
-        biases: of the first four, or None.
-        norms: of queries and keys, before attention, after it, before the MLP and after it: factors ``[width]`` or ``[H]``
-            and the number that is added to the mean of the squares; None without such a norm.
-        scale: of the scores of attention.
-        width: that of a head.
-        activation: its place in :data:`~layerskip.kernels.few_rows_linear.GATES`.
-        has_attention: False if it is skipped.
-        has_mlp: False if it is skipped; not both are.
-
-    Attributes:
-        address: of its layout, for ``cpu.cpp``.
-        shape: layers of one shape may follow each other in a call.
-    """
 
     def __init__(
         self,
@@ -317,48 +298,36 @@ class DecoderLayer:
         has_attention: bool = True,
         has_mlp: bool = True,
     ) -> None:
-        places = [*norms[:2], None, *norms[2:]]
-        factors, epsilons = zip(*(norm or (None, 0.0) for norm in places), strict=True)
+        factors, epsilons = zip(*(norm or (None, 0.0) for norm in norms), strict=True)
+        addresses = (ctypes.c_void_p * 7)(*(weight.address for weight in weights))
+        arrays = addresses, _pointers(biases), _pointers(factors), (ctypes.c_float * 7)(*epsilons)
+        super().__init__(*arrays, scale, width, activation, has_attention, has_mlp)
         self._kept = weights, biases, factors
-        self._layout = _Layer(
-            (ctypes.c_void_p * 7)(*(weight.address for weight in weights)),
-            _pointers(biases),
-            _pointers(factors),
-            (ctypes.c_float * 7)(*epsilons),
-            scale,
-            width,
-            activation,
-            has_attention,
-            has_mlp,
-        )
-        self.has_attention, self.address = has_attention, ctypes.addressof(self._layout)
-        self.shape = width, *(weight.outputs for weight in weights)
+        self.shape = width, *(weight.outputs for weight in weights)  # one for all layers of a call
 
 
 class DecoderStack:
-    """Decoder layers of one shape, one after the other, with their keys and values; a pass over a few rows is one call.
+    """Decoder layers of one shape, one after the other; a pass over a few rows is one call.
 
-    Args:
-        layers: in their order.
-        buffers: keys and values of each, ``[1, key heads, capacity, width]`` float32, or None without attention. Their owner
-            keeps them.
+    ``buffers`` are keys and values of each layer, ``[1, key heads, capacity, width]`` float32, which their owner keeps; None
+    without attention.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], buffers: Sequence[tuple[Tensor, Tensor] | None]) -> None:
         self.layers, (keys, values) = tuple(layers), zip(*(pair or (None, None) for pair in buffers), strict=True)
         self._capacity = next((each.shape[2] for each in keys if each is not None), 0)
-        self._addresses = (ctypes.c_void_p * len(layers))(*(layer.address for layer in layers))
+        self._addresses = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
         self._keys, self._values, self._decode = _pointers(keys), _pointers(values), _library().decode
 
     def __call__(
         self, hidden: Tensor, positions: tuple[Tensor, Tensor], start: int, seen: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return the hidden states ``[1, n, H]`` after each layer, and write keys and values.
+        """Return the hidden states ``[1, n, H]`` after each layer, and write keys and values after ``start`` positions.
 
         Args:
             hidden: ``[1, n, H]`` float32, before the first layer.
             positions: cosine and sine, ``[1, n, rotated]`` float32.
-            start: the number of positions before; the new keys and values follow them.
+            start: the number of positions before.
             seen: ``[1, 1, n, start + n]`` bool, the positions that each row sees; None if a single row sees all.
         """
         rows, (cosine, sine) = hidden.contiguous(), (part.contiguous() for part in positions)
@@ -436,12 +405,7 @@ def _instruction_set() -> str | None:
 
 @functools.cache
 def _library() -> Any:
-    """Return the compiled library.
-
-    Raises:
-        OSError: there is no compiler, it fails, or the library cannot be loaded.
-        subprocess.SubprocessError: the compiler takes too long.
-    """
+    """Return the compiled library; ``OSError`` or ``SubprocessError`` if it cannot be compiled in time, or loaded."""
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
     if not compiler[0]:
         raise OSError("there is no C++ compiler; install g++")

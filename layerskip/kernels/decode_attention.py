@@ -141,8 +141,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
 
     Args:
         query: ``[1, heads, n, d]``.
-        key: ``[1, key heads, m, d]``.
-        value: as ``key``.
+        key, value: ``[1, key heads, m, d]``.
         mask: ``[1, 1, n, m]``: bool, True where a query sees a key; or a bias in a floating dtype.
         scale: the factor of the scores.
 

@@ -1,8 +1,7 @@
 """Products of few rows with a weight matrix on a GPU, in half precision, with what surrounds them in a decoder layer.
 
-Decoding multiplies 1 to 32 rows with every weight. Reading the weights takes most of the time, and libraries choose tiles
-for more rows. Every program here reads some rows of the weight once, in order. A row's result does not depend on the
-other rows.
+Reading the weights takes most of the time, and libraries choose tiles for more rows. Every program here reads some rows of
+the weight once, in order. A row's result does not depend on the other rows.
 
 The rows may be normalised first (RMSNorm, arXiv 1910.07467), and a residual or the gate of an MLP (arXiv 2002.05202) may
 follow, in the same kernel. Results are rounded where torch's operators round them, one after the other.
@@ -146,8 +145,7 @@ def few_rows_linear(
         residual: ``[..., out]``, contiguous: added to the product.
         gate: a name of ``GATES``, whose value for the first half of the outputs multiplies the second half; or empty.
         norm: a name of ``NORMS``, the norm of the rows before the product; or empty.
-        scale: ``[in]``, contiguous: the weight of the norm.
-        epsilon: of the norm.
+        scale, epsilon: of the norm; the first is its weight, ``[in]``, contiguous.
 
     Returns:
         ``[..., out]``, with a gate ``[..., out / 2]``.

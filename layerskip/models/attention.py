@@ -53,7 +53,7 @@ def attend_in_parts(mask: Tensor, parts: Sequence[tuple[int, int]]) -> None:
     """Split attention under one mask into runs of rows, each over only the keys that its rows see. The sums are the same.
 
     ``mask`` is ``[1, 1, R, K]`` bool, the very tensor that attention gets; the split is kept as long as it is. ``parts`` are
-    the first and the end row of each run, and cover all R rows. Rows of different texts see different keys.
+    the first and the end row of each run, and cover all R rows.
     """
     _parts[mask] = [
         (first, end, _runs(keys), mask[:, :, first:end, keys])

@@ -4,7 +4,7 @@ All layers share ONE length. A forward pass writes its keys and values after ``l
 only if the caller advances ``length``. So verification overwrites what drafting wrote, also in layers that it skipped.
 
 Sliding-window layers keep every position too, because the mask functions of transformers cut the window out of the full
-length. Recurrent state cannot rewind, and models with it are refused (:mod:`layerskip.models.architecture`).
+length. Recurrent state cannot rewind.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class KVCache(Cache):
     """A preallocated key-value cache whose layers share one length.
 
     Decoding may use ``capacity`` positions; a cache from the pool may have more (``max_length``). With ``static_shapes``,
-    passes read the whole buffers under a mask, at a position stored on ``device``, so shapes never change, which CUDA graphs
-    need. Otherwise a pass reads only the part in use. This may change between passes if it was True at first.
+    which may change between passes if it was True at first, passes read the whole buffers under a mask, at a position stored
+    on ``device``. So shapes never change, which CUDA graphs need. Otherwise a pass reads only the part in use.
     """
 
     def __init__(
@@ -157,8 +157,7 @@ class KVCache(Cache):
     def copy_from(self, parts: Sequence[tuple[KVCache, int]]) -> None:
         """Fill the cache with the first positions of other caches, as many as given; the length is then their end.
 
-        :class:`CacheOverflow` refuses what is not finite: passes over it would give NaN, or other outputs where a cache
-        replaces overflows.
+        :class:`CacheOverflow` refuses what is not finite: passes over it would give NaN, or replace overflows.
         """
         finite, start = [], 0
         for other, count in parts:

@@ -1,12 +1,10 @@
 """Decoder layers compiled for captured passes, so that a pass launches few kernels.
 
-A decoder layer is some thirty kernels. In a small model, each of them takes a few microseconds, most of it not computing.
-``torch.compile`` fuses them. Layers are compiled one at a time: all layers of one kind share one compiled function, also
+``torch.compile`` fuses the some thirty kernels of a decoder layer. All layers of one kind share one compiled function, also
 those of other views, so that a new skip mask compiles little.
 
-For this, every layer has a second module tree over the same tensors. Its linear layers of one input, such as the
-projections to queries, keys and values, are one product. Their weights become parts of one buffer, row after row, so that
-nothing is stored twice. Its cache is the layer's own part of the cache.
+For this, every layer has a second module tree over the same tensors. Its linear layers of one input, such as the projections
+to queries, keys and values, are one product. Their weights become parts of one buffer, so that nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -107,7 +105,7 @@ def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str) ->
 
 def prepare_compiling(model: nn.Module) -> None:
     """Lay a model's weights out as compiled layers read them, if it has these; before capturing, as this moves weights."""
-    body = getattr(model, "body", model)  # of a head
+    body: Any = getattr(model, "body", model)  # of a head
     if compiled_layers(body) is None:
         return
     with contextlib.suppress(Exception):  # models of any code; nothing is laid out then
@@ -122,7 +120,7 @@ def prepare_compiling(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def _find_parallel_layers(model: nn.Module) -> list[list[str]]:
+def _find_parallel_layers(model: PreTrainedModel) -> list[list[str]]:
     """Return the names of plain linear layers that read one input in a pass, group by group, and mark their weights."""
     calls: list[tuple[str, Tensor]] = []
     hooks = [
@@ -130,14 +128,9 @@ def _find_parallel_layers(model: nn.Module) -> list[list[str]]:
         for name, module in model.named_modules()
         if _is_plain(module)
     ]
-    first = next(model.parameters())
+    width = model.config.get_text_config(decoder=True).hidden_size
     try:
-        if isinstance(model, PreTrainedModel):
-            width = model.config.get_text_config(decoder=True).hidden_size
-            states = torch.zeros(1, 2, width, dtype=model.dtype, device=model.device)
-            model(inputs_embeds=states, use_cache=False)
-        else:
-            model(first.new_zeros(2, first.shape[1]))
+        model(inputs_embeds=torch.zeros(1, 2, width, dtype=model.dtype, device=model.device), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -187,8 +180,7 @@ class FusedLinear(nn.Module):
     """A linear layer in a compiled tree, or a group of parallel ones, whose products it computes together.
 
     A single row is multiplied by a small weight in a sum over the products, which the compiler fuses with what surrounds it.
-    Every output then computes the row's own operators again. With a large weight this takes longer than reading the weight,
-    so the kernel for few rows is used.
+    Every output then computes the row's own operators again, which takes longer than reading a large weight.
     """
 
     weight: Tensor
@@ -270,10 +262,8 @@ class CompiledLayers:
     """The compiled decoder layers, at ``path``, of a model or of a view of it.
 
     A layer whose own forward pass was replaced, as one that is skipped, runs as it is. So does every layer in a pass of
-    another thread, which may share the view and has a cache of its own.
-
-    Attributes:
-        fuses: whether products are fused with what surrounds them (:mod:`layerskip.kernels.product_fusion`).
+    another thread, which may share the view and has a cache of its own. With ``fuses``, products are fused with what
+    surrounds them (:mod:`layerskip.kernels.product_fusion`).
     """
 
     def __init__(self, model: PreTrainedModel, path: str) -> None:

@@ -1,10 +1,9 @@
 """Decoder layers on a CPU, all in one call for the few rows of a decoding step.
 
-A step of a small model is hundreds of small operators: a norm is six, rotary positions are twelve. Here norms, and layers of
-the usual form without what a mask skips, run through :mod:`layerskip.kernels.cpu`. No model code is copied and no family is
-named. A module has the usual form if its ``forward`` uses no other names than that form does, and if a first result equals
-that of its own ``forward`` up to rounding. Everything else runs as it is: other modules, many rows, batches, gradients and
-other caches.
+Norms, and layers of the usual form without what a mask skips, run through :mod:`layerskip.kernels.cpu`. No model code is
+copied and no family is named. A module has the usual form if its ``forward`` uses no other names than that form does, and if
+a first result equals that of its own ``forward`` up to rounding. Everything else runs as it is: other modules, many rows,
+batches, gradients and other caches.
 """
 
 from __future__ import annotations
@@ -26,27 +25,21 @@ from layerskip.kernels.few_rows_linear import GATES
 from layerskip.models.architecture import is_skipped
 from layerskip.models.attention import NAME
 from layerskip.models.cache import KVCache
-from layerskip.models.packing import few_rows_weight, packed_weight
+from layerskip.models.packing import few_rows_weight
 
 Tree = TypeVar("Tree", bound=nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NORMED_ROWS = 64 * MOST_ROWS  # those of queries are rows of heads
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_NORM = _words("mean pow rsqrt weight")
-_NORM_MAY_USE = _words("_norm dtype eps float float32 to torch type_as variance_epsilon")
-_ATTENTION = _words("apply_rotary_pos_emb config head_dim k_proj layer_idx o_proj q_proj scaling update v_proj")
-_ATTENTION_MAY_USE = _words(
+_NORM = "mean pow rsqrt weight"
+_NORM_MAY_USE = "_norm dtype eps float float32 to torch type_as variance_epsilon"
+_ATTENTION = "apply_rotary_pos_emb config head_dim k_proj layer_idx o_proj q_proj scaling update v_proj"
+_ATTENTION_MAY_USE = (
     "ALL_ATTENTION_FUNCTIONS _attn_implementation attention_dropout contiguous eager_attention_forward get_interface "
     "getattr is_sliding k_norm q_norm reshape shape sliding_window training transpose view"
 )
-_MLP = _words("act_fn down_proj gate_proj up_proj")
-_LAYER = _words("input_layernorm mlp post_attention_layernorm self_attn")
-_LAYER_MAY_USE = _words("post_feedforward_layernorm pre_feedforward_layernorm")
+_MLP = "act_fn down_proj gate_proj up_proj"
+_LAYER = "input_layernorm mlp post_attention_layernorm self_attn"
+_LAYER_MAY_USE = "post_feedforward_layernorm pre_feedforward_layernorm"
 
 
 def fuse_layers(tree: Tree) -> Tree:
@@ -133,19 +126,16 @@ class _Parts:
     """The modules, parameters and packed weights within a module, to notice a change at the start of a text."""
 
     def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
-        self._hooks = [hooks for each in modules[1:] for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-        self._fields = [vars(each) for each in modules[1:]]
-        self._tables: list[Any] = [table for each in modules for table in (each._modules, each._parameters) if table]
-        self._packed = [packed for each in modules if (packed := packed_weight(each)) is not None]
+        self._modules = list(module.modules())
         self._before = self._parts()
         self._parameters = [part for part in self._before if isinstance(part, Tensor)]
         self._values = self._state()
 
     def _parts(self) -> list[Any]:
-        parts = [part for table in self._tables for part in table.values()]
-        parts += [fields.get("forward") for fields in self._fields]
-        return parts + [packed.copy for packed in self._packed]
+        parts: list[Any] = []
+        for each in self._modules:
+            parts += (*each._modules.values(), *each._parameters.values(), few_rows_weight(each))
+        return parts + [vars(each).get("forward") for each in self._modules[1:]]
 
     def _state(self) -> list[int]:
         """Return what changes with the values of the parameters."""
@@ -155,7 +145,8 @@ class _Parts:
         """Return whether all parts are the same and have the same values, no hooks and no other ``forward``."""
         parts = self._parts()
         same = len(parts) == len(self._before) and all(map(operator.is_, parts, self._before))
-        return same and not any(self._hooks) and self._state() == self._values
+        has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in self._modules[1:])
+        return same and not has_hooks and self._state() == self._values
 
 
 class _Layers(nn.ModuleList):
@@ -177,24 +168,16 @@ def _inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Inputs:
 
 
 class _State:
-    """What is known of a layer. A copied layer has a new one.
+    """What is known of a layer. A copied layer has a new one."""
 
-    Attributes:
-        is_right: whether a result of the packed layer was right; None before one was compared.
-        layer: the packed layer, made of ``parts``.
-        after: the layers that come after this one.
-        follows: whether this layer's input is the result of the layer before; None before a pass has shown it.
-        run: computes this layer and those that follow it.
-        ahead: the inputs that this layer will have, and its result, which the call of an earlier layer has computed; with a
-            copy of the hidden states while ``follows`` is None.
-    """
-
-    is_right: bool | None = None
-    layer: DecoderLayer | None = None
+    is_right: bool | None = None  # whether a result of the packed layer was right; None before one was compared
+    layer: DecoderLayer | None = None  # the packed layer, made of `parts`
     parts: _Parts | None = None
-    after: Sequence[_DecoderLayer] = ()
-    follows: bool | None = None
-    run: _Run | None = None
+    after: Sequence[_DecoderLayer] = ()  # the layers that come after this one
+    follows: bool | None = None  # whether its input is the result of the layer before; None before a pass has shown it
+    run: _Run | None = None  # computes this layer and those that follow it
+    # The inputs that it will have, and its result, which the call of an earlier layer has computed; with a copy of the
+    # hidden states while `follows` is None.
     ahead: tuple[_Inputs, Tensor, Tensor | None] | None = None
 
     def take(self, inputs: _Inputs) -> Tensor | None:
@@ -345,7 +328,7 @@ class _DecoderLayer(nn.Module):
             and key.outputs % width == query.outputs % key.outputs == 0
             and isinstance(attention.scaling, float)
         )
-        norms, sizes = self._norms(), (width, width, *[hidden] * 4)
+        norms, sizes = self._norms(), [width] * 3 + [hidden] * 4
         factors = [norm.factors(size) if isinstance(norm, _Norm) else None for norm, size in zip(norms, sizes, strict=True)]
         if not fit or factors.count(None) != norms.count(None):
             return None
@@ -353,18 +336,18 @@ class _DecoderLayer(nn.Module):
         return DecoderLayer(weights, biases, factors, attention.scaling, width, activation, *has)
 
     def _norms(self) -> list[Any]:
-        """Return the norms of queries and keys, and before and after attention and the MLP; None for one that is missing."""
+        """Return the norms of a :class:`DecoderLayer`; None for one that is missing."""
         module: Any = self
         attention, after = module.self_attn, module.post_attention_layernorm
-        norms = [getattr(attention, "q_norm", None), getattr(attention, "k_norm", None), module.input_layernorm]
+        norms = [getattr(attention, "q_norm", None), getattr(attention, "k_norm", None), None, module.input_layernorm]
         if hasattr(module, "pre_feedforward_layernorm"):
             norms += [after, module.pre_feedforward_layernorm, module.post_feedforward_layernorm]
         else:
             norms += [None, after, None]
         if is_skipped(attention):
-            norms[:4] = [None] * 4
+            norms[:5] = [None] * 5
         if is_skipped(module.mlp):
-            norms[4:] = [None] * 2
+            norms[5:] = [None] * 2
         return norms
 
     def _is_equal(self, run: _Run, expected: Tensor, hidden: Tensor, mask: Any, positions: Any, cache: KVCache) -> bool:
@@ -404,10 +387,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return usual and type(tensor) in (Tensor, nn.Parameter)
 
 
-def _uses(module: Any, needed: frozenset[str], possible: frozenset[str] = frozenset()) -> bool:
+def _uses(module: Any, needed: str, possible: str = "") -> bool:
     """Return whether the ``forward`` of a module uses all needed names, and others only as far as they are possible."""
     kind: Any = type(module)
-    return needed <= _names(kind) <= needed | possible
+    return set(needed.split()) <= _names(kind) <= {*needed.split(), *possible.split()}
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """The forward pass on a :class:`~layerskip.models.cache.KVCache` that target, draft view and draft model share.
 
-It writes keys and values after ``cache.length`` and does not change the length. Hidden states can be collected during a
-pass; EAGLE calls them features (arXiv 2401.15077).
+It writes keys and values after ``cache.length``, which stays. EAGLE calls its hidden states features (arXiv 2401.15077).
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ def forward(
 ) -> Tensor:
     """Return the logits ``[last, V]``, in the model's dtype, of the last tokens of a block that starts at ``cache.length``.
 
-    The model is a Hugging Face causal language model, or a view of one. Tokens are ``[n]`` int64, and so are positions, by
-    default consecutive ones from ``cache.length`` on; ``last`` is 0 to n. ``features`` receive the pass's hidden states.
+    Tokens are ``[n]`` int64, and so are positions, by default consecutive ones; ``last`` is 0 to n. ``features`` receive the
+    pass's hidden states.
     """
     if positions is None and isinstance(cache, CapturingCache) and isinstance(model, PreTrainedModel):
         layer = model.get_output_embeddings()  # heads have none: their passes read more than tokens

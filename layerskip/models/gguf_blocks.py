@@ -1,14 +1,13 @@
 """The blocks of a GGUF file, by which linear layers multiply as they are in the file.
 
-A GGUF file stores most weights as codes of 4 to 8 bits in blocks of 32 or 256 values. Transformers unpacks them into dense
-weights, for some families with rows in another order. Here every dense weight is matched with the file by its rows, so no
-family and no name is known. Scales and offsets are values that the library ``gguf`` reads from the same blocks with the
-smallest and the largest codes. Blocks are kept only if they give all values of the weight, bit by bit.
+A GGUF file stores most weights as codes of 4 to 8 bits in blocks of 32 or 256 values. Transformers unpacks them, for some
+families with rows in another order. So dense weights are matched with the file by their rows, whatever their names. Scales
+and offsets are what ``gguf`` reads from the same blocks with the smallest and the largest codes. Blocks are kept only if
+they give all values of the weight, bit by bit.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,18 +22,14 @@ _PORTION = 4096  # rows that are compared at a time, in float64
 
 
 class _Layout(NamedTuple):
-    """The bytes of a block as in ggml's ``ggml-common.h``: those of its codes, and of a number that is added to its values.
-
-    ``lowest`` and ``highest`` are bytes of the smallest and the largest code, which are ``steps`` apart; ``group`` values
-    share a scale.
-    """
+    """The bytes of a block as in ggml's ``ggml-common.h``."""
 
     size: int
     codes: slice
-    steps: int
-    added: slice = slice(0)
-    group: int = 32
-    lowest: int = 0
+    steps: int  # between the smallest and the largest code
+    added: slice = slice(0)  # of a number that is added to the values
+    group: int = 32  # values that share a scale
+    lowest: int = 0  # bytes of the smallest and the largest code
     highest: int = 255
 
 
@@ -52,47 +47,33 @@ KINDS = {
 
 
 def keep_file_blocks(model: nn.Module, file: Path) -> tuple[int, int]:
-    """Let the linear layers of a float32 model multiply by the blocks of the file that it was loaded from.
-
-    Return the number of weights that are in blocks now, and that of all linear layers' weights.
-    """
+    """Let a float32 model multiply by the blocks of its file; return how many weights are in blocks, and of how many."""
     from gguf import GGUFReader
 
-    tensors = defaultdict[tuple[int, ...], list[_FileTensor]](list)
-    for tensor in GGUFReader(file).tensors:
-        if tensor.tensor_type.name in KINDS and len(tensor.shape) == 2:
-            tensors[tuple(int(size) for size in reversed(tensor.shape))].append(_FileTensor(tensor))
     weights = {id(layer.weight): layer.weight for layer in model.modules() if type(layer) is nn.Linear}
+    tensors: dict[tuple[int, ...], list[tuple[Any, dict[int, int]]]] = {tuple(w.shape): [] for w in weights.values()}
+    for tensor in GGUFReader(file).tensors:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        if tensor.tensor_type.name in KINDS and shape in tensors:
+            keys = _hashes(_values(tensor.data, tensor.tensor_type))
+            tensors[shape].append((tensor, {key: row for row, key in enumerate(keys)}))
     kept = 0
     for weight in weights.values():
-        found = (blocks for tensor in tensors[tuple(weight.shape)] if (blocks := tensor.blocks_of(weight)) is not None)
-        if (blocks := next(found, None)) is not None:
+        if (blocks := _find_blocks(weight, tensors[tuple(weight.shape)])) is not None:
             keep_blocks(weight, blocks)
             kept += 1
     return kept, len(weights)
 
 
-class _FileTensor:
-    """A matrix of a GGUF file, whose rows are found by their values."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._data, self._type = tensor.data, tensor.tensor_type
-        self._rows: dict[int, int] = {}  # by the hash of their first values, or of all where rows begin alike
-
-    def blocks_of(self, weight: Tensor) -> Blocks | None:
-        """Return the blocks of a weight ``[out, in]``; None if this tensor has other values."""
-        for width in (KINDS[self._type.name].size, self._data.shape[1]) if not self._rows else ():
-            values = _values(self._data[:, :width], self._type)
-            self._rows, self._width = {key: number for number, key in enumerate(_hashes(values))}, values.shape[1]
-            if len(self._rows) == len(values):
-                break
-        wanted = _hashes(weight.detach()[:, : self._width].contiguous().numpy())
-        if wanted[0] not in self._rows:
-            return None
-        places = [self._rows.get(key, 0) for key in wanted]
-        blocks = unpack(self._data[places], self._type, weight.detach())
-        portions = torch.arange(len(weight)).split(_PORTION)  # type: ignore[no-untyped-call]
-        return blocks if all(torch.equal(blocks.take(rows).values(), weight[rows]) for rows in portions) else None
+def _find_blocks(weight: Tensor, tensors: list[tuple[Any, dict[int, int]]]) -> Blocks | None:
+    """Return the blocks of a weight ``[out, in]`` in tensors of its shape, each with its rows by hash; None if in none."""
+    keys, portions = _hashes(weight.detach().numpy()), torch.arange(len(weight)).split(_PORTION)  # type: ignore[no-untyped-call]
+    for tensor, rows in tensors:
+        if keys[0] in rows:
+            blocks = unpack(tensor.data[[rows.get(key, 0) for key in keys]], tensor.tensor_type, weight.detach())
+            if all(torch.equal(blocks.take(part).values(), weight[part]) for part in portions):
+                return blocks
+    return None
 
 
 def _hashes(rows: Any) -> list[int]:

@@ -1,13 +1,12 @@
 """A key-value cache on which forward passes are captured once as CUDA graphs and replayed from then on.
 
-Launching the thousand kernels of a small model takes longer than running them. A CUDA graph (CUDA C++ Programming Guide,
-"CUDA Graphs") launches them all at once. It needs shapes and addresses that never change, so a captured pass reads the
-whole buffers of a cache under a mask, and :mod:`layerskip.models.cache_pool` keeps the caches. Other passes, such as a
-prompt's first one, read only the part in use and run eagerly.
+A CUDA graph (CUDA C++ Programming Guide, "CUDA Graphs") launches all kernels of a pass at once. It needs shapes and
+addresses that never change, so a captured pass reads the whole buffers of a cache under a mask, and
+:mod:`layerskip.models.cache_pool` keeps the caches. Other passes, such as a prompt's first one, run eagerly.
 
 Some models always run eagerly. A pass that reads a value back from the device, as some mixtures of experts do, fails in a
 trial run that forbids synchronisation. A model that computes with the number of keys is detected because its first captured
-pass of each shape differs from the eager one. While a pass is captured, no other thread may synchronise with a device.
+pass of each shape differs from the eager one.
 """
 
 from __future__ import annotations
@@ -46,13 +45,9 @@ Compute = Callable[..., tuple[Tensor, ...]]
 
 
 class CapturedPass:
-    """The stand-in for a captured pass where there are no graphs: the same shapes, computed on every replay.
+    """The stand-in for a captured pass where there are no graphs: the same shapes, computed on every replay."""
 
-    Attributes:
-        layers: the compiled layers that it runs; None if they run as they are.
-    """
-
-    layers: CompiledLayers | None = None
+    layers: CompiledLayers | None = None  # that it runs; None if they run as they are
 
     def replay(self, inputs: Sequence[Tensor], compute: Compute) -> tuple[Tensor, ...]:
         """Return the outputs of the pass for inputs of its shapes."""
@@ -114,13 +109,13 @@ class CapturingCache(KVCache):
         made_for: the weights and dtypes for which everything captured is valid; see :mod:`layerskip.models.cache_pool`.
     """
 
+    stacked_layers = _STACKED
+    pads_chains = True
+    made_for: Hashable = None
+
     def __init__(self, layers: int, max_length: int, device: torch.device) -> None:
         super().__init__(layers, max_length, static_shapes=True, device=device)
-        self.made_for: Hashable = None
-        self.pads_chains = True
-        self.stacked_layers = _STACKED
-        self.static_shapes = False
-        self.device = device
+        self.static_shapes, self.device = False, device
         self._next_positions: dict[int, Tensor] = {}  # of the current pass, by count
         self._moves: dict[int, CapturedPass | None] = {}  # by count; None where it cannot be captured
         self._stacks: list[Tensor] = []  # [buffers, B, heads, max_length, head_dim], of which layers have parts
@@ -206,10 +201,7 @@ class CapturingCache(KVCache):
         inputs: Sequence[Tensor],
         compute_with: Callable[[CompiledLayers | None], Compute],
     ) -> CapturedPass | None:
-        """Capture a pass, with compiled layers if possible, and compare it with the eager one; None if it cannot be used.
-
-        A model that fails twice is refused for good, except where memory ran out or the eager outputs have NaN.
-        """
+        """Capture a pass that gives the eager results, with compiled layers if possible; None if there is none."""
         expected = compute_with(None)(*inputs)
         if any(bool(part.isnan().any()) for part in expected):
             return None  # cannot be compared

@@ -159,7 +159,7 @@ def load_target(
     target = Target(model.eval(), tokenizer, name, revision, pack_weights, quantization, compile=compile)
     if dtype == NATIVE:
         kept, all_layers = keep_file_blocks(target.model, Path(source) / options["gguf_file"])
-        if not kept or not has_blocks(target.model):
+        if not has_blocks(target.model):
             raise TargetError(f"target.dtype: native needs linear layers in one of {', '.join(KINDS)}; {name} has none")
         if kept < all_layers:
             _log.warning("target.dtype=native: %d of %d linear layers are in blocks; the others are dense", kept, all_layers)
@@ -221,11 +221,7 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
 def _load(
     name: str, source: str, dtype: torch.dtype, device: torch.device, options: dict[str, Any], placed: dict[str, Any]
 ) -> tuple[Any, PreTrainedModel]:
-    """Load tokenizer and model, without progress bars.
-
-    ``options`` are those of every part: ``trust_remote_code``, ``revision`` or ``gguf_file``; ``placed`` has ``device_map``
-    and ``quantization_config`` where they were requested.
-    """
+    """Load tokenizer and model, without progress bars, with options of both and the requested place and quantisation."""
     weights: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     field = "target"
     shows_bars = transformers.utils.logging.is_progress_bar_enabled()

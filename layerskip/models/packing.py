@@ -1,12 +1,10 @@
 """Packed CPU weights: weights laid out once for oneDNN, not in every forward pass.
 
-oneDNN needs a matrix in blocks. Torch passes it rows, which are laid out again in every call. For the few rows of a decoding
-step, that takes longer than the product. Here a weight is packed once, for all module trees over the same tensors, and
+oneDNN needs a matrix in blocks. Torch passes it rows, which are laid out again in every call; for few rows, that takes
+longer than the product. Here a second copy of a weight is packed once, for all module trees over the same tensors, and
 multiplied with the operator that torch's own compiler emits. In bfloat16 the results equal those of
 ``torch.nn.functional.linear`` bit by bit, except where that function rounds before it adds a bias. In float32 the sums have
-another order; weights that bfloat16 holds exactly, or blocks of a GGUF file, are packed for :mod:`layerskip.kernels.cpu`,
-which reads fewer bytes.
-The cost is a second copy of the weights.
+another order; weights that bfloat16 holds exactly, or blocks of a GGUF file, are packed for :mod:`layerskip.kernels.cpu`.
 """
 
 from __future__ import annotations
@@ -53,12 +51,15 @@ def fits_packed(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
     return 0 < sum(sizes) <= _SHARE * total_bytes()
 
 
-def pack_like(model: nn.Module, tree: Tree) -> Tree:
-    """Let the linear layers of a module tree multiply by packed weights if the model does."""
+def pack_like(model: nn.Module, tree: Tree, bits: int | None = None) -> Tree:
+    """Let the linear layers of a module tree multiply by packed weights if the model does, at 8 or 4 ``bits`` if given.
+
+    All trees over the same tensors share their packed copies.
+    """
     for layer in _packable_layers(tree) if uses_packing(model) else ():
         if "forward" not in layer.__dict__:  # a replaced forward may do more than multiply
             layer.__class__ = _PackedLinear
-            layer.packed = _packed.setdefault(layer.weight, _PackedWeight())
+            layer.packed = _packed[bits].setdefault(layer.weight, _PackedWeight(bits))
     return tree
 
 
@@ -71,7 +72,7 @@ def drop_stale_packing(tree: nn.Module) -> None:
 
 def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute :func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``, by the packed weight if there is one."""
-    packed: _PackedWeight | None = _packed.get(weight)
+    packed: _PackedWeight | None = _packed[None].get(weight)
     return linear(hidden, weight, bias) if packed is None else packed.multiply(hidden, weight, bias)
 
 
@@ -83,9 +84,7 @@ def pack_weight(weight: Tensor) -> Product | None:
     """Return the product by a packed weight ``[out, in]``, without gradients; None where packing does not help."""
     if not _is_packable(weight):
         return None
-    if HalfWeight.fits(weight):
-        return HalfWeight(weight)
-    return _reorder(weight)
+    return HalfWeight(weight) if HalfWeight.fits(weight) else _reorder(weight)
 
 
 def _reorder(weight: Tensor) -> Product:
@@ -95,7 +94,7 @@ def _reorder(weight: Tensor) -> Product:
 
 
 def refuse_quantized(model: nn.Module) -> str:
-    """Return why :func:`quantize_like` has no faster products for a model; empty if it has."""
+    """Return why products at fewer bits are no faster for a model; empty if they are."""
     if not any(_packable_layers(model)) or not uses_packing(model):
         return "its weights are not packed on a CPU"
     if next(_packable_layers(model)).weight.dtype != torch.float32:
@@ -103,16 +102,9 @@ def refuse_quantized(model: nn.Module) -> str:
     return "" if has_kernels() else "it needs a C++ compiler, and a processor with AVX2"
 
 
-def quantize_like(tree: nn.Module, bits: int) -> None:
-    """Let the packed layers of a module tree multiply by weights of 8 or 4 bits, of which all trees share one copy."""
-    for layer in tree.modules():
-        if type(layer) is _PackedLinear:
-            layer.packed = _quantized[bits].setdefault(layer.weight, _PackedWeight(bits))
-
-
 def keep_blocks(weight: Tensor, blocks: Blocks) -> None:
     """Multiply by blocks wherever a weight ``[out, in]`` with their values is packed, until it changes."""
-    _packed.setdefault(weight, _PackedWeight()).keep(weight, BlockWeight(weight, blocks))
+    _packed[None].setdefault(weight, _PackedWeight()).keep(weight, BlockWeight(weight, blocks))
 
 
 def has_blocks(model: nn.Module) -> bool:
@@ -121,7 +113,7 @@ def has_blocks(model: nn.Module) -> bool:
 
 
 def _in_blocks(weight: Tensor) -> bool:
-    packed: _PackedWeight | None = _packed.get(weight)
+    packed: _PackedWeight | None = _packed[None].get(weight)
     return packed is not None and isinstance(packed.copy, BlockWeight) and packed.state == _state(weight)
 
 
@@ -133,24 +125,14 @@ def few_rows_weight(layer: nn.Module) -> FewRowsWeight | None:
     return product if isinstance(product, FewRowsWeight) else None
 
 
-def packed_weight(layer: nn.Module) -> _PackedWeight | None:
-    """Return the packed copy of a linear layer's weight if it has one."""
-    return layer.packed if type(layer) is _PackedLinear else None
-
-
 class _PackedWeight:
-    """The packed copy of a weight, made on first use and again after the weight has changed; at fewer ``bits`` if given.
-
-    Attributes:
-        state: of the weight when it was packed; None if it was not.
-        copy: None where packing does not help.
-    """
+    """The packed copy of a weight, made on first use and again after the weight has changed; at fewer ``bits`` if given."""
 
     def __init__(self, bits: int | None = None) -> None:
         self._bits = bits
-        self.state: tuple[int, int] | None = None
+        self.state: tuple[int, int] | None = None  # of the weight when it was packed
         self._sample: list[float] = []
-        self.copy: Product | None = None
+        self.copy: Product | None = None  # None where packing does not help
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         left_to_torch = (
@@ -233,6 +215,5 @@ def _is_supported(dtype: torch.dtype) -> bool:
     return torch.allclose(product, linear(hidden, weight), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-4)
 
 
-_packed: Any = WeakIdKeyDictionary()
-_quantized: dict[int, Any] = {8: WeakIdKeyDictionary(), 4: WeakIdKeyDictionary()}
+_packed: dict[int | None, Any] = {bits: WeakIdKeyDictionary() for bits in (None, 8, 4)}  # by weight
 _settings: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

@@ -32,10 +32,9 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def check_positions(model: PreTrainedModel, prompt: int, length: int) -> None:
     """Refuse a text with too many positions, or on which drafting is not exact; warn once of a prompt beyond stated ones.
 
-    LongRoPE (arXiv 2402.13753) and dynamic NTK scaling choose the factors of a whole pass by its last position. Drafted
-    tokens beyond the threshold would change the encoding of the tokens before it in the same pass, unlike plain decoding.
-    ``length`` is the most tokens of prompt and output together; the last one needs no position. An
-    :class:`UnsupportedModel` refuses the text.
+    LongRoPE (arXiv 2402.13753) and dynamic NTK scaling choose the factors of a whole pass by its last position. So drafted
+    tokens beyond the threshold would change the encoding of earlier ones. ``length`` is the most tokens of prompt and output
+    together; the last one needs no position. :class:`UnsupportedModel` refuses the text.
     """
     name, table, stated = type(model).__name__, max_positions(model), _stated(model)
     if table is not None and length - 1 > table:

@@ -1,7 +1,6 @@
 """The pass over a prompt, in parts that bound its memory; and its result, kept for several decodings of the same prompt.
 
-A pass over n tokens needs memory for its mask, n by n with sliding windows, and for the activations of all n tokens. Passes
-over parts of the prompt, each on the cache that the earlier ones filled, give the same keys, values and logits.
+A pass over n tokens needs memory for its mask, n by n with sliding windows, and for all activations.
 """
 
 from __future__ import annotations

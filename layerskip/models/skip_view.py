@@ -1,8 +1,7 @@
 """Views of a model with skipped sub-layers, without a copy of its weights or of its modelling code.
 
-A view is a second tree of modules over the same tensors: ``copy.deepcopy`` with every parameter and buffer already in its
-memo. In the view, a skipped sub-layer returns zeros, and a wholly skipped layer returns its input. Nothing else changes, so
-layer indices, cache entries, and each model family's own masks and positions stay as they are.
+A view is a second tree of modules over the same tensors. In it, a skipped sub-layer returns zeros, and a wholly skipped
+layer returns its input. Layer indices, cache entries, and each model family's own masks and positions stay as they are.
 
 A mask of whole layers can be exported as an ordinary checkpoint of the kept layers. It is loaded again and compared with the
 view, because the code of a model family may depend on layer numbers.
@@ -29,7 +28,7 @@ from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, set_compiling
 from layerskip.models.cpu_layers import fuse_layers, is_whole_layer
 from layerskip.models.forward import forward
-from layerskip.models.packing import drop_stale_packing, pack_like, quantize_like, uses_packing
+from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
 from layerskip.models.target import Target
 from layerskip.models.weights import check_not_split
 
@@ -119,10 +118,7 @@ def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
         view.__dict__.pop(name, None)  # replaced by accelerate on a model with hooks; they hold the model
     use_grouped_attention(view)
     set_compiling(view, compile_mode(model))
-    pack_like(model, view)
-    if bits is not None:
-        quantize_like(view, bits)
-    return fuse_layers(view)
+    return fuse_layers(pack_like(model, view, bits))
 
 
 def _learned(view: PreTrainedModel) -> PreTrainedModel:

@@ -1,8 +1,7 @@
 """Files of trained heads, with the target that they belong to.
 
-A folder holds ``head.safetensors`` and ``head.json``. A head reads one target's hidden states, and on another target it
-would draft noise. The target is identified by a sample of its weights, in any dtype, and by the revision where both have the
-same name.
+A head reads one target's hidden states, and on another it would draft noise. The target is identified by a sample of its
+weights, in any dtype, and by the revision where both have the same name.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ def save_trained(
 ) -> None:
     """Save a trained head: the arguments to build it, its own tensors, and a record of its data and training.
 
-    ``head.json`` is written last, so that an incomplete folder is not a trained head. With a full disk (``OSError``), an
-    earlier head in the folder is kept.
+    With a full disk (``OSError``), an earlier head in the folder is kept; an incomplete folder is not a trained head.
     """
-    about = {"kind": "eagle", "training": dict(training)}  # for the reader
-    metadata = {"schema": _SCHEMA, "shape": dict(shape), "target": _identity(target)} | about
+    metadata = {"schema": _SCHEMA, "shape": dict(shape), "target": _identity(target)}
+    metadata |= {"kind": "eagle", "training": dict(training)}  # for the reader
     with atomic_write(folder / _METADATA) as partial_metadata, atomic_write(folder / _WEIGHTS) as partial:
         write_json(partial_metadata, metadata)
         save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, partial)

@@ -1,7 +1,7 @@
 """Weights on several devices, and quantised ones, as transformers loads them.
 
-Accelerate places weights through hooks on modules, which move arguments to a module's device and the output back. Weights
-without room on a GPU are offloaded: they are copied from memory or from the disk for every pass.
+Accelerate moves arguments to a module's device and the output back, by hooks. Weights without room on a GPU are offloaded:
+they are copied from memory or from the disk for every pass.
 
 A quantised target is compared with its own plain decoding. Drafting needs one more property: the result of a token must not
 depend on the other tokens of its pass. Weight-only quantisation has it, and so have activations with one scale per token. A
@@ -88,8 +88,8 @@ def check_dense(layer: nn.Module | None, model: PreTrainedModel, what: str) -> N
 def quantization_config(quantization: object, dtype: torch.dtype, device: torch.device) -> Any:
     """Return the configuration of transformers for a value of ``target.quantization`` and a dtype of activations.
 
-    It is a name of :data:`QUANTIZATIONS`, a mapping as in a checkpoint's ``config.json``, or an object of transformers. A
-    :class:`ConfigError` tells that the name is unknown, a package is missing, or the device or dtype has no kernels for it.
+    It is a name of :data:`QUANTIZATIONS`, a mapping as in a checkpoint's ``config.json``, or an object of transformers;
+    :class:`ConfigError` if the name is unknown, a package is missing, or the device or dtype has no kernels for it.
     """
     if isinstance(quantization, Mapping) or hasattr(quantization, "quant_method"):
         return _plain(quantization)

@@ -139,7 +139,7 @@ def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, m
     matrix = (codes * scales + offsets).float()
     assert torch.equal(blocks.values(), matrix)
     product = BlockWeight(matrix, blocks)
-    assert product._layout.block_bits == (16 if halves else 32)
+    assert product.block_bits == (16 if halves else 32)
     assert_multiplies(product, matrix)
 
 
@@ -191,7 +191,7 @@ def _reference(
     """A decoder layer in float64, which writes keys and values."""
     count, (cosine, sine), (keys, values) = hidden.shape[0], positions, states
     q, k, v, o, gate, up, down = (weight.double() for weight in weights)
-    of_q, of_k, first, after, second, last = norms
+    of_q, of_k, _, first, after, second, last = norms
     states = _normed(hidden, first)
     query, key, value = ((states @ w.T).view(count, -1, width).transpose(0, 1) for w in (q, k, v))
     if of_q is not None:
@@ -218,7 +218,8 @@ def test_a_layer_equals_its_formula_and_no_row_depends_on_others(width: int, san
     sizes += [(_INNER, _HIDDEN), (_INNER, _HIDDEN), (_HIDDEN, _INNER)]
     weights = [(torch.randn(size) / size[1] ** 0.5).bfloat16().float() for size in sizes]
     norms = [torch.rand(size) + 0.5 for size in (width, width, *[_HIDDEN] * 4)]
-    used = [norm if sandwich or place in (2, 4) else None for place, norm in enumerate(norms)]
+    used: list[Any] = [norm if sandwich or place in (2, 4) else None for place, norm in enumerate(norms)]
+    used.insert(2, None)  # that of values
     both = [None if norm is None else (norm, _EPSILON) for norm in used]
     layer = DecoderLayer([HalfWeight(weight) for weight in weights], [None] * 4, both, 0.3, width, activation=0)
     hidden, angles = torch.randn(1, count, _HIDDEN), torch.randn(1, count, rotated)

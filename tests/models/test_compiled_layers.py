@@ -152,7 +152,6 @@ def test_the_mode_of_a_model_reaches_its_views(monkeypatch: pytest.MonkeyPatch) 
         Target(model, compile="maybe")
 
 
-@pytest.mark.usefixtures("uncompiled")
 @torch.inference_mode()
 def test_another_thread_may_run_the_view_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a check of an output beside a decoding. Its pass runs the layers as they are, on its own cache."""
@@ -181,10 +180,10 @@ def test_another_thread_may_run_the_view_meanwhile(monkeypatch: pytest.MonkeyPat
     assert torch.equal(found[0], expected)
 
 
+@pytest.mark.usefixtures("uncompiled")
 @torch.inference_mode()
-def test_threads_run_the_compiled_layers_of_a_shared_view_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_run_the_compiled_layers_of_a_shared_view_in_turn() -> None:
     """As for a draft model of two targets. The second pass waits for the first, and is compiled, too."""
-    monkeypatch.setattr(module, "_compiled_run", lambda fuses: module._run)
     with torch.inference_mode(False):
         model = build("llama")
     layers, entered, left = compiled_layers(decoding_view(model)), threading.Event(), list[bool]()
@@ -221,16 +220,11 @@ def test_replaced_weights_are_read_by_compiled_layers() -> None:
         assert _compiled_passes(cache) == [True]
 
 
-FUSED, UNFUSED = (
-    "products of its layers cannot be fused with what surrounds them: ",
-    "its layers cannot be compiled and run as they are: ",
-)
+FUSED = "products of its layers cannot be fused with what surrounds them: "
+UNFUSED = "its layers cannot be compiled and run as they are: "
 
 
-@pytest.mark.parametrize(
-    ("wrong", "logged"),
-    [([True, False], [FUSED, UNFUSED]), ([True], [FUSED])],
-)
+@pytest.mark.parametrize(("wrong", "logged"), [([True, False], [FUSED, UNFUSED]), ([True], [FUSED])])
 @pytest.mark.parametrize("fails", [True, False])
 @torch.inference_mode()
 def test_layers_that_cannot_be_compiled_run_with_fewer_fusions_or_as_they_are(

@@ -133,11 +133,11 @@ def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> Non
     with torch.no_grad():
         multiply(torch.randn(1, 80), layer.weight)
     gc.collect()
-    before = len(packing._packed)
+    before = len(packing._packed[None])
     packed.clear()
     del layer
     gc.collect()
-    assert len(packing._packed) == before - 1
+    assert len(packing._packed[None]) == before - 1
 
 
 def test_small_weights_and_replaced_forward_passes_are_left_alone(
