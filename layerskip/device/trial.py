@@ -32,8 +32,7 @@ Compute = Callable[..., Tensor]
 def nearly_equal(tensor: Tensor, reference: Tensor, tolerance: float | None = None) -> bool:
     """Return whether two tensors are equal up to a tolerance, relative to the largest entry of ``reference``.
 
-    By default, the tolerance is that of rounding in their dtype.
-    Empty tensors are equal. Infinities, as the logits of unused tokens are, must be in the same places; NaN equals nothing.
+    By default, it is that of rounding in their dtype. Infinities must be in the same places; NaN equals nothing.
     """
     if not reference.numel():
         return True
@@ -61,8 +60,7 @@ def faster_of_right(
 ) -> Compute:
     """Return a kernel, or torch's operators for the same where the kernel gives other results, fails or takes longer.
 
-    Each kind of input is tried when it first occurs in a process. A kernel that fails is logged. ``draw`` returns the inputs
-    of the trial.
+    Each kind of input is tried once in a process, with the inputs that ``draw`` returns. A kernel that fails is logged.
     """
     if (name, kind) not in _passed:
         try:

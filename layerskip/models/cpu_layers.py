@@ -126,16 +126,19 @@ class _Parts:
     """The modules, parameters and packed weights within a module, to notice a change at the start of a text."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
+        modules: list[Any] = list(module.modules())
+        self._hooks = [hooks for each in modules[1:] for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._fields = [vars(each) for each in modules[1:]]
+        self._tables: list[Any] = [table for each in modules for table in (each._modules, each._parameters) if table]
+        self._packed = [each.packed for each in modules if few_rows_weight(each) is not None]
         self._before = self._parts()
         self._parameters = [part for part in self._before if isinstance(part, Tensor)]
         self._values = self._state()
 
     def _parts(self) -> list[Any]:
-        parts: list[Any] = []
-        for each in self._modules:
-            parts += (*each._modules.values(), *each._parameters.values(), few_rows_weight(each))
-        return parts + [vars(each).get("forward") for each in self._modules[1:]]
+        parts = [part for table in self._tables for part in table.values()]
+        parts += [fields.get("forward") for fields in self._fields]
+        return parts + [packed.copy for packed in self._packed]
 
     def _state(self) -> list[int]:
         """Return what changes with the values of the parameters."""
@@ -145,8 +148,7 @@ class _Parts:
         """Return whether all parts are the same and have the same values, no hooks and no other ``forward``."""
         parts = self._parts()
         same = len(parts) == len(self._before) and all(map(operator.is_, parts, self._before))
-        has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in self._modules[1:])
-        return same and not has_hooks and self._state() == self._values
+        return same and not any(self._hooks) and self._state() == self._values
 
 
 class _Layers(nn.ModuleList):

@@ -103,10 +103,7 @@ def shared_copy(model: PreTrainedModel, bits: int | None = None) -> PreTrainedMo
 
 
 def quantized_view(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """Return a view of a model whose linear layers multiply by weights of 8 or 4 bits; made once per state of the model.
-
-    Passes over more rows than a step has multiply by the model's own weights.
-    """
+    """Return a view whose linear layers multiply few rows by weights of 8 or 4 bits; made once per state of a model."""
     return _quantized_views[bits].of(model)
 
 

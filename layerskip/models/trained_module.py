@@ -36,8 +36,8 @@ def save_trained(
 
     With a full disk (``OSError``), an earlier head in the folder is kept; an incomplete folder is not a trained head.
     """
-    metadata = {"schema": _SCHEMA, "shape": dict(shape), "target": _identity(target)}
-    metadata |= {"kind": "eagle", "training": dict(training)}  # for the reader
+    about = {"kind": "eagle", "training": dict(training)}  # for the reader
+    metadata = {"schema": _SCHEMA, "shape": dict(shape), "target": _identity(target)} | about
     with atomic_write(folder / _METADATA) as partial_metadata, atomic_write(folder / _WEIGHTS) as partial:
         write_json(partial_metadata, metadata)
         save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, partial)
