@@ -16,11 +16,12 @@ from layerskip.config import Field, Method, declare, shared
 from layerskip.decoding import drafter as base
 from layerskip.engines.deployment import Deployment, Unsupported
 from searches.app.composition import compose_config
-from searches.report.charts import color_of
+from searches.report.charts import legend
 from searches.space.search_space import SearchSpace
 from searches.study.starting_points import starting_points
 from searches.study.study import with_stored_methods
 from searches.tracking.runs import parameters
+from tests.searches.known import measured_trial
 
 DRAFTER = '''
 """Drafting the last token again."""
@@ -124,7 +125,7 @@ def test_everything_that_lists_methods_has_the_new_one(monkeypatch: pytest.Monke
     chosen = compose_config("benchmark", ["contenders.repeat_last.repeats=1"]).contenders.repeat_last
     for row, repeats in ((compose_config("benchmark").contenders.repeat_last, 3), (chosen, 1)):
         assert OmegaConf.to_container(row) == {"method": "repeat_last", "repeats": repeats}
-    assert color_of("repeat_last") == "#123456"
+    assert legend([measured_trial(_of(), {"x": 1.0})]) == {"repeat last": "#123456"}
     assert parameters(_of(repeats=4))["drafter"] == "repeat_las"
     monkeypatch.syspath_prepend(str(Path(drafters.__path__[0]).parents[1] / "docs"))
     page = importlib.import_module("build_configuration")
