@@ -140,5 +140,9 @@ class NoDraft(Drafter):
     method = PLAIN
     never_drafts = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.never_drafts = cls.draft is NoDraft.draft
+
     def draft(self, context: Context, limit: int) -> Draft:
         return Draft.empty(context.last.device)

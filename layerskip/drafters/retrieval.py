@@ -217,11 +217,14 @@ class Datastore:
             tokens, suffixes = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("tokens", "suffixes"))
         except (OSError, ValueError, EOFError) as error:
             raise ConfigError(f"datastore: cannot read {folder}: {' '.join(str(error).split())}") from error
-        if not isinstance(about, dict) or about.pop("schema", None) != _SCHEMA:
+        whole = isinstance(about, dict) and {"tokens", "texts", "source"} <= about.keys()
+        if not whole or not isinstance(about.get("prompts"), list) or about.pop("schema", None) != _SCHEMA:
             raise ConfigError(f"datastore: {folder} is not a datastore of this version")
         for name, value in _identity(target).items():
             if value is not None and about.get(name) != value:
                 raise ConfigError(f"datastore: {folder} was built for another {name} than that of {target.name}")
+        if any(array.dtype != np.int32 or array.ndim != 1 or not len(array) for array in (tokens, suffixes)):
+            raise ConfigError(f"datastore: {folder} is damaged: its arrays are not rows of int32")
         # A token that the target lacks would break decoding; reading all tokens takes little time.
         if hashlib.sha256(tokens.data).hexdigest() != about.get("digest"):
             raise ConfigError(f"datastore: {folder} is damaged: its tokens do not match their digest")

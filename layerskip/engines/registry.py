@@ -30,8 +30,8 @@ def launch_vllm(deployment: Deployment) -> Launch:
     command = ["python", "-m", API_SERVER, "--model", model] if on_cpu else ["vllm", "serve", model]
     # The server would otherwise take sampling parameters from the model's generation configuration.
     command += [*deployment.revision, "--dtype", deployment.dtype, "--generation-config", "vllm"]
-    measured = deployment.environment.get("backend") or {}
-    if measured.get("name") == "vllm":
+    measured = deployment.environment.get("backend")
+    if isinstance(measured, Mapping) and measured.get("name") == "vllm":
         command += map(str, measured.get("args", ()))  # the user's own
     speculative = speculation(way, config, lambda: deployment.draft("vllm"))
     if way == "suffix":

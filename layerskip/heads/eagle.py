@@ -162,14 +162,16 @@ class EagleHead(nn.Module):
         joined = self.fc(torch.cat((embeddings[..., : self.shape.hidden], features), -1))
         layer: Any = self.body.layers[0]
         layer.input_layernorm.embeddings = embeddings if self.shape.lookback else None
-        output = self.body(
-            inputs_embeds=joined,
-            past_key_values=cache,
-            position_ids=positions,
-            attention_mask=visible,
-            use_cache=cache is not None,
-        )
-        layer.input_layernorm.embeddings = None
+        try:
+            output = self.body(
+                inputs_embeds=joined,
+                past_key_values=cache,
+                position_ids=positions,
+                attention_mask=visible,
+                use_cache=cache is not None,
+            )
+        finally:
+            layer.input_layernorm.embeddings = None
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def with_lookback(self, embedded: Tensor, count: int) -> Tensor:

@@ -72,6 +72,9 @@ class FewRowsWeight(ctypes.Structure):
         self._weight, self._library, self._kept = weight.detach(), _library(), parts
         self.address = ctypes.addressof(self)
 
+    def __deepcopy__(self, _: Any) -> FewRowsWeight:
+        return self
+
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute :func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``; gradients do not flow through it."""
         count = hidden.numel() // self.inputs

@@ -128,8 +128,8 @@ def _find_parallel_layers(model: PreTrainedModel) -> list[list[str]]:
         for name, module in model.named_modules()
         if _is_plain(module)
     ]
-    width = model.config.get_text_config(decoder=True).hidden_size
     try:
+        width = model.config.get_text_config(decoder=True).hidden_size
         model(inputs_embeds=torch.zeros(1, 2, width, dtype=model.dtype, device=model.device), use_cache=False)
     finally:
         for hook in hooks:

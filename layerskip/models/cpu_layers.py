@@ -178,16 +178,17 @@ class _State:
     after: Sequence[_DecoderLayer] = ()  # the layers that come after this one
     follows: bool | None = None  # whether its input is the result of the layer before; None before a pass has shown it
     run: _Run | None = None  # computes this layer and those that follow it
-    # The inputs that it will have, and its result, which the call of an earlier layer has computed; with a copy of the
-    # hidden states while `follows` is None.
-    ahead: tuple[_Inputs, Tensor, Tensor | None] | None = None
+    # The inputs that it will have, with a reference to the cache, and its result, which the call of an earlier layer has
+    # computed; with a copy of the hidden states while `follows` is None.
+    ahead: tuple[tuple[Any, Any, Any, weakref.ref[KVCache]], Tensor, Tensor | None] | None = None
 
     def take(self, inputs: _Inputs) -> Tensor | None:
         """Return the result that was computed ahead; None if there is none, or it is that of other inputs."""
         if self.ahead is None:
             return None
-        (expected, output, values), self.ahead = self.ahead, None
-        self.follows = all(map(operator.is_, inputs, expected)) and (values is None or torch.equal(inputs[0], values))
+        ((*expected, cache), output, values), self.ahead = self.ahead, None
+        is_same = all(map(operator.is_, inputs, (*expected, cache())))
+        self.follows = is_same and (values is None or torch.equal(inputs[0], values))
         return output if self.follows else None
 
     def __reduce__(self) -> Any:
@@ -210,7 +211,7 @@ class _Run:
         """Return the result of the first layer, and give the others theirs."""
         outputs = self.stack(hidden, positions, cache.length, mask)
         for state, before, output in zip(self._followers, outputs, outputs[1:], strict=False):
-            state.ahead = (before, mask, positions, cache), output, None if state.follows else before.clone()
+            state.ahead = (before, mask, positions, self._cache), output, None if state.follows else before.clone()
         return outputs[0]
 
 

@@ -91,7 +91,7 @@ def unpack(data: Any, kind: Any, values: Tensor) -> Blocks:
     layout = KINDS[kind.name]
 
     def first_values(code: int, added: slice = slice(0)) -> Tensor:
-        """Return the value of a code in every group, ``[out, groups]``, with zero as the number that is added to it."""
+        """Return the value of a code in every group, ``[out, groups]``, with zeros in the bytes ``added``."""
         changed = numpy.array(data).reshape(len(data), -1, layout.size)
         changed[..., layout.codes] = code
         changed[..., added] = 0

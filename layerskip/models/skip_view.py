@@ -63,10 +63,11 @@ def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
 def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
     """Return the view of a mask, cached until another mask is requested, so that its captured passes are reused."""
     cached = _skip_views.of(model)
-    if mask not in cached:
-        cached.clear()
-        cached[mask] = skip_view(model, mask)
-    return cached[mask]
+    if (view := cached.get(mask)) is None:
+        view = skip_view(model, mask)
+        cached.clear()  # by another thread, too
+        cached[mask] = view
+    return view
 
 
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:

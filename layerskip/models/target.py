@@ -6,10 +6,10 @@ import contextlib
 import functools
 import hashlib
 import json
+import operator
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -191,23 +191,28 @@ class Target:
         ``content``, or token ids, which are returned as they are; a tensor of one dimension is a list of ids.
         """
         given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        is_list = isinstance(given, Sequence) and not isinstance(given, bytes)
-        if is_list and not given:
+        if isinstance(given, Sequence) and not given:
             raise TargetError(f"{field}: is empty")
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
-        if is_list and all(isinstance(part, Mapping) for part in given):
-            given = self._tokenize(given, field)
-        elif not is_list or not all(isinstance(part, Integral) and not isinstance(part, bool) for part in given):
-            expected = "a text, nor a list of messages, nor a list of token ids"
-            raise TargetError(f"{field}: {reprlib.repr(given)} is neither {expected}")
-        if not given:
+        if isinstance(given, Sequence) and all(isinstance(part, Mapping) for part in given):
+            ids = self._tokenize(given, field)
+        else:
+            try:
+                ids = [operator.index(token) for token in given]
+                is_of_ids = not isinstance(given, bytes) and not any(isinstance(token, bool) for token in given)
+            except TypeError:
+                is_of_ids = False
+            if not is_of_ids:
+                expected = "a text, nor a list of messages, nor a list of token ids"
+                raise TargetError(f"{field}: {reprlib.repr(given)} is neither {expected}")
+        if not ids:
             raise TargetError(f"{field}: has no tokens")
         words: Any = self.model.get_input_embeddings()
         last = words.weight.shape[0] - 1
-        if beyond := [token for token in given if not 0 <= token <= last]:
+        if beyond := [token for token in ids if not 0 <= token <= last]:
             raise TargetError(f"{field}: the token {beyond[0]} is beyond the vocabulary of {self.name}, 0 to {last}")
-        return list(map(int, given))
+        return ids
 
     def _tokenize(self, messages: Sequence[Mapping[str, str]], field: str) -> list[int]:
         for message in messages:

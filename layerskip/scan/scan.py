@@ -202,7 +202,8 @@ class Scanner:
         if self.sampling.greedy:
             agrees = (scored == text_tokens).cpu().numpy() & (place <= texts.left[starts])
             return scored, sure, agrees.astype(np.float64)
-        q, p = scored.double().cpu().numpy(), texts.token_probs[texts.text[starts], texts.place[starts] + place]
+        q = scored.nan_to_num(nan=0.0).double().cpu().numpy()  # verification rejects a token of NaN
+        p = texts.token_probs[texts.text[starts], texts.place[starts] + place]
         return text_tokens, sure, np.minimum(1.0, np.divide(q, p, out=np.ones_like(q), where=p > 0))
 
     def counts(self, scan: Scan, num_speculative_tokens: int, stop: StopRule) -> list[Counts]:

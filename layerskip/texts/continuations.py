@@ -79,7 +79,7 @@ def continue_prompts(
         }
         file = None if folder is None else folder / f"{digest(request)[:32]}.json"
         stored, spent = None if file is None else read_json(file), 0.0
-        if stored is None:
+        if not isinstance(stored, dict) or not {"continuations", "seconds"} <= stored.keys():
             start = time.monotonic()
             decoded = _decode(target, item, sampling, max_new_tokens, seed + index)
             spent = time.monotonic() - start

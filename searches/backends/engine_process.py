@@ -125,11 +125,12 @@ class EngineProcess:
             watch.cancel()
         if line:
             return line.decode(errors="replace")
-        late = time.monotonic() - begun >= limit_seconds
-        reason = f"{self.name}: no answer within {limit_seconds:g} seconds"
-        error = BackendError(reason, self.log_tail()) if late else self.error("before it answered")
-        self.stop()
-        raise error
+        try:
+            if time.monotonic() - begun >= limit_seconds:
+                raise BackendError(f"{self.name}: no answer within {limit_seconds:g} seconds", self.log_tail())
+            raise self.error("before it answered")
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         """End the engine and everything that it started. May be called twice."""

@@ -166,7 +166,7 @@ def timeline(trials: Sequence[FrozenTrial], now: datetime) -> go.Figure | None:
     starts, shown = zip(*begun, strict=True)
     durations = [timedelta(seconds=_seconds(trial, now)) for trial in shown]
     lanes = [str(trial.user_attrs.get(WORKER, "trials")) for trial in shown]
-    order = sorted(set(lanes), reverse=True)
+    order = sorted(set(lanes), key=lambda lane: (len(lane), lane), reverse=True)  # 10 after 2
     chart = _figure().update_layout(height=110 + 46 * len(order))
     chart.update_xaxes(type="date", rangebreaks=[{"bounds": pause} for pause in _pauses(starts, durations)])
     span = [-0.5, len(order) - 0.4]

@@ -75,7 +75,7 @@ def study_notes(study: optuna.Study, finals: Finals | None) -> list[str]:
     if drifted := sum(trial.user_attrs.get(DRIFTED, 0) for trial in trials):
         notes.append(f"The machine's speed changed on {drifted} prompts, which were measured again.")
     if finals is not None and finals.stalled:
-        notes.append(f"Held-out prompts that were measured again because one decoding had stalled: {finals.stalled}.")
+        notes.append(f"Held-out prompts that speeds leave out, because one decoding stalled: {finals.stalled}.")
     if finals is not None and finals.left_out:
         notes.append(finals.left_out)
     return notes

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import numpy as np
 import optuna
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -35,6 +37,7 @@ from searches.study.plan import Plan
 from searches.study.study import finished
 from searches.tracking.tracker import Tracker
 
+_MARKERS = {"circle": "o", "x-thin-open": "x", "line-ns-open": "|"}
 _PICTURED = {
     "history": "Search history (tune prompts, 95 % intervals)",
     "acceptance": "Speedup against acceptance",
@@ -137,14 +140,18 @@ def _copy(chart: go.Figure, axes: Axes) -> None:
     for trace in chart.data:
         if trace.type == "heatmap":
             axes.set_yticks(range(len(trace.y)), trace.y)
-            axes.figure.colorbar(axes.imshow(trace.z, aspect="auto"), ax=axes)
+            colors = matplotlib.colormaps["viridis"].with_extremes(bad="0.9")
+            image = axes.imshow(np.array(trace.z, dtype=float), aspect="auto", cmap=colors)
+            axes.figure.colorbar(image, ax=axes, label=trace.colorbar.title.text)
         elif trace.mode == "lines":
             axes.step(trace.x, trace.y, where="post", color=trace.line.color, linewidth=1)
         else:
             xerr, yerr = (bar.array and (bar.arrayminus, bar.array) for bar in (trace.error_x, trace.error_y))
             axes.errorbar(trace.x, trace.y, yerr, xerr, fmt="none", ecolor="0.6", elinewidth=1)
-            symbol, size = ("|", 200) if trace.marker.symbol == "line-ns-open" else ("o", 30)
-            axes.scatter(trace.x, trace.y, s=size, c=trace.marker.color, marker=symbol, zorder=3)
+            marker, count = trace.marker, len(trace.x)
+            color, symbol = (np.broadcast_to(each, count) for each in (marker.color, marker.symbol or "circle"))
+            for x, y, own, mark in zip(trace.x, trace.y, color, map(_MARKERS.get, symbol), strict=True):
+                axes.plot(x, y, color=own, marker=mark, markersize=14 if mark == "|" else 6)
     for line in layout.shapes:
         draw, place = (axes.axhline, line.y0) if line.y0 == line.y1 else (axes.axvline, line.x0)
         draw(place, color="0.6", linewidth=0.8)

@@ -1,7 +1,7 @@
 """The finals: the best configurations of a search against plain decoding, on prompts that the search never saw.
 
-All finalists are measured interleaved, prompt by prompt. Drafters that learn keep what they have learned. A prompt on which
-one decoding stalled is measured again, once, by all of them. A stall that repeats is the decoder's own and counts.
+All finalists are measured interleaved, prompt by prompt. Drafters that learn keep what they have learned. Speeds leave out
+the prompts on which one decoding stalled, unless these are more than a tenth; outputs are compared on all.
 
 A finalist is dropped when its paired interval lies wholly below the leader's speed; this is tested after every few prompts.
 Measuring ends when all prompts were decoded and one finalist is left, when all that are left are significantly slower than
@@ -47,6 +47,7 @@ _DROP_CONFIDENCE = 0.999  # well above the verdict's, as the test is repeated
 _ENOUGH_PROMPTS = 16  # that finalists should be measured on
 _OTHER_WORK = 1.2  # seconds of measuring, prefills and comparisons included, for each second of decoding
 _SEED = 1_000_003  # which differs from the seeds of all trials
+_RARE = 0.1  # share of rows that may be left out because of stalls
 _TIE = 0.01  # share of speed that simplicity may cost; with few prompts, intervals alone would allow a tenth
 
 
@@ -100,7 +101,7 @@ class Finals:
         finalists: fastest first.
         baseline: metrics of plain decoding.
         seconds: that measuring took.
-        stalled: number of prompts that were measured again.
+        stalled: number of decodings that speeds leave out.
         left_out: what was not measured because time ran out, as a sentence; empty if nothing.
     """
 
@@ -188,23 +189,8 @@ def measure_held_out(
     rows: list[Row] = []
     left, dropped, tested = dict(configs), set[str](), 0
     ended, is_clear = "", False
-    repeated = set[int]()
-
-    def seed_of(repeat: int) -> int:
-        return seed + _SEED + 7919 * repeat
-
-    def repeat_stalled() -> None:
-        for place, stalled in enumerate(stalled_rows(rows, settings.drift)):
-            repeat, number = divmod(place, len(prompts))
-            item, before = prompts.items[number], PromptSet(prompts.items[max(0, number - settings.warmup) : number])
-            name = f"{repeat} again"
-            if stalled and place not in repeated and (f"{name} {item.id}" in log or control.seconds_left() > 0):
-                repeated.add(place)
-                measure = partial(surviving_rows, bench, left, seed=seed_of(repeat) + number, without=())
-                (rows[place],) = resumed_rows(measure, PromptSet((item,)), log, name, before)
-
     for repeat in range(settings.held_out_repeats):
-        measure = partial(surviving_rows, bench, left, seed=seed_of(repeat), without=dropped)
+        measure = partial(surviving_rows, bench, left, seed=seed + _SEED + 7919 * repeat, without=dropped)
         measured = resumed_rows(measure, prompts, log, str(repeat))
         for number, item in enumerate(prompts, 1):
             is_logged = f"{repeat} {item.id}" in log
@@ -219,39 +205,53 @@ def measure_held_out(
             enough = len({row[BASELINE].prompt_id for row in rows}) >= 2 * _BLOCK
             if enough and (is_last or (number % _BLOCK == 0 and len(rows) >= _GROWTH * tested)):
                 tested = len(rows)
-                repeat_stalled()
-                leader = _leader(rows, left)
-                dropped |= {name for name in left if name != leader and _is_slower(rows, leader, name)}
+                steady = _without_stalls(rows, settings.drift)
+                leader = _leader(steady, left)
+                dropped |= {name for name in left if name != leader and _is_slower(steady, leader, name)}
                 left = {name: config for name, config in left.items() if name not in dropped}
-                if settings.indifference is not None and _is_settled(rows, left, settings.indifference):
+                if settings.indifference is not None and _is_settled(steady, left, settings.indifference):
                     is_clear = True
                     break
-        if ended or is_clear or _is_settled(rows, left):
+        if ended or is_clear or _is_settled(_without_stalls(rows, settings.drift), left):
             break
     if rows:
-        repeat_stalled()
         check_output((row[BASELINE] for row in rows), "held-out ")
-    baseline = _with_metrics(Measurement.of(rows, BASELINE, BASELINE))
-    return Finals(_judge_rows(rows, configs, expected, left), baseline, logged_seconds(log), len(repeated), ended)
+    steady = _without_stalls(rows, settings.drift)
+    baseline = _with_metrics(Measurement.of(steady, BASELINE, BASELINE))
+    finalists = _judge_rows(steady, rows, configs, expected, left)
+    return Finals(finalists, baseline, logged_seconds(log), len(rows) - len(steady), ended)
+
+
+def _without_stalls(rows: list[Row], drift: float) -> list[Row]:
+    """Return the rows in which no decoding stalled; all rows if stalls are frequent, since a decoder may cause these."""
+    stalled = stalled_rows(rows, drift)
+    if sum(stalled) > _RARE * len(rows):
+        return rows
+    return [row for row, is_stalled in zip(rows, stalled, strict=True) if not is_stalled]
 
 
 def _judge_rows(
+    steady: Sequence[Row],
     rows: Sequence[Row],
     configs: Mapping[str, SpeculativeConfig],
     expected: Mapping[SpeculativeConfig, float],
     left: Collection[str],
 ) -> tuple[Finalist, ...]:
-    """Return the finalists with their results, fastest first; those that are ``left`` were measured to the end."""
+    """Return the finalists with their results, fastest first; those that are ``left`` were measured to the end.
+
+    Speeds are those of the ``steady`` rows. Outputs are compared in all of them.
+    """
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = {}
     for name, config in configs.items():
-        measured = Measurement.of(rows, BASELINE, name)
+        measured, compared = Measurement.of(steady, BASELINE, name), Measurement.of(rows, BASELINE, name).lossless
         low, _ = measured.interval(confidence=confidence)
-        finalists[name] = Finalist(config, expected[config], _with_metrics(measured), low, stayed=name in left)
+        metrics = _with_metrics(measured) | {"losslessness": compared.to_dict()}
+        finalists[name] = Finalist(config, expected[config], metrics, low, stayed=name in left)
     stayed = [name for name, finalist in finalists.items() if finalist.stayed]
     fastest = max(stayed, key=lambda name: (finalists[name].eligible, finalists[name].held_out["speedup"]), default=BASELINE)
     judged = [
-        replace(finalist, ties=finalist.stayed and (name == fastest or _ties(rows, fastest, name)))
+        replace(finalist, ties=finalist.stayed and (name == fastest or _ties(steady, fastest, name)))
         for name, finalist in finalists.items()
     ]
     return tuple(sorted(judged, key=lambda finalist: (not finalist.stayed, -finalist.held_out["speedup"])))

@@ -157,9 +157,12 @@ class TrialRuns:
         self._store, self._study = study.store, study
         self._recorded: set[int] = set()
         self._begun: dict[int, str] = {}  # runs whose writing failed
+        self.is_tidy = True  # else incomplete and doubled runs go before any is written
 
     def write(self, trial: FrozenTrial) -> None:
         """Write the run of a finished trial, unless it exists."""
+        if not self.is_tidy:
+            self._tidy()
         if trial.number in self._recorded:
             return
         config, client = SpeculativeConfig.from_dict(trial.user_attrs["config"]), self._store.client
@@ -192,7 +195,7 @@ class TrialRuns:
         }
         return tags | ({"reason": trial.user_attrs["reason"]} if "reason" in trial.user_attrs else {})
 
-    def tidy(self) -> None:
+    def _tidy(self) -> None:
         """Delete incomplete and doubled runs, while nobody writes any, and nest the others below the run of the study."""
         study, recorded = self._study.current(), set[int]()
         for run in self._study.found()[:-1]:
@@ -205,7 +208,7 @@ class TrialRuns:
             recorded.add(number)
             if run.data.tags.get(PARENT) != study:
                 self._store.client.set_tag(run.info.run_id, PARENT, study)
-        self._recorded, self._begun = recorded, {}
+        self._recorded, self._begun, self.is_tidy = recorded, {}, True
 
 
 def _metrics(trial: FrozenTrial) -> dict[str, float]:

@@ -72,7 +72,7 @@ class Tracker:
 
     def reconcile(self, trials: Sequence[FrozenTrial]) -> None:
         """Delete incomplete and doubled runs of trials, and write those that are missing; nobody else may write any."""
-        self._outbox.put("tidy", self._trials.tidy)
+        self._trials.is_tidy = False
         self.record(*trials)
 
     def record(self, *trials: FrozenTrial) -> None:

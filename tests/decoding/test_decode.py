@@ -79,8 +79,6 @@ def test_the_first_token_is_reported_before_any_draft(target: Target) -> None:
     events: list[str] = []
 
     class Watched(NoDraft):
-        never_drafts = False
-
         def draft(self, *args: Any) -> Any:
             events.append("draft")
             return super().draft(*args)

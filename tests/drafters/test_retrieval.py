@@ -140,7 +140,9 @@ def test_a_datastore_is_saved_and_belongs_to_its_vocabulary(tmp_path: Path) -> N
     [
         ("datastore.json", lambda _: b"{", "cannot read"),
         ("datastore.json", lambda _: b'{"schema": "other"}', "is not a datastore of this version"),
+        ("datastore.json", lambda data: data.replace(b'"prompts"', b'"prompt"'), "is not a datastore of this version"),
         ("tokens.npy", lambda _: b"", "cannot read"),
+        ("suffixes.npy", lambda data: data.replace(b"<i4", b"<f4"), "damaged: its arrays are not rows of int32"),
         ("suffixes.npy", lambda _: b"\x93NUMPY\x01\x00", "cannot read"),
         # A token that the target lacks would break decoding a round later.
         ("tokens.npy", lambda data: data[:-4] + bytes([data[-4] ^ 1]) + data[-3:], "damaged: its tokens do not match"),

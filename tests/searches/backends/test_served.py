@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,18 +152,18 @@ def test_sampled_outputs_are_not_compared_but_greedy_ones_are(backend: ServerBac
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("options", "lengths", "reason"),
     [
-        (("--only-drafting", "--fault", "crash"), "ended with exit code 3, "),
-        (("--broken-length", "2"), "ended with exit code 1, while it started"),
+        (("--only-drafting", "--fault", "crash"), {"two": 2}, "ended with exit code 3, "),
+        (("--broken-length", "2"), {"four": 4, "two": 2}, "ended with exit code 1, while it started"),
     ],
 )
 def test_a_failing_engine_is_an_error_and_the_next_configuration_runs(
-    options: tuple[str, ...], reason: str, serve: Serve, folder: Path
+    options: tuple[str, ...], lengths: Mapping[str, int], reason: str, serve: Serve, folder: Path
 ) -> None:
     backend = serve(*options)
     with pytest.raises(BackendError, match=f"^backend: server: {reason}") as error:
-        list(_compare(backend, {"two": lookup(2)}))
+        list(_compare(backend, {name: lookup(length) for name, length in lengths.items()}))
     assert error.value.name == "two"
     assert "\n" not in str(error.value) and len(error.value.log_tail.splitlines()) <= LOG_LINES
     assert "a planned crash" in error.value.log_tail

@@ -169,7 +169,7 @@ def test_a_study_that_ends_early_says_why(
 def test_the_timeline_shows_who_took_over_a_killed_trial(tmp_path: Path) -> None:
     page = _written(tmp_path, workers_study())
     figure = metrics_of(page)["timeline"]
-    assert figure["layout"]["yaxis"]["categoryarray"] == ["b/2", "b/10", "a/1"]  # from the bottom
+    assert figure["layout"]["yaxis"]["categoryarray"] == ["b/10", "b/2", "a/1"]  # from the bottom
     (bars,) = figure["data"]  # without the duplicate, which took no time
     places = [bars["hovertext"].index(text) for text in bars["hovertext"] if ", fail<br>" in text]
     assert [(bars["y"][place], bars["x"][place]) for place in places] == [("b/2", 0.0), ("b/10", 5000.0)]  # one was killed
