@@ -49,11 +49,17 @@ def total_bytes() -> int:
     limits = [int(psutil.virtual_memory().total)]
     with contextlib.suppress(OSError):
         for line in _GROUPS.read_text().splitlines():
-            number, _, group = line.split(":", 2)
-            path = _LIMITS / group.lstrip("/")
-            for folder in (path, *path.parents) if number == "0" else ():  # the others are of cgroups version 1
+            number, controllers, group = line.split(":", 2)
+            if number == "0":
+                root, name = _LIMITS, "memory.max"
+            elif controllers == "memory":  # cgroups version 1
+                root, name = _LIMITS / "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            path = root / group.lstrip("/")
+            for folder in (path, *path.parents):
                 with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    limits.append(int((folder / "memory.max").read_text()))
+                    limits.append(int((folder / name).read_text()))
     return min(limits)
 
 

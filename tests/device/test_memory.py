@@ -79,12 +79,18 @@ def test_other_errors_and_results_are_passed_on() -> None:
         within_memory(lambda: torch.ones(2) @ torch.ones(3))
 
 
-def test_the_lowest_limit_of_the_control_groups_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = tmp_path / "root" / "jobs" / "mine"
+@pytest.mark.parametrize(
+    ("line", "root", "file"),
+    [("0::/jobs/mine", "root", "memory.max"), ("4:memory:/jobs/mine", "root/memory", "memory.limit_in_bytes")],
+)
+def test_the_lowest_limit_of_the_control_groups_counts(
+    line: str, root: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / root / "jobs" / "mine"
     own.mkdir(parents=True)
-    (tmp_path / "cgroup").write_text("0::/jobs/mine\n")
-    (own / "memory.max").write_text("max\n")
-    (own.parent / "memory.max").write_text("4096\n")
+    (tmp_path / "cgroup").write_text(f"7:blkio:/jobs\n{line}\n")
+    (own / file).write_text("max\n")
+    (own.parent / file).write_text("4096\n")
     monkeypatch.setattr(memory, "_GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(memory, "_LIMITS", tmp_path / "root")
     assert memory.total_bytes() == 4096
