@@ -30,7 +30,7 @@ from searches.backends.backend import Backend, BackendError, Comparison, Workloa
 from searches.backends.backend import Row as Row
 from searches.results import ResultLog
 
-_STALL = 3.0  # times the logarithm of the tolerated drift, for one sample: above its noise, which a mean over samples halves
+_STALL = 3.0  # how many times the tolerated drift, as a logarithm, one sample may deviate; its noise exceeds that of a mean
 
 
 class ModelBench:
