@@ -3,10 +3,10 @@
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.sampling import Sampling, SamplingError
 from layerskip.decoding.stats import DecodeStats, Round
+from layerskip.draft_plan import DraftPlan, PlanError
 from layerskip.drafters.registry import build_drafter, load_drafters
 from layerskip.export import Export, ExportError
 from layerskip.generation import Generation, generate
-from layerskip.mask import MaskError, SkipMask
 from layerskip.measure.measure import measure
 from layerskip.measure.measurement import Measurement
 from layerskip.models.architecture import UnsupportedModel
@@ -18,17 +18,17 @@ from layerskip.prompts import PromptError, PromptSet
 __all__ = [
     "ConfigError",
     "DecodeStats",
+    "DraftPlan",
     "Export",
     "ExportError",
     "Generation",
-    "MaskError",
     "Measurement",
+    "PlanError",
     "PromptError",
     "PromptSet",
     "Round",
     "Sampling",
     "SamplingError",
-    "SkipMask",
     "SpeculativeConfig",
     "StopRule",
     "Target",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layerskip.mask import MaskError, normalise
+from layerskip.draft_plan import PlanError, normalise
 
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # the last are bytes that are not UTF-8
 
@@ -116,8 +116,8 @@ class Field:
     """A field of a drafter's configuration: its values, its meaning, and how a study chooses it.
 
     Args:
-        default: the value where none is given. Its type is that of all values. Whole numbers are at least 1, others from 0
-            to 1.
+        default: the value where none is given. Its type is that of all values. Whole numbers are at least 1, or 0 if that
+            is the default; others are from 0 to 1.
         meaning: one phrase for the documentation.
         range: the lowest and the highest value that a study chooses; None if it chooses no number.
         log: whether a study chooses on a logarithmic scale.
@@ -127,6 +127,7 @@ class Field:
         used: whether a configuration of the method reads the field. Otherwise it must keep its default.
         path: whether it names a file, a folder or a model. A study chooses from those that its user names.
         required: whether a path must be given.
+        normalise: returns the canonical form of any other text that is a value; a :class:`PlanError` refuses it.
     """
 
     name: str
@@ -140,6 +141,7 @@ class Field:
     used: Callable[[SpeculativeConfig], bool] = lambda config: True
     path: bool = False
     required: bool = False
+    normalise: Callable[[str], str] | None = None
 
     def check(self, config: SpeculativeConfig) -> None:
         """Raise ``ConfigError`` for an invalid value."""
@@ -147,10 +149,10 @@ class Field:
         if isinstance(self.default, (bool, str, StopRule)):
             check_type(self.name, value, type(self.default))
         elif isinstance(self.default, int):
-            check_integer(self.name, value, 1)
+            check_integer(self.name, value, min(1, self.default))
         elif isinstance(self.default, float):
             check_number(self.name, value, 0.0, 1.0)
-        if isinstance(value, str) and self.choices and value not in self.choices:
+        if isinstance(value, str) and self.choices and value not in self.choices and self.normalise is None:
             raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
         if self.required and not value:
             raise ConfigError(f"{self.name}: {config.method} needs {self.meaning}")
@@ -286,7 +288,7 @@ class SpeculativeConfig:
 
     Args:
         method: ``none`` (plain decoding) or a declared method, such as ``prompt_lookup``.
-        mask: in the text form of :mod:`layerskip.mask`.
+        mask: in the text form of :mod:`layerskip.draft_plan`.
         verify_cost: as measured by :func:`~layerskip.costs.timing.time_verification`.
         draft_cost: as measured by :func:`~layerskip.costs.timing.time_drafting`: per level of a tree, or of all levels if
             drafted in one pass; 0 for lookups.
@@ -298,11 +300,12 @@ class SpeculativeConfig:
 
     method: str = "none"
     num_speculative_tokens: int = _usual(4, "the most tokens of a draft, or the greatest depth of a tree")
-    mask: str = _usual("", "the skipped sub-layers")
+    mask: str = _usual("", "the skipped sub-layers", normalise=normalise)
     stop: StopRule = _usual(NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive"))
     prompt_lookup_min: int = _usual(1, "the shortest n-gram to look up, in tokens")
     prompt_lookup_max: int = _usual(3, "the longest n-gram, which is tried first, in tokens", at_least="prompt_lookup_min")
     match: str = _usual("last", "which of several matches is copied from", choices=("last", "first"))
+    draft_window: int = _usual(0, "the last tokens that a draft attends to; 0 for all", range=(0, 2048), first=512)
     datastore: str = _usual("", "the folder of a datastore", path=True)
     tree_tokens: int = _usual(8, "the most tokens of a tree")
     top_k: int = _usual(4, "successors that are kept of each token")
@@ -324,14 +327,20 @@ class SpeculativeConfig:
         object.__setattr__(self, "options", tuple((name, given[name]) for name in method.options))
         for each in method.fields:
             each.check(self)
+            if each.normalise is not None:
+                self._normalise(each.name, each.normalise)
         method.check(self)
         for each in method.fields:
             if not each.used(self) and self.value(each.name) != each.default:
                 raise ConfigError(f"{each.name}: has no effect in this configuration of {self.method}")
+
+    def _normalise(self, name: str, normalise: Callable[[str], str]) -> None:
         try:
-            object.__setattr__(self, "mask", normalise(self.mask))
-        except MaskError as error:
-            raise ConfigError(str(error)) from None
+            text = normalise(self.value(name))
+        except PlanError as error:
+            raise ConfigError(f"{name}: {str(error).partition(': ')[2]}") from None
+        own = tuple((other, text if other == name else value) for other, value in self.options)
+        object.__setattr__(self, *((name, text) if name in _FIELDS else ("options", own)))
 
     @classmethod
     def of(cls, method: str, values: Mapping[str, Any]) -> SpeculativeConfig:

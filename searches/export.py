@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from layerskip import Export, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
+from layerskip import DraftPlan, Export, SpeculativeConfig, Target, save_draft_checkpoint
 from layerskip.engines.registry import ENGINES
 from layerskip.heads.folders import save_portable
 from layerskip.models.loading import load_draft
@@ -87,7 +87,7 @@ def _save_draft(config: SpeculativeConfig, target: Target, folder: Path, engine:
     """Write what drafts, as an engine loads it; of a cascade, the member with a model of its own."""
     for part in (config, *config.members):
         if part.method == "layer_skip":
-            save_draft_checkpoint(target, SkipMask.parse(part.mask, target.layers), folder)
+            save_draft_checkpoint(target, DraftPlan.parse(part.mask, target.layers), folder)
         elif part.draft_model:
             load_draft(target, part.draft_model, part.method != "cross_tokenizer").save(folder)
         elif part.head:

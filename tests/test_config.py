@@ -18,12 +18,14 @@ CASCADE = {"method": "cascade", "members": [LOOKUP, RECYCLING]}
 _LENGTH = {"num_speculative_tokens": 4, "stop": {"method": "length"}}
 _MEMBERS = [
     LOOKUP | {"prompt_lookup_min": 2, "prompt_lookup_max": 5, "match": "first", "num_speculative_tokens": 10},
-    LAYER_SKIP | _LENGTH | {"mask": "mlp:2"},
+    LAYER_SKIP | _LENGTH | {"mask": "mlp:2", "draft_window": 256},
 ]
 CONFIGS: list[dict[str, Any]] = [
     {"method": "none"},
-    LAYER_SKIP | _LENGTH | {"mask": "attention:6-9;mlp:2"},
-    LAYER_SKIP | {"mask": "", "num_speculative_tokens": 1, "stop": {"method": "threshold", "threshold": 0.25}},
+    LAYER_SKIP | _LENGTH | {"mask": "attention:6-9;mlp:2", "draft_window": 0},
+    LAYER_SKIP
+    | {"mask": "", "num_speculative_tokens": 1, "stop": {"method": "threshold", "threshold": 0.25}, "draft_window": 512},
+    {"method": "quantized", "weights": "int4;mlp:3=int8"} | _LENGTH | {"draft_window": 0},
     DRAFT_MODEL | {"num_speculative_tokens": 8, "stop": {"method": "adaptive", "threshold": 0.5}},
     *_MEMBERS,
     {"method": "retrieval", "datastore": "d", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 3,
@@ -43,6 +45,7 @@ REFUSED: list[tuple[Any, str]] = [
     (LOOKUP | {"verify_cost": [1.5]}, "verify_cost"),
     *((LAYER_SKIP | {"num_speculative_tokens": n}, "num_speculative_tokens") for n in (0, 2.0, True, "4", None)),
     *((LAYER_SKIP | {"mask": mask}, "mask") for mask in ("heads:3", 3, None)),
+    *((LAYER_SKIP | {"draft_window": size}, "draft_window") for size in (-1, 2.5, None)),
     *((LAYER_SKIP | {"stop": stop}, "stop") for stop in (0.5, None)),
     *((LAYER_SKIP | {"stop": stop}, "stop.method") for stop in ("never", {"method": ["length"]})),
     (LAYER_SKIP | {"stop": {"method": "length", "threshold": 0.6}}, "stop.threshold"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from layerskip import SkipMask, Target, save_draft_checkpoint
+from layerskip import DraftPlan, Target, save_draft_checkpoint
 from layerskip.drafters.retrieval import Datastore
 from layerskip.files import atomic_write, read_json, short_name, write_json
 from layerskip.heads.eagle import EagleHead, EagleShape
@@ -81,7 +81,7 @@ def test_a_datastore_or_checkpoint_that_does_not_fit_is_removed(small_disk: Path
         store.save(small_disk / "store")
     assert refusal.value.filename == str(small_disk / "store")
     with pytest.raises(OSError, match="No space left on device"):
-        save_draft_checkpoint(tiny_target, SkipMask.parse("layers:1", 3), small_disk / "draft")
+        save_draft_checkpoint(tiny_target, DraftPlan.parse("layers:1", 3), small_disk / "draft")
     assert os.listdir(small_disk) == ["ballast"]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, Target, save_draft_checkpoint
+from layerskip import DraftPlan, PromptSet, Sampling, SpeculativeConfig, Target, save_draft_checkpoint
 from layerskip.decoding.decode import decode
 from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.retrieval import Datastore
@@ -135,7 +135,7 @@ class Parts:
         return str(folder)
 
     def cut(self, folder: Path) -> None:
-        save_draft_checkpoint(self.target, SkipMask.parse("layers:7,12,15", 30), folder)
+        save_draft_checkpoint(self.target, DraftPlan.parse("layers:7,12,15", 30), folder)
 
     def answers(self, folder: Path) -> None:
         Datastore.build([tokens for _, _, tokens in self.texts], self.target).save(folder)

@@ -9,11 +9,11 @@ adds the same to the time of an attention sub-layer, so costs at the mean contex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layerskip.config import StopRule
-from layerskip.mask import SkipMask
+from layerskip.draft_plan import BITS, NAMES, SKIP, DraftPlan
 from layerskip.scan.replay import Counts
 
 
@@ -29,6 +29,8 @@ class CostProfile:
     confidence_seconds: float  # computing the draft's confidence in a token, for a stop rule
     round_seconds: float  # fixed cost of drafting with a model in a round, beside its draft passes and verification
     verify_seconds: tuple[float, ...]  # entry g: verifying g drafted tokens; entry 0 is a step of plain decoding
+    shares: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    """By format of :data:`layerskip.draft_plan.BITS`, the share of these seconds that head, attention and MLP take in it."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -37,19 +39,28 @@ class CostProfile:
     def from_dict(cls, parts: Mapping[str, Any]) -> CostProfile:
         """Return the profile of a dictionary from :meth:`to_dict`, which may have been JSON."""
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in parts.items()}
+        values["shares"] = {name: tuple(shares) for name, shares in values.get("shares", {}).items()}
         return cls(**values)
 
-    def draft_seconds(self, mask: SkipMask) -> float:
-        """Return the seconds of a draft pass with a mask."""
-        pairs = list(zip(mask.attention, mask.mlp, strict=True))
-        return (
-            self.head_seconds
-            + self.block_seconds * sum(not (attention and mlp) for attention, mlp in pairs)
-            + sum(cost for cost, (skipped, _) in zip(self.attention_seconds, pairs, strict=True) if not skipped)
-            + sum(cost for cost, (_, skipped) in zip(self.mlp_seconds, pairs, strict=True) if not skipped)
-        )
+    def draft_seconds(self, plan: DraftPlan) -> float:
+        """Return the seconds of a draft pass; a ``KeyError`` if a format of the plan was not timed."""
+        pairs, seconds = zip(plan.attention, plan.mlp, strict=True), self.head_seconds * self._share(plan.head_bits, 0)
+        seconds += self.block_seconds * sum(not (attention and mlp) for attention, mlp in pairs)
+        for kind, costs in (("attention", self.attention_seconds), ("mlp", self.mlp_seconds)):
+            seconds += sum(self.seconds_at(kind, layer, plan.treatment(kind, layer)) for layer in range(len(costs)))
+        return seconds
 
-    def seconds(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
+    def seconds_at(self, kind: str, layer: int, treatment: str) -> float:
+        """Return the seconds of the attention or MLP of a layer: as it is stored, skipped, or in a format."""
+        if treatment == SKIP:
+            return 0.0
+        costs = self.attention_seconds if kind == "attention" else self.mlp_seconds
+        return costs[layer] * self._share(BITS[treatment], 1 if kind == "attention" else 2)
+
+    def _share(self, bits: int, part: int) -> float:
+        return self.shares[NAMES[bits]][part] if bits else 1.0
+
+    def seconds(self, counts: Counts, mask: DraftPlan, stop: StopRule) -> float:
         """Return the seconds of a decoding with these counts. A stop rule other than ``length`` computes confidences.
 
         Raises:
@@ -60,7 +71,7 @@ class CostProfile:
         each = self.draft_seconds(mask) + (self.confidence_seconds if stop.method != "length" else 0.0)
         return counts.drafted * each + sum(counts.verified[1:]) * self.round_seconds + self._verification(counts)
 
-    def speedup(self, counts: Counts, mask: SkipMask, stop: StopRule) -> float:
+    def speedup(self, counts: Counts, mask: DraftPlan, stop: StopRule) -> float:
         """Return the predicted speedup over plain decoding."""
         return counts.tokens * self.verify_seconds[0] / self.seconds(counts, mask, stop)
 
@@ -71,12 +82,12 @@ class CostProfile:
     def _verification(self, counts: Counts) -> float:
         return sum(times * cost for times, cost in zip(counts.verified, self.verify_seconds, strict=False))
 
-    def round_cost(self, mask: SkipMask, num_speculative_tokens: int) -> float:
+    def round_cost(self, mask: DraftPlan, num_speculative_tokens: int) -> float:
         """Return the seconds of a round that drafts ``num_speculative_tokens`` tokens with a mask and verifies them."""
         drafting = num_speculative_tokens * self.draft_seconds(mask) + self.round_seconds
         return drafting + self.verify_seconds[num_speculative_tokens]
 
-    def speedup_bound(self, mask: SkipMask) -> float:
+    def speedup_bound(self, mask: DraftPlan) -> float:
         """Return the highest speedup of any draft length if every drafted token were accepted."""
         lengths = range(1, self.longest + 1)
         return max((1 + length) * self.verify_seconds[0] / self.round_cost(mask, length) for length in lengths)

@@ -6,7 +6,9 @@ time of verification and is part of the cost of a round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,16 +21,16 @@ from layerskip.costs.cost_model import CostProfile
 from layerskip.costs.timing import VerifyPass, median_seconds
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stopping import Stopper, confidence
+from layerskip.draft_plan import BITS, DraftPlan
 from layerskip.drafters.chain import draft_chain
-from layerskip.mask import SkipMask
 from layerskip.models.architecture import architecture
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 
 _DRAFTED = (1, 4)  # tokens of timed drafts
-_Job = tuple[str, SkipMask | None, int]
+_Job = tuple[str, DraftPlan | None, int]
 """A timed job: its kind, the mask of its draft, and the number of drafted tokens."""
-_Parts = dict[SkipMask, list[float]]
+_Parts = dict[DraftPlan, list[float]]
 """What a pass of each timed draft runs: 1 head, then the numbers of blocks and of sub-layers of each kind."""
 
 
@@ -41,8 +43,12 @@ def profile_costs(
     repeats: int = 12,
     on_repeat: Callable[[], object] = lambda: None,
     is_over: Callable[[], bool] = lambda: False,
+    formats: Sequence[str] = (),
 ) -> CostProfile:
-    """Measure a profile; the last arguments are those of :func:`~layerskip.costs.timing.median_seconds`."""
+    """Measure a profile, also of drafts in some formats of :data:`layerskip.draft_plan.BITS`.
+
+    ``repeats``, ``on_repeat`` and ``is_over`` are those of :func:`~layerskip.costs.timing.median_seconds`.
+    """
     longest = max(longest, 2)  # one length would not separate the fixed cost of a round from that of its tokens
     drafts = _timed_drafts(target)
     passes = VerifyPass(target, context, longest, sampling)
@@ -58,18 +64,42 @@ def profile_costs(
     for mask in drafts:
         view = skip_view(target.model, mask)
         jobs |= {("round", mask, count): partial(decode_round, view, count) for count in lengths}
+    reading = {name: _drafts_in(BITS[name], target.layers) for name in formats}
+    for plan in itertools.chain(*reading.values()):
+        jobs["format", plan, lengths[-1]] = partial(decode_round, skip_view(target.model, plan), lengths[-1])
     jobs |= {("verify", None, count): partial(passes.chain, count) for count in range(longest + 1)}
     jobs["confidence", None, 0] = lambda: float(confidence(passes.logits))
     # Verifications twice: each is a single pass, yet part of every prediction.
     twice = [*jobs.items(), *((name, job) for name, job in jobs.items() if name[0] == "verify")]
     median = median_seconds(target.device, twice, repeats, on_repeat=on_repeat, is_over=is_over)
-    return _solve(target, context, drafts, median)
+    profile = _solve(target, context, drafts, median)
+    in_format = {plan: seconds for (name, plan, _), seconds in median.items() if name == "format"}
+    shares = {name: _shares(profile, [in_format[plan] for plan in plans], lengths[-1]) for name, plans in reading.items()}
+    return replace(profile, shares=shares)
+
+
+def _drafts_in(bits: int, layers: int) -> list[DraftPlan]:
+    """Return the drafts that read the output layer at some bits, then also all attention, then also all MLPs."""
+    nothing, everything = (False,) * layers, (True,) * layers
+    skips = (everything, everything), (nothing, everything), (nothing, nothing)
+    return [DraftPlan(*each, *((bits,) * layers,) * 2, head_bits=bits) for each in skips]
+
+
+def _shares(profile: CostProfile, seconds: Sequence[float], count: int) -> tuple[float, float, float]:
+    """Return the shares of the time of head, attention and MLP, from rounds of ``count`` tokens with :func:`_drafts_in`."""
+    head, attention, mlp = ((each - profile.round_seconds - profile.verify_seconds[count]) / count for each in seconds)
+    attention, mlp = attention - head - len(profile.mlp_seconds) * profile.block_seconds, mlp - attention
+    stored = profile.head_seconds, sum(profile.attention_seconds), sum(profile.mlp_seconds)
+    first, second, third = (
+        max(0.0, own / all) if all else 1.0 for own, all in zip((head, attention, mlp), stored, strict=True)
+    )
+    return first, second, third
 
 
 def _solve(target: Target, context: int, drafts: _Parts, median: Mapping[_Job, float]) -> CostProfile:
     """Solve for the costs of the parts. Every round is its verification, a fixed cost and the parts of its draft passes."""
     verifying = [seconds for name, seconds in median.items() if name[0] == "verify"]
-    rounds = {(mask, count): seconds for (_, mask, count), seconds in median.items() if mask is not None}
+    rounds = {(mask, count): seconds for (name, mask, count), seconds in median.items() if name == "round" and mask}
     rows = np.array([[1.0, *(count * part for part in drafts[mask])] for mask, count in rounds])
     drafting = np.array([seconds - verifying[count] for (_, count), seconds in rounds.items()])
     weights = 1 / np.array(list(rounds.values()))  # relative errors of short and long rounds count the same
@@ -108,10 +138,10 @@ def _timed_drafts(target: Target) -> _Parts:
     attention, mlp = _layer_kinds(target, "attention"), _layer_kinds(target, "mlp")
     kinds = list(dict.fromkeys([*attention, *mlp]))
     nothing, everything = (False,) * target.layers, (True,) * target.layers
-    masks = [SkipMask(nothing, nothing), SkipMask(everything, everything)]
-    masks += [SkipMask(*(tuple(kind == other for other in each) for each in (attention, mlp))) for kind in kinds]
+    masks = [DraftPlan(nothing, nothing), DraftPlan(everything, everything)]
+    masks += [DraftPlan(*(tuple(kind == other for other in each) for each in (attention, mlp))) for kind in kinds]
     # All attentions and all MLPs, which separate the cost of a block from that of its sub-layers.
-    masks += [SkipMask(everything, nothing), SkipMask(nothing, everything)]
+    masks += [DraftPlan(everything, nothing), DraftPlan(nothing, everything)]
     timed: _Parts = {}
     for mask in masks:
         kept = [kind for skipped, kind in zip((*mask.attention, *mask.mlp), (*attention, *mlp), strict=True) if not skipped]

@@ -34,6 +34,7 @@ def draft_chain(
     chooser: Chooser,
     stopper: Stopper,
     vocabulary: Tensor | None = None,
+    offset: int = 0,
 ) -> Draft:
     """Draft up to ``limit`` tokens, at least one; afterwards ``cache.length`` counts every token that was fed.
 
@@ -43,12 +44,14 @@ def draft_chain(
         pending: ``[m]`` int64, the tokens that the cache lacks; the last one is the last token of the sequence.
         chooser: the target's chooser, whose warping the draft must share.
         vocabulary: ``[v]`` int64, the tokens that the model computes logits of; None for the whole vocabulary.
+        offset: the number of earlier positions that the cache leaves out.
     """
     tokens: list[Tensor] = []
     distributions: list[Tensor] = []
     block = fed = pending
     while True:
-        logits = forward(model, fed, cache, last=1)
+        positions = torch.arange(fed.shape[0], device=fed.device) + (cache.length + offset) if offset else None
+        logits = forward(model, fed, cache, last=1, positions=positions)
         if vocabulary is None and (missing := chooser.vocabulary - logits.shape[-1]):
             # Models of one tokenizer pad their vocabularies differently.
             logits = pad(logits, (0, missing), value=-float("inf"))

@@ -11,24 +11,29 @@ from collections.abc import Sequence
 
 from layerskip.config import Field, Method, SpeculativeConfig, StopRule, shared
 from layerskip.decoding.sampling import Chooser
+from layerskip.draft_plan import DraftPlan, normalise
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.models.cache import KVCache
 from layerskip.models.packing import drop_stale_packing, refuse_quantized
-from layerskip.models.skip_view import quantized_view
 from layerskip.models.target import Target
-
-_BITS = {"int8": 8, "int4": 4}
 
 
 class Quantized(LayerSkip):
-    """A drafter through a view of the target, from :func:`layerskip.models.skip_view.quantized_view`."""
+    """A drafter through a view of the target that reads some of its weights at fewer bits."""
 
     method = Method(
         "quantized",
         (
-            Field("weights", "int4", "the format of the draft's weights", choices=tuple(_BITS)),
+            Field(
+                "weights",
+                "int4",
+                "the format of the draft's weights, or a plan such as `int4;mlp:3=int8;layers:12-15=skip`",
+                choices=("int8", "int4"),
+                normalise=normalise,
+            ),
             shared("num_speculative_tokens", range=(1, 8)),
             shared("stop", first=StopRule("adaptive")),
+            shared("draft_window"),
         ),
         source="the target with weights of fewer bits",
         rank=5,
@@ -36,7 +41,7 @@ class Quantized(LayerSkip):
         label=lambda config: str(config.value("weights")),
         also=({"weights": "int8"},),
         paired=True,
-        benchmark={"num_speculative_tokens": 3},
+        benchmark={"num_speculative_tokens": 3, "draft_window": 0},
         no_engine="no engine drafts with its own target at fewer bits",
     )
 
@@ -45,9 +50,8 @@ class Quantized(LayerSkip):
         return refuse_quantized(target.model)
 
     @classmethod
-    def build(cls, config: SpeculativeConfig, target: Target) -> Quantized:
-        view = quantized_view(target.model, _BITS[str(config.value("weights"))])
-        return cls(view, config.num_speculative_tokens, config.stop)
+    def plan(cls, config: SpeculativeConfig, layers: int) -> DraftPlan:
+        return DraftPlan.parse(str(config.value("weights")), layers)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         drop_stale_packing(self.view)

@@ -13,8 +13,8 @@ from typing import Any
 
 from layerskip.config import SpeculativeConfig, methods
 from layerskip.decoding.sampling import Sampling
+from layerskip.draft_plan import DraftPlan, PlanError
 from layerskip.heads.folders import eagle_method, is_published, why_not_portable
-from layerskip.mask import MaskError, SkipMask
 from layerskip.models.loading import WHEELS
 
 Launch = dict[str, Any]
@@ -152,8 +152,8 @@ def hugging_face_fields(sampling: Sampling) -> dict[str, Any]:
 def _check_kept_layers(text: str, layers: int) -> None:
     """Check that a self-draft is a model of its own: the target without some whole layers."""
     try:
-        mask = SkipMask.parse(text, layers)
-    except MaskError as error:
+        mask = DraftPlan.parse(text, layers)
+    except PlanError as error:
         raise Unsupported(f"config.{error}") from None
     if not mask.is_whole_layers or not any(mask.attention):
         raise Unsupported("config.mask: no engine skips single sub-layers; whole layers left out are a draft model")

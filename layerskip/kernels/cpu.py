@@ -215,6 +215,12 @@ class IntegerWeight(BlockWeight):
         block = weight.shape[1] // blocks.scales.shape[1]
         super().__init__(weight, blocks, 1 if block % _TOGETHER else _TOGETHER)
 
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute as few rows are computed, however many there are: a scan replays drafts."""
+        parts = torch.split(hidden.reshape(-1, hidden.shape[-1]), MOST_ROWS)
+        output = torch.cat([super(IntegerWeight, self).__call__(rows, bias) for rows in parts])
+        return output.view(*hidden.shape[:-1], self.outputs)
+
 
 def _threads() -> int:
     """Return the number of threads, for which it is known how many rows read 12 bits."""

@@ -176,6 +176,19 @@ class KVCache(Cache):
             raise CacheOverflow(f"target.dtype: {reason}")
         self.length = start
 
+    def copy_ends(self, other: KVCache, first: int, last: int) -> None:
+        """Fill the cache with the first and the last positions of another one; the length is then their number."""
+        begin = other.length - last
+        for layer, source in zip(self._layers, other._layers, strict=True):
+            if not source.is_initialized:  # it shares another layer's keys and values
+                continue
+            if not layer.is_initialized:
+                layer.lazy_initialization(source.keys, source.values)
+            for states, given in ((layer.keys, source.keys), (layer.values, source.values)):
+                states[:, :, :first] = given[:, :, :first]
+                states[:, :, first : first + last] = given[:, :, begin : other.length]
+        self.length = first + last
+
     def gather(self, offsets: Sequence[int]) -> None:
         """Keep, of the positions after the length, those at some rising offsets, one after the other. The length stays."""
         if list(offsets) == list(range(len(offsets))):

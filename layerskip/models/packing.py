@@ -51,16 +51,23 @@ def fits_packed(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
     return 0 < sum(sizes) <= _SHARE * total_bytes()
 
 
-def pack_like(model: nn.Module, tree: Tree, bits: int | None = None) -> Tree:
-    """Let the linear layers of a module tree multiply by packed weights if the model does, at 8 or 4 ``bits`` if given.
+def pack_like(model: nn.Module, tree: Tree) -> Tree:
+    """Let the linear layers of a module tree multiply by packed weights if the model does.
 
     All trees over the same tensors share their packed copies.
     """
     for layer in _packable_layers(tree) if uses_packing(model) else ():
         if "forward" not in layer.__dict__:  # a replaced forward may do more than multiply
             layer.__class__ = _PackedLinear
-            layer.packed = _packed[bits].setdefault(layer.weight, _PackedWeight(bits))
+            read_at(layer, 0)
     return tree
+
+
+def read_at(tree: nn.Module, bits: int) -> None:
+    """Let the packed linear layers of a module tree read their weights at 8 or 4 bits, or as they are stored with 0."""
+    for layer in tree.modules():
+        if type(layer) is _PackedLinear:
+            layer.packed = _packed[bits].setdefault(layer.weight, _PackedWeight(bits))
 
 
 def drop_stale_packing(tree: nn.Module) -> None:
@@ -72,7 +79,7 @@ def drop_stale_packing(tree: nn.Module) -> None:
 
 def multiply(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute :func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``, by the packed weight if there is one."""
-    packed: _PackedWeight | None = _packed[None].get(weight)
+    packed: _PackedWeight | None = _packed[0].get(weight)
     return linear(hidden, weight, bias) if packed is None else packed.multiply(hidden, weight, bias)
 
 
@@ -104,7 +111,7 @@ def refuse_quantized(model: nn.Module) -> str:
 
 def keep_blocks(weight: Tensor, blocks: Blocks) -> None:
     """Multiply by blocks wherever a weight ``[out, in]`` with their values is packed, until it changes."""
-    _packed[None].setdefault(weight, _PackedWeight()).keep(weight, BlockWeight(weight, blocks))
+    _packed[0].setdefault(weight, _PackedWeight()).keep(weight, BlockWeight(weight, blocks))
 
 
 def has_blocks(model: nn.Module) -> bool:
@@ -113,7 +120,7 @@ def has_blocks(model: nn.Module) -> bool:
 
 
 def _in_blocks(weight: Tensor) -> bool:
-    packed: _PackedWeight | None = _packed[None].get(weight)
+    packed: _PackedWeight | None = _packed[0].get(weight)
     return packed is not None and isinstance(packed.copy, BlockWeight) and packed.state == _state(weight)
 
 
@@ -126,9 +133,9 @@ def few_rows_weight(layer: nn.Module) -> FewRowsWeight | None:
 
 
 class _PackedWeight:
-    """The packed copy of a weight, made on first use and again after the weight has changed; at fewer ``bits`` if given."""
+    """The packed copy of a weight, made on first use and again after the weight has changed; at fewer ``bits`` if not 0."""
 
-    def __init__(self, bits: int | None = None) -> None:
+    def __init__(self, bits: int = 0) -> None:
         self._bits = bits
         self.state: tuple[int, int] | None = None  # of the weight when it was packed
         self._sample: list[float] = []
@@ -149,7 +156,7 @@ class _PackedWeight:
     def product(self, weight: Tensor) -> Product | None:
         """Return the product by the packed copy of a weight, as it is now; None where packing does not help."""
         if self.state != _state(weight):
-            self.keep(weight, pack_weight(weight) if self._bits is None else IntegerWeight(weight, self._bits))
+            self.keep(weight, IntegerWeight(weight, self._bits) if self._bits else pack_weight(weight))
         return self.copy
 
     def keep(self, weight: Tensor, copy: Product | None) -> None:
@@ -215,5 +222,5 @@ def _is_supported(dtype: torch.dtype) -> bool:
     return torch.allclose(product, linear(hidden, weight), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-4)
 
 
-_packed: dict[int | None, Any] = {bits: WeakIdKeyDictionary() for bits in (None, 8, 4)}  # by weight
+_packed: dict[int, Any] = {bits: WeakIdKeyDictionary() for bits in (0, 8, 4)}  # by weight
 _settings: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

@@ -1,7 +1,8 @@
-"""Views of a model with skipped sub-layers, without a copy of its weights or of its modelling code.
+"""Views of a model by a draft plan, without a copy of its weights as they are stored or of its modelling code.
 
 A view is a second tree of modules over the same tensors. In it, a skipped sub-layer returns zeros, and a wholly skipped
 layer returns its input. Layer indices, cache entries, and each model family's own masks and positions stay as they are.
+Linear layers that read fewer bits share one copy per weight and format.
 
 A mask of whole layers can be exported as an ordinary checkpoint of the kept layers. It is loaded again and compared with the
 view, because the code of a model family may depend on layer numbers.
@@ -10,7 +11,6 @@ view, because the code of a model family may depend on layer numbers.
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +20,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip.device.trial import nearly_equal
+from layerskip.draft_plan import DraftPlan, PlanError
 from layerskip.files import atomic_folder
-from layerskip.mask import MaskError, SkipMask
-from layerskip.models.architecture import UnsupportedModel, architecture, replace_forward
+from layerskip.models.architecture import Architecture, UnsupportedModel, architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, set_compiling
 from layerskip.models.cpu_layers import fuse_layers, is_whole_layer
 from layerskip.models.forward import forward
-from layerskip.models.packing import drop_stale_packing, pack_like, uses_packing
+from layerskip.models.packing import drop_stale_packing, pack_like, read_at, refuse_quantized, uses_packing
 from layerskip.models.target import Target
 from layerskip.models.weights import check_not_split
 
@@ -40,34 +40,51 @@ _STEPS = (2, 1, 1, 1)  # tokens: keys and values are allocated, then parts, laye
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
 
-def skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
-    """Make a view of a model that skips the sub-layers of a mask. It shares every weight; the model does not change.
+def skip_view(model: PreTrainedModel, plan: DraftPlan) -> PreTrainedModel:
+    """Make a view of a model that skips sub-layers and reads weights as a plan says; the model does not change.
 
-    An :class:`UnsupportedModel` cannot be skipped; a :class:`MaskError` tells that the mask is for another number of layers.
+    Raises:
+        UnsupportedModel: its sub-layers cannot be skipped, or products at fewer bits are no faster for it.
+        PlanError: the plan is for another number of layers.
     """
+    if plan.formats and (reason := refuse_quantized(model)):
+        raise UnsupportedModel(f"{type(model).__name__}: {reason}")
+    if plan.formats and plan == DraftPlan.uniform(plan.layers, plan.head_bits):  # without sub-layers to detect
+        read_at(view := _copied(model), plan.head_bits)
+        return _learned(view)
     detected = architecture(model)
-    if mask.layers != len(detected.blocks):
-        raise MaskError(f"mask: is for {mask.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
+    if plan.layers != len(detected.blocks):
+        raise PlanError(f"mask: is for {plan.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
     view = _copied(model)
+    read_bits(view, detected, plan)
     layers = view.get_submodule(detected.path)
     for index, block in enumerate(detected.blocks):
         layer = layers.get_submodule(str(index))
-        if mask.attention[index] and mask.mlp[index]:
+        if plan.attention[index] and plan.mlp[index]:
             replace_forward(layer, block.form, lambda hidden: hidden)
             continue
-        for name in (block.attention if mask.attention[index] else ()) + (block.mlp if mask.mlp[index] else ()):
+        for name in (block.attention if plan.attention[index] else ()) + (block.mlp if plan.mlp[index] else ()):
             replace_forward(layer.get_submodule(name), block.child_forms[name], torch.zeros_like)
     return _learned(view)
 
 
-def cached_skip_view(model: PreTrainedModel, mask: SkipMask) -> PreTrainedModel:
-    """Return the view of a mask, cached until another mask is requested, so that its captured passes are reused."""
+def read_bits(view: PreTrainedModel, detected: Architecture, plan: DraftPlan) -> None:
+    """Let the linear layers of a view read the bits of a plan."""
+    for index, block in enumerate(detected.blocks):
+        layer = view.get_submodule(f"{detected.path}.{index}")
+        for names, bits in ((block.attention, plan.attention_bits), (block.mlp, plan.mlp_bits)):
+            for name in names:
+                read_at(layer.get_submodule(name), bits[index])
+    read_at(view.get_output_embeddings(), plan.head_bits)
+
+
+def cached_skip_view(model: PreTrainedModel, plan: DraftPlan) -> PreTrainedModel:
+    """Return the view of a plan, so that its captured passes are reused: one of masks, and the last of every format."""
     cached = _skip_views.of(model)
-    if (view := cached.get(mask)) is None:
-        view = skip_view(model, mask)
-        cached.clear()  # by another thread, too
-        cached[mask] = view
-    return view
+    key = tuple(sorted(plan.formats))
+    if (view := cached.get(key)) is None or view[0] != plan:
+        cached[key] = view = plan, skip_view(model, plan)
+    return view[1]
 
 
 def decoding_view(model: PreTrainedModel) -> PreTrainedModel:
@@ -98,17 +115,12 @@ class OncePerModel(Generic[T]):
         return self._values[model][1]
 
 
-def shared_copy(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a second tree of modules over the model's own tensors, with attention and linear layers for verification."""
-    return _learned(_copied(model, bits))
+    return _learned(_copied(model))
 
 
-def quantized_view(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """Return a view whose linear layers multiply few rows by weights of 8 or 4 bits; made once per state of a model."""
-    return _quantized_views[bits].of(model)
-
-
-def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
+def _copied(model: PreTrainedModel) -> PreTrainedModel:
     parts = (part for module in model.modules() for part in vars(module).values() if type(part).__name__ in _SHARED)
     shared: dict[int, Any] = {id(part): part for part in (*model.parameters(), *model.buffers(), *parts)}
     view = copy.deepcopy(model, shared)
@@ -116,7 +128,7 @@ def _copied(model: PreTrainedModel, bits: int | None = None) -> PreTrainedModel:
         view.__dict__.pop(name, None)  # replaced by accelerate on a model with hooks; they hold the model
     use_grouped_attention(view)
     set_compiling(view, compile_mode(model))
-    return fuse_layers(pack_like(model, view, bits))
+    return fuse_layers(pack_like(model, view))
 
 
 def _learned(view: PreTrainedModel) -> PreTrainedModel:
@@ -133,26 +145,25 @@ def _learned(view: PreTrainedModel) -> PreTrainedModel:
 
 
 _decoding_views = OncePerModel(shared_copy)
-_quantized_views = {bits: OncePerModel(functools.partial(shared_copy, bits=bits)) for bits in (8, 4)}
-_skip_views: OncePerModel[dict[SkipMask, PreTrainedModel]] = OncePerModel(lambda _: {})
+_skip_views: OncePerModel[dict[tuple[int, ...], tuple[DraftPlan, PreTrainedModel]]] = OncePerModel(lambda _: {})
 
 
-def save_draft_checkpoint(target: Target, mask: SkipMask, folder: str | Path) -> Path:
+def save_draft_checkpoint(target: Target, mask: DraftPlan, folder: str | Path) -> Path:
     """Save the layers of a target that a mask keeps as a model of their own, and return its folder, which is created.
 
     Raises:
-        MaskError: the mask skips only one sub-layer of a layer, or all layers.
+        PlanError: the mask skips only one sub-layer of a layer, or all layers.
         UnsupportedModel: the target is quantised, or the saved model does not compute the same as the skipped view.
         ConfigError: the target is on several devices.
         FileExistsError: the folder is not empty.
     """
     if not mask.is_whole_layers:
-        raise MaskError("mask: a checkpoint of kept layers needs both sub-layers of a layer skipped together")
+        raise PlanError("mask: a checkpoint of kept layers needs both sub-layers of a layer skipped together")
     if getattr(target.model, "is_quantized", False):
         raise UnsupportedModel("target.quantization: no checkpoint can be cut out of a quantised model")
     check_not_split(target.model, "checkpoints of kept layers")
     if not (kept := [i for i in range(mask.layers) if not mask.attention[i]]):
-        raise MaskError("mask: skips every layer, so no layer is left to save")
+        raise PlanError("mask: skips every layer, so no layer is left to save")
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: is not empty")

@@ -1,9 +1,10 @@
-"""The target as a model of independent rows: one pass of a scan runs the drafts of many positions and several masks.
+"""The target as a model of independent rows: one pass of a scan runs the drafts of many positions and several plans.
 
 A row is one token of one draft. It attends to the target's states of its own continuation before the draft, and to the
-states of its own draft; it skips what its own mask skips. The model is a second tree of modules over the target's tensors
-and runs on a :class:`~layerskip.models.cache.KVCache`, as decoding does. Its attention sub-layers receive the rows'
-attention mask, with the sliding window or chunk that the family's own mask functions give each layer.
+states of its own draft; it skips what its own plan skips. All rows of a pass read the same bits. The model is a second tree
+of modules over the target's tensors and runs on a :class:`~layerskip.models.cache.KVCache`, as decoding does. Its attention
+sub-layers receive the rows' attention mask, with the sliding window or chunk that the family's own mask functions give each
+layer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from layerskip.mask import SkipMask
+from layerskip.draft_plan import DraftPlan
 from layerskip.models.architecture import Form, UnsupportedModel, architecture, as_output, hidden_states
 from layerskip.models.attention import attend_in_parts
 from layerskip.models.forward import forward
-from layerskip.models.skip_view import shared_copy
+from layerskip.models.skip_view import read_bits, shared_copy
 from layerskip.models.weights import input_device, is_split
 
 
@@ -38,6 +39,7 @@ class RowModel:
         self._model_copy = shared_copy(model)
         self.additive = self._model_copy.config.get_text_config(decoder=True)._attn_implementation == "eager"
         # Set by prepare():
+        self._bits = DraftPlan.none(self.layers).bits
         self._kept: dict[tuple[str, int], Tensor | bool] = {}  # rows that run a sub-layer, or True or False for all
         self._masks: list[Tensor] = []  # attention masks by layer
         for index, block in enumerate(self.architecture.blocks):
@@ -75,15 +77,16 @@ class RowModel:
     def prepare(
         self,
         visible: Sequence[Tensor],
-        masks: Sequence[SkipMask],
-        mask_ids: Tensor,
+        plans: Sequence[DraftPlan],
+        plan_ids: Tensor,
         parts: Sequence[tuple[int, int]],
     ) -> None:
         """Set attention masks and skips of the next passes.
 
         Args:
             visible: per layer ``[R, cache.length + R]`` bool; equal layers share one tensor.
-            mask_ids: ``[R]`` int64: the mask of each row.
+            plans: differ in what they skip only.
+            plan_ids: ``[R]`` int64: the plan of each row.
             parts: runs of rows that attend to few of the others' keys, see
                 :func:`~layerskip.models.attention.attend_in_parts`.
         """
@@ -92,17 +95,20 @@ class RowModel:
         for mask in visible:
             if id(mask) not in converted:
                 converted[id(mask)] = (_bias(mask, dtype) if self.additive else mask)[None, None]
-        if not self.additive and mask_ids.device.type == "cpu":  # elsewhere one large call is faster
+        if not self.additive and plan_ids.device.type == "cpu":  # elsewhere one large call is faster
             for mask in converted.values():
                 attend_in_parts(mask, parts)
         self._masks = [converted[id(mask)] for mask in visible]
+        if plans[0].bits != self._bits:
+            read_bits(self._model_copy, self.architecture, plans[0])
+            self._bits = plans[0].bits
         for index in range(self.layers):
             for kind in ("attention", "mlp"):
-                kept = [not getattr(mask, kind)[index] for mask in masks]
+                kept = [not getattr(plan, kind)[index] for plan in plans]
                 if all(kept) or not any(kept):
                     self._kept[kind, index] = kept[0]
                 else:
-                    self._kept[kind, index] = torch.tensor(kept, device=mask_ids.device)[mask_ids][None, :, None]
+                    self._kept[kind, index] = torch.tensor(kept, device=plan_ids.device)[plan_ids][None, :, None]
 
     def run(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Return the ``[R, V]`` logits of tokens ``[R]`` at ``positions`` ``[R]`` of their own texts, both int64.

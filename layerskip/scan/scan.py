@@ -30,7 +30,7 @@ from layerskip.config import StopRule
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
 from layerskip.decoding.stopping import confidence, portions
-from layerskip.mask import SkipMask
+from layerskip.draft_plan import DraftPlan
 from layerskip.models.target import Target
 from layerskip.scan.replay import Counts, Trace, count, expected_counts, replay
 from layerskip.scan.row_model import RowModel
@@ -45,7 +45,7 @@ _HOPELESS = 1e-4  # sampled texts: a start whose draft is reached with a lower p
 class Scan:
     """The scan of one mask on all continuations."""
 
-    mask: SkipMask
+    mask: DraftPlan
     traces: tuple[Trace, ...]  # the drafts along each continuation
 
     @property
@@ -97,7 +97,7 @@ class Scanner:
 
     def check(self) -> None:
         """Raise :class:`UnsupportedModel` unless a draft that skips nothing has the target's confidences at a few starts."""
-        (scan,) = self.sample(_CHECKED).scan([SkipMask.none(self.target.layers)], depth=2)
+        (scan,) = self.sample(_CHECKED).scan([DraftPlan.none(self.target.layers)], depth=2)
         tolerance = 1e-3 if self.target.dtype == "float32" else 0.1
         for text, trace in zip(self._texts.texts, scan.traces, strict=True):
             for place in range(trace.depth):
@@ -108,7 +108,7 @@ class Scanner:
                     raise self._texts.model.unsupported("a draft that skips nothing differs from the model itself")
 
     @torch.inference_mode()
-    def scan(self, masks: Sequence[SkipMask], depth: int | None = None, floor: float | None = None) -> list[Scan]:
+    def scan(self, masks: Sequence[DraftPlan], depth: int | None = None, floor: float | None = None) -> list[Scan]:
         """Scan masks, as many at once as ``max_rows`` allows.
 
         Args:
@@ -122,9 +122,11 @@ class Scanner:
         confidences, acceptances = np.full(shape, np.nan), np.full(shape, np.nan)
         for pack in self._packs:
             at_once = max(1, self.max_rows // len(pack.starts))
-            for first in range(0, len(masks), at_once):
-                some = slice(first, first + at_once)
-                self._draft(pack, masks[some], confidences[some], acceptances[some], floor)
+            for _, group in itertools.groupby(range(len(masks)), lambda number: masks[number].bits):
+                numbers = list(group)
+                for first in range(numbers[0], numbers[-1] + 1, at_once):
+                    some = slice(first, min(first + at_once, numbers[-1] + 1))
+                    self._draft(pack, masks[some], confidences[some], acceptances[some], floor)
         ends = np.cumsum([each.starts for each in self.continuations])[:-1]
         found = zip(masks, confidences, acceptances, strict=True)
         return [Scan(mask, tuple(map(Trace, np.split(sure, ends), np.split(agreed, ends)))) for mask, sure, agreed in found]
@@ -132,7 +134,7 @@ class Scanner:
     def _draft(
         self,
         pack: StartPack,
-        masks: Sequence[SkipMask],
+        masks: Sequence[DraftPlan],
         confidences: NDArray[np.float64],
         acceptances: NDArray[np.float64],
         floor: float,

@@ -24,7 +24,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from layerskip import ConfigError, ExportError, MaskError, PromptError, SamplingError, TargetError, UnsupportedModel
+from layerskip import ConfigError, ExportError, PlanError, PromptError, SamplingError, TargetError, UnsupportedModel
 from layerskip.device.memory import is_out_of_memory
 from layerskip.files import DISK_FULL, UNUSABLE
 from layerskip.models.cache import CacheOverflow
@@ -38,7 +38,7 @@ NOT_CONFIRMED = 4
 _MILDEST = (0, 3, NOT_CONFIRMED, BAD_INPUT, 1)
 """Exit codes, worst last: success, weaker, refuted, bad input, unexpected error. Others, such as of signals, are worse."""
 _INPUT_ERRORS = (
-    *(InputError, ConfigError, ExportError, MaskError, PromptError, SamplingError, TargetError, UnsupportedModel),
+    *(InputError, ConfigError, ExportError, PlanError, PromptError, SamplingError, TargetError, UnsupportedModel),
     CacheOverflow,
 )
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from layerskip import (
+    DraftPlan,
     Export,
     PromptSet,
     Sampling,
-    SkipMask,
     SpeculativeConfig,
     Target,
     UnsupportedModel,
@@ -84,7 +84,7 @@ def build_contenders(
     drafts = [part.get("draft_model") for row in (*own.values(), *peers.values()) for part in (row, *row.get("members", ()))]
     export = None if config.config is None else Export.load(config.config, target)
     if config.draft_mask and config.draft_folder in drafts and not Path(config.draft_folder).exists():
-        save_draft_checkpoint(target, SkipMask.parse(config.draft_mask, target.layers), Path(config.draft_folder))
+        save_draft_checkpoint(target, DraftPlan.parse(config.draft_mask, target.layers), Path(config.draft_folder))
     rivals, configs = {BASELINE: "transformers"}, {BASELINE: SpeculativeConfig()}
     for name, row in own.items():
         fields: Any = OmegaConf.to_container(row, resolve=True)

@@ -18,7 +18,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from layerskip import SkipMask, SpeculativeConfig, Target
+from layerskip import DraftPlan, SpeculativeConfig, Target
 from layerskip.config import StopRule
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.decoding.decode import decode
@@ -72,7 +72,7 @@ def exactness(config: DictConfig) -> None:
     conclude(config, "exactness.json", record, counts)
 
 
-def _compare(scanner: Scanner, mask: SkipMask, lengths: Sequence[int], thresholds: Sequence[float]) -> dict[str, Any]:
+def _compare(scanner: Scanner, mask: DraftPlan, lengths: Sequence[int], thresholds: Sequence[float]) -> dict[str, Any]:
     """Decode every prompt with a mask and every setting; return the counts, and what differs from the scan."""
     stops = [StopRule("threshold", value) for value in thresholds]
     (scan,) = scanner.scan([mask], floor=min(thresholds))
@@ -92,13 +92,13 @@ def _compare(scanner: Scanner, mask: SkipMask, lengths: Sequence[int], threshold
     return dict(counted) | {"differing": differing}
 
 
-def random_masks(layers: int, skippable: Sequence[int], count: int, shares: Sequence[float], seed: int) -> list[SkipMask]:
+def random_masks(layers: int, skippable: Sequence[int], count: int, shares: Sequence[float], seed: int) -> list[DraftPlan]:
     """Draw ``count`` different masks that skip something, or as many as are found; each skips one of some shares."""
-    source, masks = random.Random(seed), dict[SkipMask, None]()
+    source, masks = random.Random(seed), dict[DraftPlan, None]()
     for _ in range(1000 * count):
         share = source.choice(shares)
-        mask = SkipMask.of(layers, *({layer for layer in skippable if source.random() < share} for _ in range(2)))
-        if mask != SkipMask.none(layers):
+        mask = DraftPlan.of(layers, *({layer for layer in skippable if source.random() < share} for _ in range(2)))
+        if mask != DraftPlan.none(layers):
             masks[mask] = None
         if len(masks) == count:
             break

@@ -19,7 +19,7 @@ import numpy as np
 from omegaconf import DictConfig
 from scipy.stats import spearmanr
 
-from layerskip import Measurement, PromptSet, SkipMask, SpeculativeConfig, StopRule
+from layerskip import DraftPlan, Measurement, PromptSet, SpeculativeConfig, StopRule
 from layerskip.scan.replay import Counts, count
 from searches.app.application import run
 from searches.app.checks import InputError
@@ -87,7 +87,7 @@ def compare_predictions(config: DictConfig) -> None:
 
 
 def measure_lengths(
-    bench: ModelBench, prompts: PromptSet, repeats: int, seed: int, mask: SkipMask, lengths: Sequence[int]
+    bench: ModelBench, prompts: PromptSet, repeats: int, seed: int, mask: DraftPlan, lengths: Sequence[int]
 ) -> list[Any]:
     """Return the speedup, the round counts and the seconds of a trial of every draft length of a mask."""
     configs = {str(length): SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in lengths}
@@ -100,11 +100,11 @@ def measure_lengths(
     return metrics
 
 
-def _masks(space: SearchSpace, count: int, seed: int) -> list[SkipMask]:
+def _masks(space: SearchSpace, count: int, seed: int) -> list[DraftPlan]:
     """Return masks of several kinds in turn: empty, contiguous runs of layers, and random ones."""
     source, layers, skippable = random.Random(seed), space.layers, list(space.skippable)
     runs = [contiguous(layers, first, n) for first in skippable for n in range(1, skippable[-1] - first + 2)]
-    kinds = [[SkipMask.none(layers)], source.sample(runs, len(runs))]
+    kinds = [[DraftPlan.none(layers)], source.sample(runs, len(runs))]
     kinds.append(random_masks(layers, skippable, count, _SHARES, seed))
     in_turn = [masks[turn] for turn in range(count) for masks in kinds if turn < len(masks)]
     return list(dict.fromkeys(in_turn))[:count]

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.samplers import GPSampler
 
-from layerskip import Measurement, PromptSet, SkipMask, SpeculativeConfig, StopRule
+from layerskip import DraftPlan, Measurement, PromptSet, SpeculativeConfig, StopRule
 from layerskip.files import digest
 from searches.app.application import run
 from searches.app.checks import InputError, check_list, check_number
@@ -72,7 +72,7 @@ class Race:
             self.claim(config)
         return speedup
 
-    def longest_draft(self, mask: SkipMask, stop: StopRule) -> SpeculativeConfig:
+    def longest_draft(self, mask: DraftPlan, stop: StopRule) -> SpeculativeConfig:
         """Return the configuration of a mask whose drafts only a stop rule ends."""
         _, length = self.parts.space.values("layer_skip", "num_speculative_tokens")
         return SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop)
@@ -91,7 +91,7 @@ def draft_verify(race: Race) -> None:
     while not race.is_over():
         trial = study.ask()
         flags = [[trial.suggest_float(f"{method}_{i}", 0.0, 1.0) > 0.5 for i in layers] for method in _SUBLAYERS]
-        mask = SkipMask(*map(tuple, flags))
+        mask = DraftPlan(*map(tuple, flags))
         study.tell(trial, race.measure(race.longest_draft(mask, StopRule("adaptive", 0.6))))
 
 
@@ -117,7 +117,7 @@ def swift(race: Race) -> None:
         trial = study.ask(ranges)
         chosen = sorted(sublayers, key=lambda name: -trial.params[name])[:count]
         flags = [[f"{method}_{layer}" in chosen for layer in range(space.layers)] for method in _SUBLAYERS]
-        mask = SkipMask(*map(tuple, flags))
+        mask = DraftPlan(*map(tuple, flags))
         (scan,) = sample.scan([mask], depth=1)
         study.tell(trial, scan.agreement)
         if scan.agreement > best:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip import ConfigError, DecodeStats, PromptSet, Round, Sampling, SkipMask, SpeculativeConfig
+from layerskip import ConfigError, DecodeStats, DraftPlan, PromptSet, Round, Sampling, SpeculativeConfig
 from layerskip.costs.cost_model import CostProfile
 from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measurement import Sample
@@ -106,14 +106,14 @@ class Landscape:
     def tokens(self, item: PromptItem) -> int:
         return TOKENS[hashlib.sha256(f"{self.seed} {item.id}".encode()).digest()[0] % len(TOKENS)]
 
-    def loss(self, mask: SkipMask) -> float:
+    def loss(self, mask: DraftPlan) -> float:
         """Return the loss of acceptance of a mask at difficulty 1, on a log scale."""
         return float((np.array([mask.attention, mask.mlp]) * self.losses).sum() ** _RELIEF)
 
     def draft_seconds(self, config: SpeculativeConfig) -> float:
         """Return the seconds of drafting one token; 0 for prompt lookup."""
         masked = config.method == "layer_skip"
-        return self.profile.draft_seconds(SkipMask.parse(config.mask, self.layers)) if masked else 0.0
+        return self.profile.draft_seconds(DraftPlan.parse(config.mask, self.layers)) if masked else 0.0
 
     def seconds(self, config: SpeculativeConfig, rounds: Sequence[Round]) -> float:
         drafting, verifying = self.draft_seconds(config), self.profile.verify_seconds
@@ -147,7 +147,7 @@ class Landscape:
         shortest, longest = space.values("layer_skip", "num_speculative_tokens")
         attention, mlp = (sorted(space.skippable, key=losses.__getitem__) for losses in self.losses)
         counts = itertools.product(range(len(space.skippable) + 1), repeat=2)
-        masks = [SkipMask.of(self.layers, set(attention[:a]), set(mlp[:m])).format() for a, m in counts]
+        masks = [DraftPlan.of(self.layers, set(attention[:a]), set(mlp[:m])).format() for a, m in counts]
         lengths, found = range(shortest, longest + 1), [(SpeculativeConfig(), 1.0)]
         configs = space.lookups() + [SpeculativeConfig("layer_skip", n, mask=mask) for mask in masks for n in lengths]
         for length in sorted({config.num_speculative_tokens for config in configs}):
@@ -164,7 +164,7 @@ def odds(landscape: Landscape, config: SpeculativeConfig) -> Floats:
     """
     difficulty, copying = np.array(list(CATEGORIES.values())).T
     if config.method == "layer_skip":
-        loss = landscape.loss(SkipMask.parse(config.mask, landscape.layers))
+        loss = landscape.loss(DraftPlan.parse(config.mask, landscape.layers))
         return np.array([np.ones_like(difficulty), np.exp(-loss * difficulty)])
     if config.method != "prompt_lookup":
         raise ConfigError(f"method: a simulated decoder has no {config.method}")
@@ -298,12 +298,12 @@ class SimulatedPredictor:
         self._lengths = range(lengths[0], lengths[1] + 1)
         self._prompts, self.prompts = prompts, frozenset(item.id for item in prompts)
 
-    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
+    def agreements(self, masks: Sequence[DraftPlan]) -> list[float]:
         """Return how often the first drafted token of each mask is right on the prompts."""
         difficulty = np.array([CATEGORIES[item.category][0] for item in self._prompts])
         return [float(np.mean(np.exp(-self._believed.loss(mask) * difficulty))) for mask in masks]
 
-    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+    def predict(self, masks: Sequence[DraftPlan]) -> list[Prediction]:
         """Predict each mask with its best draft length."""
         predictions = []
         for mask in masks:

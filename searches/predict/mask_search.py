@@ -1,4 +1,4 @@
-"""Search for promising masks among very many; each candidate is screened by its first drafted tokens.
+"""Search for promising draft plans among very many; each candidate is screened by its first drafted tokens.
 
 Random masks skip half of all sub-layers and never recover, so structured candidates come first: every sub-layer skipped
 alone, a knapsack over their losses (after KnapSpec, arXiv 2602.20217), contiguous runs of layers, and the cheapest losses
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from layerskip import SkipMask, SpeculativeConfig
+from layerskip import DraftPlan, SpeculativeConfig, StopRule
+from layerskip.config import NEVER
 from layerskip.costs.cost_model import CostProfile
+from layerskip.draft_plan import BITS, KEEP, SKIP
 from searches.space.search_space import SearchSpace
 
 _CLOSE = 0.99  # speedups closer than this cannot be distinguished by a cost profile
@@ -22,6 +24,9 @@ _PATIENCE = 2  # steps without a gain after which the greedy search ends
 _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
 _LOSS_STEP = 0.005  # resolution of log agreement in a knapsack
+_PRICES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # of a step of plain decoding, in log agreement
+PLANNED = "layer_skip", "quantized"
+"""The methods whose drafts follow a plan."""
 SCREENED_TOGETHER = 8  # masks, by one process
 
 
@@ -47,10 +52,10 @@ class SpeedupPredictor(Protocol):
     profile: CostProfile
     screened_together: int
 
-    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
+    def agreements(self, masks: Sequence[DraftPlan]) -> list[float]:
         """Return how often the first drafted token of each mask is the target's, on few positions: the cheapest estimate."""
 
-    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+    def predict(self, masks: Sequence[DraftPlan]) -> list[Prediction]:
         """Predict each mask's best speedup, from all positions."""
 
     def can_predict(self, config: SpeculativeConfig) -> bool:
@@ -79,28 +84,26 @@ class SearchControl:
     on_best: Callable[[SpeculativeConfig], object] = lambda _: None
 
 
-class MaskSearch:
-    """Search that screens masks, each once, within a budget.
+class Screening:
+    """Screening of plans of one method, each once, within a budget.
 
     Attributes:
-        sublayers: the kind and layer of every sub-layer that may be skipped.
-        singles: the masks that skip one of them alone.
-        left: the number of masks that may still be screened.
-        scores: the expected speedup of every screened mask.
+        left: the number of plans that may still be screened.
+        scores: the expected speedup of every screened plan.
         agreements: how often its first drafted token is the target's.
     """
+
+    method: ClassVar[str]
 
     def __init__(
         self, predictor: SpeedupPredictor, space: SearchSpace, budget: int, control: SearchControl = SearchControl()
     ) -> None:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
-        self.sublayers = [(kind, layer) for layer in space.skippable for kind in ("attention", "mlp")]
-        self.singles = {part: flip(SkipMask.none(self.layers), *part) for part in self.sublayers}
-        self.scores: dict[SkipMask, float] = {}
-        self.agreements: dict[SkipMask, float] = {}
-        self._lengths, self.left, self._control = space.values("layer_skip", "num_speculative_tokens"), budget, control
+        self.scores: dict[DraftPlan, float] = {}
+        self.agreements: dict[DraftPlan, float] = {}
+        self._lengths, self.left, self._control = space.values(self.method, "num_speculative_tokens"), budget, control
 
-    def screen(self, masks: Iterable[SkipMask]) -> list[float]:
+    def screen(self, masks: Iterable[DraftPlan]) -> list[float]:
         """Return the masks' expected speedups; 0 for those that the budget does not cover."""
         masks = list(masks)
         new = [mask for mask in dict.fromkeys(masks) if mask not in self.scores][: self.left]
@@ -116,24 +119,50 @@ class MaskSearch:
                 self.scores[mask], length = expected_speedup(self.predictor, mask, agreement, self._lengths)
                 self._control.on_mask()
                 if mask == self.best:
-                    self._control.on_best(SpeculativeConfig("layer_skip", length, mask=mask.format()))
+                    self._control.on_best(drafting_with(mask, length))
         return [self.scores.get(mask, 0.0) for mask in masks]
 
     @property
-    def best(self) -> SkipMask:
+    def best(self) -> DraftPlan:
         """The screened mask with the greatest expected speedup."""
         return max(self.scores, key=self.scores.__getitem__)
 
-    def best_first(self, masks: Iterable[SkipMask]) -> list[SkipMask]:
+    def best_first(self, masks: Iterable[DraftPlan]) -> list[DraftPlan]:
         """Return those of some masks that were screened, by descending expected speedup."""
         return sorted((mask for mask in masks if mask in self.scores), key=lambda mask: -self.scores[mask])
+
+    def neighbours(self, mask: DraftPlan) -> list[DraftPlan]:
+        """Return plans that differ little from a plan."""
+        raise NotImplementedError
+
+    def _log_loss(self, plan: DraftPlan) -> float:
+        """Return the log agreement that a screened plan loses."""
+        return -math.log(max(self.agreements.get(plan, 0.0), 1e-6))
+
+
+class MaskSearch(Screening):
+    """Search for masks.
+
+    Attributes:
+        sublayers: the kind and layer of every sub-layer that may be skipped.
+        singles: the masks that skip one of them alone.
+    """
+
+    method = "layer_skip"
+
+    def __init__(
+        self, predictor: SpeedupPredictor, space: SearchSpace, budget: int, control: SearchControl = SearchControl()
+    ) -> None:
+        super().__init__(predictor, space, budget, control)
+        self.sublayers = [(kind, layer) for layer in space.skippable for kind in ("attention", "mlp")]
+        self.singles = {part: flip(DraftPlan.none(self.layers), *part) for part in self.sublayers}
 
     def screen_structured(self) -> None:
         """Screen no skip, single sub-layers, knapsacks and contiguous runs of whole layers.
 
         A long run may pay off when none of its parts does, so no run is left out because shorter ones score low.
         """
-        self.screen([SkipMask.none(self.layers)])  # alone, since a small budget may allow no more
+        self.screen([DraftPlan.none(self.layers)])  # alone, since a small budget may allow no more
         self.screen(self.singles.values())
         self.screen(self._knapsacks())
         runs = [(first, last) for first in self.skippable for last in self.skippable if first <= last]
@@ -150,7 +179,7 @@ class MaskSearch:
             before = self.best
             self.screen(self.neighbours(before))
 
-    def neighbours(self, mask: SkipMask) -> list[SkipMask]:
+    def neighbours(self, mask: DraftPlan) -> list[DraftPlan]:
         """Return the mask with single sub-layers flipped, and with pairs of the most promising ones flipped.
 
         A pair of a skipped and a kept sub-layer is a swap.
@@ -162,7 +191,7 @@ class MaskSearch:
         pairs = itertools.combinations([*dearest, *cheapest], 2)
         return [flip(mask, *part) for part in self.sublayers] + [flip(flip(mask, *one), *other) for one, other in pairs]
 
-    def _knapsacks(self) -> list[SkipMask]:
+    def _knapsacks(self) -> list[DraftPlan]:
         """Return, for several budgets of lost agreement, the sub-layers that save most time within it if losses add up.
 
         KnapSpec (arXiv 2602.20217) also weighs sub-layers by their time at a context, but runs them: for every sum of saved
@@ -170,7 +199,7 @@ class MaskSearch:
         sub-layer is its loss when it is skipped alone, and the value is its time.
         """
         capacities = [round(-math.log(1 - budget) / _LOSS_STEP) for budget in _BUDGETS]
-        best = [(0.0, SkipMask.none(self.layers))] * (max(capacities) + 1)  # saved seconds and mask, by capacity
+        best = [(0.0, DraftPlan.none(self.layers))] * (max(capacities) + 1)  # saved seconds and mask, by capacity
         for part in self.sublayers:
             weight, saved = max(0, round(self._loss(part) / _LOSS_STEP)), self._saved_seconds(part)
             for capacity in range(len(best) - 1, weight - 1, -1):  # downwards, so that no part is taken twice
@@ -182,7 +211,7 @@ class MaskSearch:
     def _add_greedily(self) -> None:
         """Skip one more sub-layer at a time: the best of the few remaining ones with the least loss per second."""
         order = sorted(self.sublayers, key=self._loss_per_second)
-        mask = SkipMask.none(self.layers)
+        mask = DraftPlan.none(self.layers)
         best, misses = 0.0, 0
         while order and misses < _PATIENCE and self.left:
             candidates = order[:_SHORTLIST]
@@ -199,15 +228,82 @@ class MaskSearch:
 
     def _loss(self, part: tuple[str, int]) -> float:
         """Return the log agreement that one skipped sub-layer loses. Losses add up if sub-layers do not interact."""
-        return -math.log(max(self.agreements.get(self.singles[part], 0.0), 1e-6))
+        return self._log_loss(self.singles[part])
 
     def _loss_per_second(self, part: tuple[str, int]) -> float:
         saved = self._saved_seconds(part)
         return self._loss(part) / saved if saved > 0 else math.inf
 
 
+class PlanSearch(Screening):
+    """Search for plans that read fewer bits, from the best format of all sub-layers and of the output layer on."""
+
+    method = "quantized"
+
+    def __init__(
+        self, predictor: SpeedupPredictor, space: SearchSpace, budget: int, control: SearchControl = SearchControl()
+    ) -> None:
+        super().__init__(predictor, space, budget, control)
+        self.treatments = space.treatments
+
+    def screen_structured(self) -> None:
+        """Screen every format of all sub-layers, with every format of the output layer."""
+        formats = self.treatments[1:]
+        uniform = [DraftPlan.uniform(self.layers, BITS[name]) for name in formats if name != KEEP]
+        self.screen(replace(plan, head_bits=BITS[name]) for plan in uniform for name in formats)
+
+    def improve(self) -> None:
+        """Change every sub-layer of the best plan alone, then all of those together whose loss pays off in seconds.
+
+        A knapsack would ask for the least loss at a number of saved seconds. Here a price of a second, in log agreement,
+        takes the place of that number, so each sub-layer chooses by itself, and several prices give several plans.
+        """
+        base = self.best
+        options = {part: [base.changed(*part, name) for name in self._choices(part[1])] for part in self._parts()}
+        self.screen(plan for plans in options.values() for plan in plans)
+        if not all(plan in self.scores for plans in options.values() for plan in plans):
+            return
+        step = self.predictor.profile.verify_seconds[0]
+        self.screen(self._at_price(base, options, price / step) for price in _PRICES)
+
+    def neighbours(self, mask: DraftPlan) -> list[DraftPlan]:
+        """Return the plan with another format of the output layer, or another treatment of one sub-layer."""
+        heads = [replace(mask, head_bits=BITS[name]) for name in self.treatments[1:]]
+        singles = [mask.changed(*part, name) for part in self._parts() for name in self._choices(part[1])]
+        return [plan for plan in (*heads, *singles) if plan != mask]
+
+    def _parts(self) -> list[tuple[str, int]]:
+        return [(kind, layer) for layer in range(self.layers) for kind in ("attention", "mlp")]
+
+    def _choices(self, layer: int) -> tuple[str, ...]:
+        """Return the treatments of a layer's sub-layers. What 8 bits lose is not worth reading more for."""
+        found = [name for name in self.treatments if name != KEEP or "int8" not in self.treatments]
+        return tuple(name for name in found if name != SKIP or layer in self.skippable)
+
+    def _at_price(self, base: DraftPlan, options: Mapping[tuple[str, int], Sequence[DraftPlan]], price: float) -> DraftPlan:
+        """Return the plan that gives every sub-layer the treatment with the least loss, and seconds at a price."""
+        profile, found = self.predictor.profile, base
+        for (kind, layer), plans in options.items():
+            cost = {plan: self._log_loss(plan) + price * profile.draft_seconds(plan) for plan in plans}
+            found = found.changed(kind, layer, min(cost, key=cost.__getitem__).treatment(kind, layer))
+        return found
+
+
+def drafting_with(plan: DraftPlan, num_speculative_tokens: int, stop: StopRule = NEVER) -> SpeculativeConfig:
+    """Return the configuration of a plan: ``quantized`` if it reads fewer bits, else ``layer_skip``."""
+    if plan.formats:
+        values = {"weights": plan.format(), "num_speculative_tokens": num_speculative_tokens, "stop": stop}
+        return SpeculativeConfig.of("quantized", values)
+    return SpeculativeConfig("layer_skip", num_speculative_tokens, plan.format(), stop)
+
+
+def plan_of(config: SpeculativeConfig, layers: int) -> DraftPlan:
+    """Return the plan of a configuration from :func:`drafting_with`."""
+    return DraftPlan.parse(config.value("weights") if config.method == "quantized" else config.mask, layers)
+
+
 def expected_speedup(
-    predictor: SpeedupPredictor, mask: SkipMask, agreement: float, lengths: tuple[int, int]
+    predictor: SpeedupPredictor, mask: DraftPlan, agreement: float, lengths: tuple[int, int]
 ) -> tuple[float, int]:
     """Return the best expected speedup over draft lengths, and the shortest draft length that comes close to it.
 
@@ -226,14 +322,12 @@ def expected_speedup(
     return best, min((length for length, speedup in speedups.items() if speedup >= _CLOSE * best), default=shortest)
 
 
-def flip(mask: SkipMask, kind: str, layer: int) -> SkipMask:
+def flip(mask: DraftPlan, kind: str, layer: int) -> DraftPlan:
     """Return the mask with one sub-layer skipped instead of kept, or kept instead of skipped."""
-    flags = list(getattr(mask, kind))
-    flags[layer] = not flags[layer]
-    return replace(mask, **{kind: tuple(flags)})
+    return mask.changed(kind, layer, KEEP if getattr(mask, kind)[layer] else SKIP)
 
 
-def run(layers: int, first: int, length: int) -> SkipMask:
+def run(layers: int, first: int, length: int) -> DraftPlan:
     """Return the mask that skips ``length`` whole layers from ``first`` on."""
     flags = tuple(first <= layer < first + length for layer in range(layers))
-    return SkipMask(flags, flags)
+    return DraftPlan(flags, flags)

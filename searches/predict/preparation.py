@@ -11,13 +11,14 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerskip import PromptSet, Sampling, SkipMask, StopRule, Target, UnsupportedModel
+from layerskip import DraftPlan, PromptSet, Sampling, StopRule, Target, UnsupportedModel
 from layerskip.costs.cost_model import CostProfile
 from layerskip.costs.profile import profile_costs
 from layerskip.costs.timing import MIN_REPEATS
 from layerskip.device.memory import within_memory
 from layerskip.files import digest, read_json, write_json
 from layerskip.models.environment import machine
+from layerskip.models.packing import refuse_quantized
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, ReportCost, continue_prompts
 from searches.app.checks import check_flag, check_list, check_number, check_whole
@@ -62,7 +63,7 @@ class ScanSettings:
 
     def stops(self, space: SearchSpace) -> tuple[StopRule, ...]:
         """Return the stop rules of a space that every scanned mask is combined with; adaptive ones are not predicted."""
-        searched = space.values("layer_skip", "stop")
+        searched = space.values(space.scanned, "stop")
         values = dict.fromkeys(map(float, self.thresholds)) if "threshold" in searched else ()
         return (*([StopRule()] if "length" in searched else []), *(StopRule("threshold", value) for value in values))
 
@@ -91,7 +92,7 @@ class Preparation:
 
         Continuations have ``max_new_tokens`` per turn. ``folder`` takes the scans.
         """
-        (shortest, longest), stops = space.values("layer_skip", "num_speculative_tokens"), settings.stops(space)
+        (shortest, longest), stops = space.values(space.scanned, "num_speculative_tokens"), settings.stops(space)
         if not stops:
             say("scan: adaptive stop rules, the only ones of the space, are not predicted")
             return None
@@ -100,7 +101,9 @@ class Preparation:
             return None
         choices = [(length, stop) for length in range(shortest, longest + 1) for stop in stops]
         lookups = space.values(LOOKUP, "num_speculative_tokens")[1] if LOOKUP in space.available_methods else 0
-        profile = self.cost_profile(scanner.continuations, max(longest, lookups))
+        reads_formats = "quantized" in space.available_methods and not refuse_quantized(self.target.model)
+        formats = space.formats if reads_formats else ()
+        profile = self.cost_profile(scanner.continuations, max(longest, lookups), formats)
         identity = {
             "target": self.target.digest,
             "continuations": [astuple(continuation) for continuation in scanner.continuations],
@@ -134,23 +137,24 @@ class Preparation:
             say("scan: every continuation ends at once; there is nothing to scan")
             return None
         try:
-            _, depth = space.values("layer_skip", "num_speculative_tokens")
+            _, depth = space.values(space.scanned, "num_speculative_tokens")
             return make_scanner(self.target, continuations, self.sampling, depth)
         except UnsupportedModel as error:
             say(f"scan: {error}")
             return None
 
-    def cost_profile(self, continuations: Sequence[Continuation], longest: int) -> CostProfile:
+    def cost_profile(self, continuations: Sequence[Continuation], longest: int, formats: Sequence[str] = ()) -> CostProfile:
         """Return the cost profile at the mean context of continuations; measure it if no such one is stored.
 
-        It has the verification of up to ``longest`` drafted tokens. One whose time ran out is measured again when there is
-        more.
+        It has the verification of up to ``longest`` drafted tokens, and drafts in some formats. One whose time ran out is
+        measured again when there is more.
         """
         context = mean_context(continuations)
         identity = {
             "target": self.target.digest,
             "context": context,
             "longest": longest,
+            "formats": list(formats),
             "sampling": self.sampling.to_dict(),
             "machine": machine(self.target),
             "recipe": _PROFILE_VERSION,
@@ -165,7 +169,7 @@ class Preparation:
                 if stored["repeats"] < PROFILE_REPEATS and not (stored["repeats"] and self.is_over()):
                     with counting(PROFILE_REPEATS + 1, "repeats", "cost profile") as count:
                         profile = profile_costs(
-                            self.target, context, longest, self.sampling, PROFILE_REPEATS, count, self.is_over
+                            self.target, context, longest, self.sampling, PROFILE_REPEATS, count, self.is_over, formats
                         )
                     seconds = earlier + time.monotonic() - start
                     done = min(PROFILE_REPEATS, MIN_REPEATS) if self.is_over() else PROFILE_REPEATS
@@ -185,7 +189,7 @@ def make_scanner(target: Target, continuations: Sequence[Continuation], sampling
         """Check that a scanner agrees with decoding, and that its longest passes fit into memory."""
         scanner = Scanner(target, continuations, sampling, depth, rows, _TEXT_BYTES)
         scanner.check()
-        scanner.scan([SkipMask.none(target.layers)] * masks_at_once(rows), depth=2)
+        scanner.scan([DraftPlan.none(target.layers)] * masks_at_once(rows), depth=2)
         return scanner
 
     while (scanner := within_memory(checked_scanner)) is None:

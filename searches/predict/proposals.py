@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from layerskip import SkipMask, SpeculativeConfig
+from layerskip import DraftPlan, SpeculativeConfig
 from searches.app.checks import check_whole
-from searches.predict.mask_search import MaskSearch, Prediction, SearchControl, SpeedupPredictor
+from searches.predict.mask_search import MaskSearch, PlanSearch, Prediction, Screening, SearchControl, SpeedupPredictor
 from searches.space.search_space import SearchSpace
 
 _LOOKUPS = 3  # best prompt lookups that become trials
+_PLANS = 2  # best plans of fewer bits that do
 _NEIGHBOURS = 4  # neighbours of the best mask that are scanned before its neighbours are listed again
 _MARGIN = 0.3
 """Log speedup by which screening may underestimate the best mask: few positions, runs of agreement, stop rules."""
@@ -48,6 +49,23 @@ class ProposalSettings:
         return self.screened if self.screened is not None else max(200, 8 * layers) + layers * (layers + 1) // 2
 
 
+def propose_plans(
+    predictor: SpeedupPredictor, space: SearchSpace, settings: ProposalSettings, control: SearchControl = SearchControl()
+) -> list[Prediction]:
+    """Propose the plans of fewer bits with the greatest predicted speedups, best first; none without timed formats.
+
+    Even one that is slower than the leader by itself may be faster after a lookup.
+    """
+    if not predictor.profile.shares:
+        return []
+    search = PlanSearch(predictor, space, settings.budget(space), control)
+    search.screen_structured()
+    if not control.is_over():
+        search.improve()
+    found = _scan_best(search, settings.scanned, control)
+    return _best_first([each for each in found if space.allows(each.config)], _PLANS)
+
+
 def propose(
     predictor: SpeedupPredictor, space: SearchSpace, settings: ProposalSettings, control: SearchControl = SearchControl()
 ) -> list[Prediction]:
@@ -73,17 +91,17 @@ def propose(
     return _best_first(_scan_best(search, settings.scanned, control), settings.enqueued)
 
 
-def _scan_best(search: MaskSearch, budget: int, control: SearchControl) -> list[Prediction]:
+def _scan_best(search: Screening, budget: int, control: SearchControl) -> list[Prediction]:
     """Scan the most promising masks, then neighbours of the best one with the last third of the budget.
 
     Full scans rank masks that screening on few positions cannot. Without time, none is scanned after the first.
     """
-    found: dict[SkipMask, Prediction] = {}
+    found: dict[DraftPlan, Prediction] = {}
 
     def is_done() -> bool:
         return len(found) >= budget or (bool(found) and control.is_over())
 
-    def scan(masks: Sequence[SkipMask]) -> None:
+    def scan(masks: Sequence[DraftPlan]) -> None:
         new = [mask for mask in masks if mask not in found][: budget - len(found)]
         if new and not is_done():
             found.update(zip(new, search.predictor.predict(new), strict=True))
@@ -113,12 +131,15 @@ def propose_lookups(predictor: SpeedupPredictor, space: SearchSpace) -> list[Pre
 def propose_all(
     predictor: SpeedupPredictor, space: SearchSpace, settings: ProposalSettings, control: SearchControl = SearchControl()
 ) -> list[SpeculativeConfig]:
-    """Propose the configurations that a study tries first: lookups, then masks, best first.
+    """Propose the configurations that a study tries first: lookups, then plans of fewer bits, then masks, best first.
 
-    Lookups come first because they are many times faster where the text repeats itself.
+    Lookups come first because they are many times faster where the text repeats itself. Masks come last because a sub-layer
+    that is skipped loses much more than one that is read at fewer bits.
     """
-    masks = propose(predictor, space, settings, control)
-    return [prediction.config for prediction in (*propose_lookups(predictor, space), *masks)]
+    found = propose_lookups(predictor, space)
+    for method, search in (("quantized", propose_plans), ("layer_skip", propose)):
+        found += search(predictor, space, settings, control) if method in space.available_methods else []
+    return [prediction.config for prediction in found]
 
 
 def _best_first(predictions: Iterable[Prediction], maximum: int) -> list[Prediction]:

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from layerskip import SkipMask, SpeculativeConfig, StopRule
+from layerskip import DraftPlan, SpeculativeConfig, StopRule
 from layerskip.costs.cost_model import CostProfile
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.files import digest
 from layerskip.scan.replay import Counts, count, replay_lookup
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation
-from searches.predict.mask_search import SCREENED_TOGETHER, Prediction
+from searches.predict.mask_search import SCREENED_TOGETHER, Prediction, drafting_with, plan_of
 from searches.results import ResultLog
 from searches.workers.pool import ALONE, Workers
 
@@ -78,28 +78,28 @@ class ScanPredictor:
         """The mean time of a mask's full scan, over earlier runs, too; None if no mask was scanned."""
         return statistics.fmean(row["seconds"] for row in self._counts.values()) if self._counts else None
 
-    def agreements(self, masks: Sequence[SkipMask]) -> list[float]:
+    def agreements(self, masks: Sequence[DraftPlan]) -> list[float]:
         """Return how often each mask's first drafted token is the target's; one pass over the screen for each new mask."""
 
-        def scan(batch: Sequence[SkipMask]) -> dict[str, float]:
+        def scan(batch: Sequence[DraftPlan]) -> dict[str, float]:
             return {each.mask.format(): each.agreement for each in self._screen.scan(batch, depth=1)}
 
         self._share("agreements", masks, self._agreements, scan)
         return [float(self._agreements[mask.format()]) for mask in masks]
 
-    def predict(self, masks: Sequence[SkipMask]) -> list[Prediction]:
+    def predict(self, masks: Sequence[DraftPlan]) -> list[Prediction]:
         """Scan new masks, and predict the speedup of each mask with its best draft length and stop rule."""
         predictions = []
         for mask, counts in zip(masks, self._scanned(masks), strict=True):
             speedups = {choice: self.profile.speedup(counts[choice], mask, choice[1]) for choice in self._choices}
             (length, stop), speedup = max(speedups.items(), key=lambda pair: pair[1])
-            predictions.append(Prediction(SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop), speedup))
+            predictions.append(Prediction(drafting_with(mask, length, stop), speedup))
         return predictions
 
-    def _scanned(self, masks: Sequence[SkipMask]) -> list[dict[DraftChoice, Counts]]:
+    def _scanned(self, masks: Sequence[DraftPlan]) -> list[dict[DraftChoice, Counts]]:
         """Return the counts of all continuations together, by choice, of each mask; scan masks that are new."""
 
-        def scan(batch: Sequence[SkipMask]) -> dict[str, dict[str, Any]]:
+        def scan(batch: Sequence[DraftPlan]) -> dict[str, dict[str, Any]]:
             start, found = time.monotonic(), dict[str, list[Any]]()
             for one in self._scanner.scan(batch, floor=self._floor):
                 totals = (sum(self._scanner.counts(one, *choice), Counts()) for choice in self._choices)
@@ -115,7 +115,8 @@ class ScanPredictor:
         """Return whether the draft is a timed prompt lookup, or a chain with a scanned draft length and stop rule."""
         if config.method == "prompt_lookup":
             return config.num_speculative_tokens <= self.profile.longest
-        return config.method == "layer_skip" and (config.num_speculative_tokens, config.stop) in self._choices
+        is_plan = config.method == "layer_skip" or (config.method == "quantized" and bool(self.profile.shares))
+        return is_plan and not config.draft_window and (config.num_speculative_tokens, config.stop) in self._choices
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict a configuration's speedup from the counts of its rounds; scans its mask if it is new."""
@@ -125,9 +126,9 @@ class ScanPredictor:
             )
             found = (count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations)
             return self.profile.lookup_speedup(sum(found, Counts()))
-        mask, choice = SkipMask.parse(config.mask, self.layers), (config.num_speculative_tokens, config.stop)
-        (counts,) = self._scanned([mask])
-        return self.profile.speedup(counts[choice], mask, config.stop)
+        plan, choice = plan_of(config, self.layers), (config.num_speculative_tokens, config.stop)
+        (counts,) = self._scanned([plan])
+        return self.profile.speedup(counts[choice], plan, config.stop)
 
     def single_agreements(self) -> np.ndarray:
         """Return the agreement with one attention or MLP sub-layer skipped, ``[2, L]``; NaN if it was not screened."""
@@ -135,7 +136,11 @@ class ScanPredictor:
         return np.array([[self._agreements.get(name, math.nan) for name in row] for row in names])
 
     def _share(
-        self, stage: str, masks: Sequence[SkipMask], log: ResultLog, scan: Callable[[Sequence[SkipMask]], Mapping[str, Any]]
+        self,
+        stage: str,
+        masks: Sequence[DraftPlan],
+        log: ResultLog,
+        scan: Callable[[Sequence[DraftPlan]], Mapping[str, Any]],
     ) -> None:
         """Add the results of the masks that a log lacks, batch by batch; ``scan`` returns those of a batch, by mask."""
         new = [mask for mask in dict.fromkeys(masks) if mask.format() not in log]

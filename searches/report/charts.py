@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from plotly import graph_objects as go
 
+from layerskip import DraftPlan
 from layerskip.config import methods
+from layerskip.draft_plan import BITS, SKIP
+from searches.predict.mask_search import PLANNED, plan_of
 from searches.report.tables import may_lead, output_state, pareto_front
 from searches.study.finals import Finals
 from searches.study.leaderboard import FINISHED, configuration
@@ -55,6 +58,7 @@ def of_study(
         "acceptance": acceptance(done),
         "load": throughput(done),
         "scans": agreement_of_scans(singles),
+        "plan": fastest_plan(done, 0 if singles is None else singles.shape[1]),
         "timeline": timeline(study.get_trials(deepcopy=False), now),
         "held-out": held_out(finals),
     }
@@ -119,19 +123,44 @@ def agreement_of_scans(singles: NDArray[np.float64] | None) -> go.Figure | None:
     if singles is None or np.isnan(singles).all():
         return None
     title = {"text": "first drafted token right", "side": "top"}
-    chart = _figure().add_heatmap(
-        z=singles.tolist(),
-        y=["attention", "MLP"],
+    return _by_layer(
+        singles.tolist(),
+        {"title": title},
         colorscale="Viridis",
-        xgap=1,
-        ygap=1,
         hoverongaps=False,
-        colorbar={"orientation": "h", "thickness": 10, "y": 1.02, "yanchor": "bottom", "title": title},
         hovertemplate="layer %{x}, %{y}<br>%{z:.3f}<extra></extra>",
+    ).update_layout(plot_bgcolor="#e5e7eb")
+
+
+def fastest_plan(trials: Iterable[FrozenTrial], layers: int) -> go.Figure | None:
+    """Return what the fastest self-draft skips and reads at fewer bits, by layer, unless it treats all layers alike."""
+    fastest = sorted(_measured(trials), key=lambda trial: -float(trial.user_attrs["measurement"]["speedup"]))
+    parts = [part for trial in fastest for config in [configuration(trial)] for part in config.members or (config,)]
+    plans = [plan_of(part, layers) for part in parts if layers and part.method in PLANNED]
+    plan = plans[0] if plans else DraftPlan.none(layers)
+    shown = [[plan.treatment(kind, layer) for layer in range(layers)] for kind in ("attention", "mlp")]
+    if len(set(itertools.chain(*shown))) < 2:
+        return None
+    names = SKIP, *sorted(BITS, key=lambda name: BITS[name] or 16)
+    colors = ["#e5e7eb", "#1b9e77", "#7fc9a9", "#1f2937"]
+    scale = [(step / 4, color) for place, color in enumerate(colors) for step in (place, place + 1)]
+    return _by_layer(
+        [[names.index(name) for name in row] for row in shown],
+        {"tickvals": list(range(4)), "ticktext": list(names)},
+        text=shown,
+        zmin=-0.5,
+        zmax=3.5,
+        colorscale=scale,
+        hovertemplate="layer %{x}, %{y}<br>%{text}<extra></extra>",
     )
-    chart.update_xaxes(showgrid=False, **({"dtick": 1} if singles.shape[1] <= _FEW else {"nticks": 12}))
-    chart.update_yaxes(showgrid=False, fixedrange=True, autorange="reversed")
-    return chart.update_layout(plot_bgcolor="#e5e7eb")
+
+
+def _by_layer(values: Sequence[Sequence[float]], colorbar: Mapping[str, Any], **style: Any) -> go.Figure:
+    """Return a heatmap of values ``[2, layers]`` of attention and MLP sub-layers."""
+    place = {"orientation": "h", "thickness": 10, "y": 1.02, "yanchor": "bottom"}
+    chart = _figure().add_heatmap(z=values, y=["attention", "MLP"], xgap=1, ygap=1, colorbar=place | dict(colorbar), **style)
+    chart.update_xaxes(showgrid=False, **({"dtick": 1} if len(values[0]) <= _FEW else {"nticks": 12}))
+    return chart.update_yaxes(showgrid=False, fixedrange=True, autorange="reversed")
 
 
 def held_out(finals: Finals | None) -> go.Figure | None:

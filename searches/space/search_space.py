@@ -9,14 +9,16 @@ parameters.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optuna
 
-from layerskip import MaskError, SkipMask, SpeculativeConfig, StopRule
+from layerskip import DraftPlan, PlanError, SpeculativeConfig, StopRule
 from layerskip.config import Costs, Field, Method, methods
+from layerskip.draft_plan import BITS, KEEP, NAMES, SKIP
 from searches.app.checks import InputError, check_list, check_number, check_whole
 
 Params = dict[str, int | float | str]
@@ -26,7 +28,7 @@ _ACCEPTED = 0.8  # share of drafted tokens, while nothing is measured
 def check_values(name: str, field: Field, values: Any) -> None:
     """Check the values that a user gives a field: two ends of a range, or a list of choices."""
     if field.range is None:
-        check_list(name, values, field.choices or None, or_empty=field.path)
+        check_list(name, values, None if field.normalise else field.choices or None, or_empty=field.path)
         return
     pair = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 2
     if not pair or not all(isinstance(end, (int, float)) for end in values) or values[0] > values[1]:
@@ -35,7 +37,7 @@ def check_values(name: str, field: Field, values: Any) -> None:
         if isinstance(field.default, float):
             check_number(name, end, maximum=1, or_zero=not field.log)
         else:
-            check_whole(name, end)
+            check_whole(name, end, min(1, field.default))
 
 
 def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values: Sequence[Any]) -> Any:
@@ -66,18 +68,24 @@ def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
 
 
 def check_masks(space: SearchSpace) -> None:
-    """Check the fields of a space that masks are chosen from."""
+    """Check the fields of a space that masks and plans are chosen from."""
     check_whole("space.protect_first", space.protect_first, 0)
     check_whole("space.protect_last", space.protect_last, 0)
     check_list("space.masks", space.masks)
+    for text in space.values("quantized", "weights"):
+        _parse(text, space, "space.ranges.quantized.weights")
     for mask in space.masks:
-        try:
-            parsed = SkipMask.parse(str(mask), space.layers)
-        except MaskError as error:
-            raise InputError(f"space.masks: {mask!r}: {error}") from None
+        parsed = _parse(mask, space, "space.masks")
         outside = [i for i in range(space.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in space.skippable]
         if outside:
             raise InputError(f"space.masks: {mask!r} skips layer {outside[0]}, which is protected")
+
+
+def _parse(text: object, space: SearchSpace, name: str) -> DraftPlan:
+    try:
+        return DraftPlan.parse(str(text), space.layers)
+    except PlanError as error:
+        raise InputError(f"{name}: {text!r}: {str(error).removeprefix('mask: ')}") from None
 
 
 def structured_masks(space: SearchSpace) -> Iterable[str]:
@@ -119,6 +127,7 @@ class SearchSpace:
             that need a head, a draft model or a datastore are left out where none is named.
         masks: further masks to try first, in text form.
         trees: whether the target can verify trees.
+        plans: whether a trial may choose the bits of every sub-layer.
         verify_cost: the cost of verification in cascades; empty if it was not measured.
         draft_cost: the cost of drafting by members of cascades; None if it is not measured.
     """
@@ -130,6 +139,7 @@ class SearchSpace:
     ranges: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
     masks: Sequence[str] = ()
     trees: bool = field(default=True, metadata=_RUNTIME)
+    plans: bool = field(default=False, metadata=_RUNTIME)
     verify_cost: Costs = field(default=(), metadata=_RUNTIME)
     draft_cost: DraftCost | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
 
@@ -162,6 +172,22 @@ class SearchSpace:
     def skippable(self) -> tuple[int, ...]:
         """The layers that are not protected."""
         return tuple(range(self.protect_first, self.layers - self.protect_last))
+
+    @property
+    def scanned(self) -> str:
+        """The method whose draft lengths and stop rules scans replay; empty if the study has none."""
+        return next((method for method in ("layer_skip", "quantized") if method in self.available_methods), "")
+
+    @property
+    def treatments(self) -> tuple[str, ...]:
+        """What may become of a sub-layer in a plan: skipped, or read in a format, those of fewer bits first."""
+        return SKIP, *self.formats, KEEP
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats of fewer bits, the smallest first."""
+        plans = [DraftPlan.parse(text, self.layers) for text in self.values("quantized", "weights")]
+        return tuple(NAMES[bits] for bits in sorted(set[int]().union(*(plan.formats for plan in plans))))
 
     @property
     def available_methods(self) -> tuple[str, ...]:
@@ -217,13 +243,14 @@ class SearchSpace:
         if config.members:
             choices["cascade.second"] = config.members[1].method
         for member in config.members or (config,):
-            mask = SkipMask.parse(member.mask, self.layers)
+            mask = DraftPlan.parse(member.mask, self.layers)
             for layer in self.skippable:
                 choices |= {f"attention_{layer}": int(mask.attention[layer]), f"mlp_{layer}": int(mask.mlp[layer])}
             for name, value in member.values.items():
                 if isinstance(value, StopRule):
                     choices[f"{member.method}.{name}.threshold"], value = value.threshold, value.method
                 choices[f"{member.method}.{name}"] = value
+            choices |= self._plan_params(member)
         trial = optuna.trial.FixedTrial(choices)
         self._suggest(trial)
         found: Params = trial.params  # without what was not asked for
@@ -242,8 +269,42 @@ class SearchSpace:
         if "mask" in method:
             attention = {i for i in self.skippable if trial.suggest_int(f"attention_{i}", 0, 1)}
             mlp = {i for i in self.skippable if trial.suggest_int(f"mlp_{i}", 0, 1)}
-            known["mask"] = SkipMask.of(self.layers, attention, mlp).format()
-        return self._fill(method, known, lambda each, span: suggest_value(trial, f"{method.name}.{each.name}", each, span))
+            known["mask"] = DraftPlan.of(self.layers, attention, mlp).format()
+
+        def choose(each: Field, span: Sequence[Any]) -> Any:
+            value = suggest_value(trial, f"{method.name}.{each.name}", each, span)
+            is_plan = each.name == "weights" and self.plans and trial.suggest_int("quantized.mixed", 0, 1)
+            return self._suggest_plan(trial) if is_plan else value
+
+        return self._fill(method, known, choose)
+
+    def _suggest_plan(self, trial: optuna.trial.BaseTrial) -> str:
+        names, last = self.treatments, len(self.treatments) - 1
+        plan = DraftPlan.uniform(self.layers, BITS[names[trial.suggest_int("read_head", 1, last)]])
+        for kind, layer in itertools.product(("attention", "mlp"), range(self.layers)):
+            chosen = trial.suggest_int(f"read_{kind}_{layer}", 0 if layer in self.skippable else 1, last)
+            plan = plan.changed(kind, layer, names[chosen])
+        return plan.format()
+
+    def _plan_params(self, config: SpeculativeConfig) -> Params:
+        """Return the choices that lead to the weights of a configuration; none if it has no plan of fewer bits."""
+        if config.method != "quantized":
+            return {}
+        weights, names, usual = config.value("weights"), self.treatments, self.values("quantized", "weights")
+        plan, is_mixed = DraftPlan.parse(weights, self.layers), weights not in usual
+        found: Params = {"quantized.mixed": int(is_mixed), "quantized.weights": usual[0] if is_mixed else weights}
+        for kind, layer in itertools.product(("attention", "mlp"), range(self.layers)):
+            found[f"read_{kind}_{layer}"] = names.index(plan.treatment(kind, layer))
+        return found | {"read_head": names.index(NAMES[plan.head_bits])}
+
+    def allows(self, config: SpeculativeConfig) -> bool:
+        """Return whether trials may propose a configuration."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # what Optuna has for a value out of range
+            try:
+                return bool(self.params(config))
+            except (ValueError, UserWarning):
+                return False
 
     def nearest(self, method: str, wanted: Mapping[str, Any]) -> SpeculativeConfig:
         """Return the configuration of a method with the wanted values, or the nearest ones of the space."""

@@ -26,7 +26,7 @@ from typing import Any
 
 import optuna
 
-from layerskip import Measurement, PromptSet, SpeculativeConfig, mask
+from layerskip import Measurement, PromptSet, SpeculativeConfig, draft_plan
 from layerskip.config import methods
 from layerskip.export import attachment_digests
 from layerskip.files import digest
@@ -88,7 +88,7 @@ class Finalist:
         return (
             max(methods()[part.method].rank for part in parts),
             len(parts),
-            sum(len(layers) for part in parts for layers in mask.sublayers(part.mask)),
+            sum(len(layers) for part in parts for layers in draft_plan.sublayers(part.mask)),
             max(part.num_speculative_tokens for part in parts),
         )
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import optuna
 
-from layerskip import SkipMask, SpeculativeConfig
-from searches.predict.mask_search import SpeedupPredictor
+from layerskip import SpeculativeConfig
+from searches.predict.mask_search import SpeedupPredictor, plan_of
 from searches.study.leaderboard import LeaderboardEntry, leaderboard
 
 CANNOT_WIN = "cannot reach the best"
@@ -61,15 +61,16 @@ class BoundEstimator:
         """
         predictor = self._predictor
         predictable = predictor.can_predict(config)
-        if not predictable and config.method != "layer_skip":
+        masked = config.method == "layer_skip" or (config.method == "quantized" and bool(predictor.profile.shares))
+        if not predictable and (not masked or config.draft_window):
             return None
         board = leaderboard(study)
         to_beat = board.to_beat(predictor.prompts)
         error = calibrated_error(board.entries.values(), predictor.prompts, config.method)
-        if config.method != "layer_skip":
+        if not masked:
             predicted = predictor.speedup(config)
             return SpeedupBound(predicted, predicted * math.exp(error), to_beat)
-        mask = SkipMask.parse(config.mask, predictor.layers)
+        mask = plan_of(config, predictor.layers)
         by_cost = predictor.profile.speedup_bound(mask)
         if by_cost * math.exp(error) < to_beat:
             return SpeedupBound(None, by_cost * math.exp(error), to_beat)

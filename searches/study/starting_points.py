@@ -40,10 +40,11 @@ def starting_points(
         starts = space.starts(method)
         paired = space.after_lookup(starts) if methods()[method].paired else []
         points += [*starts[:1], *paired, *starts[1:]]
-    predicted = [config for config in proposed if config.method == "layer_skip"]
-    points += [*proposed, *space.after_lookup(predicted)]
+    for method in dict.fromkeys(config.method for config in proposed):
+        own = [config for config in proposed if config.method == method]
+        points += [*own[:1], *([] if methods()[method].lookup else space.after_lookup(own)), *own[1:]]
     if "layer_skip" in space.available_methods:
-        points += space.skip_starts([*space.masks, *(() if scanned or predicted else structured_masks(space))])
+        points += space.skip_starts([*space.masks, *(() if scanned or proposed else structured_masks(space))])
     if not any(config.method == "cascade" and not config.members[1].head for config in points):
         points += space.after_lookup([config for config in points if config.method in space.second_methods])
     return list(dict.fromkeys(points))

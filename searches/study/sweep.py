@@ -31,7 +31,7 @@ from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
 from searches.engines.race import RACE_FILE, Race, race
-from searches.predict.mask_search import SearchControl
+from searches.predict.mask_search import PLANNED, SearchControl
 from searches.predict.preparation import Preparation
 from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
@@ -61,6 +61,7 @@ from searches.study.study import (
 from searches.tracking.tracker import Tracker
 from searches.workers.pool import Workers
 
+_LONG_CONTEXT = 2048  # tokens from which a window of a self-draft may save time
 _RACED_PROMPTS = 16  # held-out prompts that engines decode
 _THREADS = "threads"
 """User attribute of a study: the number of threads of the processor."""
@@ -202,6 +203,7 @@ class Sweep:
         self.budget.begin(PREDICTIONS)
         with self.budget.preparing(self.pool):
             predictor = self._prepare_predictor()
+            self.space = replace(self.space, plans=predictor is not None and bool(predictor.profile.shares))
             proposed = self._propose(predictor)
             starts = [*self.arms, *starting_points(self.space, proposed, predictor is not None)]
         self.budget.save()
@@ -327,7 +329,7 @@ class Sweep:
     def _prepare_predictor(self) -> ScanPredictor | None:
         """Return the predictor of masks, if layer skipping is searched and scanned."""
         plan = self.plan
-        if not plan.scanning.enabled or "layer_skip" not in plan.space.available_methods:
+        if not plan.scanning.enabled or not plan.space.scanned:
             return None
         prompts = self.tune.take(plan.scanning.prompts, self.first_prompt)
         is_over = partial(self.budget.is_over, PREDICTIONS)
@@ -360,4 +362,6 @@ class Sweep:
         with claim():
             costs = verify_cost(study, timer.verify_costs)
             drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
-        return replace(plan.space, verify_cost=costs, draft_cost=drafting)
+        short = [name for name in PLANNED if "draft_window" not in plan.space.ranges.get(name, {})]
+        space = plan.space if context >= _LONG_CONTEXT else plan.space.narrowed(short, draft_window=(0, 0))
+        return replace(space, verify_cost=costs, draft_cost=drafting)

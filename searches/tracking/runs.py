@@ -20,7 +20,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 from optuna.trial import FrozenTrial
 
-from layerskip import PromptSet, SpeculativeConfig, mask
+from layerskip import PromptSet, SpeculativeConfig, draft_plan
 from layerskip.config import methods
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
 
@@ -235,7 +235,7 @@ def parameters(config: SpeculativeConfig) -> dict[str, str]:
     fields of the method follow, such as ``with_prompt_lookup_max``, and those of members, such as ``with_member_0_method``.
     """
     parts = config.members or (config,)
-    skipped = [mask.sublayers(part.mask) for part in parts]
+    skipped = [draft_plan.sublayers(part.mask) for part in parts]
     summary: dict[str, object] = {
         "drafter": methods()[config.method].short,
         "num_speculative_tokens": 0 if config.method == "none" else max(part.num_speculative_tokens for part in parts),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from layerskip import SkipMask, StopRule
+from layerskip import DraftPlan, StopRule
 from layerskip.costs.cost_model import CostProfile, in_steps
 from layerskip.scan.replay import Counts
 
@@ -18,12 +18,12 @@ PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, 0.5, (20.0, 21
     [("", 16.0), ("attention:0", 14.0), ("mlp:1", 11.0), ("layers:0", 9.5), ("layers:0-1", 1.0)],
 )
 def test_a_draft_pass_costs_what_it_keeps(mask: str, seconds: float) -> None:
-    assert PROFILE.draft_seconds(SkipMask.parse(mask, 2)) == seconds
+    assert PROFILE.draft_seconds(DraftPlan.parse(mask, 2)) == seconds
 
 
 def test_seconds_follow_from_counts() -> None:
     counts = Counts(tokens=7, verified=(1, 1, 2))
-    mask = SkipMask.parse("layers:0", 2)
+    mask = DraftPlan.parse("layers:0", 2)
     assert PROFILE.seconds(counts, mask, StopRule()) == pytest.approx(5 * 9.5 + 3 * 0.5 + 20 + 21 + 2 * 24)
     assert PROFILE.seconds(counts, mask, StopRule("threshold", 0.5)) == pytest.approx(5 * 9.75 + 3 * 0.5 + 20 + 21 + 2 * 24)
     assert PROFILE.speedup(counts, mask, StopRule()) == pytest.approx(7 * 20 / (5 * 9.5 + 1.5 + 89))

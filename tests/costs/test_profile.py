@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from layerskip import Sampling, SkipMask, StopRule, Target
+from layerskip import DraftPlan, Sampling, StopRule, Target
 from layerskip.costs import profile as profiling
 from layerskip.costs import timing
 from layerskip.costs.cost_model import CostProfile, in_steps
@@ -18,6 +19,7 @@ from layerskip.costs.timing import time_verification
 from layerskip.decoding.decode import Stops, decode
 from layerskip.drafters import layer_skip
 from layerskip.drafters.layer_skip import LayerSkip
+from layerskip.models import skip_view as skip_views
 from layerskip.models.architecture import architecture
 from layerskip.models.skip_view import skip_view
 from layerskip.scan.replay import count
@@ -65,8 +67,9 @@ def _priced(clock: Clock, family: str, attention: tuple[float, ...], mlp: tuple[
             module.price = price
             classes.add(type(module))
     for each in classes:
-        clock.charge(each, "forward", lambda module, *_: getattr(module, "price", 0.0))
-    clock.charge(nn.Linear, "forward", lambda layer, rows: _output_price(layer.out_features, rows))
+        clock.charge(each, "forward", lambda module, *_: getattr(module, "price", 0.0) * getattr(module, "share", 1.0))
+    share = lambda layer: getattr(layer, "share", 1.0)  # noqa: E731
+    clock.charge(nn.Linear, "forward", lambda layer, rows: share(layer) * _output_price(layer.out_features, rows))
     for module in (profiling, layer_skip):
         clock.charge(module, "draft_chain", lambda *_: ROUND)
     clock.charge(profiling, "confidence", lambda _: CONFIDENCE)
@@ -110,11 +113,36 @@ def test_a_profile_recovers_the_cost_of_every_part(
         assert getattr(found, name) == pytest.approx(value, abs=1e-8), name
 
 
+@pytest.mark.parametrize("text", ["int4", "int8", "int4;head=keep", "int4;layers:0=skip;attention:2=int8;mlp:3=keep"])
+def test_a_profile_recovers_the_costs_of_formats(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A format takes its own share of the time of an attention, an MLP and the output layer."""
+    target = _priced(Clock(monkeypatch), "llama", (3.0,) * 4, (5.0,) * 4)
+    shares = {0: (1.0,) * 3, 8: (0.9, 0.7, 0.6), 4: (0.8, 0.5, 0.3)}
+
+    def read_at(tree: Any, bits: int) -> None:
+        for module in tree.modules():  # of a sub-layer, of the output layer, or of the whole model
+            part = {3.0: 1, 5.0: 2}.get(getattr(module, "price", 0.0), 0)
+            module.share = shares[bits][part] if part or getattr(module, "out_features", 0) == VOCABULARY else 1.0
+
+    monkeypatch.setattr(skip_views, "read_at", read_at)
+    monkeypatch.setattr(skip_views, "refuse_quantized", lambda model: "")
+    profile = profile_costs(target, 12, LONGEST, repeats=1, formats=("int4", "int8"))
+    assert profile == CostProfile.from_dict(json.loads(json.dumps(profile.to_dict())))
+    assert profile.shares == {"int4": pytest.approx(shares[4]), "int8": pytest.approx(shares[8])}
+    plan = DraftPlan.parse(text, 4)
+    seconds = shares[plan.head_bits][0] * profile.head_seconds
+    for layer in range(4):
+        seconds += 0 if plan.attention[layer] and plan.mlp[layer] else BLOCK
+        seconds += 0 if plan.attention[layer] else 3.0 * shares[plan.attention_bits[layer]][1]
+        seconds += 0 if plan.mlp[layer] else 5.0 * shares[plan.mlp_bits[layer]][2]
+    assert profile.draft_seconds(plan) == pytest.approx(seconds)
+
+
 def test_predicted_seconds_of_counts_equal_the_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafts are longer than the timed ones."""
     clock = Clock(monkeypatch)
     target = _priced(clock, "llama", (3.0,) * 4, (5.0,) * 4)
-    profile, mask = profile_costs(target, 12, 6, repeats=1), SkipMask.parse("mlp:1", target.layers)
+    profile, mask = profile_costs(target, 12, 6, repeats=1), DraftPlan.parse("mlp:1", target.layers)
     drafter = LayerSkip(skip_view(target.model, mask), 6, StopRule())
     began: list[float] = []
     stops = Stops(frozenset())

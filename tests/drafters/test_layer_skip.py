@@ -10,8 +10,11 @@ import torch
 
 from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import decode
-from layerskip.decoding.drafter import Drafter
+from layerskip.decoding.drafter import Context, Drafter
+from layerskip.decoding.sampling import Chooser
 from layerskip.drafters.registry import build_drafter
+from layerskip.models.cache import KVCache
+from layerskip.models.forward import forward
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, SAMPLINGS, contract, generated, target_of, toy_target
@@ -26,6 +29,42 @@ def _drafter(target: Target, mask: str, toy_mask: str, **fields: Any) -> Drafter
 TestSkippedAttention = contract(
     lambda target: _drafter(target, "attention:0", "attention:0", num_speculative_tokens=3), samplings=SAMPLINGS[::2]
 )
+
+
+# The window is shorter than some prompts, and outputs outgrow it.
+TestWindow = contract(
+    lambda target: _drafter(target, "mlp:1", "attention:0", num_speculative_tokens=3, draft_window=1),
+    samplings=SAMPLINGS[::2],
+)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.inference_mode()
+def test_a_window_shows_the_first_and_the_last_positions(family: str) -> None:
+    """Compared with a pass of the model's own under a mask, over its own cache of the whole text."""
+    target, window, cut = target_of(family), 3, 0
+    for prompt in PROMPTS:
+        text = [*prompt, *generated(family, prompt, LENGTH)]
+        cache = KVCache(target.layers, len(text) + 8, device=target.device)
+        for length in range(9, len(text) - 1, 3):
+            cache.length = 0
+            forward(target.model, torch.tensor(text[:length], device=DEVICE), cache, last=1)
+            cache.length = length
+            drafter = _drafter(target, "", "", num_speculative_tokens=1, draft_window=window)
+            chooser = Chooser(GREEDY, target.vocabulary, target.device, 0)
+            drafter.start(text[:length], cache, chooser)
+            last = torch.tensor(text[length : length + 1], device=DEVICE)
+            (found,) = drafter.draft(Context([*text[: length + 1]], last), 1).tokens.tolist()
+            assert cache.length == length
+            seen = [*range(4), *range(length - window, length + 1)]
+            own = target.model(torch.tensor([text[:length]], device=DEVICE), use_cache=True).past_key_values
+            mask = torch.full((1, 1, 1, length + 1), torch.finfo(target.model.dtype).min, device=DEVICE)
+            mask[..., seen] = 0
+            place = torch.tensor([[length]], device=DEVICE)
+            logits = target.model(last[None], past_key_values=own, attention_mask=mask, position_ids=place).logits[0, -1]
+            assert float(logits.max() - logits[found]) < 1e-4
+            cut += found != int(target.model(torch.tensor([text[: length + 1]], device=DEVICE)).logits[0, -1].argmax())
+    assert cut, "no window changed a draft"
 
 
 @pytest.mark.parametrize("mask", ["", "layers:0-3", "layers:0,3", "attention:0-3", "mlp:0-3"])

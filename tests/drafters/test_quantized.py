@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,13 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from layerskip import SpeculativeConfig, Target, UnsupportedModel
+from layerskip import ConfigError, DraftPlan, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.decoding.drafter import Drafter
 from layerskip.drafters.registry import build_drafter
 from layerskip.kernels.cpu import Blocks, BlockWeight, IntegerWeight, has_kernels
 from layerskip.models import packing
+from layerskip.models.architecture import is_skipped
 from layerskip.models.packing import few_rows_weight, set_packing
-from layerskip.models.skip_view import decoding_view, quantized_view
+from layerskip.models.skip_view import cached_skip_view, decoding_view
 from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
 from searches.study.plan import drop_unsupported
@@ -40,14 +42,17 @@ def _drafter(target: Target, weights: str = "int4", **fields: object) -> Drafter
     return build_drafter(SpeculativeConfig.from_dict(given | fields), target)
 
 
+MIXED = "int4;layers:1=skip;attention:0=int8;head=keep"
+
 TestInt4 = contract(_drafter, samples_by_default=False)
+TestMixed = contract(functools.partial(_drafter, weights=MIXED), samples_by_default=False)
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.2), (4, 0.8)])
 def test_logits_of_a_view_are_near_those_of_the_target(bits: int, share: float) -> None:
     model = build("llama")
     set_packing(model, True)
-    view, tokens = quantized_view(model, bits), torch.tensor([[5, 6, 7, 8]])
+    view, tokens = cached_skip_view(model, DraftPlan.uniform(len(model.model.layers), bits)), torch.tensor([[5, 6, 7, 8]])
     with torch.inference_mode():
         found, expected = view(input_ids=tokens).logits, model(input_ids=tokens).logits
     error = float((found - expected).abs().mean() / expected.abs().mean())
@@ -55,11 +60,43 @@ def test_logits_of_a_view_are_near_those_of_the_target(bits: int, share: float) 
     layers = [module for module in view.modules() if isinstance(module, torch.nn.Linear)]
     assert all(isinstance(few_rows_weight(layer), IntegerWeight) for layer in layers)
     assert not any(isinstance(few_rows_weight(layer), BlockWeight) for layer in decoding_view(model).modules())
-    assert quantized_view(model, bits) is view
+    assert cached_skip_view(model, DraftPlan.uniform(len(model.model.layers), bits)) is view
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(2)
-        changed = quantized_view(model, bits)(input_ids=tokens).logits
+        changed = cached_skip_view(model, DraftPlan.uniform(len(model.model.layers), bits))(input_ids=tokens).logits
     assert not torch.allclose(found, changed)
+
+
+def test_every_sublayer_reads_the_bits_of_a_plan() -> None:
+    model = build("llama")
+    set_packing(model, True)
+    view = cached_skip_view(model, DraftPlan.parse(MIXED, len(model.model.layers)))
+    found = {}
+    for name, module in view.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            product = few_rows_weight(module)
+            found[name] = product.bits if isinstance(product, IntegerWeight) else 0
+    for name, bits in found.items():
+        expected = 0 if name == "lm_head" or ".1." in name else 8 if ".0.self_attn" in name else 4
+        assert bits == expected, name
+    assert is_skipped(view.get_submodule("model.layers.1"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"method": "quantized", "weights": "int3"}, "weights: cannot read 'int3'"),
+        ({"method": "layer_skip", "mask": "int4"}, "mask: 'int4' reads fewer bits; that is a value of weights"),
+    ],
+)
+def test_plans_that_a_method_cannot_read_are_refused(fields: dict[str, str], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        SpeculativeConfig.from_dict(fields)
+
+
+def test_a_plan_for_more_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^weights: mlp layer 30 is out of range"):
+        _drafter(Target(build("llama")), "int4;mlp:30=skip")
 
 
 @pytest.mark.parametrize("width", [64, 96, 128, 7])

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from layerskip.config import ConfigError
 from layerskip.decoding import tree
+from layerskip.draft_plan import DraftPlan
 from layerskip.heads.readout import Readout
-from layerskip.mask import SkipMask
 from layerskip.models import architecture
 from layerskip.models import cache as cache_module
 from layerskip.models.architecture import UnsupportedModel
@@ -57,7 +57,7 @@ def check(mode: FakeTensorMode) -> None:
         architecture._known[model] = known  # detection compares values
         device = input_device(model)
         assert str(device) == "toy:0"
-        for view in (model, decoding_view(model), skip_view(model, SkipMask.parse("attention:1;mlp:3;layers:2", 4))):
+        for view in (model, decoding_view(model), skip_view(model, DraftPlan.parse("attention:1;mlp:3;layers:2", 4))):
             cache = KVCache(4, 32, device=device)
             assert forward(view, torch.arange(3, 9, device=device), cache, last=2).device == device
             cache.length = 6

@@ -21,7 +21,7 @@ from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.tree import tree_model
-from layerskip.mask import SkipMask
+from layerskip.draft_plan import DraftPlan
 from layerskip.models import compiled_layers as module
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import release_cache
@@ -80,7 +80,7 @@ def test_compiled_trees_and_views_equal_eager_ones() -> None:
     """A view with skipped sub-layers uses what was compiled for its whole layers."""
     with torch.inference_mode(False):
         model = build("llama")
-    trees, view = tree_model(model), skip_view(model, SkipMask.parse("layers:1;attention:2", LAYERS))
+    trees, view = tree_model(model), skip_view(model, DraftPlan.parse("layers:1;attention:2", LAYERS))
     cache, plain = _caches(model, decoding_view(model), 12)
     assert_close(*(trees.run(BLOCK, (-1, 0, 0, 2, -1), held) for held in (cache, plain)))
     assert_close(*(forward(view, BLOCK[:2], held, last=2) for held in (cache, plain)))

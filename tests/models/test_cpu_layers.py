@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from layerskip import SkipMask, TargetError, load_target
+from layerskip import DraftPlan, TargetError, load_target
 from layerskip.decoding.tree import TreeModel
 from layerskip.kernels.cpu import DecoderStack, has_kernels
 from layerskip.models import loading, packing
@@ -140,12 +140,12 @@ def test_no_row_depends_on_the_others_bit_by_bit(family: str) -> None:
 def test_layers_with_the_same_inputs_share_a_call(family: str, mask: str, expected: list[int], calls: list[int]) -> None:
     """Also without the sub-layers that a mask skips."""
     model = in_bfloat16(family)
-    view = skip_view(model, SkipMask.parse(mask, 4))
+    view = skip_view(model, DraftPlan.parse(mask, 4))
     found = step(view)
     assert calls[-len(expected) :] == expected
     assert torch.equal(step(view), found)  # forms were known before the first text
     set_packing(model, False)
-    assert_alike(found, step(skip_view(model, SkipMask.parse(mask, 4))))
+    assert_alike(found, step(skip_view(model, DraftPlan.parse(mask, 4))))
 
 
 @pytest.mark.parametrize("changes_input", [True, False])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from layerskip import SkipMask, SpeculativeConfig, Target, UnsupportedModel, generate, load_target, save_draft_checkpoint
-from layerskip.mask import MaskError
+from layerskip import DraftPlan, SpeculativeConfig, Target, UnsupportedModel, generate, load_target, save_draft_checkpoint
+from layerskip.draft_plan import PlanError
 from layerskip.models.skip_view import skip_view
 from tests.accelerator import DEVICE
 from tests.families import build
@@ -40,7 +40,7 @@ def test_the_checkpoint_computes_the_same_as_the_skipped_model(
     tmp_path: Path, family: str, changes: dict[str, Any], text: str, fields: dict[str, Any]
 ) -> None:
     target = Target(build(family, **changes))
-    mask, before = SkipMask.parse(text, target.layers), target.model.config.to_dict()
+    mask, before = DraftPlan.parse(text, target.layers), target.model.config.to_dict()
     plain = fresh(target.model, TOKENS)
     folder = save_draft_checkpoint(target, mask, tmp_path / "new" / "draft")
     assert folder == tmp_path / "new" / "draft"
@@ -59,7 +59,7 @@ def test_it_works_as_draft_model_in_the_dtype_of_its_target(source: str, tmp_pat
     folder = save_tiny(tmp_path / "llama", num_hidden_layers=5, idle=(1, 2, 3))
     folder, dtype = (save_gguf(folder, tmp_path / "m.gguf"), "float32") if source == "gguf" else (folder, source)
     target, prompt = load_target(str(folder), dtype=dtype, device=DEVICE), "the rain in the on"
-    cut = save_draft_checkpoint(target, SkipMask.parse("layers:1-3", 5), tmp_path / "draft")
+    cut = save_draft_checkpoint(target, DraftPlan.parse("layers:1-3", 5), tmp_path / "draft")
     assert "quantization_config" not in json.loads((cut / "config.json").read_text())
     config = SpeculativeConfig("draft_model", draft_model=str(cut), num_speculative_tokens=4)
     drafted = generate(target, prompt, config, max_new_tokens=48)
@@ -76,15 +76,15 @@ def test_a_mask_that_leaves_no_whole_model_is_refused(tiny_target: Target, tmp_p
     for text, layers, reason in (
         ("attention:1", 3, both), ("mlp:0;layers:2", 3, both), ("layers:0-2", 3, "every layer"), ("layers:1", 4, "is for 4")
     ):  # fmt: skip
-        with pytest.raises(MaskError, match=f"^mask: .*{reason}"):
-            save_draft_checkpoint(tiny_target, SkipMask.parse(text, layers), tmp_path / "draft")
+        with pytest.raises(PlanError, match=f"^mask: .*{reason}"):
+            save_draft_checkpoint(tiny_target, DraftPlan.parse(text, layers), tmp_path / "draft")
     assert not (tmp_path / "draft").exists()
 
 
 def test_a_non_empty_folder_is_refused_and_kept(tiny_target: Target, tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("keep me")
     with pytest.raises(FileExistsError, match=str(tmp_path)):
-        save_draft_checkpoint(tiny_target, SkipMask.parse("layers:1", 3), tmp_path)
+        save_draft_checkpoint(tiny_target, DraftPlan.parse("layers:1", 3), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["precious.txt"]
 
 
@@ -96,5 +96,5 @@ def test_a_non_empty_folder_is_refused_and_kept(tiny_target: Target, tmp_path: P
 def test_a_family_that_cannot_be_cut_is_refused_by_name(tmp_path: Path, family: str, text: str) -> None:
     target = Target(build(family))
     with pytest.raises(UnsupportedModel, match=f"^{target.architecture}: "):
-        save_draft_checkpoint(target, SkipMask.parse(text, 4), tmp_path / "draft")
+        save_draft_checkpoint(target, DraftPlan.parse(text, 4), tmp_path / "draft")
     assert not (tmp_path / "draft").exists()

@@ -21,8 +21,8 @@ from layerskip.decoding.decode import Stops
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.device.trial import nearly_equal
+from layerskip.draft_plan import DraftPlan
 from layerskip.drafters.registry import build_drafter
-from layerskip.mask import SkipMask
 from layerskip.measure.measure import measure
 from layerskip.models.cache_pool import release_cache
 from layerskip.models.forward import Features, forward
@@ -84,7 +84,7 @@ def test_blocks_of_similar_widths_share_a_captured_pass() -> None:
 @torch.inference_mode()
 def test_views_and_features_have_captured_passes_of_their_own() -> None:
     model, tokens = build("llama"), tokens_of(20)
-    views = [decoding_view(model), skip_view(model, SkipMask.parse("attention:1;mlp:2", LAYERS))]
+    views = [decoding_view(model), skip_view(model, DraftPlan.parse("attention:1;mlp:2", LAYERS))]
     cache, plain = filled(acquired(model), views[0], tokens[:10])
     features = Features()
     for start in (10, 13, 11):
@@ -112,7 +112,7 @@ def test_captured_passes_of_a_view_are_freed_with_it() -> None:
     model = build("llama")
     _, cache = _prefilled(model)
     for seed in range(3):
-        view = skip_view(model, SkipMask.parse(f"mlp:{seed}", LAYERS))
+        view = skip_view(model, DraftPlan.parse(f"mlp:{seed}", LAYERS))
         forward(view, tokens_of(1), cache, last=1)
         assert len(cache._passes) == 1 and all(cache._passes.values())
         del view

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from layerskip import SkipMask, SpeculativeConfig, Target, generate, load_target
+from layerskip import DraftPlan, SpeculativeConfig, Target, generate, load_target
 from layerskip.drafters.registry import build_drafter
 from layerskip.heads.readout import Readout
 from layerskip.models import packing
@@ -133,11 +133,11 @@ def test_packed_copies_are_freed_with_their_weights(packed: list[Tensor]) -> Non
     with torch.no_grad():
         multiply(torch.randn(1, 80), layer.weight)
     gc.collect()
-    before = len(packing._packed[None])
+    before = len(packing._packed[0])
     packed.clear()
     del layer
     gc.collect()
-    assert len(packing._packed[None]) == before - 1
+    assert len(packing._packed[0]) == before - 1
 
 
 def test_small_weights_and_replaced_forward_passes_are_left_alone(
@@ -172,7 +172,7 @@ def test_views_share_packed_weights_and_the_model_keeps_its_own_forward(packed: 
     with torch.inference_mode():
         whole = decoding_view(target.model)(ids).logits
         assert len(packed) == sum(type(part) is nn.Linear for part in target.model.modules())
-        skip_view(target.model, SkipMask.parse("layers:1", target.layers))(ids)
+        skip_view(target.model, DraftPlan.parse("layers:1", target.layers))(ids)
         build_drafter(SpeculativeConfig("layer_skip", 2, mask="attention:0"), target)
         before = len(packed)
         torch.testing.assert_close(target.model(ids).logits, whole, rtol=1e-4, atol=1e-5)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from layerskip import SpeculativeConfig, Target, generate
-from layerskip.mask import SkipMask
+from layerskip.draft_plan import DraftPlan
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
@@ -47,7 +47,7 @@ def _zero(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 @contextmanager
-def _hooked(model: PreTrainedModel, mask: SkipMask) -> Iterator[None]:
+def _hooked(model: PreTrainedModel, mask: DraftPlan) -> Iterator[None]:
     """Set the outputs of the model's skipped children to zero; they still fill the cache."""
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     assert len(layers) == mask.layers
@@ -62,9 +62,9 @@ def _hooked(model: PreTrainedModel, mask: SkipMask) -> Iterator[None]:
 
 def test_a_view_shares_every_weight_and_does_not_change_the_model(model: PreTrainedModel) -> None:
     """One that skips nothing is the model; without packed weights, the sums are the same."""
-    plain, nothing = fresh(model, TOKENS), SkipMask.none(LAYERS)
+    plain, nothing = fresh(model, TOKENS), DraftPlan.none(LAYERS)
     _assert_close(fresh(skip_view(model, nothing), TOKENS), plain)
-    view = skip_view(model, SkipMask.parse("layers:0-3", LAYERS))
+    view = skip_view(model, DraftPlan.parse("layers:0-3", LAYERS))
     assert not torch.allclose(fresh(view, TOKENS), plain)
     for each in (view, decoding_view(model)):
         for ours, theirs in ((each.parameters(), model.parameters()), (each.buffers(), model.buffers())):
@@ -76,7 +76,7 @@ def test_a_view_shares_every_weight_and_does_not_change_the_model(model: PreTrai
 
 
 def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel) -> None:
-    masks = [SkipMask.parse(text, LAYERS) for text in MASKS]
+    masks = [DraftPlan.parse(text, LAYERS) for text in MASKS]
     for mask, view in [(mask, skip_view(model, mask)) for mask in masks]:  # which are independent of each other
         with _hooked(model, mask):
             expected = fresh(model, TOKENS)
@@ -86,7 +86,7 @@ def test_a_skipped_sublayer_adds_nothing(model: PreTrainedModel) -> None:
 @torch.inference_mode()
 def test_draft_and_verification_share_one_cache(model: PreTrainedModel) -> None:
     """The draft reads the target's prefix as with transformers' own cache; verification overwrites the draft."""
-    mask, prefix, tokens = SkipMask.parse("layers:0;mlp:2;attention:3", LAYERS), 13, TOKENS
+    mask, prefix, tokens = DraftPlan.parse("layers:0;mlp:2;attention:3", LAYERS), 13, TOKENS
     target, view, cache = decoding_view(model), skip_view(model, mask), KVCache(LAYERS, len(TOKENS))
     forward(target, tokens[:prefix], cache, last=1)
     cache.length = prefix
@@ -115,7 +115,7 @@ def test_draft_and_verification_share_one_cache(model: PreTrainedModel) -> None:
 def test_views_do_not_keep_a_model_alive(family: str) -> None:
     """A search drops one view per trial, and a benchmark one model after the other."""
     model = build(family)
-    mask = SkipMask.parse("layers:1", LAYERS)
+    mask = DraftPlan.parse("layers:1", LAYERS)
     views = [skip_view(model, mask), cached_skip_view(model, mask), decoding_view(model)]
     forward(views[0], TOKENS, KVCache(LAYERS, len(TOKENS)), last=1)
     kept = [weakref.ref(part) for part in (model, *views)]
@@ -127,9 +127,9 @@ def test_views_do_not_keep_a_model_alive(family: str) -> None:
 def test_the_last_view_of_a_model_is_cached() -> None:
     """Its captured passes are kept with it; views of earlier masks are freed."""
     model = build("llama")
-    first, other = (SkipMask.parse(text, 4) for text in ("attention:0", "mlp:0"))
+    first, other = (DraftPlan.parse(text, 4) for text in ("attention:0", "mlp:0"))
     view = weakref.ref(cached_skip_view(model, first))
-    assert cached_skip_view(model, SkipMask.parse("attention:0", 4)) is view()
+    assert cached_skip_view(model, DraftPlan.parse("attention:0", 4)) is view()
     assert cached_skip_view(model, other) is not view()
     gc.collect()
     assert view() is None
@@ -143,7 +143,7 @@ def test_what_cannot_be_skipped_is_refused_by_name_and_reason(family: str) -> No
     """Recurrent state is refused before anything is decoded, each time."""
     model = build(family)
     with pytest.raises(UnsupportedModel) as refusal:
-        skip_view(model, SkipMask.none(LAYERS))
+        skip_view(model, DraftPlan.none(LAYERS))
     words = {"recurrent state": "rewind", "the residual": "residual", "no child": "MLP"}
     (word,) = (word for start, word in words.items() if REFUSED[family].startswith(start))
     assert re.match(f"{type(model).__name__}: .*{word}", str(refusal.value))

@@ -14,7 +14,7 @@ from layerskip.config import StopRule
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
-from layerskip.mask import SkipMask
+from layerskip.draft_plan import DraftPlan
 from layerskip.models.skip_view import skip_view
 from layerskip.models.target import Target
 from layerskip.scan.scan import Scanner
@@ -29,7 +29,7 @@ Outcome = tuple[float, int, int]
 
 VOCABULARY, NEW, PROMPT = 5, 7, (3, 4, 2)
 SAMPLING = Sampling(temperature=1.2, top_p=0.9)
-MASK = SkipMask.parse("layers:3", 4)  # the last layer: its draft can be computed without a cache
+MASK = DraftPlan.parse("layers:3", 4)  # the last layer: its draft can be computed without a cache
 HALF = StopRule("threshold", 0.58)
 
 

@@ -13,15 +13,19 @@ from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
+from layerskip.draft_plan import DraftPlan
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.drafters.registry import build_drafter
-from layerskip.mask import SkipMask
+from layerskip.kernels.cpu import MOST_ROWS, has_kernels
+from layerskip.models import packing
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.target import Target
 from layerskip.prompts import PromptSet
 from layerskip.scan.replay import replay_lookup
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
+from searches.predict.mask_search import drafting_with
+from tests.accelerator import DEVICE
 from tests.allocations import peak_bytes
 from tests.exhaustive import EXHAUSTIVE, representative
 from tests.families import build
@@ -50,9 +54,9 @@ def _rounds(target: Target, continuations: Sequence[Continuation], config: Specu
     return found
 
 
-def random_mask(layers: int, source: random.Random, share: float) -> SkipMask:
+def random_mask(layers: int, source: random.Random, share: float) -> DraftPlan:
     flags = [tuple(source.random() < share for _ in range(layers)) for _ in range(2)]
-    return SkipMask(*flags)
+    return DraftPlan(*flags)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,7 +73,7 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     scanner.check()
     count = 21 if EXHAUSTIVE else 3  # the empty mask, and random ones
     found = (random_mask(target.layers, source, share) for share in itertools.cycle((0.1, 0.3, 0.5)))
-    masks = [SkipMask.none(target.layers)]
+    masks = [DraftPlan.none(target.layers)]
     while len(masks) < count:
         masks = list(dict.fromkeys([*masks, next(found)]))
     outcomes, cut = set[tuple[bool, bool]](), 0
@@ -85,6 +89,26 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     assert cut, "no stop rule ended a draft"
 
 
+@pytest.mark.skipif(DEVICE != "cpu" or not has_kernels(), reason="needs a C++ compiler and AVX2 or AVX-512")
+def test_a_scan_replays_drafts_of_fewer_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than the kernels take at once, and plans that share a pass with others or with none."""
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 1))
+    target = Target(build("llama"), pack_weights=True)
+    source = random.Random(0)
+    prompts = [[source.randrange(3, 64) for _ in range(length)] for length in (5, 13)]
+    continuations = [continuation_of(target, i, prompt, GREEDY, 24) for i, prompt in enumerate(prompts)]
+    scanner = Scanner(target, continuations, GREEDY, depth=6, max_rows=100)
+    texts = "int4", "int8", "layers:1", "int4;layers:1=skip", "int4;attention:0=int8;mlp:2=keep;head=keep", "mlp:0", ""
+    assert sum(each.starts for each in continuations) > MOST_ROWS
+    rejected = 0
+    for scan in scanner.scan([DraftPlan.parse(text, target.layers) for text in texts], floor=THRESHOLDS[0]):
+        for length, stop in ((1, STOPS[0]), (6, STOPS[0]), (4, STOPS[2])):
+            rounds = _rounds(target, continuations, drafting_with(scan.mask, length, stop), GREEDY)
+            assert scanner.rounds(scan, length, stop) == rounds, (scan.mask.format(), length, stop)
+            rejected += sum(r.accepted < r.drafted for some in rounds for r in some) * bool(scan.mask.formats)
+    assert rejected
+
+
 def test_a_continuation_that_ends_inside_a_draft_is_replayed(tiny_target: Target) -> None:
     plain = continuation_of(tiny_target, 0, [5, 6, 7, 8], GREEDY, 12)
     for end in range(2, 9, 2):
@@ -92,7 +116,7 @@ def test_a_continuation_that_ends_inside_a_draft_is_replayed(tiny_target: Target
         tokens = plain.tokens[: plain.tokens.index(plain.tokens[end]) + 1]
         continuation = Continuation("0", "test", plain.prompt, tokens, 12)
         scanner = Scanner(tiny_target, [continuation], GREEDY, depth=5)
-        for mask in (SkipMask.none(tiny_target.layers), SkipMask.parse("mlp:1", tiny_target.layers)):
+        for mask in (DraftPlan.none(tiny_target.layers), DraftPlan.parse("mlp:1", tiny_target.layers)):
             (scan,) = scanner.scan([mask], floor=THRESHOLDS[0])
             for stop in STOPS:
                 drafter = build_drafter(SpeculativeConfig("layer_skip", 5, mask=mask.format(), stop=stop), tiny_target)
@@ -115,7 +139,7 @@ def test_a_prompt_lookup_is_replayed_without_a_scan(tiny_target: Target) -> None
 def test_what_was_not_scanned_is_refused(tiny_target: Target) -> None:
     continuations = [continuation_of(tiny_target, 0, [5, 6, 7], GREEDY, 8)]
     scanner, sampled = (Scanner(tiny_target, continuations, sampling, depth=3) for sampling in (GREEDY, Sampling(1.0)))
-    (scan,), (other,) = (one.scan([SkipMask.parse("mlp:1", tiny_target.layers)], floor=1.0) for one in (scanner, sampled))
+    (scan,), (other,) = (one.scan([DraftPlan.parse("mlp:1", tiny_target.layers)], floor=1.0) for one in (scanner, sampled))
     for length, stop, message in (
         *((4, StopRule(), "depth"), (2, StopRule("adaptive", 0.1), "adaptive"), (3, StopRule("threshold", 0.001), "0.001")),
     ):
@@ -176,7 +200,7 @@ def test_the_memory_of_a_scan_grows_with_rows_and_not_with_masks(tiny_target: Ta
 def test_the_targets_states_stay_within_their_budget(tiny_target: Target) -> None:
     """Continuations beyond the budget are left out, and the results of the others stay the same."""
     continuations = [continuation_of(tiny_target, i, [9, 8, 7], GREEDY, 10) for i in range(8)]
-    mask = SkipMask.parse("mlp:1", tiny_target.layers)
+    mask = DraftPlan.parse("mlp:1", tiny_target.layers)
     whole = Scanner(tiny_target, continuations, GREEDY, depth=4)
     budget = sum(text.nbytes for text in whole._texts.texts) // 2
     assert whole.continuations == tuple(continuations)

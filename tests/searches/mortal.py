@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from layerskip import SkipMask
+from layerskip import DraftPlan
 from layerskip.measure.measurement import Sample
 from layerskip.scan.scan import Scan, Scanner
 from layerskip.texts import continuations
@@ -50,7 +50,7 @@ def logged(stage: str, work: Callable[..., Any], name: Callable[..., object]) ->
 scan, check, compare = Scanner.scan, Scanner.check, ModelBench.compare
 
 
-def scan_one_by_one(self: Scanner, masks: list[SkipMask], depth: int | None = None, *args: Any, **more: Any) -> list[Scan]:
+def scan_one_by_one(self: Scanner, masks: list[DraftPlan], depth: int | None = None, *args: Any, **more: Any) -> list[Scan]:
     if depth != 2:  # the test of memory, which runs at every start
         for mask in masks:
             begin("scan", f"{depth} {mask.format()}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from layerskip import Export, SkipMask, SpeculativeConfig, Target, generate, load_target, save_draft_checkpoint
+from layerskip import DraftPlan, Export, SpeculativeConfig, Target, generate, load_target, save_draft_checkpoint
 from layerskip.measure.measure import Task
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
@@ -51,7 +51,7 @@ def _config(method: str, target: Target, folder: Path, launch: Launch) -> Specul
     if method == "retrieval":
         return SpeculativeConfig("retrieval", 6, prompt_lookup_max=3, tree_tokens=9)
     if method in ("draft_model", "cross_tokenizer"):
-        draft = save_draft_checkpoint(target, SkipMask.of(target.layers, {1}, {1}), folder / "draft")
+        draft = save_draft_checkpoint(target, DraftPlan.of(target.layers, {1}, {1}), folder / "draft")
         return SpeculativeConfig(method, 2, draft_model=str(draft))
     lines = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(4))
     (folder / "few.jsonl").write_text(lines, encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from layerskip import SkipMask
+from layerskip import DraftPlan
 from layerskip.scan.scan import Scanner
 from tests.searches.conftest import Launch
 
@@ -35,7 +35,7 @@ def test_a_wrong_scan_is_detected(
 ) -> None:
     scan = Scanner.scan
 
-    def wrong_scan(self: Scanner, masks: list[SkipMask], *args: object, **kwargs: object) -> list[object]:
+    def wrong_scan(self: Scanner, masks: list[DraftPlan], *args: object, **kwargs: object) -> list[object]:
         scans = scan(self, masks, *args, **kwargs)  # type: ignore[arg-type]
         for each in scans:
             accepted = each.traces[-1].acceptance

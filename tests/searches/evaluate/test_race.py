@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from layerskip import PromptSet, SkipMask, mask
+from layerskip import DraftPlan, PromptSet, draft_plan
 from searches.evaluate.race import STRATEGIES, Race, judge, verdict
 from searches.predict.proposals import ProposalSettings
 from searches.space.search_space import SearchSpace
@@ -30,7 +30,7 @@ class _Scanner:
     def sample(self, rows: int) -> _Scanner:
         return self
 
-    def scan(self, masks: Sequence[SkipMask], depth: int) -> list[Any]:
+    def scan(self, masks: Sequence[DraftPlan], depth: int) -> list[Any]:
         return [SimpleNamespace(agreement=agreement) for agreement in additive(0).agreements(masks)]
 
 
@@ -55,7 +55,7 @@ def test_a_strategy_claims_only_layer_skipping_within_the_budget(name: str, race
     assert 0 < times[0] <= times[-1] <= 41
     assert {config.method for _, config in run.claims} == {"layer_skip"}
     if name == "swift":
-        assert {sum(map(len, mask.sublayers(config.mask))) for _, config in run.claims} == {round(0.45 * 2 * LAYERS)}
+        assert {sum(map(len, draft_plan.sublayers(config.mask))) for _, config in run.claims} == {round(0.45 * 2 * LAYERS)}
     else:
         assert run.measured > 0
     none = race(0.5)

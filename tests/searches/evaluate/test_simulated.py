@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from layerskip import Measurement, SkipMask, SpeculativeConfig
+from layerskip import DraftPlan, Measurement, SpeculativeConfig
 from searches.evaluate.simulated import PROSPECTS, Landscape, Machine, SimulatedPredictor, draw_prompts, simulated_bench
 from searches.predict.mask_search import SpeedupPredictor
 from searches.space.search_space import SearchSpace
@@ -27,7 +27,7 @@ CONFIGS = {
 def test_the_best_configuration_is_the_best_of_all_masks() -> None:
     landscape, space = Landscape.draw(1, layers=8), replace(SPACE, methods=("layer_skip",))
     parts = [set(layers) for count in range(5) for layers in itertools.combinations(space.skippable, count)]
-    masks = [SkipMask.of(8, *pair).format() for pair in itertools.product(parts, parts)]
+    masks = [DraftPlan.of(8, *pair).format() for pair in itertools.product(parts, parts)]
     speedups = landscape.speedups([SpeculativeConfig("layer_skip", 2, mask=mask) for mask in masks])
     best, speedup = landscape.best(space)
     assert landscape.speedup(best) == pytest.approx(speedup)
@@ -39,7 +39,7 @@ def test_a_draft_that_is_always_right_is_always_accepted() -> None:
     profile = Landscape.draw(0, 8).profile
     landscape, config = Landscape(0, profile, np.zeros((2, 8))), SpeculativeConfig("layer_skip", 3, mask="layers:2-5")
     # 24, 36 and 48 tokens are multiples of the four tokens of a round.
-    seconds = 3 * profile.draft_seconds(SkipMask.parse(config.mask, 8)) + profile.verify_seconds[3]
+    seconds = 3 * profile.draft_seconds(DraftPlan.parse(config.mask, 8)) + profile.verify_seconds[3]
     assert landscape.speedup(config) == pytest.approx(4 * profile.verify_seconds[0] / seconds)
 
 
@@ -83,7 +83,7 @@ def test_errors_of_the_predictor_are_small_and_correlated_for_similar_masks() ->
     predictor: SpeedupPredictor = SimulatedPredictor(LANDSCAPE, (1, 8), prompts)
     exact = SimulatedPredictor(LANDSCAPE, (1, 8), prompts, error=0.0)
     random = np.random.default_rng(0)
-    masks = [SkipMask.of(16, set(), set(random.choice(range(2, 14), 6, replace=False).tolist())) for _ in range(40)]
+    masks = [DraftPlan.of(16, set(), set(random.choice(range(2, 14), 6, replace=False).tolist())) for _ in range(40)]
     predictions = predictor.predict(masks)
     errors = np.array([np.log(p.speedup / exact.speedup(p.config)) for p in predictions])
     assert 0.002 < np.abs(errors).mean() < 0.05

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from layerskip import PromptSet, Sampling, SkipMask, SpeculativeConfig, StopRule, Target
+from layerskip import DraftPlan, PromptSet, Sampling, SpeculativeConfig, StopRule, Target
 from layerskip.costs.cost_model import CostProfile
 from layerskip.decoding.stats import Round
 from layerskip.measure.measure import measure
@@ -61,7 +61,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Targe
 
 def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny_target: Target, tmp_path: Path) -> None:
     predictor = _predictor(tiny_target, tmp_path)
-    profile, mask = predictor.profile, SkipMask.parse("mlp:1", tiny_target.layers)
+    profile, mask = predictor.profile, DraftPlan.parse("mlp:1", tiny_target.layers)
     expected = {}
     for length, stop in CHOICES:
         config = SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop)
@@ -93,7 +93,7 @@ def test_lookups_are_predicted_from_the_text(tiny_target: Target, tmp_path: Path
 
 
 def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path) -> None:
-    masks = [SkipMask.parse(text, tiny_target.layers) for text in ("mlp:0", "mlp:1", "layers:1")]
+    masks = [DraftPlan.parse(text, tiny_target.layers) for text in ("mlp:0", "mlp:1", "layers:1")]
     predictor = _predictor(tiny_target, tmp_path)
     predicted, agreements = predictor.predict(masks[:2]), predictor.agreements(masks[:2])
     counts = tmp_path / "counts.jsonl"
@@ -115,7 +115,7 @@ def test_passes_have_as_many_rows_as_memory_allows(
 ) -> None:
     scan = Scanner.scan
 
-    def scarce(self: Scanner, masks: Sequence[SkipMask], *args: Any, **options: Any) -> list[Scan]:
+    def scarce(self: Scanner, masks: Sequence[DraftPlan], *args: Any, **options: Any) -> list[Scan]:
         if self.max_rows > maximum:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return scan(self, masks, *args, **options)
@@ -126,7 +126,7 @@ def test_passes_have_as_many_rows_as_memory_allows(
     assert "out of memory with 256 rows in a pass; trying 128" in output
     if maximum == 100:
         assert predictor is not None and predictor._scanner.max_rows == 64
-        assert predictor.predict([SkipMask.parse("mlp:1", tiny_target.layers)])
+        assert predictor.predict([DraftPlan.parse("mlp:1", tiny_target.layers)])
     else:
         assert predictor is None
         assert "16 rows in a pass; nothing is scanned\n" in output

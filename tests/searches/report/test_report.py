@@ -10,11 +10,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from layerskip import PromptSet
+from layerskip import DraftPlan, PromptSet
 from searches.app.checks import InputError
 from searches.report import charts
 from searches.report import markdown as report
@@ -24,7 +25,7 @@ from searches.study.finals import measure_finals
 from searches.study.objective import MeasureSettings
 from searches.workers.pool import Workers
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
-from tests.searches.report.pages import engine_study, known_study, metrics_of, workers_study
+from tests.searches.report.pages import SKIP, engine_study, known_study, metrics_of, workers_study
 
 
 def _places(figure: dict[str, Any]) -> list[tuple[float, float]]:
@@ -49,6 +50,10 @@ def test_the_charts_hold_what_was_measured(tmp_path: Path) -> None:
     expected = [(0, 1.6), (1, 1.2), (2, 0.7), (3, 1.4), (4, 1.0)]
     assert _places(figures["history"]) == [(trial, pytest.approx(speedup)) for trial, speedup in expected]
     assert [speedup for _, speedup in _places(figures["acceptance"])] == pytest.approx([0.7, 1.2, 1.4, 1.6])
+    assert "plan" not in figures  # the number of layers is unknown without a scan
+    chart = metrics_of(_written(tmp_path, study, singles=np.full((2, 6), np.nan)))["plan"]["data"][0]
+    plan = DraftPlan.parse(SKIP.mask, 6)
+    assert chart["text"] == [[plan.treatment(kind, layer) for layer in range(6)] for kind in ("attention", "mlp")]
     durations = [1000 * seconds for seconds in (0.0, *[2.0] * 5)]  # that of the killed trial is unknown
     assert sorted(taken for trace in figures["timeline"]["data"] for taken in trace["x"]) == durations
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import optuna
 import pytest
 
+from layerskip import DraftPlan, StopRule, Target
 from layerskip import SpeculativeConfig as Config
-from layerskip import StopRule, Target
 from layerskip.config import Costs, methods
 from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
@@ -60,6 +60,21 @@ def drawn(space: SearchSpace, count: int) -> list[Config]:
 )
 def test_params_and_suggest_are_inverse(config: Config) -> None:
     assert SPACE.suggest(optuna.trial.FixedTrial(SPACE.params(config))) == config
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8", "int4;head=int8", "int4;layers:3-5=skip;mlp:1,7=int8;attention:9=keep"])
+def test_plans_are_chosen_by_sublayer(weights: str) -> None:
+    config, space = Config.of("quantized", {"weights": weights}), replace(SPACE, plans=True)
+    for one in (config, Config("cascade", members=(Config("prompt_lookup", 3, prompt_lookup_max=3), config))):
+        assert space.suggest(optuna.trial.FixedTrial(space.params(one))) == one
+        assert space.allows(one)
+    assert not space.allows(Config.of("quantized", {"weights": "int4;layers:0=skip"}))  # a protected layer
+    assert not replace(space, ranges={"quantized": {"num_speculative_tokens": (5, 6)}}).allows(config)
+    narrow = replace(space, methods=("quantized",), ranges={"quantized": {"weights": ("int4", "int4;mlp:3=skip")}})
+    found = [DraftPlan.parse(one.value("weights"), 12) for one in drawn(narrow, 60) if one.method == "quantized"]
+    assert len({plan for plan in found if plan.formats == {4}}) > 10
+    assert {bits for plan in found for bits in plan.bits} == {0, 4}
+    assert not any(plan.attention[layer] or plan.mlp[layer] for plan in found for layer in (0, 1, 10, 11))
 
 
 def test_random_trials_stay_within_the_space() -> None:

@@ -10,7 +10,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from layerskip import SkipMask, SpeculativeConfig, StopRule
+from layerskip import DraftPlan, SpeculativeConfig, StopRule
 from searches.report import markdown as report
 from searches.study.leaderboard import Leaderboard
 from searches.study.pruning import BoundEstimator, SpeedupBound, calibrated_error
@@ -31,7 +31,7 @@ def _estimate(config: SpeculativeConfig, *trials: optuna.trial.FrozenTrial) -> S
 
 
 PREDICTOR = additive(0)
-(BEST,) = PREDICTOR.predict([SkipMask.parse("mlp:3", LAYERS)])
+(BEST,) = PREDICTOR.predict([DraftPlan.parse("mlp:3", LAYERS)])
 
 
 def test_a_suggestion_below_the_leader_cannot_win() -> None:
@@ -44,8 +44,8 @@ def test_a_suggestion_below_the_leader_cannot_win() -> None:
     bound = _estimate(BEST.config, measured_trial(lookup(4), {"x": 100.0}, low=100.0))
     assert bound.cannot_win and "100.000 x" in bound.reason()
     assert bound.predicted is None  # costs alone rule it out
-    assert bound.upper == pytest.approx(PREDICTOR.profile.speedup_bound(SkipMask.parse("mlp:3", LAYERS)) * UNKNOWN)
-    assert PREDICTOR.profile.speedup_bound(SkipMask.none(LAYERS)) < 2.0
+    assert bound.upper == pytest.approx(PREDICTOR.profile.speedup_bound(DraftPlan.parse("mlp:3", LAYERS)) * UNKNOWN)
+    assert PREDICTOR.profile.speedup_bound(DraftPlan.none(LAYERS)) < 2.0
 
 
 @pytest.mark.parametrize(
