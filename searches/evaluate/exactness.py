@@ -1,8 +1,9 @@
 """Exactness of scans: every round that a scan predicts against every round of real decoding.
 
-Scans random masks over all tune prompts and decodes with each of them, with every draft length and stop threshold. Compares
-the rounds, their drafted and accepted tokens, and the output with that of plain decoding. The exit code is 4 if anything
-differs, which must not happen in float32. Works on any target that can be scanned. The same command resumes, mask by mask.
+Scans random masks, or plans in which what is not skipped has random formats, over all tune prompts. Decodes with each of
+them, with every draft length and stop threshold. Compares the rounds, their drafted and accepted tokens, and the output with
+that of plain decoding. The exit code is 4 if anything differs, which must not happen in float32. Works on any target that
+can be scanned. The same command resumes, mask by mask.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,21 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from layerskip import DraftPlan, SpeculativeConfig, Target
+from layerskip import DraftPlan, Target
 from layerskip.config import StopRule
 from layerskip.decoding.checkpoint_settings import default_sampling
 from layerskip.decoding.decode import decode
+from layerskip.draft_plan import BITS
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.environment import machine
+from layerskip.models.packing import refuse_quantized
 from layerskip.models.prefill import Prefill
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import continue_prompts
 from searches.app.application import run
 from searches.app.checks import InputError, check_list, check_number, check_whole
 from searches.evaluate.criteria import Count, check_fields, conclude, resume
+from searches.predict.mask_search import drafting_with
 from searches.progress import counting
 from searches.results import record_header
 
@@ -42,10 +47,13 @@ def exactness(config: DictConfig) -> None:
         check_list(name, config[name], or_empty=False)
         for value in config[name]:
             check_number(name, value, maximum=1.0)
+    check_list("formats", config.formats, tuple(BITS))
     tune, _ = instantiate(config.prompts).split()
     prompts, new = tune.take(config.count), config.max_new_tokens
     target: Target = instantiate(config.target)
-    masks = random_masks(target.layers, range(target.layers), config.masks, config.shares, config.seed)
+    if config.formats and (reason := refuse_quantized(target.model)):
+        raise InputError(f"formats: {reason}")
+    masks = random_masks(target.layers, range(target.layers), config.masks, config.shares, config.seed, config.formats)
     if len(masks) < config.masks:
         raise InputError(f"masks: there are no {config.masks} different ones of {target.layers} layers with these shares")
     sampling = default_sampling(target)  # scans predict single rounds for greedy decoding only
@@ -79,7 +87,7 @@ def _compare(scanner: Scanner, mask: DraftPlan, lengths: Sequence[int], threshol
     counted, differing = Counter[str](), []
     prefills = [Prefill.of(scanner.target, continuation.prompt) for continuation in scanner.continuations]
     for length, stop in itertools.product(lengths, stops):
-        drafter = build_drafter(SpeculativeConfig("layer_skip", length, mask=mask.format(), stop=stop), scanner.target)
+        drafter = build_drafter(drafting_with(mask, length, stop), scanner.target)
         every = zip(scanner.continuations, prefills, scanner.rounds(scan, length, stop), strict=True)
         for continuation, prefill, predicted in every:
             result = decode(scanner.target, drafter, prefill, scanner.sampling, continuation.max_new_tokens)
@@ -92,17 +100,29 @@ def _compare(scanner: Scanner, mask: DraftPlan, lengths: Sequence[int], threshol
     return dict(counted) | {"differing": differing}
 
 
-def random_masks(layers: int, skippable: Sequence[int], count: int, shares: Sequence[float], seed: int) -> list[DraftPlan]:
-    """Draw ``count`` different masks that skip something, or as many as are found; each skips one of some shares."""
+def random_masks(
+    layers: int, skippable: Sequence[int], count: int, shares: Sequence[float], seed: int, formats: Sequence[str] = ()
+) -> list[DraftPlan]:
+    """Draw ``count`` different masks that skip something, or as many as are found; each skips one of some shares.
+
+    With ``formats``, each sub-layer that is not skipped has one of them, and so has the output layer.
+    """
     source, masks = random.Random(seed), dict[DraftPlan, None]()
     for _ in range(1000 * count):
         share = source.choice(shares)
         mask = DraftPlan.of(layers, *({layer for layer in skippable if source.random() < share} for _ in range(2)))
         if mask != DraftPlan.none(layers):
-            masks[mask] = None
+            masks[_with_formats(mask, formats, source) if formats else mask] = None
         if len(masks) == count:
             break
     return list(masks)
+
+
+def _with_formats(mask: DraftPlan, formats: Sequence[str], source: random.Random) -> DraftPlan:
+    attention, mlp, (head,) = (
+        tuple(BITS[source.choice(formats)] for _ in range(count)) for count in (mask.layers, mask.layers, 1)
+    )
+    return replace(mask, attention_bits=attention, mlp_bits=mlp, head_bits=head)
 
 
 if __name__ == "__main__":
