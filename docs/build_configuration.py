@@ -132,7 +132,7 @@ def _searched(method: Method, field: Field) -> str:
     """The range or the choices of a field, and its first value."""
     first = method.first.get(field.name)
     if field.range is None:
-        return f" {'/'.join(field.choices)} ({getattr(first, 'method', first)})" if field.choices else ""
+        return f" {'/'.join(map(str, field.choices))} ({getattr(first, 'method', first)})" if field.choices else ""
     low, high = field.range
     return f" {low:g} to {high:g} ({first})"
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layerskip.draft_plan import PlanError, normalise
+from layerskip.draft_plan import PlanError, normalise_mask
 
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # the last are bytes that are not UTF-8
 
@@ -121,7 +121,7 @@ class Field:
         meaning: one phrase for the documentation.
         range: the lowest and the highest value that a study chooses; None if it chooses no number.
         log: whether a study chooses on a logarithmic scale.
-        choices: the values that a study chooses from. Texts of a field that is no path have no other values.
+        choices: the values that a study chooses from. Texts of a field that is neither a path nor a plan have no others.
         first: the value in the first configuration of a study and in the benchmark; None for the default.
         at_least: the name of a field that precedes this one in its method, and whose value is a lower bound.
         used: whether a configuration of the method reads the field. Otherwise it must keep its default.
@@ -135,7 +135,7 @@ class Field:
     meaning: str
     range: tuple[float, float] | None = None
     log: bool = False
-    choices: tuple[str, ...] = ()
+    choices: tuple[str | int, ...] = ()
     first: Any = None
     at_least: str = ""
     used: Callable[[SpeculativeConfig], bool] = lambda config: True
@@ -153,7 +153,7 @@ class Field:
         elif isinstance(self.default, float):
             check_number(self.name, value, 0.0, 1.0)
         if isinstance(value, str) and self.choices and value not in self.choices and self.normalise is None:
-            raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(self.choices)}")
+            raise ConfigError(f"{self.name}: {value!r} is not one of {', '.join(map(str, self.choices))}")
         if self.required and not value:
             raise ConfigError(f"{self.name}: {config.method} needs {self.meaning}")
         if self.at_least and value < config.value(self.at_least):
@@ -228,6 +228,11 @@ class Method:
         return any(each.name == name for each in self.fields)
 
     @property
+    def plan_field(self) -> str:
+        """The name of the field that holds a draft plan (:mod:`layerskip.draft_plan`); empty if there is none."""
+        return next((each.name for each in self.fields if each.normalise), "")
+
+    @property
     def options(self) -> Mapping[str, Any]:
         """The defaults of the fields that only this method has."""
         return {each.name: each.default for each in self.fields if each.name not in _FIELDS}
@@ -300,12 +305,14 @@ class SpeculativeConfig:
 
     method: str = "none"
     num_speculative_tokens: int = _usual(4, "the most tokens of a draft, or the greatest depth of a tree")
-    mask: str = _usual("", "the skipped sub-layers", normalise=normalise)
+    mask: str = _usual("", "the skipped sub-layers", normalise=normalise_mask)
     stop: StopRule = _usual(NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive"))
     prompt_lookup_min: int = _usual(1, "the shortest n-gram to look up, in tokens")
     prompt_lookup_max: int = _usual(3, "the longest n-gram, which is tried first, in tokens", at_least="prompt_lookup_min")
     match: str = _usual("last", "which of several matches is copied from", choices=("last", "first"))
-    draft_window: int = _usual(0, "the last tokens that a draft attends to; 0 for all", range=(0, 2048), first=512)
+    draft_window: int = _usual(
+        0, "the last tokens that a draft attends to, with the first four; 0 for all", choices=(0, 256, 512, 1024, 2048)
+    )
     datastore: str = _usual("", "the folder of a datastore", path=True)
     tree_tokens: int = _usual(8, "the most tokens of a tree")
     top_k: int = _usual(4, "successors that are kept of each token")
@@ -338,7 +345,7 @@ class SpeculativeConfig:
         try:
             text = normalise(self.value(name))
         except PlanError as error:
-            raise ConfigError(f"{name}: {str(error).partition(': ')[2]}") from None
+            raise ConfigError(f"{name}: {error}") from None
         own = tuple((other, text if other == name else value) for other, value in self.options)
         object.__setattr__(self, *((name, text) if name in _FIELDS else ("options", own)))
 
@@ -351,6 +358,12 @@ class SpeculativeConfig:
     def value(self, name: str) -> Any:
         """Return the value of a field of the method."""
         return getattr(self, name) if name in _FIELDS else dict(self.options)[name]
+
+    @property
+    def plan(self) -> str:
+        """The text of its draft plan; empty if the method has none."""
+        name = _method(self.method).plan_field
+        return str(self.value(name)) if name else ""
 
     @property
     def values(self) -> dict[str, Any]:

@@ -54,11 +54,15 @@ class DraftPlan:
 
     def __post_init__(self) -> None:
         if len(self.attention) != len(self.mlp):
-            raise PlanError(f"mask: {len(self.attention)} attention flags, but {len(self.mlp)} MLP flags")
+            raise PlanError(f"{len(self.attention)} attention flags, but {len(self.mlp)} MLP flags")
         for kind in ("attention", "mlp"):
             flags, bits = getattr(self, kind), getattr(self, f"{kind}_bits") or (0,) * self.layers
+            if len(bits) != self.layers:
+                raise PlanError(f"{len(bits)} numbers of bits for {self.layers} {kind} sub-layers")
             # Equal plans have equal fields.
             object.__setattr__(self, f"{kind}_bits", tuple(0 if skip else b for skip, b in zip(flags, bits, strict=True)))
+        if unknown := set(self.bits) - NAMES.keys():
+            raise PlanError(f"there is no format of {min(unknown)} bits")
 
     @classmethod
     def none(cls, layers: int) -> DraftPlan:
@@ -76,15 +80,14 @@ class DraftPlan:
         for kind, chosen in (("attention", attention), ("mlp", mlp)):
             outside = sorted(index for index in chosen if not 0 <= index < layers)
             if outside:
-                raise PlanError(f"mask: {kind} layer {outside[0]} is out of range; the model has layers 0 to {layers - 1}")
+                raise PlanError(f"{kind} layer {outside[0]} is out of range; the model has layers 0 to {layers - 1}")
         return cls(tuple(i in attention for i in range(layers)), tuple(i in mlp for i in range(layers)))
 
     @classmethod
     def parse(cls, text: str, layers: int) -> DraftPlan:
         """Parse the text form for a model of ``layers`` layers; a :class:`PlanError` if it does not fit."""
         read = _read(text)
-        named = [{layer for layer, name in read.changes[kind].items()} for kind in ("attention", "mlp")]
-        cls.of(layers, *named)  # refuses layers that the model has not
+        cls.of(layers, *map(set, read.changes.values()))  # refuses layers that the model has not
         names = [[read.changes[kind].get(layer, read.base) for layer in range(layers)] for kind in ("attention", "mlp")]
         flags = (tuple(name == SKIP for name in row) for row in names)
         return cls(*flags, *(tuple(BITS.get(name, 0) for name in row) for row in names), head_bits=BITS[read.head])
@@ -139,9 +142,20 @@ def normalise(text: str) -> str:
     return _write(_read(text))
 
 
-def is_mask(text: str) -> bool:
-    """Return whether a text reads everything that it does not skip as it is stored."""
-    return not _read(text).formats
+def normalise_mask(text: str) -> str:
+    """Return a text as :func:`normalise` does; a :class:`PlanError` also refuses formats of fewer bits."""
+    read = _read(text)
+    if read.formats:
+        raise PlanError(f"{text!r} reads fewer bits; that is a value of weights, of the method quantized")
+    return _write(read)
+
+
+def normalise_formats(text: str) -> str:
+    """Return a text as :func:`normalise` does; a :class:`PlanError` also refuses one without formats of fewer bits."""
+    read = _read(text)
+    if not read.formats:
+        raise PlanError(f"{text!r} reads all bits; that is a mask, of the method layer_skip")
+    return _write(read)
 
 
 def sublayers(text: str) -> tuple[set[int], set[int]]:
@@ -178,7 +192,7 @@ def _read(text: str) -> _Read:
                 changes[name] |= dict.fromkeys(_read_numbers(numbers, part), treatment or SKIP)
         else:
             known = "'attention:6,7-9;mlp:2', 'layers:4-14' or 'int4;layers:12-15=skip;mlp:3=int8', joined by ';'"
-            raise PlanError(f"mask: cannot read {part!r}; write {known}")
+            raise PlanError(f"cannot read {part!r}; write {known}")
     named = {kind: {layer: name for layer, name in found.items() if name != base} for kind, found in changes.items()}
     return _Read(base, named, head or base)
 
@@ -188,10 +202,10 @@ def _read_numbers(numbers: str, part: str) -> set[int]:
     for piece in numbers.split(","):
         match = _RANGE.fullmatch(piece.strip())
         if match is None:
-            raise PlanError(f"mask: cannot read {piece.strip()!r} in {part!r}; layers are written as 6 or 7-9")
+            raise PlanError(f"cannot read {piece.strip()!r} in {part!r}; layers are written as 6 or 7-9")
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last or last > _LARGEST_LAYER:
-            raise PlanError(f"mask: {piece.strip()!r} in {part!r} is not a range of layers")
+            raise PlanError(f"{piece.strip()!r} in {part!r} is not a range of layers")
         chosen.update(range(first, last + 1))
     return chosen
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from layerskip.draft_plan import BITS, DraftPlan, PlanError, is_mask, normalise
+from layerskip.draft_plan import BITS, DraftPlan, PlanError, normalise, normalise_formats, normalise_mask
 
 READINGS = [
     ("attention:6,7-9;mlp:2", {6, 7, 8, 9}, {2}, "attention:6-9;mlp:2"),
@@ -60,7 +60,10 @@ def test_formats_are_part_of_a_plan(text: str, canonical: str, shortest: str) ->
     plan = DraftPlan.parse(text, 3)
     assert (normalise(text), plan.format()) == (canonical, shortest)
     assert plan == DraftPlan.parse(canonical, 3) == DraftPlan.parse(shortest, 3)
-    assert is_mask(text) == (not plan.formats)
+    accepts, refuses = (normalise_formats, normalise_mask) if plan.formats else (normalise_mask, normalise_formats)
+    assert accepts(text) == canonical
+    with pytest.raises(PlanError, match="reads fewer bits" if plan.formats else "reads all bits"):
+        refuses(text)
 
 
 def test_every_plan_of_a_small_model_round_trips() -> None:
@@ -78,15 +81,19 @@ def test_every_plan_of_a_small_model_round_trips() -> None:
 
 @pytest.mark.parametrize("text", MALFORMED)
 def test_malformed_text_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="^mask: "):
+    with pytest.raises(PlanError, match="^cannot read|^'.*' in .* is not a range|^there is no"):
         DraftPlan.parse(text, 10)
 
 
 def test_layers_and_flags_that_fit_no_model_are_refused() -> None:
     for text, named in ("attention:2,10", "attention layer 10"), ("mlp:8-12", "mlp layer 10"):
-        with pytest.raises(PlanError, match=f"^mask: .*{named}.*0 to 9"):
+        with pytest.raises(PlanError, match=f"^{named}.*0 to 9"):
             DraftPlan.parse(text, 10)
-    with pytest.raises(PlanError, match="^mask: .*out of range"):
+    with pytest.raises(PlanError, match="^attention layer -1 is out of range"):
         DraftPlan.of(3, {-1}, set())
+    with pytest.raises(PlanError, match="^1 numbers of bits for 2 attention"):
+        DraftPlan((True, False), (True, False), (4,))
+    with pytest.raises(PlanError, match="^there is no format of 3 bits"):
+        replace(DraftPlan.none(2), head_bits=3)
     with pytest.raises(PlanError, match="2 attention flags, but 1 MLP"):
         DraftPlan((True, False), (True,))

@@ -74,7 +74,10 @@ def profile_costs(
     median = median_seconds(target.device, twice, repeats, on_repeat=on_repeat, is_over=is_over)
     profile = _solve(target, context, drafts, median)
     in_format = {plan: seconds for (name, plan, _), seconds in median.items() if name == "format"}
-    shares = {name: _shares(profile, [in_format[plan] for plan in plans], lengths[-1]) for name, plans in reading.items()}
+    shares = {
+        name: _shares(profile, [in_format[plan] for plan in plans], lengths[-1], BITS[name] / 32)
+        for name, plans in reading.items()
+    }
     return replace(profile, shares=shares)
 
 
@@ -85,14 +88,16 @@ def _drafts_in(bits: int, layers: int) -> list[DraftPlan]:
     return [DraftPlan(*each, *((bits,) * layers,) * 2, head_bits=bits) for each in skips]
 
 
-def _shares(profile: CostProfile, seconds: Sequence[float], count: int) -> tuple[float, float, float]:
-    """Return the shares of the time of head, attention and MLP, from rounds of ``count`` tokens with :func:`_drafts_in`."""
+def _shares(profile: CostProfile, seconds: Sequence[float], count: int, least: float) -> tuple[float, float, float]:
+    """Return the shares of the time of head, attention and MLP, from rounds of ``count`` tokens with :func:`_drafts_in`.
+
+    Differences of noisy medians may be near zero or negative; no share is below ``least``.
+    """
     head, attention, mlp = ((each - profile.round_seconds - profile.verify_seconds[count]) / count for each in seconds)
     attention, mlp = attention - head - len(profile.mlp_seconds) * profile.block_seconds, mlp - attention
     stored = profile.head_seconds, sum(profile.attention_seconds), sum(profile.mlp_seconds)
-    first, second, third = (
-        max(0.0, own / all) if all else 1.0 for own, all in zip((head, attention, mlp), stored, strict=True)
-    )
+    pairs = zip((head, attention, mlp), stored, strict=True)
+    first, second, third = (max(least, own / whole) if whole else 1.0 for own, whole in pairs)
     return first, second, third
 
 

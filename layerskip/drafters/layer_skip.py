@@ -7,6 +7,7 @@ verification overwrites what it writes after that prefix.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 from torch import nn
@@ -16,17 +17,12 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
-from layerskip.draft_plan import DraftPlan, PlanError, is_mask
+from layerskip.draft_plan import DraftPlan, PlanError
 from layerskip.drafters.chain import draft_chain
+from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
 from layerskip.models.skip_view import cached_skip_view
 from layerskip.models.target import Target
-
-
-def _check(config: SpeculativeConfig) -> None:
-    if not is_mask(config.mask):
-        raise ConfigError(f"mask: {config.mask!r} reads fewer bits; that is a value of weights, of the method quantized")
-
 
 _SINKS = 4
 """The first positions that a window keeps, because most heads attend to them (StreamingLLM, arXiv 2309.17453)."""
@@ -47,8 +43,7 @@ class LayerSkip(StopRuleDrafter):
         rank=5,
         color="#1f77b4",
         label=lambda config: config.mask or "nothing skipped",
-        check=_check,
-        benchmark={"mask": "layers:15-29", "num_speculative_tokens": 1, "draft_window": 0},
+        benchmark={"mask": "layers:15-29", "num_speculative_tokens": 1},
         engine_method="draft_model",
     )
 
@@ -59,17 +54,13 @@ class LayerSkip(StopRuleDrafter):
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> LayerSkip:
         try:
-            plan = cls.plan(config, target.layers)
+            plan = DraftPlan.parse(config.plan, target.layers)
         except PlanError as error:
-            field = "mask" if "mask" in cls.method else "weights"
-            raise ConfigError(f"{field}: {str(error).removeprefix('mask: ')}") from None
+            raise ConfigError(f"{cls.method.plan_field}: {error}") from None
+        if config.draft_window and "position_ids" not in inspect.signature(type(target.model).forward).parameters:
+            raise UnsupportedModel(f"draft_window: {target.architecture} takes no positions")
         view = cached_skip_view(target.model, plan)
         return cls(view, config.num_speculative_tokens, config.stop, config.draft_window)
-
-    @classmethod
-    def plan(cls, config: SpeculativeConfig, layers: int) -> DraftPlan:
-        """Return what a draft of a configuration skips and reads; a :class:`PlanError` if the target has other layers."""
-        return DraftPlan.parse(config.mask, layers)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         self._cache, self._chooser = cache, chooser

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerskip.config import Field, Method, SpeculativeConfig, StopRule, shared
+from layerskip.config import Field, Method, StopRule, shared
 from layerskip.decoding.sampling import Chooser
-from layerskip.draft_plan import DraftPlan, normalise
+from layerskip.draft_plan import normalise_formats
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.models.cache import KVCache
 from layerskip.models.packing import drop_stale_packing, refuse_quantized
@@ -29,7 +29,7 @@ class Quantized(LayerSkip):
                 "int4",
                 "the format of the draft's weights, or a plan such as `int4;mlp:3=int8;layers:12-15=skip`",
                 choices=("int8", "int4"),
-                normalise=normalise,
+                normalise=normalise_formats,
             ),
             shared("num_speculative_tokens", range=(1, 8)),
             shared("stop", first=StopRule("adaptive")),
@@ -39,19 +39,15 @@ class Quantized(LayerSkip):
         rank=5,
         color="#1b9e77",
         label=lambda config: str(config.value("weights")),
-        also=({"weights": "int8"},),
+        also=({"draft_window": 512}, {"weights": "int8"}),
         paired=True,
-        benchmark={"num_speculative_tokens": 3, "draft_window": 0},
+        benchmark={"num_speculative_tokens": 3},
         no_engine="no engine drafts with its own target at fewer bits",
     )
 
     @classmethod
     def unsupported(cls, target: Target) -> str:
         return refuse_quantized(target.model)
-
-    @classmethod
-    def plan(cls, config: SpeculativeConfig, layers: int) -> DraftPlan:
-        return DraftPlan.parse(str(config.value("weights")), layers)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         drop_stale_packing(self.view)

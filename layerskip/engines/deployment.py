@@ -111,6 +111,8 @@ class Deployment:
             differs.append(f"config.stop: the {config.stop.method} rule is left out")
         if config.method == "layer_skip":
             differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
+        if config.draft_window:
+            differs.append("config.draft_window: the draft attends to the whole context")
         if config.method == "eagle" and config.top_k > 1 and not trees:
             differs.append("config.tree_tokens: a chain is drafted in place of a tree")
         if config.method == "prompt_lookup":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -49,12 +50,13 @@ def skip_view(model: PreTrainedModel, plan: DraftPlan) -> PreTrainedModel:
     """
     if plan.formats and (reason := refuse_quantized(model)):
         raise UnsupportedModel(f"{type(model).__name__}: {reason}")
-    if plan.formats and plan == DraftPlan.uniform(plan.layers, plan.head_bits):  # without sub-layers to detect
-        read_at(view := _copied(model), plan.head_bits)
+    if plan.formats and plan == replace(DraftPlan.uniform(plan.layers, plan.bits[0]), head_bits=plan.head_bits):
+        read_at(view := _copied(model), plan.bits[0])  # without sub-layers to detect
+        read_at(view.get_output_embeddings(), plan.head_bits)
         return _learned(view)
     detected = architecture(model)
     if plan.layers != len(detected.blocks):
-        raise PlanError(f"mask: is for {plan.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
+        raise PlanError(f"the plan is for {plan.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
     view = _copied(model)
     read_bits(view, detected, plan)
     layers = view.get_submodule(detected.path)
@@ -79,7 +81,7 @@ def read_bits(view: PreTrainedModel, detected: Architecture, plan: DraftPlan) ->
 
 
 def cached_skip_view(model: PreTrainedModel, plan: DraftPlan) -> PreTrainedModel:
-    """Return the view of a plan, so that its captured passes are reused: one of masks, and the last of every format."""
+    """Return the view of a plan, so that its captured passes are reused: the last of masks, and of every set of formats."""
     cached = _skip_views.of(model)
     key = tuple(sorted(plan.formats))
     if (view := cached.get(key)) is None or view[0] != plan:

@@ -13,7 +13,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -288,6 +288,7 @@ class SimulatedPredictor:
     """
 
     screened_together = SCREENED_TOGETHER
+    predicted: Collection[str] = ("layer_skip",)
 
     def __init__(self, landscape: Landscape, lengths: Sequence[int], prompts: PromptSet, error: float = 0.1) -> None:
         true, factors = landscape.profile, np.random.default_rng([landscape.seed, 13]).normal(size=(2, landscape.layers))

@@ -7,9 +7,10 @@ added one by one. Then come flips and swaps around the best mask.
 
 from __future__ import annotations
 
+import abc
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -25,8 +26,6 @@ _SHORTLIST = 4  # candidates of each greedy step
 _BUDGETS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5)  # agreement that a knapsack may lose
 _LOSS_STEP = 0.005  # resolution of log agreement in a knapsack
 _PRICES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # of a step of plain decoding, in log agreement
-PLANNED = "layer_skip", "quantized"
-"""The methods whose drafts follow a plan."""
 SCREENED_TOGETHER = 8  # masks, by one process
 
 
@@ -44,12 +43,14 @@ class SpeedupPredictor(Protocol):
     Attributes:
         layers: the number of decoder layers of a mask.
         prompts: the ids of the prompts that speedups are predicted for.
+        predicted: the methods whose plans are predicted.
         screened_together: the number of masks to ask :meth:`agreements` for at once.
     """
 
     layers: int
     prompts: frozenset[str]
     profile: CostProfile
+    predicted: Collection[str]
     screened_together: int
 
     def agreements(self, masks: Sequence[DraftPlan]) -> list[float]:
@@ -84,7 +85,7 @@ class SearchControl:
     on_best: Callable[[SpeculativeConfig], object] = lambda _: None
 
 
-class Screening:
+class Screening(abc.ABC):
     """Screening of plans of one method, each once, within a budget.
 
     Attributes:
@@ -131,9 +132,9 @@ class Screening:
         """Return those of some masks that were screened, by descending expected speedup."""
         return sorted((mask for mask in masks if mask in self.scores), key=lambda mask: -self.scores[mask])
 
+    @abc.abstractmethod
     def neighbours(self, mask: DraftPlan) -> list[DraftPlan]:
         """Return plans that differ little from a plan."""
-        raise NotImplementedError
 
     def _log_loss(self, plan: DraftPlan) -> float:
         """Return the log agreement that a screened plan loses."""
@@ -276,7 +277,7 @@ class PlanSearch(Screening):
         return [(kind, layer) for layer in range(self.layers) for kind in ("attention", "mlp")]
 
     def _choices(self, layer: int) -> tuple[str, ...]:
-        """Return the treatments of a layer's sub-layers. What 8 bits lose is not worth reading more for."""
+        """Return the treatments of a layer's sub-layers. With 8 bits, none needs more."""
         found = [name for name in self.treatments if name != KEEP or "int8" not in self.treatments]
         return tuple(name for name in found if name != SKIP or layer in self.skippable)
 
@@ -295,11 +296,6 @@ def drafting_with(plan: DraftPlan, num_speculative_tokens: int, stop: StopRule =
         values = {"weights": plan.format(), "num_speculative_tokens": num_speculative_tokens, "stop": stop}
         return SpeculativeConfig.of("quantized", values)
     return SpeculativeConfig("layer_skip", num_speculative_tokens, plan.format(), stop)
-
-
-def plan_of(config: SpeculativeConfig, layers: int) -> DraftPlan:
-    """Return the plan of a configuration from :func:`drafting_with`."""
-    return DraftPlan.parse(config.value("weights") if config.method == "quantized" else config.mask, layers)
 
 
 def expected_speedup(

@@ -23,15 +23,15 @@ from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, ReportCost, continue_prompts
 from searches.app.checks import check_flag, check_list, check_number, check_whole
 from searches.predict.proposals import ProposalSettings
-from searches.predict.scan_predictor import ScanPredictor, masks_at_once, mean_context
+from searches.predict.scan_predictor import DraftChoice, ScanPredictor, masks_at_once, mean_context, merged_choices
 from searches.progress import counting, say
 from searches.results import exclusive
 from searches.space.search_space import LOOKUP, SearchSpace
 from searches.workers.pool import ALONE, Workers
 
 PROFILE_REPEATS = 8  # runs of every part of a round
-_SCAN_VERSION = 5  # of the counts; those of another version are scanned again
-_PROFILE_VERSION = 6  # of stored profiles and their measurement
+_SCAN_VERSION = 6  # of the counts; those of another version are scanned again
+_PROFILE_VERSION = 7  # of stored profiles and their measurement
 _CPU_ROWS, _GPU_ROWS = 256, 2048  # rows per pass, if memory suffices
 _MIN_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding
 _TEXT_BYTES = 2_000_000_000  # of the target's own states of the continuations; passes hold keys and values once more
@@ -61,9 +61,13 @@ class ScanSettings:
         for value in self.thresholds:
             check_number("scan.thresholds", value, 1, or_zero=True)
 
-    def stops(self, space: SearchSpace) -> tuple[StopRule, ...]:
-        """Return the stop rules of a space that every scanned mask is combined with; adaptive ones are not predicted."""
-        searched = space.values(space.scanned, "stop")
+    def choices(self, space: SearchSpace, method: str) -> list[DraftChoice]:
+        """Return the draft lengths and stop rules of a method's predictions, without adaptive rules."""
+        shortest, longest = space.values(method, "num_speculative_tokens")
+        stops, lengths = self._stops(space.values(method, "stop")), range(shortest, longest + 1)
+        return [(length, stop) for length in lengths for stop in stops]
+
+    def _stops(self, searched: Sequence[str]) -> tuple[StopRule, ...]:
         values = dict.fromkeys(map(float, self.thresholds)) if "threshold" in searched else ()
         return (*([StopRule()] if "length" in searched else []), *(StopRule("threshold", value) for value in values))
 
@@ -92,23 +96,23 @@ class Preparation:
 
         Continuations have ``max_new_tokens`` per turn. ``folder`` takes the scans.
         """
-        (shortest, longest), stops = space.values(space.scanned, "num_speculative_tokens"), settings.stops(space)
-        if not stops:
+        choices = {method: found for method in space.scanned if (found := settings.choices(space, method))}
+        if not choices:
             say("scan: adaptive stop rules, the only ones of the space, are not predicted")
             return None
         scanner = self.scanner(prompts, max_new_tokens, space, seed)
         if scanner is None:
             return None
-        choices = [(length, stop) for length in range(shortest, longest + 1) for stop in stops]
+        longest = max(length for some in choices.values() for length, _ in some)
         lookups = space.values(LOOKUP, "num_speculative_tokens")[1] if LOOKUP in space.available_methods else 0
-        reads_formats = "quantized" in space.available_methods and not refuse_quantized(self.target.model)
+        reads_formats = "quantized" in choices and not refuse_quantized(self.target.model)
         formats = space.formats if reads_formats else ()
         profile = self.cost_profile(scanner.continuations, max(longest, lookups), formats)
         identity = {
             "target": self.target.digest,
             "continuations": [astuple(continuation) for continuation in scanner.continuations],
             "sampling": self.sampling.to_dict(),
-            "choices": [shortest, longest, [stop.to_dict() for stop in stops]],
+            "choices": [[length, stop.to_dict()] for length, stop in merged_choices(choices)],
             "machine": machine(self.target),  # another machine may round near-ties differently, and has other costs
             "recipe": _SCAN_VERSION,
         }
@@ -137,7 +141,7 @@ class Preparation:
             say("scan: every continuation ends at once; there is nothing to scan")
             return None
         try:
-            _, depth = space.values(space.scanned, "num_speculative_tokens")
+            depth = max(space.values(method, "num_speculative_tokens")[1] for method in space.scanned)
             return make_scanner(self.target, continuations, self.sampling, depth)
         except UnsupportedModel as error:
             say(f"scan: {error}")

@@ -27,7 +27,7 @@ class ProposalSettings:
     """Amount of prediction before anything is decoded.
 
     Args:
-        screened: the most masks to screen by their first drafted token; None for at least 200. Those are all
+        screened: the most plans of a method to screen by their first drafted token; None for at least 200. Those are all
             contiguous runs of layers and four further masks for each sub-layer that may be skipped.
         scanned: the most of them to scan in full.
         enqueued: the number of best masks that become trials.
@@ -138,7 +138,7 @@ def propose_all(
     """
     found = propose_lookups(predictor, space)
     for method, search in (("quantized", propose_plans), ("layer_skip", propose)):
-        found += search(predictor, space, settings, control) if method in space.available_methods else []
+        found += search(predictor, space, settings, control) if method in predictor.predicted else []
     return [prediction.config for prediction in found]
 
 

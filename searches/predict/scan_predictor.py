@@ -8,10 +8,11 @@ The costs of attention depend on the context, the positions in the cache. They a
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from layerskip.files import digest
 from layerskip.scan.replay import Counts, count, replay_lookup
 from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation
-from searches.predict.mask_search import SCREENED_TOGETHER, Prediction, drafting_with, plan_of
+from searches.predict.mask_search import SCREENED_TOGETHER, Prediction, drafting_with
 from searches.results import ResultLog
 from searches.workers.pool import ALONE, Workers
 
@@ -37,6 +38,11 @@ _STEP = 64  # the timed context is rounded to multiples of it, so that similar p
 
 DraftChoice = tuple[int, StopRule]
 """The draft length and the stop rule of a scanned mask."""
+
+
+def merged_choices(choices: Mapping[str, Sequence[DraftChoice]]) -> list[DraftChoice]:
+    """Return the choices of all methods, each once."""
+    return list(dict.fromkeys(itertools.chain(*choices.values())))
 
 
 def mean_context(continuations: Sequence[Continuation]) -> int:
@@ -56,19 +62,26 @@ class ScanPredictor:
 
     Args:
         profile: the costs at the mean context of the continuations.
-        choices: the draft lengths and stop rules that every mask is combined with.
+        choices: the draft lengths and stop rules that plans are combined with, by method.
         folder: for predictions; belongs to one target, prompt set, and these choices.
         pool: the workers that share the predictions through their storage instead of the folder.
     """
 
     def __init__(
-        self, scanner: Scanner, profile: CostProfile, choices: Sequence[DraftChoice], folder: Path, pool: Workers = ALONE
+        self,
+        scanner: Scanner,
+        profile: CostProfile,
+        choices: Mapping[str, Sequence[DraftChoice]],
+        folder: Path,
+        pool: Workers = ALONE,
     ) -> None:
         self.layers, self.profile = scanner.target.layers, profile
         self.prompts = frozenset(continuation.prompt_id for continuation in scanner.continuations)
         self.screened_together = SCREENED_TOGETHER if pool.alone else _SHARED_TOGETHER
-        self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), list(choices)
-        self._floor = min((stop.threshold for _, stop in choices if stop.method == "threshold"), default=None)
+        self._scanner, self._screen, self._choices = scanner, scanner.sample(SCREENED_ROWS), merged_choices(choices)
+        self._choices_of = choices
+        self.predicted: Collection[str] = tuple(choices)
+        self._floor = min((stop.threshold for _, stop in self._choices if stop.method == "threshold"), default=None)
         self._folder, self._pool = folder, pool
         names = ("agreements", "counts")
         self._agreements, self._counts = (ResultLog(folder / f"{name}.jsonl" if pool.alone else None) for name in names)
@@ -91,7 +104,8 @@ class ScanPredictor:
         """Scan new masks, and predict the speedup of each mask with its best draft length and stop rule."""
         predictions = []
         for mask, counts in zip(masks, self._scanned(masks), strict=True):
-            speedups = {choice: self.profile.speedup(counts[choice], mask, choice[1]) for choice in self._choices}
+            allowed = self._choices_of["quantized" if mask.formats else "layer_skip"]
+            speedups = {choice: self.profile.speedup(counts[choice], mask, choice[1]) for choice in allowed}
             (length, stop), speedup = max(speedups.items(), key=lambda pair: pair[1])
             predictions.append(Prediction(drafting_with(mask, length, stop), speedup))
         return predictions
@@ -115,8 +129,9 @@ class ScanPredictor:
         """Return whether the draft is a timed prompt lookup, or a chain with a scanned draft length and stop rule."""
         if config.method == "prompt_lookup":
             return config.num_speculative_tokens <= self.profile.longest
-        is_plan = config.method == "layer_skip" or (config.method == "quantized" and bool(self.profile.shares))
-        return is_plan and not config.draft_window and (config.num_speculative_tokens, config.stop) in self._choices
+        if config.draft_window or (config.method == "quantized" and not self.profile.shares):
+            return False
+        return (config.num_speculative_tokens, config.stop) in self._choices_of.get(config.method, ())
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict a configuration's speedup from the counts of its rounds; scans its mask if it is new."""
@@ -126,7 +141,7 @@ class ScanPredictor:
             )
             found = (count(replay_lookup(continuation, drafter)) for continuation in self._scanner.continuations)
             return self.profile.lookup_speedup(sum(found, Counts()))
-        plan, choice = plan_of(config, self.layers), (config.num_speculative_tokens, config.stop)
+        plan, choice = DraftPlan.parse(config.plan, self.layers), (config.num_speculative_tokens, config.stop)
         (counts,) = self._scanned([plan])
         return self.profile.speedup(counts[choice], plan, config.stop)
 

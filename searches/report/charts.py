@@ -22,7 +22,6 @@ from plotly import graph_objects as go
 from layerskip import DraftPlan
 from layerskip.config import methods
 from layerskip.draft_plan import BITS, SKIP
-from searches.predict.mask_search import PLANNED, plan_of
 from searches.report.tables import may_lead, output_state, pareto_front
 from searches.study.finals import Finals
 from searches.study.leaderboard import FINISHED, configuration
@@ -136,7 +135,7 @@ def fastest_plan(trials: Iterable[FrozenTrial], layers: int) -> go.Figure | None
     """Return what the fastest self-draft skips and reads at fewer bits, by layer, unless it treats all layers alike."""
     fastest = sorted(_measured(trials), key=lambda trial: -float(trial.user_attrs["measurement"]["speedup"]))
     parts = [part for trial in fastest for config in [configuration(trial)] for part in config.members or (config,)]
-    plans = [plan_of(part, layers) for part in parts if layers and part.method in PLANNED]
+    plans = [DraftPlan.parse(part.plan, layers) for part in parts if layers and methods()[part.method].plan_field]
     plan = plans[0] if plans else DraftPlan.none(layers)
     shown = [[plan.treatment(kind, layer) for layer in range(layers)] for kind in ("attention", "mlp")]
     if len(set(itertools.chain(*shown))) < 2:

@@ -28,7 +28,10 @@ _ACCEPTED = 0.8  # share of drafted tokens, while nothing is measured
 def check_values(name: str, field: Field, values: Any) -> None:
     """Check the values that a user gives a field: two ends of a range, or a list of choices."""
     if field.range is None:
-        check_list(name, values, None if field.normalise else field.choices or None, or_empty=field.path)
+        known = tuple(value for value in field.choices if isinstance(value, str) and not field.normalise)
+        check_list(name, values, known or None, or_empty=field.path)
+        for value in values if isinstance(field.default, int) else ():
+            check_whole(name, value, min(1, field.default))
         return
     pair = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 2
     if not pair or not all(isinstance(end, (int, float)) for end in values) or values[0] > values[1]:
@@ -37,7 +40,7 @@ def check_values(name: str, field: Field, values: Any) -> None:
         if isinstance(field.default, float):
             check_number(name, end, maximum=1, or_zero=not field.log)
         else:
-            check_whole(name, end, min(1, field.default))
+            check_whole(name, end)
 
 
 def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values: Sequence[Any]) -> Any:
@@ -72,20 +75,26 @@ def check_masks(space: SearchSpace) -> None:
     check_whole("space.protect_first", space.protect_first, 0)
     check_whole("space.protect_last", space.protect_last, 0)
     check_list("space.masks", space.masks)
-    for text in space.values("quantized", "weights"):
-        _parse(text, space, "space.ranges.quantized.weights")
-    for mask in space.masks:
-        parsed = _parse(mask, space, "space.masks")
+    plans = [("space.ranges.quantized.weights", text) for text in space.values("quantized", "weights")]
+    for name, mask in [*plans, *(("space.masks", mask) for mask in space.masks)]:
+        parsed = _parse(mask, space, name)
         outside = [i for i in range(space.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in space.skippable]
         if outside:
-            raise InputError(f"space.masks: {mask!r} skips layer {outside[0]}, which is protected")
+            raise InputError(f"{name}: {mask!r} skips layer {outside[0]}, which is protected")
 
 
 def _parse(text: object, space: SearchSpace, name: str) -> DraftPlan:
     try:
         return DraftPlan.parse(str(text), space.layers)
     except PlanError as error:
-        raise InputError(f"{name}: {text!r}: {str(error).removeprefix('mask: ')}") from None
+        raise InputError(f"{name}: {text!r}: {error}") from None
+
+
+def _canonical(field: Field, text: object, name: str) -> str:
+    try:
+        return str(text) if field.normalise is None else field.normalise(str(text))
+    except PlanError as error:
+        raise InputError(f"{name}: {text!r}: {error}") from None
 
 
 def structured_masks(space: SearchSpace) -> Iterable[str]:
@@ -106,6 +115,7 @@ LOOKUP = "prompt_lookup"
 """The first member of a cascade."""
 
 _CASCADE = "cascade"
+_LONG_CONTEXT = 2048  # tokens from which attention to fewer of them saves a draft much time
 _RUNTIME = {"runtime": True}  # measured or made by the program, not configured
 
 
@@ -158,6 +168,8 @@ class SearchSpace:
             for name, values in fields.items():
                 check_list(f"space.ranges.{method}", [name], tuple(searched))
                 check_values(f"space.ranges.{method}.{name}", searched[name], values)
+                if name == known[method].plan_field:
+                    values = [_canonical(searched[name], value, f"space.ranges.{method}.{name}") for value in values]
                 ranges.setdefault(method, {})[name] = tuple(values)
         object.__setattr__(self, "ranges", ranges)
         for method in ranges:
@@ -174,9 +186,10 @@ class SearchSpace:
         return tuple(range(self.protect_first, self.layers - self.protect_last))
 
     @property
-    def scanned(self) -> str:
-        """The method whose draft lengths and stop rules scans replay; empty if the study has none."""
-        return next((method for method in ("layer_skip", "quantized") if method in self.available_methods), "")
+    def scanned(self) -> tuple[str, ...]:
+        """The methods whose drafts scans replay: those that follow a plan and may attend to the whole context."""
+        planned = [name for name in self.available_methods if methods()[name].plan_field]
+        return tuple(name for name in planned if 0 in self.values(name, "draft_window"))
 
     @property
     def treatments(self) -> tuple[str, ...]:
@@ -233,6 +246,11 @@ class SearchSpace:
                     ranges.setdefault(method.name, {})[each.name] = values[each.name]
         return replace(self, ranges=ranges)
 
+    def at_context(self, tokens: int) -> SearchSpace:
+        """Return the space for a number of tokens in the cache: without windows if few, as far as its user chose none."""
+        unset = [name for name in methods() if "draft_window" not in self.ranges.get(name, {})]
+        return self if tokens >= _LONG_CONTEXT else self.narrowed(unset, draft_window=(0,))
+
     def suggest(self, trial: optuna.trial.BaseTrial) -> SpeculativeConfig:
         members = self._suggest(trial)
         return self._cascade(*members) if len(members) > 1 else members[0]
@@ -273,18 +291,20 @@ class SearchSpace:
 
         def choose(each: Field, span: Sequence[Any]) -> Any:
             value = suggest_value(trial, f"{method.name}.{each.name}", each, span)
-            is_plan = each.name == "weights" and self.plans and trial.suggest_int("quantized.mixed", 0, 1)
-            return self._suggest_plan(trial) if is_plan else value
+            if each.name != "weights" or not self.plans or not trial.suggest_int("quantized.mixed", 0, 1):
+                return value
+            plan = self._suggest_plan(trial)
+            return plan.format() if plan.formats else value
 
         return self._fill(method, known, choose)
 
-    def _suggest_plan(self, trial: optuna.trial.BaseTrial) -> str:
+    def _suggest_plan(self, trial: optuna.trial.BaseTrial) -> DraftPlan:
         names, last = self.treatments, len(self.treatments) - 1
         plan = DraftPlan.uniform(self.layers, BITS[names[trial.suggest_int("read_head", 1, last)]])
         for kind, layer in itertools.product(("attention", "mlp"), range(self.layers)):
             chosen = trial.suggest_int(f"read_{kind}_{layer}", 0 if layer in self.skippable else 1, last)
             plan = plan.changed(kind, layer, names[chosen])
-        return plan.format()
+        return plan
 
     def _plan_params(self, config: SpeculativeConfig) -> Params:
         """Return the choices that lead to the weights of a configuration; none if it has no plan of fewer bits."""
@@ -298,11 +318,11 @@ class SearchSpace:
         return found | {"read_head": names.index(NAMES[plan.head_bits])}
 
     def allows(self, config: SpeculativeConfig) -> bool:
-        """Return whether trials may propose a configuration."""
+        """Return whether a trial may choose a configuration."""
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # what Optuna has for a value out of range
             try:
-                return bool(self.params(config))
+                return self.suggest(optuna.trial.FixedTrial(self.params(config))) == config
             except (ValueError, UserWarning):
                 return False
 

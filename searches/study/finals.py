@@ -88,7 +88,7 @@ class Finalist:
         return (
             max(methods()[part.method].rank for part in parts),
             len(parts),
-            sum(len(layers) for part in parts for layers in draft_plan.sublayers(part.mask)),
+            sum(len(layers) for part in parts for layers in draft_plan.sublayers(part.plan)),
             max(part.num_speculative_tokens for part in parts),
         )
 

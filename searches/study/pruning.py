@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import optuna
 
-from layerskip import SpeculativeConfig
-from searches.predict.mask_search import SpeedupPredictor, plan_of
+from layerskip import DraftPlan, SpeculativeConfig
+from searches.predict.mask_search import SpeedupPredictor
 from searches.study.leaderboard import LeaderboardEntry, leaderboard
 
 CANNOT_WIN = "cannot reach the best"
@@ -70,7 +70,7 @@ class BoundEstimator:
         if not masked:
             predicted = predictor.speedup(config)
             return SpeedupBound(predicted, predicted * math.exp(error), to_beat)
-        mask = plan_of(config, predictor.layers)
+        mask = DraftPlan.parse(config.plan, predictor.layers)
         by_cost = predictor.profile.speedup_bound(mask)
         if by_cost * math.exp(error) < to_beat:
             return SpeedupBound(None, by_cost * math.exp(error), to_beat)

@@ -31,7 +31,7 @@ from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
 from searches.engines.race import RACE_FILE, Race, race
-from searches.predict.mask_search import PLANNED, SearchControl
+from searches.predict.mask_search import SearchControl
 from searches.predict.preparation import Preparation
 from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
@@ -61,7 +61,6 @@ from searches.study.study import (
 from searches.tracking.tracker import Tracker
 from searches.workers.pool import Workers
 
-_LONG_CONTEXT = 2048  # tokens from which a window of a self-draft may save time
 _RACED_PROMPTS = 16  # held-out prompts that engines decode
 _THREADS = "threads"
 """User attribute of a study: the number of threads of the processor."""
@@ -176,7 +175,7 @@ class Sweep:
             )
         self._begin(OPENING)
         with self.budget.preparing(self.pool):
-            self.space = self._space_with_costs() if "cascade" in plan.space.available_methods else plan.space
+            self.space = self._measured_space()
             self.arms = cheap_arms(self.space)[: plan.settings.n_trials]
             objective = self._objective(None)
             if len(self.arms) > len(finished(study)):
@@ -329,13 +328,13 @@ class Sweep:
     def _prepare_predictor(self) -> ScanPredictor | None:
         """Return the predictor of masks, if layer skipping is searched and scanned."""
         plan = self.plan
-        if not plan.scanning.enabled or not plan.space.scanned:
+        if not plan.scanning.enabled or not self.space.scanned:
             return None
         prompts = self.tune.take(plan.scanning.prompts, self.first_prompt)
         is_over = partial(self.budget.is_over, PREDICTIONS)
         preparation = Preparation(plan.target, plan.sampling, plan.outputs, self.budget.use, self.pool, is_over)
         new_tokens = plan.measuring.max_new_tokens
-        predictor = preparation.predictor(prompts, new_tokens, plan.space, plan.scanning, self.folder, plan.seed)
+        predictor = preparation.predictor(prompts, new_tokens, self.space, plan.scanning, self.folder, plan.seed)
         if predictor is None:
             say("scan: no predictions; every trial is decoded")
         return predictor
@@ -344,24 +343,26 @@ class Sweep:
         """Propose configurations from scans, fastest first."""
         if predictor is None:
             return []
-        plan, settings = self.plan, self.plan.scanning.proposals
+        settings = self.plan.scanning.proposals
         leaders = ranking(self.study)[:1]
         to_beat = max(1.0, leaders[0].speedup) if leaders else 0.0
         is_over, leave_out = partial(self.budget.is_over, PREDICTIONS), partial(self.budget.leave_out, PREDICTIONS)
-        with self.progress.counting(settings.budget(plan.space), "masks") as count:
+        with self.progress.counting(settings.budget(self.space) * len(self.space.scanned), "draft plans") as count:
             control = SearchControl(is_over, to_beat, leave_out, on_mask=self.view.after(count))
-            return propose_all(predictor, plan.space, settings, control)
+            return propose_all(predictor, self.space, settings, control)
 
-    def _space_with_costs(self) -> SearchSpace:
-        """Return the space with the costs of verification and drafting, by which cascades choose."""
+    def _measured_space(self) -> SearchSpace:
+        """Return the space with windows for long contexts only, and the costs by which cascades choose."""
         plan, study = self.plan, self.study
         lengths = (len(plan.target.encode(item.messages())) for item in self.tune)
         context = round(statistics.median(lengths) + plan.measuring.max_new_tokens / 2)
+        # On a GPU, passes over a window are not captured.
+        space = plan.space.at_context(context if plan.target.device.type == "cpu" else 0)
+        if "cascade" not in space.available_methods:
+            return space
         timer = CostTimer(plan.target, plan.sampling, context, plan.seed)
         claim = partial(self.pool.claim, "costs")
         with claim():
             costs = verify_cost(study, timer.verify_costs)
             drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
-        short = [name for name in PLANNED if "draft_window" not in plan.space.ranges.get(name, {})]
-        space = plan.space if context >= _LONG_CONTEXT else plan.space.narrowed(short, draft_window=(0, 0))
         return replace(space, verify_cost=costs, draft_cost=drafting)

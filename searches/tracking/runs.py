@@ -189,7 +189,7 @@ class TrialRuns:
             "role": "trial",
             "trial_number": str(trial.number),
             "trial_state": trial.state.name,
-            "mask": config.mask,
+            "plan": next(filter(None, (part.plan for part in config.members or (config,))), ""),
             "config": config.label(),
             "losslessness": measurement.get("losslessness", {}).get("verdict", "unchecked"),
         }
@@ -235,7 +235,7 @@ def parameters(config: SpeculativeConfig) -> dict[str, str]:
     fields of the method follow, such as ``with_prompt_lookup_max``, and those of members, such as ``with_member_0_method``.
     """
     parts = config.members or (config,)
-    skipped = [draft_plan.sublayers(part.mask) for part in parts]
+    skipped = [draft_plan.sublayers(part.plan) for part in parts]
     summary: dict[str, object] = {
         "drafter": methods()[config.method].short,
         "num_speculative_tokens": 0 if config.method == "none" else max(part.num_speculative_tokens for part in parts),

@@ -86,6 +86,10 @@ def test_every_sublayer_reads_the_bits_of_a_plan() -> None:
     ("fields", "line"),
     [
         ({"method": "quantized", "weights": "int3"}, "weights: cannot read 'int3'"),
+        (
+            {"method": "quantized", "weights": "layers:1"},
+            "weights: 'layers:1' reads all bits; that is a mask",
+        ),
         ({"method": "layer_skip", "mask": "int4"}, "mask: 'int4' reads fewer bits; that is a value of weights"),
     ],
 )

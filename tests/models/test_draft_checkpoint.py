@@ -76,7 +76,7 @@ def test_a_mask_that_leaves_no_whole_model_is_refused(tiny_target: Target, tmp_p
     for text, layers, reason in (
         ("attention:1", 3, both), ("mlp:0;layers:2", 3, both), ("layers:0-2", 3, "every layer"), ("layers:1", 4, "is for 4")
     ):  # fmt: skip
-        with pytest.raises(PlanError, match=f"^mask: .*{reason}"):
+        with pytest.raises(PlanError, match=f".*{reason}"):
             save_draft_checkpoint(tiny_target, DraftPlan.parse(text, layers), tmp_path / "draft")
     assert not (tmp_path / "draft").exists()
 

@@ -39,6 +39,7 @@ class Landscape:
     screened: list[DraftPlan] = field(default_factory=list)
     prompts: frozenset[str] = frozenset("x")
     screened_together: int = 8
+    predicted: tuple[str, ...] = ("layer_skip", "quantized")
 
     def agreement(self, mask: DraftPlan) -> float:
         return math.exp(-self.loss(mask))
@@ -177,7 +178,7 @@ def test_proposed_plans_are_close_to_the_best_of_all_plans(seed: int) -> None:
 
     shares = {"int8": (0.7, 0.8, 0.6), "int4": (0.5, 0.7, 0.35)}
     profile = CostProfile(100, 0.2, 0.01, (0.1,) * 3, (0.15,) * 3, 0.0, 0.0, (1.0,) * 9, shares)
-    space = SearchSpace(3, protect_first=1, protect_last=0)
+    space = SearchSpace(3, protect_first=1, protect_last=0, plans=True)
     predictor = Landscape(loss, 3, profile)
     found = propose_plans(predictor, space, ProposalSettings(scanned=12))
     assert [prediction.config.method for prediction in found] == ["quantized"] * 2

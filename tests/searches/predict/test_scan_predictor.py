@@ -39,7 +39,7 @@ def _scanner(target: Target) -> Scanner:
 
 
 def _predictor(target: Target, folder: Path) -> ScanPredictor:
-    return ScanPredictor(_scanner(target), _profile(target.layers), CHOICES, folder)
+    return ScanPredictor(_scanner(target), _profile(target.layers), {"layer_skip": CHOICES}, folder)
 
 
 def _seconds(profile: CostProfile, rounds: Iterable[Round], each: float) -> float:

@@ -70,11 +70,31 @@ def test_plans_are_chosen_by_sublayer(weights: str) -> None:
         assert space.allows(one)
     assert not space.allows(Config.of("quantized", {"weights": "int4;layers:0=skip"}))  # a protected layer
     assert not replace(space, ranges={"quantized": {"num_speculative_tokens": (5, 6)}}).allows(config)
+    assert not replace(space, ranges={"quantized": {"stop": ("adaptive",)}}).allows(config)
+    assert space.allows(replace(config, draft_window=512)) and not space.at_context(5).allows(
+        replace(config, draft_window=512)
+    )
     narrow = replace(space, methods=("quantized",), ranges={"quantized": {"weights": ("int4", "int4;mlp:3=skip")}})
     found = [DraftPlan.parse(one.value("weights"), 12) for one in drawn(narrow, 60) if one.method == "quantized"]
     assert len({plan for plan in found if plan.formats == {4}}) > 10
     assert {bits for plan in found for bits in plan.bits} == {0, 4}
     assert not any(plan.attention[layer] or plan.mlp[layer] for plan in found for layer in (0, 1, 10, 11))
+
+
+def test_windows_are_searched_in_long_contexts_only() -> None:
+    chosen = replace(SPACE, ranges=PATHS | {"layer_skip": {"draft_window": (64, 128)}})
+    for space, tokens, expected in (
+        (SPACE, 500, {0}),
+        (SPACE, 5000, {0, 512}),
+        (chosen, 500, {0, 64}),
+    ):
+        found = space.at_context(tokens)
+        windows = [one.draft_window for one in [*found.starts("quantized"), *found.skip_starts(["mlp:3"])]]
+        assert windows[0] == 0 and set(windows) == expected
+        assert found.scanned == (("quantized",) if space is chosen else ("layer_skip", "quantized"))
+    found = drawn(replace(SPACE, methods=("quantized",)).at_context(5000), 60)
+    assert {one.draft_window for one in found} == {0, 256, 512, 1024, 2048}
+    assert {one.draft_window for one in drawn(SPACE.at_context(5), 40)} == {0}
 
 
 def test_random_trials_stay_within_the_space() -> None:
@@ -183,6 +203,11 @@ def test_every_space_with_cascades_has_one_among_its_starting_points(method: str
         ({"ranges": {"eagle": {"head": "mine"}}}, "ranges.eagle.head"),
         ({"ranges": {"layer_skip": {"num_speculative_tokens": (0, 4)}}}, "ranges.layer_skip.num_speculative_tokens"),
         ({"ranges": {"layer_skip": {"num_speculative_tokens": 4}}}, "ranges.layer_skip.num_speculative_tokens"),
+        ({"ranges": {"layer_skip": {"draft_window": (0, -5)}}}, "ranges.layer_skip.draft_window"),
+        *(
+            ({"ranges": {"quantized": {"weights": (text,)}}}, "ranges.quantized.weights")
+            for text in ("int3", "int4;mlp:30", "int4;layers:0=skip")
+        ),
         ({"ranges": {"prompt_lookup": {"prompt_lookup_min": (3, 2)}}}, "ranges.prompt_lookup.prompt_lookup_min"),
         ({"ranges": {"eagle": {"min_token_prob": (0, 0.5)}}}, "ranges.eagle.min_token_prob"),
         ({"protect_first": -1}, "protect_first"),
