@@ -86,12 +86,12 @@ class ServedBackend(Backend):
         return {"engines": self.engines} | model
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
-        """Return the space without choices that servers do not have: stop rules, matches and datastores.
+        """Return the space without choices that servers do not have: stop rules, matches, datastores and windows.
 
         Their n-grams are copied from the first match. Heads draft chains: a method keeps its trees only if it has no chains.
         """
         trees = any(methods()[method].trees_only for method in space.available_methods)
-        found = space.narrowed(stop=("length",), match=("first",), datastore=())
+        found = space.narrowed(stop=("length",), match=("first",), datastore=(), draft_window=(0,))
         return found if trees else replace(found, trees=False)
 
     def metrics(self) -> dict[str, float]:

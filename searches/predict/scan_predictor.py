@@ -101,10 +101,13 @@ class ScanPredictor:
         return [float(self._agreements[mask.format()]) for mask in masks]
 
     def predict(self, masks: Sequence[DraftPlan]) -> list[Prediction]:
-        """Scan new masks, and predict the speedup of each mask with its best draft length and stop rule."""
+        """Scan new plans, and predict the speedup of each with its best draft length and stop rule.
+
+        These are of its own method, or of the other one where the study has none that can be predicted.
+        """
         predictions = []
         for mask, counts in zip(masks, self._scanned(masks), strict=True):
-            allowed = self._choices_of["quantized" if mask.formats else "layer_skip"]
+            allowed = self._choices_of.get("quantized" if mask.formats else "layer_skip", self._choices)
             speedups = {choice: self.profile.speedup(counts[choice], mask, choice[1]) for choice in allowed}
             (length, stop), speedup = max(speedups.items(), key=lambda pair: pair[1])
             predictions.append(Prediction(drafting_with(mask, length, stop), speedup))

@@ -59,6 +59,18 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Targe
     return prepare
 
 
+def test_predictions_have_the_lengths_and_rules_of_their_method(tiny_target: Target, tmp_path: Path) -> None:
+    scanner, profile, mask = _scanner(tiny_target), _profile(tiny_target.layers), DraftPlan.of(tiny_target.layers, {1}, {1})
+    both = ScanPredictor(scanner, profile, {"layer_skip": CHOICES[:1], "quantized": CHOICES}, tmp_path / "both")
+    (found,) = both.predict([mask])
+    assert (found.config.num_speculative_tokens, found.config.stop) == CHOICES[0]
+    other = ScanPredictor(scanner, profile, {"quantized": CHOICES}, tmp_path / "other")
+    (found,) = other.predict([mask])  # for a bound
+    assert found.config.method == "layer_skip" and not other.can_predict(found.config)
+    windowed = replace(found.config, draft_window=512)
+    assert not both.can_predict(windowed)
+
+
 def test_a_prediction_combines_the_counts_of_real_decoding_with_the_profile(tiny_target: Target, tmp_path: Path) -> None:
     predictor = _predictor(tiny_target, tmp_path)
     profile, mask = predictor.profile, DraftPlan.parse("mlp:1", tiny_target.layers)
