@@ -137,13 +137,11 @@ class DraftPlan:
         return _write(_Read(base, changes, head))
 
 
-def normalise(text: str) -> str:
-    """Return a text without redundancy that means the same for any number of layers; a :class:`PlanError` if malformed."""
-    return _write(_read(text))
-
-
 def normalise_mask(text: str) -> str:
-    """Return a text as :func:`normalise` does; a :class:`PlanError` also refuses formats of fewer bits."""
+    """Return a text without redundancy that means the same for any number of layers.
+
+    A :class:`PlanError` refuses a text that is malformed or has formats of fewer bits.
+    """
     read = _read(text)
     if read.formats:
         raise PlanError(f"{text!r} reads fewer bits; that is a value of weights, of the method quantized")
@@ -151,7 +149,7 @@ def normalise_mask(text: str) -> str:
 
 
 def normalise_formats(text: str) -> str:
-    """Return a text as :func:`normalise` does; a :class:`PlanError` also refuses one without formats of fewer bits."""
+    """Return a text as :func:`normalise_mask` does; a :class:`PlanError` refuses one without formats of fewer bits."""
     read = _read(text)
     if not read.formats:
         raise PlanError(f"{text!r} reads all bits; that is a mask, of the method layer_skip")

@@ -42,6 +42,10 @@ class CostProfile:
         values["shares"] = {name: tuple(shares) for name, shares in values.get("shares", {}).items()}
         return cls(**values)
 
+    def times(self, plan: DraftPlan) -> bool:
+        """Return whether all formats of a plan were timed."""
+        return {NAMES[bits] for bits in plan.formats} <= self.shares.keys()
+
     def draft_seconds(self, plan: DraftPlan) -> float:
         """Return the seconds of a draft pass; a ``KeyError`` if a format of the plan was not timed."""
         pairs, seconds = zip(plan.attention, plan.mlp, strict=True), self.head_seconds * self._share(plan.head_bits, 0)

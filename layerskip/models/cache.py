@@ -9,7 +9,7 @@ length. Recurrent state cannot rewind.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,15 +161,10 @@ class KVCache(Cache):
         """
         finite, start = [], 0
         for other, count in parts:
-            for layer, source in zip(self._layers, other._layers, strict=True):
-                if not source.is_initialized:  # it shares another layer's keys and values
-                    continue
-                if not layer.is_initialized:
-                    layer.lazy_initialization(source.keys, source.values)
-                for states, given in ((layer.keys, source.keys), (layer.values, source.values)):
-                    states[:, :, start : start + count] = given[:, :, :count]
-                    if given.dtype == torch.float16:  # only float16 overflows in practice
-                        finite.append(given[:, :, :count].isfinite().all())
+            for states, given in self._pairs(other):
+                states[:, :, start : start + count] = given[:, :, :count]
+                if given.dtype == torch.float16:  # only float16 overflows in practice
+                    finite.append(given[:, :, :count].isfinite().all())
             start += count
         if not all(part.item() for part in finite):
             reason = "float16 overflows in keys or values of this text; bfloat16 and float32 do not"
@@ -178,16 +173,19 @@ class KVCache(Cache):
 
     def copy_ends(self, other: KVCache, first: int, last: int) -> None:
         """Fill the cache with the first and the last positions of another one; the length is then their number."""
-        begin = other.length - last
+        for states, given in self._pairs(other):
+            states[:, :, :first] = given[:, :, :first]
+            states[:, :, first : first + last] = given[:, :, other.length - last : other.length]
+        self.length = first + last
+
+    def _pairs(self, other: KVCache) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the keys and the values of every layer with those of another cache; allocate what is missing."""
         for layer, source in zip(self._layers, other._layers, strict=True):
             if not source.is_initialized:  # it shares another layer's keys and values
                 continue
             if not layer.is_initialized:
                 layer.lazy_initialization(source.keys, source.values)
-            for states, given in ((layer.keys, source.keys), (layer.values, source.values)):
-                states[:, :, :first] = given[:, :, :first]
-                states[:, :, first : first + last] = given[:, :, begin : other.length]
-        self.length = first + last
+            yield from ((layer.keys, source.keys), (layer.values, source.values))
 
     def gather(self, offsets: Sequence[int]) -> None:
         """Keep, of the positions after the length, those at some rising offsets, one after the other. The length stays."""

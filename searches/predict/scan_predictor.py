@@ -132,9 +132,10 @@ class ScanPredictor:
         """Return whether the draft is a timed prompt lookup, or a chain with a scanned draft length and stop rule."""
         if config.method == "prompt_lookup":
             return config.num_speculative_tokens <= self.profile.longest
-        if config.draft_window or (config.method == "quantized" and not self.profile.shares):
+        choice = config.num_speculative_tokens, config.stop
+        if config.draft_window or choice not in self._choices_of.get(config.method, ()):
             return False
-        return (config.num_speculative_tokens, config.stop) in self._choices_of.get(config.method, ())
+        return self.profile.times(DraftPlan.parse(config.plan, self.layers))
 
     def speedup(self, config: SpeculativeConfig) -> float:
         """Predict a configuration's speedup from the counts of its rounds; scans its mask if it is new."""

@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import optuna
 
@@ -21,6 +21,7 @@ from layerskip.config import Costs, Field, Method, methods
 from layerskip.draft_plan import BITS, KEEP, NAMES, SKIP
 from searches.app.checks import InputError, check_list, check_number, check_whole
 
+T = TypeVar("T")
 Params = dict[str, int | float | str]
 _ACCEPTED = 0.8  # share of drafted tokens, while nothing is measured
 
@@ -77,22 +78,16 @@ def check_masks(space: SearchSpace) -> None:
     check_list("space.masks", space.masks)
     plans = [("space.ranges.quantized.weights", text) for text in space.values("quantized", "weights")]
     for name, mask in [*plans, *(("space.masks", mask) for mask in space.masks)]:
-        parsed = _parse(mask, space, name)
+        parsed = _read_plan(lambda text: DraftPlan.parse(text, space.layers), mask, name)
         outside = [i for i in range(space.layers) if (parsed.attention[i] or parsed.mlp[i]) and i not in space.skippable]
         if outside:
             raise InputError(f"{name}: {mask!r} skips layer {outside[0]}, which is protected")
 
 
-def _parse(text: object, space: SearchSpace, name: str) -> DraftPlan:
+def _read_plan(read: Callable[[str], T], text: object, name: str) -> T:
+    """Return what a function reads from the text of a plan; an :class:`InputError` names the field."""
     try:
-        return DraftPlan.parse(str(text), space.layers)
-    except PlanError as error:
-        raise InputError(f"{name}: {text!r}: {error}") from None
-
-
-def _canonical(field: Field, text: object, name: str) -> str:
-    try:
-        return str(text) if field.normalise is None else field.normalise(str(text))
+        return read(str(text))
     except PlanError as error:
         raise InputError(f"{name}: {text!r}: {error}") from None
 
@@ -168,8 +163,8 @@ class SearchSpace:
             for name, values in fields.items():
                 check_list(f"space.ranges.{method}", [name], tuple(searched))
                 check_values(f"space.ranges.{method}.{name}", searched[name], values)
-                if name == known[method].plan_field:
-                    values = [_canonical(searched[name], value, f"space.ranges.{method}.{name}") for value in values]
+                if (normalise := searched[name].normalise) is not None:
+                    values = [_read_plan(normalise, value, f"space.ranges.{method}.{name}") for value in values]
                 ranges.setdefault(method, {})[name] = tuple(values)
         object.__setattr__(self, "ranges", ranges)
         for method in ranges:

@@ -14,6 +14,7 @@ import numpy as np
 import optuna
 
 from layerskip import DraftPlan, SpeculativeConfig
+from layerskip.config import methods
 from searches.predict.mask_search import SpeedupPredictor
 from searches.study.leaderboard import LeaderboardEntry, leaderboard
 
@@ -61,24 +62,24 @@ class BoundEstimator:
         """
         predictor = self._predictor
         predictable = predictor.can_predict(config)
-        masked = config.method == "layer_skip" or (config.method == "quantized" and bool(predictor.profile.shares))
-        if not predictable and (not masked or config.draft_window):
+        plan = DraftPlan.parse(config.plan, predictor.layers) if methods()[config.method].plan_field else None
+        is_timed = plan is not None and not config.draft_window and predictor.profile.times(plan)
+        if not predictable and not is_timed:
             return None
         board = leaderboard(study)
         to_beat = board.to_beat(predictor.prompts)
         error = calibrated_error(board.entries.values(), predictor.prompts, config.method)
-        if not masked:
+        if plan is None:
             predicted = predictor.speedup(config)
             return SpeedupBound(predicted, predicted * math.exp(error), to_beat)
-        mask = DraftPlan.parse(config.plan, predictor.layers)
-        by_cost = predictor.profile.speedup_bound(mask)
+        by_cost = predictor.profile.speedup_bound(plan)
         if by_cost * math.exp(error) < to_beat:
             return SpeedupBound(None, by_cost * math.exp(error), to_beat)
         if predictable:
             predicted = predictor.speedup(config)
             return SpeedupBound(predicted, min(by_cost, predicted) * math.exp(error), to_beat)
         # This draft length or stop rule was not scanned: assume a little more than the best that was.
-        (best,) = predictor.predict([mask])
+        (best,) = predictor.predict([plan])
         return SpeedupBound(None, min(by_cost, best.speedup) * math.exp(max(error, _FIRST_ERROR)), to_beat)
 
 
