@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -113,6 +113,8 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
     ) -> None:
         self.signature: dict[str, str] = {}
         self._storage, self._retry, self._transaction, self._waiting = storage, retry, transaction, _Waiting()
+        self.is_alone = False  # nobody else changes trials, which are therefore read again after own changes only
+        self._read: dict[int, list[FrozenTrial]] = {}  # all trials of a study
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a method that calls the storage's until it is reached; changes of a joined trial wait for the next read."""
@@ -125,9 +127,21 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
                 return None
             if name not in _UNAFFECTED:
                 self._write_changes()
+            if not name.startswith("get_"):
+                self._read.clear()
             return self._retry(method)
 
         return call
+
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        """Return the trials of a study in some states, or in any."""
+        self._write_changes()
+        if not self.is_alone or study_id not in self._read:
+            self._read[study_id] = self._retry(partial(self._storage.get_all_trials, study_id, deepcopy=False))
+        trials = [trial for trial in self._read[study_id] if states is None or trial.state in states]
+        return copy.deepcopy(trials) if deepcopy else trials
 
     def join_changes(self, trial_id: int) -> None:
         """Let changes of a trial, from this thread, wait until it reads trials or ends one, and then make them together.
@@ -146,6 +160,7 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
                     change()
 
         if changes:
+            self._read.clear()
             self._retry(write)
             changes.clear()  # after a success alone: a change may be repeated, but not lost
 
@@ -157,6 +172,7 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
         template.system_attrs = template.system_attrs | {_NONCE: nonce}
         attempts = itertools.count()
         self._write_changes()
+        self._read.clear()
 
         def create() -> int:
             if next(attempts):
@@ -172,6 +188,7 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
         """Set the state of a trial; a repeated call succeeds if the trial was finished like this."""
         attempts = itertools.count()
         self._write_changes()
+        self._read.clear()
 
         def update() -> bool:
             is_repeated = next(attempts) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
 import subprocess
 from importlib import metadata
@@ -21,15 +22,12 @@ _PACKAGES = ("torch", "transformers", "optuna", "mlflow", "hydra-core")
 
 def environment(target: Target) -> dict[str, Any]:
     """Return the environment as plain values: those of :func:`machine`, ``platform`` and ``git_commit``."""
-    return machine(target) | {"platform": platform.platform(), "git_commit": git_commit(_ROOT)}
+    return machine(target) | {"platform": platform.platform(), "git_commit": _own_commit()}
 
 
 def machine(target: Target) -> dict[str, Any]:
     """Return the values that times depend on, with the instruction set of a CPU as far as torch may use it."""
-    device, versions = target.device, {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+    device = target.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     used = sorted({str(place) for place in vars(target.model).get("hf_device_map", {}).values()})
     described = {
@@ -37,13 +35,28 @@ def machine(target: Target) -> dict[str, Any]:
         "device_name": name if len(used) < 2 else f"{name} ({', '.join(used)})",  # where the weights are, if split
         "threads": torch.get_num_threads(),
         "packed_weights": uses_packing(target.model),
-        "versions": versions,
+        "versions": dict(_versions()),
     }
     if compiled_layers(target.model) is not None:
         described["compiled_layers"] = True
     if device.type == "cpu":
         described["instruction_set"] = torch.backends.cpu.get_cpu_capability()
     return described
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
+@functools.cache
+def _own_commit() -> str | None:
+    """Return the commit of this program, as it was when the process first asked."""
+    return git_commit(_ROOT)
 
 
 def _processor() -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
-from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_LOGGED_ARTIFACTS
 from optuna.trial import FrozenTrial
 
 from layerskip import PromptSet, SpeculativeConfig, draft_plan
@@ -41,6 +41,7 @@ MEASURED = (
 )
 NOT_MEASURED = dict.fromkeys((*MEASURED, PREDICTED), math.nan)
 """Metrics of a run without metrics. MLflow's parallel coordinates omit NaN, and draw a missing metric as the largest."""
+_TABLE = "prompts.json"  # the artifact of a trial's run with a row per prompt
 _METRICS = 1000  # metrics per batch: a store takes no more
 _PARAMS = 100  # parameters per batch: a store takes no more
 _NAME = 250  # characters of a run's name: a store takes no more
@@ -172,7 +173,7 @@ class TrialRuns:
             run_id = self._begun[trial.number] = self._store.create(name, self._tags(trial, config), start)
         self._store.log(run_id, metrics_now(_metrics(trial)), {**parameters(config), **self._study.params})
         if "table" in trial.user_attrs:
-            client.log_table(run_id, trial.user_attrs["table"], "prompts.json")
+            client.log_text(run_id, _as_table(trial.user_attrs["table"]), _TABLE)
         if ENGINE_LOG in trial.user_attrs:
             client.log_text(run_id, trial.user_attrs[ENGINE_LOG], "engine.log")
         failed = str(trial.user_attrs.get("reason")).startswith(ENGINE_FAILED)
@@ -193,6 +194,8 @@ class TrialRuns:
             "config": config.label(),
             "losslessness": measurement.get("losslessness", {}).get("verdict", "unchecked"),
         }
+        if "table" in trial.user_attrs:
+            tags[MLFLOW_LOGGED_ARTIFACTS] = json.dumps([{"path": _TABLE, "type": "table"}])
         return tags | ({"reason": trial.user_attrs["reason"]} if "reason" in trial.user_attrs else {})
 
     def _tidy(self) -> None:
@@ -221,6 +224,11 @@ def _metrics(trial: FrozenTrial) -> dict[str, float]:
     metrics |= {"seconds": known["seconds"], DRIFTED: known.get(DRIFTED, 0)}
     rates = enumerate(measurement.get("acceptance_by_position", ()), 1)
     return metrics | {f"acceptance_at_{position:02d}": rate for position, rate in rates}
+
+
+def _as_table(columns: Mapping[str, Sequence[object]]) -> str:
+    """Return columns as MLflow stores a table. Its own ``log_table`` takes a third of the time of all other writes."""
+    return json.dumps({"columns": list(columns), "data": list(zip(*columns.values(), strict=True))})
 
 
 def _milliseconds(moment: Any) -> int | None:

@@ -20,7 +20,7 @@ from sqlalchemy import Engine, event
 
 from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError
-from searches.connections import sqlite_url
+from searches.connections import RetryingStorage, sqlite_url
 from searches.study import storage
 from searches.study.storage import joined, open_database
 from searches.study.study import StudySettings, run_trials
@@ -161,3 +161,24 @@ def test_a_trial_is_few_transactions_and_its_choices_are_stored_before_it_is_mea
     (running,), (finished,) = stored, study.trials
     assert (running.params, running.user_attrs["config"]) == (finished.params, lookup(4).to_dict())
     assert finished.user_attrs.keys() > running.user_attrs.keys() and len(finished.intermediate_values) == 5
+
+
+def test_a_process_alone_reads_trials_again_after_each_of_its_changes(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    alone = open_database(url)
+    assert isinstance(alone, RetryingStorage)
+    alone.is_alone = True
+    study = optuna.create_study(study_name="s", storage=alone)
+    trial = study.ask()
+    alone.join_changes(trial._trial_id)
+    other = optuna.load_study(study_name="s", storage=open_database(url))
+    for number in range(3):
+        trial.set_user_attr("number", number)
+        for every in (study, other):
+            assert [each.user_attrs for each in every.get_trials()] == [{"number": number}]
+    study.enqueue_trial({"x": 1.0})
+    assert [each.state.name for each in study.trials] == ["RUNNING", "WAITING"]
+    study.tell(trial, 1.0)
+    assert [each.state.name for each in study.trials] == ["COMPLETE", "WAITING"]
+    assert study.ask().number == 1
+    assert [each.state.name for each in study.trials] == ["COMPLETE", "RUNNING"]

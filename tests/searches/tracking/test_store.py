@@ -137,6 +137,10 @@ def _check_complete(uri: str) -> None:
     assert sorted(int(run.data.tags["trial_number"]) for run in trials) == [0, 1, 2, 3]
     assert [run.data.tags["trial_number"] for run in trials if run.data.tags.get("best") == "true"] == ["1"]
     assert {artifact.path for run in trials for artifact in client.list_artifacts(run.info.run_id)} == {"prompts.json"}
+    with pytest.MonkeyPatch.context() as patch:  # load_table asks for it
+        patch.setenv("MLFLOW_TRACKING_URI", uri)
+        tables = client.load_table(study.info.experiment_id, "prompts.json", [run.info.run_id for run in trials])
+    assert len(tables) >= len(trials)
     paths = {artifact.path for artifact in client.list_artifacts(study.info.run_id)}
     assert paths == {"config.yaml", "best.json", "head"}
 
