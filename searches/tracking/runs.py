@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_LOGGED_ARTIFACTS
 from optuna.trial import FrozenTrial
 
-from layerskip import PromptSet, SpeculativeConfig, draft_plan
+from layerskip import DraftPlan, PromptSet, SpeculativeConfig, draft_plan
 from layerskip.config import methods
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
 
@@ -171,7 +172,8 @@ class TrialRuns:
             name = f"{trial.number} {config.label()}"[:_NAME]
             start = _milliseconds(trial.datetime_start)
             run_id = self._begun[trial.number] = self._store.create(name, self._tags(trial, config), start)
-        self._store.log(run_id, metrics_now(_metrics(trial)), {**parameters(config), **self._study.params})
+        params = parameters(config, int(self._study.params.get("target.layers", 0))) | dict(self._study.params)
+        self._store.log(run_id, metrics_now(_metrics(trial)), params)
         if "table" in trial.user_attrs:
             client.log_text(run_id, _as_table(trial.user_attrs["table"]), _TABLE)
         if ENGINE_LOG in trial.user_attrs:
@@ -235,12 +237,14 @@ def _milliseconds(moment: Any) -> int | None:
     return None if moment is None else int(moment.timestamp() * 1000)
 
 
-def parameters(config: SpeculativeConfig) -> dict[str, str]:
+def parameters(config: SpeculativeConfig, layers: int = 0) -> dict[str, str]:
     """Return the MLflow parameters of a configuration: a summary that runs of all methods have, and the method's fields.
 
     The summary is ``drafter`` (the method in at most ten characters), ``num_speculative_tokens``, ``skipped_attention`` and
-    ``skipped_mlp``. Plain decoding drafts 0 tokens; a cascade drafts as many as the member with the longest drafts. The
-    fields of the method follow, such as ``with_prompt_lookup_max``, and those of members, such as ``with_member_0_method``.
+    ``skipped_mlp``. Plain decoding drafts 0 tokens; a cascade drafts as many as the member with the longest drafts. If the
+    number of ``layers`` is given, ``with_int8_sublayers`` and ``with_int4_sublayers`` count what a draft reads at fewer
+    bits. The fields of the method follow, such as ``with_prompt_lookup_max``, and those of members, such as
+    ``with_member_0_method``.
     """
     parts = config.members or (config,)
     skipped = [draft_plan.sublayers(part.plan) for part in parts]
@@ -250,6 +254,10 @@ def parameters(config: SpeculativeConfig) -> dict[str, str]:
         "skipped_attention": sum(len(attention) for attention, _ in skipped),
         "skipped_mlp": sum(len(mlp) for _, mlp in skipped),
     }
+    if layers:
+        plans = [DraftPlan.parse(part.plan, layers) for part in parts]
+        read = Counter(bits for plan in plans for bits in (*plan.attention_bits, *plan.mlp_bits))
+        summary |= {f"with_{name}_sublayers": read[bits] for name, bits in draft_plan.BITS.items() if bits}
     fields = _fields(config)
     summary |= {f"with_{key}": fields[key] for key in fields if key not in ("method", "num_speculative_tokens")}
     return {key: str(value) for key, value in summary.items()}

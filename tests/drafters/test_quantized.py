@@ -6,12 +6,16 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 
 from layerskip import ConfigError, DraftPlan, SpeculativeConfig, Target, UnsupportedModel
+from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter
+from layerskip.decoding.sampling import Sampling
+from layerskip.drafters.quantized import Quantized
 from layerskip.drafters.registry import build_drafter
 from layerskip.kernels.cpu import Blocks, BlockWeight, IntegerWeight, has_kernels
 from layerskip.models import packing
@@ -22,8 +26,8 @@ from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
 from searches.study.plan import drop_unsupported
 from tests.accelerator import DEVICE
-from tests.drafters.contract import contract
-from tests.families import build
+from tests.drafters.contract import contract, greedy_tokens
+from tests.families import SKIPPABLE, build
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu" or not has_kernels(), reason="needs a C++ compiler and AVX2 or AVX-512")
 
@@ -46,6 +50,21 @@ MIXED = "int4;layers:1=skip;attention:0=int8;head=keep"
 
 TestInt4 = contract(_drafter, samples_by_default=False)
 TestMixed = contract(functools.partial(_drafter, weights=MIXED), samples_by_default=False)
+
+
+@pytest.mark.parametrize("family", SKIPPABLE)
+def test_greedy_tokens_of_every_family_equal_those_of_generate(family: str) -> None:
+    """With formats, skips and a window that the output outgrows."""
+    target = Target(build(family, eos_token_id=None))
+    set_packing(target.model, True)
+    prompt = [(7 * i) % 61 + 3 for i in range(9)]
+    expected, reads_fewer = greedy_tokens(target, prompt, max_new_tokens=12), False
+    for weights, window in (("int8", 0), ("int4;attention:0=skip;mlp:2=int8;head=keep", 2)):
+        drafter = _drafter(target, weights, draft_window=window)
+        assert decode(target, drafter, prompt, Sampling(), 12).tokens == expected
+        layers = [module for module in cast(Quantized, drafter).view.modules() if isinstance(module, torch.nn.Linear)]
+        reads_fewer |= any(isinstance(few_rows_weight(layer), IntegerWeight) for layer in layers)
+    assert reads_fewer
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.2), (4, 0.8)])

@@ -68,6 +68,13 @@ def test_numbers_summarise_a_configuration(config: SpeculativeConfig, expected: 
     assert tuple(found[name] for name in AXES) == expected
 
 
+def test_sublayers_are_counted_by_format() -> None:
+    config = SpeculativeConfig.from_dict({"method": "quantized", "weights": "int4;mlp:0,2=int8;attention:1=skip;head=keep"})
+    found = parameters(config, layers=4)
+    assert (found["with_int4_sublayers"], found["with_int8_sublayers"], found["skipped_attention"]) == ("5", "2", "1")
+    assert parameters(SKIP, layers=30)["with_int4_sublayers"] == "0"
+
+
 @pytest.fixture
 def tracker(tmp_path: Path) -> Tracker:
     """The writer of a new study."""
