@@ -10,8 +10,8 @@ from layerskip.generation import Generation, generate
 from layerskip.measure.measure import measure
 from layerskip.measure.measurement import Measurement
 from layerskip.models.architecture import UnsupportedModel
+from layerskip.models.draft_checkpoint import save_draft_checkpoint
 from layerskip.models.loading import load_target
-from layerskip.models.skip_view import save_draft_checkpoint
 from layerskip.models.target import Target, TargetError
 from layerskip.prompts import PromptError, PromptSet
 

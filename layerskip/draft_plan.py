@@ -123,6 +123,10 @@ class DraftPlan:
         changes: dict[str, Any] = {kind: tuple(flags), f"{kind}_bits": tuple(bits)}
         return replace(self, **changes)
 
+    def without_formats(self) -> DraftPlan:
+        """Return the mask that skips the same."""
+        return DraftPlan(self.attention, self.mlp)
+
     def format(self) -> str:
         """Return the canonical text form; the inverse of :meth:`parse`. Its first word is the commonest format."""
         places = [(kind, layer) for kind in ("attention", "mlp") for layer in range(self.layers)]

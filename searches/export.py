@@ -3,8 +3,8 @@
 Usage: ``python -m searches.export outputs/<study>/best.json [engine=vllm] [model=FOLDER] [draft=FOLDER]``
 
 ``engine=`` prints the commands of one engine, which a shell runs as they are; without it a table of all engines is printed.
-``model=`` writes the target as a folder, and ``draft=`` what drafts for it: a draft model, the layers that a mask keeps, or
-a trained head in the layout of the engine.
+``model=`` writes the target as a folder, and ``draft=`` what drafts for it: a draft model, the layers that a plan keeps, at
+its bits for vLLM and SGLang, or a trained head in the layout of the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from layerskip import DraftPlan, Export, SpeculativeConfig, Target, save_draft_checkpoint
+from layerskip.config import methods
 from layerskip.engines.registry import ENGINES
 from layerskip.heads.folders import save_portable
 from layerskip.models.loading import load_draft
@@ -86,8 +87,10 @@ def script(name: str, entry: Mapping[str, Any]) -> str:
 def _save_draft(config: SpeculativeConfig, target: Target, folder: Path, engine: str) -> None:
     """Write what drafts, as an engine loads it; of a cascade, the member with a model of its own."""
     for part in (config, *config.members):
-        if part.method == "layer_skip":
-            save_draft_checkpoint(target, DraftPlan.parse(part.mask, target.layers), folder)
+        if methods()[part.method].plan_field:
+            plan = DraftPlan.parse(part.plan, target.layers)
+            # Converters of other engines choose the bits themselves.
+            save_draft_checkpoint(target, plan if engine in ("vllm", "sglang") else plan.without_formats(), folder)
         elif part.draft_model:
             load_draft(target, part.draft_model, part.method != "cross_tokenizer").save(folder)
         elif part.head:

@@ -42,7 +42,7 @@ class Quantized(LayerSkip):
         also=({"draft_window": 512}, {"weights": "int8"}),
         paired=True,
         benchmark={"num_speculative_tokens": 3},
-        no_engine="no engine drafts with its own target at fewer bits",
+        engine_method="draft_model",
     )
 
     @classmethod

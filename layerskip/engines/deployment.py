@@ -31,7 +31,7 @@ Launch = dict[str, Any]
 
 
 WAYS = ("none", "prompt_lookup", "suffix", "draft_model", "cross_tokenizer", "eagle", "eagle3")
-"""How engines draft: ``draft_model`` also with the whole layers that a mask keeps, ``suffix`` in place of retrieval."""
+"""How engines draft: ``draft_model`` also with the whole layers that a plan keeps, ``suffix`` in place of retrieval."""
 
 
 class Unsupported(ValueError):
@@ -72,7 +72,20 @@ class Deployment:
         head = self.config.head
         if head and is_published(Path(head)):
             return head
-        return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if head else [])
+        is_own = bool(head) or self.config.method == "quantized"  # each engine has its layout
+        return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if is_own else [])
+
+    def draft_bits(self, engine: str) -> int:
+        """Return the bits at which an engine reads all layers of a draft; 0 as they are stored.
+
+        Raises:
+            Unsupported: they differ between sub-layers.
+        """
+        plan = DraftPlan.parse(self.config.plan, int(self.target["layers"]))  # of no self-draft: all as they are stored
+        kept = {bits for bits, skipped in zip(plan.bits, (*plan.attention, *plan.mlp), strict=False) if not skipped}
+        if len(kept) > 1:
+            raise Unsupported(f"config.weights: {engine} reads all layers of a draft at the same bits")
+        return kept.pop()
 
     def way(self, engine: str = "", ways: Container[str] = WAYS) -> str:
         """Return how a configuration drafts, as one of :data:`WAYS`.
@@ -87,8 +100,8 @@ class Deployment:
         way = method.engine_method
         if not way or config.datastore:
             raise Unsupported(f"config.method: {config.method}: {method.no_engine}")
-        if "mask" in method:
-            _check_kept_layers(config.mask, int(self.target["layers"]))
+        if method.plan_field:
+            _check_kept_layers(config.plan, int(self.target["layers"]))
         if "head" in method:
             if (reason := why_not_portable(Path(config.head))) is not None:
                 raise Unsupported(f"config.head: {reason}")
@@ -96,6 +109,11 @@ class Deployment:
         if way not in ways:
             raise Unsupported(f"config.method: {config.method}: {engine} has no such drafter")
         return way
+
+    def check_draft_bits(self, engine: str) -> None:
+        """Raise :class:`Unsupported` if an engine has no kernels for the weights of a draft in the target's data type."""
+        if 4 in DraftPlan.parse(self.config.plan, int(self.target["layers"])).bits[:-1] and self.dtype == "float32":
+            raise Unsupported(f"config.weights: {engine} multiplies weights of 4 bits in bfloat16 and float16 only")
 
     def left_out(self, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False) -> list[str]:
         """Return what an engine that drafts constant chains does otherwise than the configuration.
@@ -111,6 +129,9 @@ class Deployment:
             differs.append(f"config.stop: the {config.stop.method} rule is left out")
         if config.method == "layer_skip":
             differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
+        if config.method == "quantized":
+            differs.append("config.weights: the draft is a model with a cache of its own, which reads the prompt, too")
+            differs.append("config.weights: the weights, and those of the output layer, are rounded as the engine does")
         if config.draft_window:
             differs.append("config.draft_window: the draft attends to the whole context")
         if config.method == "eagle" and config.top_k > 1 and not trees:
@@ -157,7 +178,8 @@ def _check_kept_layers(text: str, layers: int) -> None:
         mask = DraftPlan.parse(text, layers)
     except PlanError as error:
         raise Unsupported(f"config.{error}") from None
-    if not mask.is_whole_layers or not any(mask.attention):
-        raise Unsupported("config.mask: no engine skips single sub-layers; whole layers left out are a draft model")
+    field = "weights" if mask.formats else "mask"
+    if not mask.is_whole_layers or not (any(mask.attention) or mask.formats):
+        raise Unsupported(f"config.{field}: no engine skips single sub-layers; whole layers left out are a draft model")
     if all(mask.attention):
-        raise Unsupported("config.mask: skips every layer, so no layer is left for a draft model")
+        raise Unsupported(f"config.{field}: skips every layer, so no layer is left for a draft model")

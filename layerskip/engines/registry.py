@@ -25,6 +25,7 @@ def launch_vllm(deployment: Deployment) -> Launch:
     names of fields are those of ``vllm/config/speculative.py``.
     """
     way, config = deployment.way(), deployment.config
+    deployment.check_draft_bits("vLLM")
     differs, model = deployment.left_out(match="first"), deployment.model()
     on_cpu = deployment.environment.get("device") == "cpu"
     command = ["python", "-m", API_SERVER, "--model", model] if on_cpu else ["vllm", "serve", model]
@@ -76,6 +77,7 @@ def launch_sglang(deployment: Deployment) -> Launch:
     requests, so that drafts may come from other prompts, too.
     """
     way, config = deployment.way("SGLang", _SGLANG), deployment.config
+    deployment.check_draft_bits("SGLang")
     method = _SGLANG[way]
     differs = deployment.left_out(trees=True)
     command = ["python", "-m", "sglang.launch_server", "--model-path", deployment.model(), *deployment.revision]
@@ -121,7 +123,7 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
                 differs.append(f"config.prompt_lookup_min: only n-grams of {config.prompt_lookup_max} tokens are looked up")
         elif way == "draft_model":
             types.append("draft-simple")
-            values["draft-model"] = _to_gguf(deployment, part.draft("llama_cpp", hub=False), "draft")
+            values["draft-model"] = _to_gguf(part, part.draft("llama_cpp", hub=False), "draft")
             values["draft-n-max"] = config.num_speculative_tokens
             values |= {"draft-p-min": config.stop.threshold} if config.stop.method == "threshold" else {}
     method = ",".join(types) or "none"
@@ -135,16 +137,22 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
 def _members(config: SpeculativeConfig) -> tuple[SpeculativeConfig, ...]:
     """Return the drafters of a configuration; the engine combines a lookup with a draft model behind it."""
     methods = [member.method for member in config.members]
-    if methods in (["prompt_lookup", "draft_model"], ["prompt_lookup", "layer_skip"]):
+    if methods[:1] == ["prompt_lookup"] and methods[1:] in (["draft_model"], ["layer_skip"], ["quantized"]):
         return config.members
     return (config,)
 
 
+_GGUF_TYPES = {8: "Q8_0", 4: "Q4_0"}  # in blocks of 32 values
+
+
 def _to_gguf(deployment: Deployment, folder: str, part: str) -> str:
-    """Return the GGUF file of a model in a folder, and add the command that makes it."""
+    """Return the GGUF file of a model in a folder, at the bits of a draft, and add the commands that make it."""
     file = deployment.beside(f"{part}.gguf")
     kind = _SHORT_TYPES[deployment.dtype]
     deployment.prepare.append(["python", "convert_hf_to_gguf.py", folder, "--outtype", kind, "--outfile", file])
+    if part == "draft" and (bits := deployment.draft_bits("llama.cpp")):
+        file, stored = deployment.beside(f"{part}-int{bits}.gguf"), file
+        deployment.prepare.append(["llama-quantize", stored, file, _GGUF_TYPES[bits]])
     return file
 
 
@@ -163,6 +171,8 @@ def launch_tensorrt_llm(deployment: Deployment) -> Launch:
     ``trtllm-serve MODEL --config FILE``.
     """
     way, config = deployment.way("TensorRT-LLM", _TENSORRT_CONFIGS), deployment.config
+    if config.method == "quantized":
+        raise Unsupported("config.method: quantized: TensorRT-LLM loads no compressed-tensors folder")
     method = _TENSORRT_CONFIGS[way]
     loading: dict[str, Any] = {"model": deployment.model(), "dtype": deployment.dtype}
     if deployment.revision:
@@ -230,9 +240,11 @@ def launch_openvino_genai(deployment: Deployment) -> Launch:
 
 def _to_openvino(deployment: Deployment, model: str, part: str, revision: Sequence[str] = ()) -> str:
     """Return the folder of a converted model, and add the command that converts it."""
-    folder = deployment.beside(f"{part}-openvino")
+    folder, kind = deployment.beside(f"{part}-openvino"), [_OPENVINO_FORMATS[deployment.dtype]]
+    if part == "draft" and (bits := deployment.draft_bits("OpenVINO")):
+        kind = ["int8"] if bits == 8 else ["int4", "--group-size", "64", "--ratio", "1.0"]
     command = ["optimum-cli", "export", "openvino", "--model", model, *revision]
-    command += ["--task", "text-generation-with-past", "--weight-format", _OPENVINO_FORMATS[deployment.dtype], folder]
+    command += ["--task", "text-generation-with-past", "--weight-format", *kind, folder]
     deployment.prepare.append(command)
     return folder
 

@@ -3,9 +3,6 @@
 A view is a second tree of modules over the same tensors. In it, a skipped sub-layer returns zeros, and a wholly skipped
 layer returns its input. Layer indices, cache entries, and each model family's own masks and positions stay as they are.
 Linear layers that read fewer bits share one copy per weight and format.
-
-A mask of whole layers can be exported as an ordinary checkpoint of the kept layers. It is loaded again and compared with the
-view, because the code of a model family may depend on layer numbers.
 """
 
 from __future__ import annotations
@@ -14,15 +11,12 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from layerskip.device.trial import nearly_equal
 from layerskip.draft_plan import DraftPlan, PlanError
-from layerskip.files import atomic_folder
 from layerskip.models.architecture import Architecture, UnsupportedModel, architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.cache import KVCache
@@ -30,13 +24,10 @@ from layerskip.models.compiled_layers import compile_mode, set_compiling
 from layerskip.models.cpu_layers import fuse_layers, is_whole_layer
 from layerskip.models.forward import forward
 from layerskip.models.packing import drop_stale_packing, pack_like, read_at, refuse_quantized, uses_packing
-from layerskip.models.target import Target
-from layerskip.models.weights import check_not_split
 
 T = TypeVar("T")
 _SHARED = ("AlignDevicesHook", "SequentialHook", "MatmulLtState", "QuantState")
 """Attributes of modules, by type, that hold weights: hooks of accelerate, and states of bitsandbytes."""
-_PROBE_LENGTH = 12  # tokens on which a checkpoint is compared with its view
 _STEPS = (2, 1, 1, 1)  # tokens: keys and values are allocated, then parts, layers and their order become known
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 
@@ -148,71 +139,3 @@ def _learned(view: PreTrainedModel) -> PreTrainedModel:
 
 _decoding_views = OncePerModel(shared_copy)
 _skip_views: OncePerModel[dict[tuple[int, ...], tuple[DraftPlan, PreTrainedModel]]] = OncePerModel(lambda _: {})
-
-
-def save_draft_checkpoint(target: Target, mask: DraftPlan, folder: str | Path) -> Path:
-    """Save the layers of a target that a mask keeps as a model of their own, and return its folder, which is created.
-
-    Raises:
-        PlanError: the mask skips only one sub-layer of a layer, or all layers.
-        UnsupportedModel: the target is quantised, or the saved model does not compute the same as the skipped view.
-        ConfigError: the target is on several devices.
-        FileExistsError: the folder is not empty.
-    """
-    if not mask.is_whole_layers:
-        raise PlanError("mask: a checkpoint of kept layers needs both sub-layers of a layer skipped together")
-    if getattr(target.model, "is_quantized", False):
-        raise UnsupportedModel("target.quantization: no checkpoint can be cut out of a quantised model")
-    check_not_split(target.model, "checkpoints of kept layers")
-    if not (kept := [i for i in range(mask.layers) if not mask.attention[i]]):
-        raise PlanError("mask: skips every layer, so no layer is left to save")
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: is not empty")
-    view, cut = skip_view(target.model, mask), Target(_cut(target.model, kept), target.tokenizer)
-    # Written to a temporary folder first, so that the final folder is always complete and checked.
-    with atomic_folder(folder) as partial:
-        cut.save(partial)
-        _check(target, view, partial)
-    return folder
-
-
-def _cut(model: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
-    config, layers = copy.deepcopy(model.config), model.config.get_text_config(decoder=True).num_hidden_layers
-    for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
-        _cut_fields(part, layers, kept)
-    path = architecture(model).path
-    weights = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(f"{path}.")}
-    for place, index in enumerate(kept):
-        weights |= model.get_submodule(f"{path}.{index}").state_dict(prefix=f"{path}.{place}.")
-    cut: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    try:
-        cut.load_state_dict(weights, strict=True)
-    except RuntimeError as error:
-        raise UnsupportedModel(f"{type(model).__name__}: its configuration distinguishes layers by number") from error
-    cut.generation_config = copy.deepcopy(model.generation_config)
-    return cut
-
-
-def _cut_fields(config: Any, layers: int, kept: list[int]) -> None:
-    """Reduce every list with one entry per layer to the kept layers, and renumber every list of layer indices."""
-    lists = {name: value for name, value in vars(config).items() if isinstance(value, list)}
-    for name, value in lists.items():
-        if len(value) == layers and name != "architectures" and not name.endswith("token_id"):
-            setattr(config, name, [value[i] for i in kept])
-        elif name.endswith("_layers") and all(isinstance(i, int) and 0 <= i < layers for i in value):
-            setattr(config, name, [kept.index(i) for i in value if i in kept])
-    config.num_hidden_layers = len(kept)
-
-
-@torch.inference_mode()
-def _check(target: Target, view: PreTrainedModel, folder: Path) -> None:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.model.dtype, use_safetensors=True)
-    tokens = torch.arange(_PROBE_LENGTH, device=target.device) % target.vocabulary
-    expected, logits = (
-        forward(model, tokens, KVCache(target.layers, _PROBE_LENGTH), last=1)
-        for model in (view, loaded.to(target.device).eval())
-    )
-    if not nearly_equal(logits, expected):
-        reason = "differs from the skipped model; something in its configuration depends on layer numbers"
-        raise UnsupportedModel(f"{target.architecture}: a checkpoint of its kept layers {reason}")

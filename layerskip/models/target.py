@@ -239,6 +239,10 @@ class Target:
         self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
+            file = Path(folder, "tokenizer_config.json")
+            # Version 4 of transformers, by which OpenVINO's converter reads folders, knows the class by its earlier name.
+            text = file.read_text(encoding="utf-8")
+            file.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert token ids to text without special tokens; empty if the target has no tokenizer."""

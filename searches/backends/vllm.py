@@ -53,9 +53,9 @@ def written_once(folder: Path, write: Callable[[Path], object]) -> str:
 def refusal(method: str) -> str | None:
     """Return None if vLLM drafts with a method, else the reason in one line."""
     known = methods().get(method)
-    if known is not None and "mask" in known:
+    if known is not None and known.plan_field:
         kept = "save the kept ones with layerskip.save_draft_checkpoint as one of space.ranges.draft_model.draft_model"
-        return f"vLLM skips no layers; {kept}"
+        return f"vLLM drafts with no part of its target; {kept}"
     return None if known is not None and known.engine_method else f"vLLM has no counterpart of {method}"
 
 

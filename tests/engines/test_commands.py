@@ -17,13 +17,18 @@ from layerskip.engines.registry import ENGINES, describe_engines
 from tests.engines.known import CONFIGS, KEPT, LOOKUP, deployment, interpreter
 
 RUNNABLE = {
-    "vllm": {"none", "lookup", "last lookup", "model", "stopping model", "other tokenizer", "kept layers", "retrieval"},
-    "sglang": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers"},
+    "vllm": {
+        "none", "lookup", "last lookup", "model", "stopping model", "other tokenizer", "kept layers", "retrieval", "bits",
+    },
+    "sglang": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers", "bits"},
     "tensorrt_llm": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers"},
-    "llama_cpp": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers", "lookup then model"},
-    "openvino_genai": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers"},
+    "llama_cpp": {
+        "none", "lookup", "last lookup", "model", "stopping model", "kept layers", "lookup then model", "bits",
+        "lookup then bits",
+    },
+    "openvino_genai": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers", "bits"},
     "transformers": set(CONFIGS),
-}
+}  # fmt: skip
 NUCLEUS = Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
 
 
@@ -66,6 +71,25 @@ def test_a_command_has_the_values_of_the_configuration() -> None:
         assert {option: _option(command, option) for option in options} == options
 
 
+def test_a_self_draft_of_fewer_bits_is_prepared_at_these_bits() -> None:
+    config = CONFIGS["bits"]
+    assert _entry("vllm", config)["prepare"] == [_EXPORTED]
+    for engine, name, words in (
+        ("llama_cpp", "bits", ["llama-quantize", "best.draft.gguf", "best.draft-int8.gguf", "Q8_0"]),
+        ("llama_cpp", "lookup then bits", ["llama-quantize", "best.draft.gguf", "best.draft-int4.gguf", "Q4_0"]),
+    ):
+        entry = _entry(engine, CONFIGS[name])
+        assert entry["prepare"][-1] == words
+        assert _option(entry["command"], "--spec-draft-model") == words[2]
+    converted = _entry("openvino_genai", config)["prepare"][-1]
+    assert (_option(converted, "--weight-format"), converted[-1]) == ("int8", "best.draft-openvino")
+    for engine in ("vllm", "sglang"):
+        assert "4 bits in bfloat16" in _entry(engine, CONFIGS["two formats"])["reason"]
+        assert "command" in _entry(engine, CONFIGS["two formats"], dtype="bfloat16")
+    assert "config.weights: OpenVINO reads" in _entry("openvino_genai", CONFIGS["two formats"])["reason"]
+
+
+_EXPORTED = ["python", "-m", "searches.export", "best.json", "draft=best.draft", "engine=vllm"]
 RETRIEVAL = SpeculativeConfig("retrieval", 6, prompt_lookup_min=1, prompt_lookup_max=4, tree_tokens=8, min_token_prob=0.1)
 ARGUMENTS: list[tuple[SpeculativeConfig, dict[str, Any]]] = [
     (LOOKUP, {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 4}),
@@ -141,7 +165,7 @@ def test_a_call_of_transformers_generates_the_text_of_plain_decoding(
 
 @pytest.mark.parametrize("engine", ["tensorrt_llm", "openvino_genai", "transformers"])
 def test_a_call_is_python_with_the_values_that_it_states(engine: str) -> None:
-    for name in RUNNABLE["openvino_genai"]:
+    for name in RUNNABLE["openvino_genai"] & RUNNABLE[engine]:
         entry = _entry(engine, CONFIGS[name], sampling=NUCLEUS)
         given: dict[str | None, Any] = {}
         for node in ast.walk(ast.parse(entry["call"])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,39 @@ def test_it_works_as_draft_model_in_the_dtype_of_its_target(source: str, tmp_pat
     assert (draft.layers, draft.dtype, draft.eos_ids) == (2, dtype, target.eos_ids)
     assert str(stored.dtype) == f"torch.{dtype}"
     assert draft.encode("the rain, 雨") == target.encode("the rain, 雨")
+
+
+def test_a_checkpoint_of_fewer_bits_has_the_nearest_codes_and_drafts(tmp_path: Path) -> None:
+    """Compared through transformers, which unpacks it."""
+    folder = save_tiny(tmp_path / "llama", num_hidden_layers=5, idle=(1, 2, 3), hidden_size=64, intermediate_size=128)
+    target = load_target(str(folder), dtype="float32", device=DEVICE)
+    plan = DraftPlan.parse("int8;layers:2=skip;layers:1=int4;mlp:3=keep", 5)
+    cut = save_draft_checkpoint(target, plan, tmp_path / "draft")
+    groups = json.loads((cut / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    loaded = AutoModelForCausalLM.from_pretrained(cut, dtype=torch.float32).to(DEVICE)
+    fresh(loaded, TOKENS)  # the first pass unpacks the weights
+    layers = [name for name, module in loaded.named_modules() if isinstance(module, torch.nn.Linear)]
+    matches = {
+        name: [group for group in groups if any(re.match(each[3:], name) for each in group["targets"])] for name in layers
+    }
+    assert max(map(len, matches.values())) == 1
+    bits = {name: group["weights"]["num_bits"] for name, found in matches.items() for group in found}
+    assert {" ".join(name.split(".")[2:4]): size for name, size in bits.items()} == {
+        "0 self_attn": 8, "0 mlp": 8, "1 self_attn": 4, "1 mlp": 4, "2 self_attn": 8, "3 self_attn": 8, "3 mlp": 8
+    }  # fmt: skip
+    kept = [0, 1, 3, 4]
+    for name in layers:
+        parts = name.split(".")
+        own = ".".join([*parts[:2], str(kept[int(parts[2])]), *parts[3:]]) if "layers" in parts else name
+        stored, size = target.model.get_submodule(own).weight.detach(), bits.get(name, 0)
+        rows = stored.unflatten(1, (-1, {4: 32, 8: stored.shape[1], 0: 1}[size]))
+        step = rows.abs().amax(-1, keepdim=True) / {4: 7.5, 8: 127.5, 0: torch.inf}[size]
+        found = loaded.get_submodule(name).weight.unflatten(1, rows.shape[1:])
+        assert ((found - rows).abs() <= 0.51 * step + 1e-7).all(), name
+    config = SpeculativeConfig("draft_model", draft_model=str(cut), num_speculative_tokens=4)
+    drafted = generate(target, "the rain in the on", config, max_new_tokens=48)
+    assert drafted.stats.acceptance_rate > 0.3
+    assert drafted.tokens == generate(target, "the rain in the on", max_new_tokens=48).tokens
 
 
 def test_a_mask_that_leaves_no_whole_model_is_refused(tiny_target: Target, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,13 @@ def test_a_gguf_file_gives_the_model_that_was_saved(tiny_folder: Path, tiny_targ
     tokens = torch.tensor([target.encode(text)], device=DEVICE)
     with torch.inference_mode():
         torch.testing.assert_close(target.model(tokens).logits, tiny_target.model(tokens).logits)
+
+
+def test_a_saved_folder_names_its_tokenizer_as_transformers_4_does(tiny_target: Target, tmp_path: Path) -> None:
+    tiny_target.save(tmp_path)
+    fields = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert fields["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert load_target(str(tmp_path), device=DEVICE).encode(MESSAGES) == tiny_target.encode(MESSAGES)
 
 
 def test_a_text_is_one_user_message_and_ids_are_unchanged(tiny_target: Target) -> None:

@@ -34,7 +34,7 @@ def python() -> str:
 @pytest.fixture(scope="module")
 def tiny_target(python: str, tmp_path_factory: pytest.TempPathFactory) -> Target:
     # With layers of little effect, a token mostly follows from the one before, which heads learn in seconds.
-    folder = save_tiny(tmp_path_factory.mktemp("real") / "llama", idle=range(4), **SIZES)
+    folder = save_tiny(tmp_path_factory.mktemp("real") / "llama", idle=range(4), intermediate_size=64, **SIZES)
     return load_target(str(folder), dtype="float32", device="cpu")
 
 
@@ -89,11 +89,22 @@ def test_greedy_outputs_are_those_of_plain_decoding(
             assert stats.accepted <= sample.stats.accepted <= stats.accepted + config.num_speculative_tokens
 
 
-def test_the_exported_command_serves_the_text_of_plain_decoding(python: str, tiny_target: Target, tmp_path: Path) -> None:
+INT8 = SpeculativeConfig.from_dict({"method": "quantized", "weights": "int8;layers:1=skip", "num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize("config", [LOOKUP, INT8])
+def test_the_exported_command_serves_the_text_of_plain_decoding(
+    config: SpeculativeConfig, python: str, tiny_target: Target, tmp_path: Path, launch: Launch
+) -> None:
     environment = {"device": "cpu", "backend": {"name": "vllm", "args": list(ARGS)}}
     best = tmp_path / "best.json"
-    Export(tiny_target.describe(), LOOKUP, environment=environment).save(best)
-    *_, printed = script("vllm", Export.load(best).engines(best)["vllm"]).splitlines()
+    Export(tiny_target.describe(), config, environment=environment).save(best)
+    entry = Export.load(best).engines(best)["vllm"]
+    for words in entry.get("prepare", ()):
+        assert words[:3] == ["python", "-m", "searches.export"]
+        done = launch("export", *words[3:], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    *_, printed = script("vllm", entry).splitlines()
     command = shlex.split(printed)
     assert command[0] == "python"
     command[0] = python
