@@ -1,8 +1,9 @@
-"""Accuracy of predicted speedups: predictions against real decoding, over many masks and draft lengths.
+"""Accuracy of predicted speedups: predictions against real decoding, over many masks or plans and draft lengths.
 
-Scans masks of several kinds, decodes with each of them at several draft lengths on the same prompts, and compares. Reports
-Spearman's rank correlation, because a search needs the order, and the median absolute error. Works on any target that can be
-scanned. The same command resumes. The exit code is 4 if a criterion is missed.
+Scans masks of several kinds, or with ``space.methods=[quantized]`` plans of all formats. Decodes with each of them at
+several draft lengths on the same prompts, and compares. Reports Spearman's rank correlation, because a search needs the
+order, and the median absolute error. Works on any target that can be scanned. The same command resumes. The exit code is 4
+if a criterion is missed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import numpy as np
 from omegaconf import DictConfig
 from scipy.stats import spearmanr
 
-from layerskip import DraftPlan, Measurement, PromptSet, SpeculativeConfig, StopRule
+from layerskip import DraftPlan, Measurement, PromptSet, StopRule
+from layerskip.draft_plan import BITS, KEEP
 from layerskip.scan.replay import Counts, count
 from searches.app.application import run
 from searches.app.checks import InputError
 from searches.evaluate.criteria import Count, Parts, check_fields, conclude, resume
 from searches.evaluate.exactness import random_masks
+from searches.predict.mask_search import drafting_with
 from searches.predict.mask_search import run as contiguous
 from searches.predict.preparation import Preparation
 from searches.predict.scan_predictor import SCANNED_MASKS
@@ -41,7 +44,7 @@ def compare_predictions(config: DictConfig) -> None:
     check_fields(config, {"masks": 2, "lengths": 1}, ("min_correlation", "max_error", "max_trials"))
     parts, lengths, outputs = Parts(config), sorted(config.lengths), Path(config.outputs)
     ends = lengths[0], lengths[-1]
-    space = parts.space.narrowed(["layer_skip"], num_speculative_tokens=ends, stop=("length",))
+    space = parts.space.narrowed(["layer_skip", "quantized"], num_speculative_tokens=ends, stop=("length",))
     preparation, new = Preparation(parts.target, parts.sampling, outputs), parts.measuring.max_new_tokens
     predictor = preparation.predictor(parts.prompts, new, space, parts.scanning, outputs / "predictions", config.seed)
     if predictor is None:
@@ -55,7 +58,7 @@ def compare_predictions(config: DictConfig) -> None:
     measured_masks = resume(config, "predictions", [*parts.identity, config.seed], jobs, "mask").values()
     for mask, measured in zip(masks, measured_masks, strict=True):
         for length, (speedup, rounds, seconds) in zip(lengths, measured, strict=True):
-            drafting = SpeculativeConfig("layer_skip", length, mask=mask.format())
+            drafting = drafting_with(mask, length)
             trial_seconds.append(seconds)
             # The prediction with the real rounds: its remaining error is that of the cost profile.
             from_real_rounds = predictor.profile.speedup(Counts(*rounds), mask, StopRule())
@@ -90,7 +93,7 @@ def measure_lengths(
     bench: ModelBench, prompts: PromptSet, repeats: int, seed: int, mask: DraftPlan, lengths: Sequence[int]
 ) -> list[Any]:
     """Return the speedup, the round counts and the seconds of a trial of every draft length of a mask."""
-    configs = {str(length): SpeculativeConfig("layer_skip", length, mask=mask.format()) for length in lengths}
+    configs = {str(length): drafting_with(mask, length) for length in lengths}
     rows = list(bench.compare(configs, prompts, repeats, seed))
     metrics = []
     for length in configs:
@@ -101,8 +104,14 @@ def measure_lengths(
 
 
 def _masks(space: SearchSpace, count: int, seed: int) -> list[DraftPlan]:
-    """Return masks of several kinds in turn: empty, contiguous runs of layers, and random ones."""
+    """Return masks of several kinds in turn: empty, contiguous runs of layers, and random ones.
+
+    If drafts of fewer bits are searched, return plans: of one format, and with formats by chance.
+    """
     source, layers, skippable = random.Random(seed), space.layers, list(space.skippable)
+    if "quantized" in space.available_methods:
+        uniform = [DraftPlan.uniform(layers, BITS[name]) for name in space.formats]
+        return [*uniform, *random_masks(layers, skippable, count, _SHARES, seed, (KEEP, *space.formats))][:count]
     runs = [contiguous(layers, first, n) for first in skippable for n in range(1, skippable[-1] - first + 2)]
     kinds = [[DraftPlan.none(layers)], source.sample(runs, len(runs))]
     kinds.append(random_masks(layers, skippable, count, _SHARES, seed))

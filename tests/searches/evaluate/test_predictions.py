@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from scipy.stats import rankdata
 
+from layerskip.models import packing
 from tests.searches.conftest import Launch
 
 pytestmark = pytest.mark.system
@@ -16,11 +17,15 @@ pytestmark = pytest.mark.system
 PROGRAM = "evaluate.predictions"
 
 
-def test_the_program_measures_its_predictions_and_resumes(tiny_folder: Path, tmp_path: Path, launch: Launch) -> None:
+@pytest.mark.parametrize("methods", ["layer_skip", "quantized"])
+def test_the_program_measures_its_predictions_and_resumes(
+    methods: str, tiny_folder: Path, tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 1))
     overrides = (
         *("target=local", f"target.path={tiny_folder}", "target.dtype=float32", "target.device=cpu", "masks=3"),
         *("lengths=[1,3]", "space.protect_first=0", "space.protect_last=0", "measure.max_new_tokens=8"),
-        *("measure.prompts=2", f"outputs={tmp_path}"),
+        *("measure.prompts=2", f"outputs={tmp_path}", f"space.methods=[{methods}]"),
         *("min_correlation=null", "max_error=null", "max_trials=null"),  # times of a tiny model are too short
     )
     done = launch(PROGRAM, *overrides, cwd=tmp_path)
@@ -28,7 +33,9 @@ def test_the_program_measures_its_predictions_and_resumes(tiny_folder: Path, tmp
     record = json.loads((tmp_path / "predictions.json").read_text())
     points = record["points"]
     assert [point["num_speculative_tokens"] for point in points] == [1, 3] * 3
-    assert len({point["mask"] for point in points}) == 3
+    plans = {point["mask"] for point in points}
+    assert len(plans) == 3
+    assert plans >= {"int8", "int4"} or methods == "layer_skip"
     assert all(point["predicted"] > 0 and point["measured"] > 0 for point in points)
     assert record["scan"]["masks"] == 3
     assert record["scan"]["trials"] == pytest.approx(64 * record["scan"]["seconds_per_mask"] / record["trial_seconds"])
