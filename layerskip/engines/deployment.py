@@ -179,6 +179,8 @@ def _check_kept_layers(text: str, layers: int) -> None:
     except PlanError as error:
         raise Unsupported(f"config.{error}") from None
     field = "weights" if mask.formats else "mask"
+    if mask.formats and not any(mask.bits[:-1]):
+        raise Unsupported("config.weights: no engine reads the output layer alone at fewer bits")
     if not mask.is_whole_layers or not (any(mask.attention) or mask.formats):
         raise Unsupported(f"config.{field}: no engine skips single sub-layers; whole layers left out are a draft model")
     if all(mask.attention):

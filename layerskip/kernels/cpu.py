@@ -204,14 +204,13 @@ class BlockWeight(FewRowsWeight):
 
 
 class IntegerWeight(BlockWeight):
-    """A weight at 8 or 4 bits that is multiplied in integers.
+    """A weight in blocks of at most 8 bits that is multiplied in integers.
 
     Activations are rounded to 8 bits in the blocks of the weight, or to 7 where they meet codes of 8 bits without VNNI. So
     results are those of a draft, and only near those of ``weight``.
     """
 
-    def __init__(self, weight: Tensor, bits: int) -> None:
-        blocks = Blocks.quantize(weight, bits)
+    def __init__(self, weight: Tensor, blocks: Blocks) -> None:
         block = weight.shape[1] // blocks.scales.shape[1]
         super().__init__(weight, blocks, 1 if block % _TOGETHER else _TOGETHER)
 
@@ -378,7 +377,8 @@ def has_kernels() -> bool:
         blocks = [Blocks(codes * f, some[:, :2], some[:, 2:]) for f, some in zip((1, 17), numbers, strict=True)]
         products = [HalfWeight(weight.bfloat16().float()), *(BlockWeight(some.values(), some) for some in blocks)]
         works = all(nearly_equal(product(rows), linear(rows, product._weight)) for product in products)
-        integers = [(IntegerWeight(weight, bits)(rows), Blocks.quantize(weight, bits).values()) for bits in (8, 4)]
+        quantized = [Blocks.quantize(weight, bits) for bits in (8, 4)]
+        integers = [(IntegerWeight(weight, found)(rows), found.values()) for found in quantized]
         works &= all(nearly_equal(found, linear(rows, values), _ROUNDED) for found, values in integers)
         works &= _has_same_results(products[0], rows)
         reason = "" if works else "they give other results"

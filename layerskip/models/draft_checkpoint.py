@@ -6,6 +6,7 @@ A checkpoint is loaded again and compared before it is there, because the code o
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import re
 from pathlib import Path
@@ -38,9 +39,9 @@ def save_draft_checkpoint(target: Target, plan: DraftPlan, folder: str | Path) -
 
     Raises:
         PlanError: the plan skips only one sub-layer of a layer, or all layers.
-        UnsupportedModel: the target is quantised, or the saved model does not compute the same as the skipped view.
+        UnsupportedModel: the target is quantised, the saved model does not compute the same as the skipped view, or the plan
+            has formats and the package ``compressed-tensors`` is missing.
         ConfigError: the target is on several devices.
-        ImportError: the plan has formats, and the package ``compressed-tensors`` is missing.
         FileExistsError: the folder is not empty.
     """
     if not plan.is_whole_layers:
@@ -53,11 +54,14 @@ def save_draft_checkpoint(target: Target, plan: DraftPlan, folder: str | Path) -
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: is not empty")
+    is_quantized = any(plan.bits[:-1])
+    if is_quantized and importlib.util.find_spec("compressed_tensors") is None:
+        raise UnsupportedModel("weights: writing fewer bits needs compressed-tensors, of this package's extra quantised")
     expected = _logits(target, skip_view(target.model, plan.without_formats()))
     cut = Target(_cut(target.model, kept), target.tokenizer)
     # Written to a temporary folder first, so that the final folder is always complete and checked.
     with atomic_folder(folder) as partial:
-        if any(plan.bits[:-1]):
+        if is_quantized:
             compressor = _quantized(cut.model, plan, kept)
             expected = _logits(target, cut.model)
             compressor.compress_model(cut.model)

@@ -8,6 +8,8 @@ they give all values of the weight, bit by bit.
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.kernels.cpu import Blocks
-from layerskip.models.packing import keep_blocks
+from layerskip.models.packing import keep_blocks, offer_blocks
 
 _PORTION = 4096  # rows that are compared at a time, in float64
 
@@ -48,36 +50,78 @@ KINDS = {
 
 def keep_file_blocks(model: nn.Module, file: Path) -> tuple[int, int]:
     """Let a float32 model multiply by the blocks of its file; return how many weights are in blocks, and of how many."""
-    from gguf import GGUFReader
-
-    weights = {id(layer.weight): layer.weight for layer in model.modules() if type(layer) is nn.Linear}
-    tensors: dict[tuple[int, ...], list[tuple[Any, dict[int, int]]]] = {tuple(w.shape): [] for w in weights.values()}
-    for tensor in GGUFReader(file).tensors:
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        if tensor.tensor_type.name in KINDS and shape in tensors:
-            keys = _hashes(_values(tensor.data, tensor.tensor_type))
-            tensors[shape].append((tensor, {key: row for row, key in enumerate(keys)}))
-    kept = 0
-    for weight in weights.values():
-        if (blocks := _find_blocks(weight, tensors[tuple(weight.shape)])) is not None:
+    weights, source, kept = _linear_weights(model), _File(file), 0
+    for weight in weights:
+        if (blocks := source.find(weight)) is not None:
             keep_blocks(weight, blocks)
             kept += 1
     return kept, len(weights)
 
 
-def _find_blocks(weight: Tensor, tensors: list[tuple[Any, dict[int, int]]]) -> Blocks | None:
-    """Return the blocks of a weight ``[out, in]`` in tensors of its shape, each with its rows by hash; None if in none."""
-    keys, portions = _hashes(weight.detach().numpy()), torch.arange(len(weight)).split(_PORTION)  # type: ignore[no-untyped-call]
-    for tensor, rows in tensors:
-        if keys[0] in rows:
-            blocks = unpack(tensor.data[[rows.get(key, 0) for key in keys]], tensor.tensor_type, weight.detach())
-            if all(torch.equal(blocks.take(part).values(), weight[part]) for part in portions):
-                return blocks
-    return None
+def offer_file_blocks(model: nn.Module, file: Path) -> None:
+    """Let drafts of a float32 model read the blocks of its file; its weights may have been rounded to bfloat16."""
+    source = _File(file, rounds=True)
+    for weight in _linear_weights(model):
+        offer_blocks(weight, partial(_find_alive, source, weakref.ref(weight)))
 
 
-def _hashes(rows: Any) -> list[int]:
-    return [hash(row.tobytes()) for row in rows]
+def _find_alive(source: _File, weight: weakref.ref[Tensor]) -> Blocks | None:
+    """Return the blocks of a weight to which nothing must refer: it would never be released."""
+    alive = weight()
+    return None if alive is None else source.find(alive)
+
+
+def _linear_weights(model: nn.Module) -> list[Tensor]:
+    return list({id(layer.weight): layer.weight for layer in model.modules() if type(layer) is nn.Linear}.values())
+
+
+class _File:
+    """The tensors in blocks of a GGUF file, which are read when a weight of their shape is looked for.
+
+    With ``rounds``, a weight may have the values of the file rounded to bfloat16.
+    """
+
+    def __init__(self, file: Path, rounds: bool = False) -> None:
+        self._file, self._rounds = file, rounds
+        self._read: dict[tuple[int, ...], list[tuple[Any, dict[int, int]]]] = {}
+
+    def find(self, weight: Tensor) -> Blocks | None:
+        """Return the blocks of a weight ``[out, in]``; None if it is not in the file in blocks."""
+        keys = _hashes(weight.detach(), self._rounds)
+        for tensor, rows in self._of_shape(tuple(weight.shape)):
+            if keys[0] in rows:
+                data = tensor.data[[rows.get(key, 0) for key in keys]]
+                values = torch.from_numpy(_values(data, tensor.tensor_type))
+                blocks = unpack(data, tensor.tensor_type, values)
+                exact = all(torch.equal(blocks.take(part).values(), values[part]) for part in self._portions(values))
+                if exact and torch.equal(_rounded(values, self._rounds), _rounded(weight.detach(), self._rounds)):
+                    return blocks
+        return None
+
+    def _of_shape(self, shape: tuple[int, ...]) -> list[tuple[Any, dict[int, int]]]:
+        """Return the tensors of a shape, each with its rows by hash."""
+        from gguf import GGUFReader
+
+        if shape not in self._read:
+            self._read[shape] = [
+                (tensor, {key: row for row, key in enumerate(_hashes(values, self._rounds))})
+                for tensor in GGUFReader(self._file).tensors
+                if tensor.tensor_type.name in KINDS and shape == tuple(int(size) for size in reversed(tensor.shape))
+                for values in [torch.from_numpy(_values(tensor.data, tensor.tensor_type))]
+            ]
+        return self._read[shape]
+
+    @staticmethod
+    def _portions(values: Tensor) -> tuple[Tensor, ...]:
+        return torch.arange(len(values)).split(_PORTION)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _hashes(values: Tensor, rounds: bool) -> list[int]:
+    return [hash(row.tobytes()) for row in _rounded(values, rounds).numpy()]
+
+
+def _rounded(values: Tensor, rounds: bool) -> Tensor:
+    return values.bfloat16().float() if rounds else values
 
 
 def _values(data: Any, kind: Any) -> Any:

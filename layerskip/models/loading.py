@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from layerskip.config import ConfigError
 from layerskip.kernels.cpu import has_kernels, processor_flags
-from layerskip.models.gguf_blocks import KINDS, keep_file_blocks
+from layerskip.models.gguf_blocks import KINDS, keep_file_blocks, offer_file_blocks
 from layerskip.models.packing import fits_packed, has_blocks
 from layerskip.models.target import Target, TargetError
 from layerskip.models.weights import as_recorded, is_dense, quantization_config
@@ -163,6 +163,8 @@ def load_target(
             raise TargetError(f"target.dtype: native needs linear layers in one of {', '.join(KINDS)}; {name} has none")
         if kept < all_layers:
             _log.warning("target.dtype=native: %d of %d linear layers are in blocks; the others are dense", kept, all_layers)
+    elif "gguf_file" in options and name not in WHEELS and target.dtype == "float32" and torch_device.type == "cpu":
+        offer_file_blocks(target.model, Path(source) / options["gguf_file"])
     return target
 
 

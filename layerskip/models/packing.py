@@ -114,6 +114,22 @@ def keep_blocks(weight: Tensor, blocks: Blocks) -> None:
     _packed[0].setdefault(weight, _PackedWeight()).keep(weight, BlockWeight(weight, blocks))
 
 
+def offer_blocks(weight: Tensor, find: Callable[[], Blocks | None]) -> None:
+    """Let drafts at fewer bits multiply by the blocks that ``find`` returns for a weight ``[out, in]``, if they have so few.
+
+    ``find`` compares the blocks with the weight, and returns None for a weight that has changed.
+    """
+    _offered[weight] = find
+
+
+def _blocks(weight: Tensor, bits: int) -> Blocks:
+    """Return the blocks of a weight by which a draft at some bits multiplies."""
+    find: Callable[[], Blocks | None] | None = _offered.get(weight)
+    if find is not None and (found := find()) is not None and int(found.codes.max()) < 2**bits:
+        return found
+    return Blocks.quantize(weight, bits)
+
+
 def has_blocks(model: nn.Module) -> bool:
     """Return whether a model multiplies by blocks."""
     return any(_in_blocks(weight) for weight in model.parameters()) and uses_packing(model)
@@ -156,7 +172,7 @@ class _PackedWeight:
     def product(self, weight: Tensor) -> Product | None:
         """Return the product by the packed copy of a weight, as it is now; None where packing does not help."""
         if self.state != _state(weight):
-            self.keep(weight, IntegerWeight(weight, self._bits) if self._bits else pack_weight(weight))
+            self.keep(weight, IntegerWeight(weight, _blocks(weight, self._bits)) if self._bits else pack_weight(weight))
         return self.copy
 
     def keep(self, weight: Tensor, copy: Product | None) -> None:
@@ -223,4 +239,5 @@ def _is_supported(dtype: torch.dtype) -> bool:
 
 
 _packed: dict[int, Any] = {bits: WeakIdKeyDictionary() for bits in (0, 8, 4)}  # by weight
+_offered: Any = WeakIdKeyDictionary()  # by weight, what finds its blocks
 _settings: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

@@ -28,6 +28,7 @@ CONFIGS = {
     "all layers": SpeculativeConfig("layer_skip", 3, mask="layers:0-5"),
     "bits": SpeculativeConfig.from_dict({"method": "quantized", "weights": "int8;layers:2=skip;head=keep"}),
     "two formats": SpeculativeConfig.from_dict({"method": "quantized", "weights": "int4;mlp:1=int8"}),
+    "head": SpeculativeConfig.from_dict({"method": "quantized", "weights": "head=int8"}),
     "lookup then bits": SpeculativeConfig("cascade", members=(LOOKUP, SpeculativeConfig("quantized", 2))),
     "recycling": SpeculativeConfig("token_recycling", 3),
     "retrieval": SpeculativeConfig("retrieval", 3),

@@ -148,7 +148,8 @@ def test_products_by_blocks_equal_torch(outputs: int, inputs: int, block: int, m
 def test_products_in_integers_are_those_of_rounded_activations(outputs: int, inputs: int, bits: int) -> None:
     """The codes' products are sums of whole numbers; activations are rounded by at most half a step of 1/63."""
     matrix = weight(outputs, inputs)
-    product, values = IntegerWeight(matrix, bits), Blocks.quantize(matrix, bits).values().double()
+    blocks = Blocks.quantize(matrix, bits)
+    product, values = IntegerWeight(matrix, blocks), blocks.values().double()
     rows = torch.randn(MOST_ROWS + 1, inputs)
     rows[1] = 0
     alone = torch.cat([product(row[None]) for row in rows])
@@ -166,7 +167,7 @@ def test_the_largest_codes_do_not_overflow() -> None:
     matrix = torch.cat((torch.full((32, 63), 255.0), torch.zeros(32, 1)), 1)
     for bits in (8, 4):
         for sign in (1, -1):
-            found = IntegerWeight(matrix, bits)(torch.full((1, 64), float(sign)))
+            found = IntegerWeight(matrix, Blocks.quantize(matrix, bits))(torch.full((1, 64), float(sign)))
             assert torch.allclose(found, torch.full((1, 32), sign * 63 * 255.0), rtol=1e-3)
 
 

@@ -105,6 +105,13 @@ def test_a_checkpoint_of_fewer_bits_has_the_nearest_codes_and_drafts(tmp_path: P
     assert drafted.tokens == generate(target, "the rain in the on", max_new_tokens=48).tokens
 
 
+def test_fewer_bits_need_their_library(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModel, match="^weights: .*'s extra quantised$"):
+        save_draft_checkpoint(tiny_target, DraftPlan.uniform(tiny_target.layers, 4), tmp_path / "draft")
+    assert not (tmp_path / "draft").exists()
+
+
 def test_a_mask_that_leaves_no_whole_model_is_refused(tiny_target: Target, tmp_path: Path) -> None:
     both = "needs both sub-layers"
     for text, layers, reason in (

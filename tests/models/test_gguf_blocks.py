@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from layerskip import TargetError, generate, load_target
+from layerskip import SpeculativeConfig, TargetError, generate, load_target
 from layerskip.kernels.cpu import FewRowsWeight, has_kernels
 from layerskip.models import packing
 from layerskip.models.gguf_blocks import KINDS, unpack
@@ -65,6 +65,30 @@ def test_a_native_target_decodes_as_the_float32_model_of_its_file(
         layers[0].weight.mul_(0.5)
     assert not isinstance(few_rows_weight(layers[0]), FewRowsWeight)  # the blocks are of other values
     assert has_blocks(native.model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed"])
+@pytest.mark.parametrize(
+    ("kind", "bits", "exact"), [("Q4_1", 4, True), ("Q4_0", 8, True), ("Q8_0", 8, True), ("Q8_0", 4, False)]
+)
+def test_a_draft_of_fewer_bits_reads_the_blocks_of_the_file(
+    kind: str, bits: int, exact: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their values are the file's; those of the target may be rounded. Others are quantised again."""
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 1))
+    folder = save_tiny(tmp_path / "tiny", **_SIZES)
+    file = str(save_gguf(folder, tmp_path / "tiny.gguf", kind))
+    target, stored = (load_target(file, dtype=name, device="cpu", pack_weights=True) for name in (dtype, "float32"))
+    layer, own = (each.model.get_submodule("model.layers.1.mlp.down_proj").weight for each in (target, stored))
+    found = packing._blocks(layer, bits)
+    assert torch.equal(found.values(), own.detach()) == exact
+    config = SpeculativeConfig.from_dict({"method": "quantized", "weights": f"int{bits}", "num_speculative_tokens": 3})
+    drafted = generate(target, [7, 8, 9], config, max_new_tokens=24)
+    assert drafted.tokens == generate(target, [7, 8, 9], max_new_tokens=24).tokens
+    assert drafted.stats.acceptance_rate > 0.6 or not exact
+    with torch.no_grad():
+        layer.mul_(0.5)
+    assert not torch.equal(packing._blocks(layer, bits).values(), own.detach())
 
 
 def test_what_is_not_in_blocks_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
