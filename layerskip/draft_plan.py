@@ -105,7 +105,7 @@ class DraftPlan:
     @property
     def bits(self) -> tuple[int, ...]:
         """The bits of all attention sub-layers, of all MLP sub-layers, and of the output layer."""
-        return *self.attention_bits, *self.mlp_bits, self.head_bits
+        return *self.sublayer_bits, self.head_bits
 
     @property
     def formats(self) -> set[int]:
@@ -122,6 +122,11 @@ class DraftPlan:
         flags[layer], bits[layer] = treatment == SKIP, BITS.get(treatment, 0)
         changes: dict[str, Any] = {kind: tuple(flags), f"{kind}_bits": tuple(bits)}
         return replace(self, **changes)
+
+    @property
+    def sublayer_bits(self) -> tuple[int, ...]:
+        """The bits of all attention sub-layers and of all MLP sub-layers."""
+        return *self.attention_bits, *self.mlp_bits
 
     def without_formats(self) -> DraftPlan:
         """Return the mask that skips the same."""

@@ -127,9 +127,11 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
                 return None
             if name not in _UNAFFECTED:
                 self._write_changes()
-            if not name.startswith("get_"):
-                self._read.clear()
-            return self._retry(method)
+            try:
+                return self._retry(method)
+            finally:
+                if not name.startswith("get_"):
+                    self._read.clear()
 
         return call
 
@@ -138,10 +140,12 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
     ) -> list[FrozenTrial]:
         """Return the trials of a study in some states, or in any."""
         self._write_changes()
-        if not self.is_alone or study_id not in self._read:
-            self._read[study_id] = self._retry(partial(self._storage.get_all_trials, study_id, deepcopy=False))
-        trials = [trial for trial in self._read[study_id] if states is None or trial.state in states]
-        return copy.deepcopy(trials) if deepcopy else trials
+        if (trials := self._read.get(study_id)) is None:
+            trials = self._retry(partial(self._storage.get_all_trials, study_id, deepcopy=False))
+            if self.is_alone:
+                self._read[study_id] = trials
+        chosen = [trial for trial in trials if states is None or trial.state in states]
+        return copy.deepcopy(chosen) if deepcopy else chosen
 
     def join_changes(self, trial_id: int) -> None:
         """Let changes of a trial, from this thread, wait until it reads trials or ends one, and then make them together.
@@ -160,8 +164,8 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
                     change()
 
         if changes:
-            self._read.clear()
             self._retry(write)
+            self._read.clear()
             changes.clear()  # after a success alone: a change may be repeated, but not lost
 
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
@@ -172,7 +176,6 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
         template.system_attrs = template.system_attrs | {_NONCE: nonce}
         attempts = itertools.count()
         self._write_changes()
-        self._read.clear()
 
         def create() -> int:
             if next(attempts):
@@ -182,13 +185,13 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
             return self._storage.create_new_trial(study_id, template)
 
         created: int = self._retry(create)
+        self._read.clear()
         return created
 
     def set_trial_state_values(self, trial_id: int, state: TrialState, values: Sequence[float] | None = None) -> bool:
         """Set the state of a trial; a repeated call succeeds if the trial was finished like this."""
         attempts = itertools.count()
         self._write_changes()
-        self._read.clear()
 
         def update() -> bool:
             is_repeated = next(attempts) > 0
@@ -200,7 +203,10 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
                     return True
                 raise
 
-        updated: bool = self._retry(update)
+        try:
+            updated: bool = self._retry(update)
+        finally:
+            self._read.clear()
         return updated
 
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from layerskip import DraftPlan, Export, SpeculativeConfig, Target, save_draft_checkpoint
 from layerskip.config import methods
-from layerskip.engines.registry import ENGINES
+from layerskip.engines.registry import ENGINES, LOADS_FORMATS
 from layerskip.heads.folders import save_portable
 from layerskip.models.loading import load_draft
 from searches.app.application import run
@@ -89,8 +89,7 @@ def _save_draft(config: SpeculativeConfig, target: Target, folder: Path, engine:
     for part in (config, *config.members):
         if methods()[part.method].plan_field:
             plan = DraftPlan.parse(part.plan, target.layers)
-            # Converters of other engines choose the bits themselves.
-            save_draft_checkpoint(target, plan if engine in ("vllm", "sglang") else plan.without_formats(), folder)
+            save_draft_checkpoint(target, plan if engine in LOADS_FORMATS else plan.without_formats(), folder)
         elif part.draft_model:
             load_draft(target, part.draft_model, part.method != "cross_tokenizer").save(folder)
         elif part.head:

@@ -82,7 +82,8 @@ class Deployment:
             Unsupported: they differ between sub-layers.
         """
         plan = DraftPlan.parse(self.config.plan, int(self.target["layers"]))  # of no self-draft: all as they are stored
-        kept = {bits for bits, skipped in zip(plan.bits, (*plan.attention, *plan.mlp), strict=False) if not skipped}
+        skips = (*plan.attention, *plan.mlp)
+        kept = {bits for bits, skipped in zip(plan.sublayer_bits, skips, strict=True) if not skipped}
         if len(kept) > 1:
             raise Unsupported(f"config.weights: {engine} reads all layers of a draft at the same bits")
         return kept.pop()
@@ -112,10 +113,12 @@ class Deployment:
 
     def check_draft_bits(self, engine: str) -> None:
         """Raise :class:`Unsupported` if an engine has no kernels for the weights of a draft in the target's data type."""
-        if 4 in DraftPlan.parse(self.config.plan, int(self.target["layers"])).bits[:-1] and self.dtype == "float32":
+        if 4 in DraftPlan.parse(self.config.plan, int(self.target["layers"])).sublayer_bits and self.dtype == "float32":
             raise Unsupported(f"config.weights: {engine} multiplies weights of 4 bits in bfloat16 and float16 only")
 
-    def left_out(self, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False) -> list[str]:
+    def left_out(
+        self, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False, rounds: bool = False
+    ) -> list[str]:
         """Return what an engine that drafts constant chains does otherwise than the configuration.
 
         Args:
@@ -123,6 +126,7 @@ class Deployment:
             trees: whether it drafts trees.
             match: which match its lookup copies from, if that is not configured: ``first`` or ``last``.
             any_size: whether its lookup has no smallest n-gram.
+            rounds: whether it rounds the weights of a draft itself.
         """
         config, differs = self.config, list[str]()
         if config.stop.method == "adaptive" or (config.stop.method == "threshold" and not stops):
@@ -131,7 +135,10 @@ class Deployment:
             differs.append("config.mask: the kept layers are a model with a cache of its own, which reads the prompt, too")
         if config.method == "quantized":
             differs.append("config.weights: the draft is a model with a cache of its own, which reads the prompt, too")
-            differs.append("config.weights: the weights, and those of the output layer, are rounded as the engine does")
+            if rounds:
+                differs.append("config.weights: the engine rounds the weights, also those of the output layer, in its way")
+            else:
+                differs.append("config.weights: the output layer is read as it is stored")
         if config.draft_window:
             differs.append("config.draft_window: the draft attends to the whole context")
         if config.method == "eagle" and config.top_k > 1 and not trees:
@@ -179,7 +186,7 @@ def _check_kept_layers(text: str, layers: int) -> None:
     except PlanError as error:
         raise Unsupported(f"config.{error}") from None
     field = "weights" if mask.formats else "mask"
-    if mask.formats and not any(mask.bits[:-1]):
+    if mask.formats and not any(mask.sublayer_bits):
         raise Unsupported("config.weights: no engine reads the output layer alone at fewer bits")
     if not mask.is_whole_layers or not (any(mask.attention) or mask.formats):
         raise Unsupported(f"config.{field}: no engine skips single sub-layers; whole layers left out are a draft model")

@@ -115,7 +115,7 @@ def launch_llama_cpp(deployment: Deployment) -> Launch:
     for config in _members(deployment.config):
         part = replace(deployment, config=config)
         way = part.way("llama.cpp", ("none", "prompt_lookup", "draft_model"))
-        differs += part.left_out(stops=True, match="last")
+        differs += part.left_out(stops=True, match="last", rounds=True)
         if way == "prompt_lookup":
             types.append("ngram-simple")
             values |= {"ngram-simple-size-n": config.prompt_lookup_max, "ngram-simple-size-m": config.num_speculative_tokens}
@@ -207,7 +207,7 @@ def launch_openvino_genai(deployment: Deployment) -> Launch:
     ``optimum-cli export openvino`` of optimum-intel.
     """
     way = deployment.way("OpenVINO GenAI", ("none", "prompt_lookup", "draft_model"))
-    config, differs = deployment.config, deployment.left_out(stops=True, match="first", any_size=True)
+    config, differs = deployment.config, deployment.left_out(stops=True, match="first", any_size=True, rounds=True)
     model = _to_openvino(deployment, deployment.model(), "model", deployment.revision)
     # The attention cache would otherwise have 8 bits, which changes the output.
     kind = _SHORT_TYPES[deployment.dtype]
@@ -276,6 +276,9 @@ def speculative_options(prefix: str, values: Mapping[str, Any]) -> list[str]:
     """Return values as the options of a command, each with a prefix."""
     return [word for name, value in values.items() for word in (f"--{prefix}-{name}", str(value))]
 
+
+LOADS_FORMATS = {"vllm", "sglang"}
+"""The engines that load a draft whose weights :func:`layerskip.save_draft_checkpoint` has rounded."""
 
 ENGINES: dict[str, tuple[str, Callable[[Deployment], Launch]]] = {
     "vllm": ("0.32", launch_vllm),

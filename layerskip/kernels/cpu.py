@@ -176,6 +176,11 @@ class Blocks:
         codes = ((groups - offsets.unsqueeze(-1)) / scales.unsqueeze(-1)).round_().clamp_(0, 2**bits - 1)
         return cls(codes.flatten(1).to(torch.uint8), scales, offsets)
 
+    @property
+    def has_half_scales(self) -> bool:
+        """Whether all scales and offsets are numbers of float16."""
+        return all(torch.equal(part.half().float(), part) for part in (self.scales, self.offsets))
+
     def take(self, rows: Tensor) -> Blocks:
         """Return some rows, which are given by their indices."""
         return Blocks(self.codes[rows], self.scales[rows], self.offsets[rows])
@@ -197,8 +202,8 @@ class BlockWeight(FewRowsWeight):
             low, high = codes.chunk(2, 2)
             codes, bits = low | high << 4, 4
         scales = torch.stack([_panels(part).transpose(1, 2) for part in (blocks.scales, blocks.offsets)], 2).contiguous()
-        if torch.equal((halves := scales.half()).float(), scales):
-            scales = halves
+        if blocks.has_half_scales:
+            scales = scales.half()
         block = weight.shape[1] // scales.shape[1]
         super().__init__(weight, bits, block, together, panels=codes.contiguous(), blocks=scales)
 

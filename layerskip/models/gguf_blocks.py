@@ -8,8 +8,8 @@ they give all values of the weight, bit by bit.
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,17 +58,11 @@ def keep_file_blocks(model: nn.Module, file: Path) -> tuple[int, int]:
     return kept, len(weights)
 
 
-def offer_file_blocks(model: nn.Module, file: Path) -> None:
-    """Let drafts of a float32 model read the blocks of its file; its weights may have been rounded to bfloat16."""
-    source = _File(file, rounds=True)
+def offer_file_blocks(model: nn.Module, file: Path, rounds: bool) -> None:
+    """Let drafts of a float32 model read the blocks of its file; ``rounds`` if its weights were rounded to bfloat16."""
+    source = _File(file, rounds)
     for weight in _linear_weights(model):
-        offer_blocks(weight, partial(_find_alive, source, weakref.ref(weight)))
-
-
-def _find_alive(source: _File, weight: weakref.ref[Tensor]) -> Blocks | None:
-    """Return the blocks of a weight to which nothing must refer: it would never be released."""
-    alive = weight()
-    return None if alive is None else source.find(alive)
+        offer_blocks(weight, source.find)
 
 
 def _linear_weights(model: nn.Module) -> list[Tensor]:
@@ -78,38 +72,54 @@ def _linear_weights(model: nn.Module) -> list[Tensor]:
 class _File:
     """The tensors in blocks of a GGUF file, which are read when a weight of their shape is looked for.
 
-    With ``rounds``, a weight may have the values of the file rounded to bfloat16.
+    With ``rounds``, a weight has the values of the file rounded to bfloat16.
     """
 
     def __init__(self, file: Path, rounds: bool = False) -> None:
-        self._file, self._rounds = file, rounds
+        self._file, self._rounds = file.resolve(), rounds
+        self._state = self._now()
         self._read: dict[tuple[int, ...], list[tuple[Any, dict[int, int]]]] = {}
 
-    def find(self, weight: Tensor) -> Blocks | None:
-        """Return the blocks of a weight ``[out, in]``; None if it is not in the file in blocks."""
+    def find(self, weight: Tensor, bits: int = 8) -> Blocks | None:
+        """Return the blocks of a weight ``[out, in]`` with codes of at most some bits.
+
+        None if it is not in the file in such blocks, or the file has changed since it was loaded.
+        """
         keys = _hashes(weight.detach(), self._rounds)
         for tensor, rows in self._of_shape(tuple(weight.shape)):
-            if keys[0] in rows:
+            if keys[0] in rows and KINDS[tensor.tensor_type.name].steps < 2**bits:
                 data = tensor.data[[rows.get(key, 0) for key in keys]]
-                values = torch.from_numpy(_values(data, tensor.tensor_type))
+                values = torch.from_numpy(_values(data, tensor.tensor_type)) if self._rounds else weight.detach()
                 blocks = unpack(data, tensor.tensor_type, values)
                 exact = all(torch.equal(blocks.take(part).values(), values[part]) for part in self._portions(values))
-                if exact and torch.equal(_rounded(values, self._rounds), _rounded(weight.detach(), self._rounds)):
+                if exact and torch.equal(_rounded(values, self._rounds), weight.detach()):
                     return blocks
         return None
 
     def _of_shape(self, shape: tuple[int, ...]) -> list[tuple[Any, dict[int, int]]]:
         """Return the tensors of a shape, each with its rows by hash."""
-        from gguf import GGUFReader
-
+        if self._state != self._now():
+            return []
         if shape not in self._read:
             self._read[shape] = [
                 (tensor, {key: row for row, key in enumerate(_hashes(values, self._rounds))})
-                for tensor in GGUFReader(self._file).tensors
+                for tensor in self._tensors
                 if tensor.tensor_type.name in KINDS and shape == tuple(int(size) for size in reversed(tensor.shape))
                 for values in [torch.from_numpy(_values(tensor.data, tensor.tensor_type))]
             ]
         return self._read[shape]
+
+    @functools.cached_property
+    def _tensors(self) -> list[Any]:
+        from gguf import GGUFReader
+
+        return list(GGUFReader(self._file).tensors)
+
+    def _now(self) -> tuple[int, int] | None:
+        with contextlib.suppress(OSError):
+            about = self._file.stat()
+            return about.st_size, about.st_mtime_ns
+        return None
 
     @staticmethod
     def _portions(values: Tensor) -> tuple[Tensor, ...]:

@@ -164,7 +164,8 @@ def load_target(
         if kept < all_layers:
             _log.warning("target.dtype=native: %d of %d linear layers are in blocks; the others are dense", kept, all_layers)
     elif "gguf_file" in options and name not in WHEELS and target.dtype == "float32" and torch_device.type == "cpu":
-        offer_file_blocks(target.model, Path(source) / options["gguf_file"])
+        # The blocks of a wheel would show what 4 bits do for a model that was made for them.
+        offer_file_blocks(target.model, Path(source) / options["gguf_file"], rounds=target.precision == MIXED)
     return target
 
 

@@ -114,20 +114,26 @@ def keep_blocks(weight: Tensor, blocks: Blocks) -> None:
     _packed[0].setdefault(weight, _PackedWeight()).keep(weight, BlockWeight(weight, blocks))
 
 
-def offer_blocks(weight: Tensor, find: Callable[[], Blocks | None]) -> None:
-    """Let drafts at fewer bits multiply by the blocks that ``find`` returns for a weight ``[out, in]``, if they have so few.
+FindBlocks = Callable[[Tensor, int], Blocks | None]
+"""Of a weight ``[out, in]`` and a number of bits, to blocks with its values and codes of so many bits; None without."""
 
-    ``find`` compares the blocks with the weight, and returns None for a weight that has changed.
-    """
+
+def offer_blocks(weight: Tensor, find: FindBlocks) -> None:
+    """Let drafts at fewer bits multiply by the blocks that are found for a weight, except those of a deep copy of it."""
     _offered[weight] = find
+
+
+def offers_blocks(model: nn.Module) -> bool:
+    """Return whether drafts of a model multiply by blocks that are found for it."""
+    return any(weight in _offered for weight in model.parameters())
 
 
 def _blocks(weight: Tensor, bits: int) -> Blocks:
     """Return the blocks of a weight by which a draft at some bits multiplies."""
-    find: Callable[[], Blocks | None] | None = _offered.get(weight)
-    if find is not None and (found := find()) is not None and int(found.codes.max()) < 2**bits:
-        return found
-    return Blocks.quantize(weight, bits)
+    find: FindBlocks | None = _offered.get(weight)
+    found = None if find is None else find(weight, bits)
+    # Scales of 32 bits, as of K-quants, take more bytes than codes of the weight with others.
+    return found if found is not None and found.has_half_scales else Blocks.quantize(weight, bits)
 
 
 def has_blocks(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from layerskip import files
 from layerskip.models.compiled_layers import COMPILE_MODES, set_compiling
-from layerskip.models.packing import has_blocks, set_packing
+from layerskip.models.packing import has_blocks, offers_blocks, set_packing
 from layerskip.models.weights import input_device, stored_weights
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -148,6 +148,7 @@ class Target:
         """SHA-256 of the dtype, the configuration, and the name, shape and some values of every weight."""
         config = {k: v for k, v in self.model.config.to_dict().items() if k not in _NOT_IDENTITY}
         stored = "native" if self.precision == "native" else self.dtype  # the same values, with other costs
+        stored += " with blocks for drafts" if offers_blocks(self.model) else ""
         identity = [self.architecture, stored, sorted(self.eos_ids), config]
         hashed = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
         for name, weight in stored_weights(self.model):
@@ -241,8 +242,8 @@ class Target:
             self.tokenizer.save_pretrained(folder)
             file = Path(folder, "tokenizer_config.json")
             # Version 4 of transformers, by which OpenVINO's converter reads folders, knows the class by its earlier name.
-            text = file.read_text(encoding="utf-8")
-            file.write_text(text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'), encoding="utf-8")
+            if (fields := files.read_json(file) or {}).get("tokenizer_class") == "TokenizersBackend":
+                files.write_json(file, fields | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert token ids to text without special tokens; empty if the target has no tokenizer."""

@@ -54,8 +54,8 @@ def refusal(method: str) -> str | None:
     """Return None if vLLM drafts with a method, else the reason in one line."""
     known = methods().get(method)
     if known is not None and known.plan_field:
-        kept = "save the kept ones with layerskip.save_draft_checkpoint as one of space.ranges.draft_model.draft_model"
-        return f"vLLM drafts with no part of its target; {kept}"
+        saved = "save the layers that it keeps with layerskip.save_draft_checkpoint"
+        return f"vLLM drafts with no part of its target; {saved} as one of space.ranges.draft_model.draft_model"
     return None if known is not None and known.engine_method else f"vLLM has no counterpart of {method}"
 
 

@@ -22,6 +22,7 @@ from scipy.stats import spearmanr
 
 from layerskip import DraftPlan, Measurement, PromptSet, StopRule
 from layerskip.draft_plan import BITS, KEEP
+from layerskip.models.packing import refuse_quantized
 from layerskip.scan.replay import Counts, count
 from searches.app.application import run
 from searches.app.checks import InputError
@@ -43,6 +44,8 @@ def compare_predictions(config: DictConfig) -> None:
     """Compare predictions with measurements and write the record. See ``conf/predictions.yaml``."""
     check_fields(config, {"masks": 2, "lengths": 1}, ("min_correlation", "max_error", "max_trials"))
     parts, lengths, outputs = Parts(config), sorted(config.lengths), Path(config.outputs)
+    if "quantized" in parts.space.available_methods and (reason := refuse_quantized(parts.target.model)):
+        raise InputError(f"space.methods: quantized: {reason}")
     ends = lengths[0], lengths[-1]
     space = parts.space.narrowed(["layer_skip", "quantized"], num_speculative_tokens=ends, stop=("length",))
     preparation, new = Preparation(parts.target, parts.sampling, outputs), parts.measuring.max_new_tokens
@@ -106,15 +109,17 @@ def measure_lengths(
 def _masks(space: SearchSpace, count: int, seed: int) -> list[DraftPlan]:
     """Return masks of several kinds in turn: empty, contiguous runs of layers, and random ones.
 
-    If drafts of fewer bits are searched, return plans: of one format, and with formats by chance.
+    If drafts of fewer bits are searched, they are followed by plans: of one format, and with formats and skips by chance.
     """
     source, layers, skippable = random.Random(seed), space.layers, list(space.skippable)
-    if "quantized" in space.available_methods:
-        uniform = [DraftPlan.uniform(layers, BITS[name]) for name in space.formats]
-        return [*uniform, *random_masks(layers, skippable, count, _SHARES, seed, (KEEP, *space.formats))][:count]
     runs = [contiguous(layers, first, n) for first in skippable for n in range(1, skippable[-1] - first + 2)]
-    kinds = [[DraftPlan.none(layers)], source.sample(runs, len(runs))]
-    kinds.append(random_masks(layers, skippable, count, _SHARES, seed))
+    kinds: list[list[DraftPlan]] = []
+    if "layer_skip" in space.available_methods:
+        kinds += [[DraftPlan.none(layers)], source.sample(runs, len(runs))]
+        kinds.append(random_masks(layers, skippable, count, _SHARES, seed))
+    if "quantized" in space.available_methods:
+        kinds.append([DraftPlan.uniform(layers, BITS[name]) for name in space.formats])
+        kinds[-1] += random_masks(layers, skippable, count, _SHARES, seed, (KEEP, *space.formats))
     in_turn = [masks[turn] for turn in range(count) for masks in kinds if turn < len(masks)]
     return list(dict.fromkeys(in_turn))[:count]
 

@@ -30,7 +30,7 @@ from searches.space.search_space import LOOKUP, SearchSpace
 from searches.workers.pool import ALONE, Workers
 
 PROFILE_REPEATS = 8  # runs of every part of a round
-_SCAN_VERSION = 7  # of the counts; those of another version are scanned again
+_SCAN_VERSION = 6  # of the counts; those of another version are scanned again
 _PROFILE_VERSION = 7  # of stored profiles and their measurement
 _CPU_ROWS, _GPU_ROWS = 256, 2048  # rows per pass, if memory suffices
 _MIN_ROWS = 16  # with fewer rows per pass, scanning is no faster than decoding

@@ -145,9 +145,12 @@ def joined(
             if not free:
                 raise InputError(f"study.name: another process is running the study in {folder}")
             if not has_board(storage, name):  # a worker may have joined since
-                if isinstance(storage, RetryingStorage):
-                    storage.is_alone = True
-                yield storage, ALONE
+                assert isinstance(storage, RetryingStorage)
+                storage.is_alone = True
+                try:
+                    yield storage, ALONE
+                finally:
+                    storage.is_alone = False
                 return
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # it warns of every connection that breaks
     with contextlib.ExitStack() as stack:

@@ -83,6 +83,10 @@ def test_a_self_draft_of_fewer_bits_is_prepared_at_these_bits() -> None:
         assert _option(entry["command"], "--spec-draft-model") == words[2]
     converted = _entry("openvino_genai", config)["prepare"][-1]
     assert (_option(converted, "--weight-format"), converted[-1]) == ("int8", "best.draft-openvino")
+    notes = {engine: " ".join(_entry(engine, config)["differs"]) for engine in ("vllm", "sglang", "llama_cpp")}
+    assert {engine: "as it is stored" in note for engine, note in notes.items()} == {
+        "vllm": True, "sglang": True, "llama_cpp": False
+    }  # fmt: skip
     for engine in ("vllm", "sglang"):
         assert "4 bits in bfloat16" in _entry(engine, CONFIGS["two formats"])["reason"]
         assert "command" in _entry(engine, CONFIGS["two formats"], dtype="bfloat16")

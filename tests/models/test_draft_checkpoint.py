@@ -132,7 +132,10 @@ def test_a_non_empty_folder_is_refused_and_kept(tiny_target: Target, tmp_path: P
 # In the first three, a layer depends on its number or on the number of layers; Bloom cannot be skipped.
 @pytest.mark.parametrize(
     ("family", "text"),
-    [("diffllama", "layers:1"), ("minicpm3", "layers:2"), ("deepseek_v3", "layers:0"), ("bloom", "layers:1")],
+    [
+        *[("diffllama", "layers:1"), ("minicpm3", "layers:2"), ("deepseek_v3", "layers:0"), ("bloom", "layers:1")],
+        ("diffllama", "int8;layers:1=skip"),
+    ],
 )
 def test_a_family_that_cannot_be_cut_is_refused_by_name(tmp_path: Path, family: str, text: str) -> None:
     target = Target(build(family))

@@ -69,7 +69,8 @@ def test_a_native_target_decodes_as_the_float32_model_of_its_file(
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed"])
 @pytest.mark.parametrize(
-    ("kind", "bits", "exact"), [("Q4_1", 4, True), ("Q4_0", 8, True), ("Q8_0", 8, True), ("Q8_0", 4, False)]
+    ("kind", "bits", "exact"),
+    [("Q4_1", 4, True), ("Q4_0", 8, True), ("Q5_0", 8, True), ("Q8_0", 8, True), ("Q8_0", 4, False), ("Q5_0", 4, False)],
 )
 def test_a_draft_of_fewer_bits_reads_the_blocks_of_the_file(
     kind: str, bits: int, exact: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,9 +87,23 @@ def test_a_draft_of_fewer_bits_reads_the_blocks_of_the_file(
     drafted = generate(target, [7, 8, 9], config, max_new_tokens=24)
     assert drafted.tokens == generate(target, [7, 8, 9], max_new_tokens=24).tokens
     assert drafted.stats.acceptance_rate > 0.6 or not exact
+    with monkeypatch.context() as patch:
+        patch.setattr("layerskip.models.loading.offer_file_blocks", lambda *_, **__: None)
+        without = load_target(file, dtype=dtype, device="cpu", pack_weights=True)
+    assert without.digest != target.digest  # or one would predict by the cost profile of the other
     with torch.no_grad():
         layer.mul_(0.5)
     assert not torch.equal(packing._blocks(layer, bits).values(), own.detach())
+
+
+def test_a_draft_does_without_a_file_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 1))
+    file = save_gguf(save_tiny(tmp_path / "tiny", **_SIZES), tmp_path / "tiny.gguf", "Q4_0")
+    target = load_target(str(file), dtype="mixed", device="cpu", pack_weights=True)
+    plain = generate(target, [7, 8, 9], max_new_tokens=24).tokens
+    file.unlink()
+    drafted = generate(target, [7, 8, 9], SpeculativeConfig("quantized", 3), max_new_tokens=24)
+    assert drafted.tokens == plain
 
 
 def test_what_is_not_in_blocks_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
