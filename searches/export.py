@@ -43,6 +43,8 @@ def export(config: DictConfig) -> None:
         engines = loaded.engines(str(config.export))
         print(_table(engines) if config.engine is None else script(config.engine, engines[config.engine]))
         return
+    if config.draft is not None and config.engine is not None:
+        script(config.engine, loaded.engines(str(config.export))[config.engine])  # refuses what the engine cannot run
     folders = {name: _empty(name, str(config[name])) for name in ("model", "draft") if config[name] is not None}
     target = load_exported_target(config.target, loaded)
     loaded.check(target)

@@ -111,10 +111,16 @@ class Deployment:
             raise Unsupported(f"config.method: {config.method}: {engine} has no such drafter")
         return way
 
-    def check_draft_bits(self, engine: str) -> None:
-        """Raise :class:`Unsupported` if an engine has no kernels for the weights of a draft in the target's data type."""
-        if 4 in DraftPlan.parse(self.config.plan, int(self.target["layers"])).sublayer_bits and self.dtype == "float32":
-            raise Unsupported(f"config.weights: {engine} multiplies weights of 4 bits in bfloat16 and float16 only")
+    def check_draft_bits(self, engine: str, in_float32: Container[int] = ()) -> None:
+        """Raise :class:`Unsupported` if an engine has no kernels for the weights of a draft in the target's data type.
+
+        ``in_float32`` are the bits for which it has some in float32.
+        """
+        bits = set(DraftPlan.parse(self.config.plan, int(self.target["layers"])).sublayer_bits) - {0}
+        if self.dtype == "float32" and (missing := [size for size in sorted(bits) if size not in in_float32]):
+            raise Unsupported(
+                f"config.weights: {engine} multiplies weights of {missing[0]} bits in bfloat16 and float16 only"
+            )
 
     def left_out(
         self, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False, rounds: bool = False

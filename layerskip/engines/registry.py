@@ -25,9 +25,9 @@ def launch_vllm(deployment: Deployment) -> Launch:
     names of fields are those of ``vllm/config/speculative.py``.
     """
     way, config = deployment.way(), deployment.config
-    deployment.check_draft_bits("vLLM")
-    differs, model = deployment.left_out(match="first"), deployment.model()
     on_cpu = deployment.environment.get("device") == "cpu"
+    deployment.check_draft_bits("vLLM", in_float32=(8,) if on_cpu else ())
+    differs, model = deployment.left_out(match="first"), deployment.model()
     command = ["python", "-m", API_SERVER, "--model", model] if on_cpu else ["vllm", "serve", model]
     # The server would otherwise take sampling parameters from the model's generation configuration.
     command += [*deployment.revision, "--dtype", deployment.dtype, "--generation-config", "vllm"]

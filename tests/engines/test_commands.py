@@ -18,9 +18,9 @@ from tests.engines.known import CONFIGS, KEPT, LOOKUP, deployment, interpreter
 
 RUNNABLE = {
     "vllm": {
-        "none", "lookup", "last lookup", "model", "stopping model", "other tokenizer", "kept layers", "retrieval", "bits",
+        "none", "lookup", "last lookup", "model", "stopping model", "other tokenizer", "kept layers", "retrieval",
     },
-    "sglang": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers", "bits"},
+    "sglang": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers"},
     "tensorrt_llm": {"none", "lookup", "last lookup", "model", "stopping model", "kept layers"},
     "llama_cpp": {
         "none", "lookup", "last lookup", "model", "stopping model", "kept layers", "lookup then model", "bits",
@@ -73,7 +73,9 @@ def test_a_command_has_the_values_of_the_configuration() -> None:
 
 def test_a_self_draft_of_fewer_bits_is_prepared_at_these_bits() -> None:
     config = CONFIGS["bits"]
-    assert _entry("vllm", config)["prepare"] == [_EXPORTED]
+    assert _entry("vllm", config, dtype="bfloat16")["prepare"] == [_EXPORTED]
+    on_cpu = replace(deployment(config), environment={"device": "cpu"})
+    assert describe_engines(on_cpu)["vllm"]["prepare"] == [_EXPORTED]  # it has kernels of 8 bits in float32
     for engine, name, words in (
         ("llama_cpp", "bits", ["llama-quantize", "best.draft.gguf", "best.draft-int8.gguf", "Q8_0"]),
         ("llama_cpp", "lookup then bits", ["llama-quantize", "best.draft.gguf", "best.draft-int4.gguf", "Q4_0"]),
@@ -83,11 +85,14 @@ def test_a_self_draft_of_fewer_bits_is_prepared_at_these_bits() -> None:
         assert _option(entry["command"], "--spec-draft-model") == words[2]
     converted = _entry("openvino_genai", config)["prepare"][-1]
     assert (_option(converted, "--weight-format"), converted[-1]) == ("int8", "best.draft-openvino")
-    notes = {engine: " ".join(_entry(engine, config)["differs"]) for engine in ("vllm", "sglang", "llama_cpp")}
+    notes = {
+        engine: " ".join(_entry(engine, config, dtype="bfloat16")["differs"]) for engine in ("vllm", "sglang", "llama_cpp")
+    }
     assert {engine: "as it is stored" in note for engine, note in notes.items()} == {
         "vllm": True, "sglang": True, "llama_cpp": False
     }  # fmt: skip
     for engine in ("vllm", "sglang"):
+        assert "8 bits in bfloat16" in _entry(engine, config)["reason"]
         assert "4 bits in bfloat16" in _entry(engine, CONFIGS["two formats"])["reason"]
         assert "command" in _entry(engine, CONFIGS["two formats"], dtype="bfloat16")
     assert "config.weights: OpenVINO reads" in _entry("openvino_genai", CONFIGS["two formats"])["reason"]

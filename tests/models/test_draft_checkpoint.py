@@ -11,7 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from layerskip import DraftPlan, SpeculativeConfig, Target, UnsupportedModel, generate, load_target, save_draft_checkpoint
+from layerskip import (
+    DraftPlan,
+    SpeculativeConfig,
+    Target,
+    TargetError,
+    UnsupportedModel,
+    generate,
+    load_target,
+    save_draft_checkpoint,
+)
 from layerskip.draft_plan import PlanError
 from layerskip.models.skip_view import skip_view
 from tests.accelerator import DEVICE
@@ -103,6 +112,21 @@ def test_a_checkpoint_of_fewer_bits_has_the_nearest_codes_and_drafts(tmp_path: P
     drafted = generate(target, "the rain in the on", config, max_new_tokens=48)
     assert drafted.stats.acceptance_rate > 0.3
     assert drafted.tokens == generate(target, "the rain in the on", max_new_tokens=48).tokens
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8;layers:2=skip"])
+def test_a_checkpoint_of_fewer_bits_drafts_for_a_mixed_target(weights: str, tmp_path: Path) -> None:
+    if DEVICE != "cpu":
+        pytest.skip("mixed is for a CPU")
+    folder = save_tiny(tmp_path / "llama", num_hidden_layers=5, idle=(1, 2, 3), hidden_size=64, intermediate_size=128)
+    target = load_target(str(folder), dtype="mixed", device="cpu")
+    cut = save_draft_checkpoint(target, DraftPlan.parse(weights, 5), tmp_path / "draft")
+    config = SpeculativeConfig("draft_model", draft_model=str(cut), num_speculative_tokens=4)
+    drafted = generate(target, "the rain in the on", config, max_new_tokens=32)
+    assert drafted.tokens == generate(target, "the rain in the on", max_new_tokens=32).tokens
+    assert load_target(str(cut), device="cpu").dtype in ("float32", "bfloat16")
+    with pytest.raises(TargetError, match="^target.dtype: mixed is for weights that are not quantised"):
+        load_target(str(cut), dtype="mixed", device="cpu")
 
 
 def test_fewer_bits_need_their_library(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
