@@ -75,13 +75,18 @@ class Deployment:
         is_own = bool(head) or self.config.method == "quantized"  # each engine has its layout
         return self._found("draft", self.config.draft_model, hub, [f"engine={engine}"] if is_own else [])
 
+    @property
+    def _plan(self) -> DraftPlan:
+        """The plan of a self-draft; of another draft, that which reads everything as it is stored."""
+        return DraftPlan.parse(self.config.plan, int(self.target["layers"]))
+
     def draft_bits(self, engine: str) -> int:
         """Return the bits at which an engine reads all layers of a draft; 0 as they are stored.
 
         Raises:
             Unsupported: they differ between sub-layers.
         """
-        plan = DraftPlan.parse(self.config.plan, int(self.target["layers"]))  # of no self-draft: all as they are stored
+        plan = self._plan
         skips = (*plan.attention, *plan.mlp)
         kept = {bits for bits, skipped in zip(plan.sublayer_bits, skips, strict=True) if not skipped}
         if len(kept) > 1:
@@ -116,7 +121,7 @@ class Deployment:
 
         ``in_float32`` are the bits for which it has some in float32.
         """
-        bits = set(DraftPlan.parse(self.config.plan, int(self.target["layers"])).sublayer_bits) - {0}
+        bits = set(self._plan.sublayer_bits) - {0}
         if self.dtype == "float32" and (missing := [size for size in sorted(bits) if size not in in_float32]):
             raise Unsupported(
                 f"config.weights: {engine} multiplies weights of {missing[0]} bits in bfloat16 and float16 only"

@@ -91,7 +91,8 @@ class _File:
                 data = tensor.data[[rows.get(key, 0) for key in keys]]
                 values = torch.from_numpy(_values(data, tensor.tensor_type)) if self._rounds else weight.detach()
                 blocks = unpack(data, tensor.tensor_type, values)
-                exact = all(torch.equal(blocks.take(part).values(), values[part]) for part in self._portions(values))
+                portions = torch.arange(len(values)).split(_PORTION)  # type: ignore[no-untyped-call]
+                exact = all(torch.equal(blocks.take(part).values(), values[part]) for part in portions)
                 if exact and torch.equal(_rounded(values, self._rounds), weight.detach()):
                     return blocks
         return None
@@ -120,10 +121,6 @@ class _File:
             about = self._file.stat()
             return about.st_size, about.st_mtime_ns
         return None
-
-    @staticmethod
-    def _portions(values: Tensor) -> tuple[Tensor, ...]:
-        return torch.arange(len(values)).split(_PORTION)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _hashes(values: Tensor, rounds: bool) -> list[int]:
